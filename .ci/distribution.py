@@ -1,8 +1,8 @@
-"""The source distribution, and the wheel made of it: byte for byte the same wherever and whenever they are built.
+"""Builds the source distribution and its wheel reproducibly: the same bytes wherever and whenever they are built.
 
-``python .ci/distribution.py dist`` writes both into ``dist``. Times in them are that of the last commit, or
-SOURCE_DATE_EPOCH. The wheel's platform tag is the oldest that is true of its libraries, as auditwheel judges it; a
-wheel that asks the system for anything but torch, libc and libstdc++ is refused. GRADSTAT_CUDA is as in setup.py.
+``python .ci/distribution.py dist`` writes both into ``dist``. Their timestamps are that of the last commit, or
+SOURCE_DATE_EPOCH. The wheel gets the oldest platform tag that auditwheel finds its libraries compatible with; a wheel
+that links to libraries other than torch, libc and libstdc++ is refused. GRADSTAT_CUDA is as in setup.py.
 """
 
 import argparse
@@ -30,14 +30,14 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def sources() -> list[str]:
-    """All files of the project, those that are new and not yet committed, too."""
+    """All files of the project, including new ones that are not committed yet."""
     names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
     return [name for name in names if name and (ROOT / name).exists()]
 
 
 def source_distribution(folder: Path, epoch: int) -> Path:
     with tempfile.TemporaryDirectory() as work:
-        # A copy, since setuptools writes beside the sources and takes along what lies among them.
+        # A copy, since setuptools writes next to the sources and packs stray files among them.
         copy = Path(work) / "gradstat"
         for name in sources():
             target = copy / name
@@ -58,7 +58,7 @@ def source_distribution(folder: Path, epoch: int) -> Path:
 
 
 def anonymous(member: tarfile.TarInfo, epoch: int) -> tarfile.TarInfo:
-    """``member`` without what only says who packed it, and when."""
+    """``member`` without owner, timestamp and local permissions."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     member.mtime = epoch
@@ -71,7 +71,7 @@ def wheel(folder: Path, source: Path, epoch: int) -> Path:
     with tempfile.TemporaryDirectory() as work:
         pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
         times = {"SOURCE_DATE_EPOCH": str(epoch)}
-        # Stripped, since nvcc names what it compiles after its process.
+        # Stripped, since nvcc puts its process id into symbol names.
         linking = {"LDFLAGS": f"{os.environ.get('LDFLAGS', '')} -s"}
         run(*pip, "-w", work, source, cwd=folder, **times, **linking)
         made = next(Path(work).glob("*.whl"))
@@ -83,7 +83,7 @@ def wheel(folder: Path, source: Path, epoch: int) -> Path:
 
 
 def platform_tag(made: Path) -> str:
-    """The oldest platform that has everything that the wheel's libraries ask for."""
+    """The oldest platform tag that satisfies what the wheel's libraries link to."""
     judged = json.loads(run(sys.executable, "-m", "auditwheel", "show", "--json", made, cwd=made.parent))
     unknown = set(judged["external_libs"]) - FROM_TORCH
     if unknown:

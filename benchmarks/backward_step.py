@@ -1,7 +1,7 @@
-"""What `step_in_backward` costs in a whole training step: ``python benchmarks/backward_step.py``.
+"""Time and memory of a training step with `step_in_backward`: ``python benchmarks/backward_step.py``.
 
-Beside it stand a step after backward, and the usual recipe: one optimizer and one hook for each parameter. With FSDP2
-``torchrun --nproc-per-node 2 benchmarks/backward_step.py``.
+It is compared with a step after backward, and with the usual recipe of one optimizer and one hook for each parameter.
+With FSDP2: ``torchrun --nproc-per-node 2 benchmarks/backward_step.py``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _measured(model: str, rounds: int, device: torch.device) -> list[Row]:
     if dist.is_initialized():
         ranks = dist.get_world_size()
         group, case, threads = f"{GROUP}, ranks", f"{model}, FSDP2 on {ranks} ranks", threads * ranks
-    # Every rank draws the same order of calls, so collectives meet.
+    # All ranks draw the same order of calls, so their collectives match.
     samples = interleaved(calls, rounds, device=device)
     synchronize(device)
     for name, sample in samples.items():

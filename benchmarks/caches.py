@@ -1,4 +1,4 @@
-"""How much the caches of a device hold, and how to empty them between timed calls."""
+"""The size of a device's caches, and how to flush them between timed calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNKNOWN = 64 << 20
 
 @cache
 def cache_bytes(device: torch.device) -> int:
-    """Size in bytes of the last cache before memory: a GPU's second level, a processor's last level."""
+    """Size in bytes of the last cache before memory: a GPU's L2, a processor's last level."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -29,14 +29,14 @@ def cache_bytes(device: torch.device) -> int:
 
 
 class Flush:
-    """Called between timed calls, it leaves nothing in the caches that they could profit from.
+    """Evicts the caches when called between timed calls, as a training step evicts its gradients.
 
-    Twice as much as the last cache holds is read, not written: lines that were written would still have to go back to
-    memory while the call runs. A training step throws gradients out of the caches by itself.
+    It reads twice the size of the last cache. It does not write, because dirty lines would still be written back to
+    memory during the timed call.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Not zeros, which a CPU may keep as one page that is seen everywhere.
+        # Not zeros, which an operating system may map to one shared page.
         self._buffer = torch.ones(2 * cache_bytes(device) // 4, device=device)
 
     def __call__(self) -> None:

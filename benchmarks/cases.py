@@ -1,4 +1,4 @@
-"""The axes of the benchmarks, declared once: providers, lists of shapes, dtypes; and the proof that answers are right.
+"""The axes of the benchmarks: providers, lists of shapes and dtypes; and the verification of providers' results.
 
 Everything that measures lists of gradients runs over `PROVIDERS` x `CASES` x their dtypes.
 """
@@ -21,7 +21,7 @@ from gradstat.bench.steps import WrongAnswerError, naive_loop
 
 Shape = tuple[int, ...]
 
-Dtypes = torch.dtype | tuple[torch.dtype, ...]  # of a list: one, or several in turn
+Dtypes = torch.dtype | tuple[torch.dtype, ...]  # of a list of gradients: one, or several that alternate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
 COMMON = (torch.float32, torch.bfloat16)
@@ -33,11 +33,11 @@ class Case:
     """A list of gradients.
 
     Attributes:
-        name: As it is shown; says what was made smaller than the original.
-        shapes: Of the gradients.
-        dtypes: Measured in these.
-        devices: On these types of device.
-        quick: Part of the quick set, lists of several in float32 only.
+        name: The displayed name; says what was made smaller than the original.
+        shapes: The shapes of the gradients.
+        dtypes: The dtypes to measure in.
+        devices: The types of device to measure on.
+        quick: Part of the quick set, where lists of several tensors are measured in float32 only.
         full: Part of the full set.
     """
 
@@ -50,7 +50,7 @@ class Case:
 
 
 def transformer_shapes(layers: int, width: int, vocabulary: int, context: int = 128) -> list[Shape]:
-    """The parameters of a GPT: embeddings, then attention, perceptron and norms of each layer; the head is tied."""
+    """The parameters of a GPT: embeddings, then attention, MLP and norms of each layer; the head is tied."""
     w = width
     layer: list[Shape] = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,)]
     layer += [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
@@ -70,9 +70,9 @@ def experts_shapes() -> list[Shape]:
 
 
 def mixed_shapes() -> list[Shape]:
-    """500 matrices of 225 M elements in all, from 10 x 10 to 2,978 x 2,978, some of odd sizes, in random order.
+    """500 matrices of 225 M elements in total, from 10 x 10 to 2,978 x 2,978, some of odd sizes, in random order.
 
-    The mix behind the published figure is not known; number, elements and dtypes are what was published of it.
+    The exact mix behind the published figure is unknown; number of tensors, elements and dtypes are as published.
     """
     sides = [10] * 354 + [31] * 24 + [99] * 24 + [316] * 49 + [346] * 24 + [2_978] * 24
     shapes: list[Shape] = [(side, side) for side in sides]
@@ -82,7 +82,7 @@ def mixed_shapes() -> list[Shape]:
 
 
 MIXED, LARGEST = "500 mixed matrices of 225 M", "one tensor of 1.536 G"
-# Those for a GPU alone first: time there may run out.
+# Cases for GPUs only come first, since the time on a GPU may run out.
 CASES = (
     Case("one tensor of 256 M", lambda: [(1 << 28,)], (*DTYPES, torch.float8_e5m2), frozenset({"cuda"})),
     Case(LARGEST, lambda: [(1_536_000_000,)], (torch.bfloat16,), frozenset({"cuda"})),
@@ -101,14 +101,14 @@ CASES = (
 
 
 class Published(NamedTuple):
-    """What others say a clip takes them, norm and multiplication in place. Never a measurement of ours.
+    """A time that others published for their clip, norm and multiplication in place. Not measured here.
 
     Attributes:
-        who: Whose clip.
-        case: The list it is about, as far as it is described.
-        milliseconds: As published.
-        device: Theirs.
-        source: Where.
+        who: The project whose clip it is.
+        case: The list of gradients, as far as it was described.
+        milliseconds: The published time.
+        device: The device it was measured on.
+        source: Where it was published.
     """
 
     who: str
@@ -127,12 +127,12 @@ PUBLISHED = (
 
 
 class Facts(NamedTuple):
-    """What is true of a list of gradients, found in float64 and by no provider.
+    """True statistics of a list of gradients, computed in float64 independently of the providers.
 
     Attributes:
-        norm: L2 norm of all of them.
+        norm: L2 norm of all gradients together.
         low, high: Smallest and largest element.
-        nonfinite: How many gradients hold a NaN or Inf.
+        nonfinite: Number of gradients with a NaN or Inf.
     """
 
     norm: float
@@ -143,14 +143,14 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What a provider is given.
+    """The input of a provider.
 
     Attributes:
-        parameters: With gradients. Their own data takes no memory.
-        gradients: Theirs, in order.
-        facts: The truth about them.
-        words: The same number of bytes in one piece, as float32: what a plain read reads.
-        restore: Makes the gradients what they were, after something clipped them.
+        parameters: Parameters with gradients; their own data takes no memory.
+        gradients: The gradients of the parameters, in order.
+        facts: The gradients' true statistics.
+        words: One contiguous float32 tensor of as many bytes as the gradients, for plain reads.
+        restore: Restores the gradients after they were clipped.
     """
 
     parameters: list[nn.Parameter]
@@ -161,7 +161,7 @@ class Input:
 
     @property
     def max_norm(self) -> float:
-        """Their norm: clips are given multiples of it."""
+        """The norm of the gradients; clips are given multiples of it."""
         return self.facts.norm
 
     @property
@@ -170,13 +170,13 @@ class Input:
 
     @property
     def dtype(self) -> Dtypes:
-        """Of all gradients; several where they take turns."""
+        """The dtype of the gradients, or several if they alternate."""
         found = tuple(dict.fromkeys(gradient.dtype for gradient in self.gradients))
         return found[0] if len(found) == 1 else found
 
     @property
     def widest(self) -> torch.dtype:
-        """What torch promotes them to."""
+        """The dtype that torch promotes the gradients' dtypes to."""
         found = self.dtype
         return found if isinstance(found, torch.dtype) else functools.reduce(torch.promote_types, found)
 
@@ -191,7 +191,7 @@ _CHUNK = 1 << 26
 
 
 def parameter_of(gradient: Tensor) -> nn.Parameter:
-    """A parameter with that gradient, of one element seen from everywhere."""
+    """A parameter with that gradient; its data is one element, expanded."""
     data = torch.zeros(1, dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
     parameter = nn.Parameter(data, requires_grad=False)
     parameter.grad = gradient
@@ -199,7 +199,7 @@ def parameter_of(gradient: Tensor) -> nn.Parameter:
 
 
 def input_of(shapes: list[Shape], dtype: Dtypes = torch.float32, device: str = "cpu") -> Input:
-    """Random gradients of these shapes, every one in memory of its own; of several dtypes in turn."""
+    """Random gradients of these shapes, each in its own allocation; several dtypes alternate."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     block = (_SPREAD * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))).to(device)
     blocks = {each: block.to(each) for each in dtypes}
@@ -217,13 +217,13 @@ def input_of(shapes: list[Shape], dtype: Dtypes = torch.float32, device: str = "
 
 
 def bytes_of(shapes: list[Shape], dtype: Dtypes) -> int:
-    """Of gradients as `input_of` makes them."""
+    """The total bytes of gradients that `input_of` would make."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     return sum(torch.Size(shape).numel() * dtypes[i % len(dtypes)].itemsize for i, shape in enumerate(shapes))
 
 
 def _fill(gradients: list[Tensor], block: Tensor) -> None:
-    """Writes ``block`` again and again over the gradients, one behind the other."""
+    """Fills the gradients, one after another, with repetitions of ``block``."""
     start = 0
     for gradient in gradients:
         flat, at = gradient.view(-1), 0
@@ -234,7 +234,7 @@ def _fill(gradients: list[Tensor], block: Tensor) -> None:
 
 
 def facts_of(gradients: list[Tensor]) -> Facts:
-    """The truth about finite gradients."""
+    """The true statistics of finite gradients."""
     squares, low, high = 0.0, math.inf, -math.inf
     for gradient in gradients:
         for chunk in gradient.view(-1).split(_CHUNK):
@@ -244,24 +244,24 @@ def facts_of(gradients: list[Tensor]) -> Facts:
     return Facts(math.sqrt(squares), low, high)
 
 
-# torch's float32 norm on a CPU is 4 % off for one tensor of 256 M elements. It is timed nevertheless, and how far off
-# everyone is becomes rows too.
+# torch's float32 norm on a CPU is 4 % off for one tensor of 256 M elements. It is timed nevertheless; the errors of all
+# providers are recorded as rows, too.
 TORCH_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A way to learn something about gradients, or to clip them.
+    """A way to compute statistics of gradients, or to clip them.
 
     Attributes:
-        name: As it is shown.
-        run: What is timed.
-        answer: What the result of ``run`` says, by the names of `Facts`.
+        name: The displayed name.
+        run: The timed call.
+        answer: Extracts statistics, by the names of `Facts`, from the result of ``run``.
         tolerance: Relative error allowed for the norm.
-        rounded: Whether the norm is given in the gradients' own dtype, whose rounding is then allowed too.
-        factor: What ``run`` multiplies gradients by; None if it clips none. They are restored, untimed, ahead of calls
-            of a provider whose factor is not 1.
-        serves: Whether it runs on an input.
+        rounded: Whether the norm is in the gradients' own dtype, whose rounding error is then allowed, too.
+        factor: What ``run`` multiplies gradients by; None if it does not clip. If it is not 1, gradients are restored,
+            untimed, before each call.
+        serves: Whether the provider runs on an input.
     """
 
     name: str
@@ -274,7 +274,7 @@ class Provider:
 
     @property
     def changes(self) -> bool:
-        """Whether ``run`` leaves other gradients than it found."""
+        """Whether ``run`` changes the gradients."""
         return self.factor not in (None, 1.0)
 
 
@@ -287,7 +287,7 @@ CLIP_LIMIT = "limit: read, then multiply"
 TORCH_LOOP_CLIP = "torch clip foreach=False, unclipped"
 FOREACH_NORM = "torch._foreach_norm"
 NAIVE = "naive .item() loop"
-_REFERENCE_LIMIT = 20_000_000  # bytes; it is not fast, and would hold up everybody else
+_REFERENCE_LIMIT = 20_000_000  # bytes; larger inputs would take the reference backend too long
 
 
 def _read_report(report: gradstat.Report) -> dict[str, float]:
@@ -324,12 +324,12 @@ def _not_float8(given: Input) -> bool:
 
 
 def _naive_serves(given: Input) -> bool:
-    # On a GPU it waits five times for every gradient: of thousands it would take the time of everybody else.
+    # On a GPU it syncs five times for every gradient; thousands of them would take up the time of the whole run.
     return _not_float8(given) and (given.device.type == "cpu" or len(given.gradients) <= 1000)
 
 
 def _gradstat_clip(name: str, share: float) -> Provider:
-    """A clip to ``share`` of the norm there is."""
+    """A clip to ``share`` times the gradients' norm."""
     return Provider(
         name,
         lambda given: gradstat.clip_grad_norm_(given.parameters, share * given.max_norm),
@@ -391,10 +391,10 @@ PROVIDERS = (
     _torch_clip(TORCH_LOOP_CLIP, 2.0, foreach=False),
     _gradstat_clip(CLIPPED, 0.5),
     _torch_clip(TORCH_CLIPPED, 0.5),
-    # The least a clip that clips can do, in torch's own two operations on one piece of memory. It multiplies by one.
+    # The minimum work of a clip that scales: two torch operations on one contiguous tensor. It multiplies by one.
     Provider(CLIP_LIMIT, lambda given: (given.words.amax(), given.words.mul_(1.0)), serves=_not_float8),
-    # The least anyone can do: read every byte once. Which way is fastest differs by machine, so that the limit is
-    # the fastest of them. What they compute is no statistic of other dtypes, and is not looked at.
+    # The minimum work of any provider: read every byte once. Which reduction is fastest differs by machine, so the
+    # limit is the fastest of these. Results of dtypes reinterpreted as float32 are meaningless, and are not checked.
     Provider(f"{LIMIT} (sum)", lambda given: given.words.view(given.widest).sum(), serves=_not_float8),
     Provider(f"{LIMIT} (sum as float32)", lambda given: given.words.sum()),
     Provider(f"{LIMIT} (max as float32)", lambda given: given.words.amax()),
@@ -402,7 +402,7 @@ PROVIDERS = (
 
 
 def providers_for(given: Input) -> list[Provider]:
-    """Those that run on this input."""
+    """The providers that run on this input."""
     return [provider for provider in PROVIDERS if provider.serves(given)]
 
 
@@ -410,16 +410,16 @@ _COPIED_AT_MOST = 2 << 30
 
 
 def verify(provider: Provider, given: Input) -> float | None:
-    """Holds what ``provider`` says and does against the truth, so that no wrong answer is ever called fast.
+    """Checks what ``provider`` computes and does, so that no time of a wrong result is reported.
 
-    Its answer must be right, a NaN in the last element must be seen by whoever claims to look for one, and a clip
-    must scale, all gradients, by what it should (on inputs of up to 2 GB, since that needs a copy).
+    Its statistics must be right, a provider that counts nonfinite gradients must find a NaN in the last element, and a
+    clip must scale all gradients by its factor (on inputs of up to 2 GB, since that needs a copy).
 
     Returns:
-        The relative error of its norm, None if it gives none.
+        The relative error of its norm, None if it computes none.
 
     Raises:
-        WrongAnswerError: It is not so.
+        WrongAnswerError: A check failed.
     """
     tolerance = provider.tolerance + torch.finfo(given.widest).eps * provider.rounded
     if provider.factor is not None and given.bytes <= _COPIED_AT_MOST:
@@ -449,7 +449,7 @@ def verify(provider: Provider, given: Input) -> float | None:
 
 
 def small_transformer() -> nn.Module:
-    """144 small parameters in 85 modules, with gradients: little to read, so that the host's part shows."""
+    """144 small parameters in 85 modules, with gradients: so little to read that host overhead dominates."""
 
     def layer(width: int) -> nn.Module:
         linear = [nn.Linear(width, width) for _ in range(4)]

@@ -1,6 +1,6 @@
-"""Launches and host syncs of statistics, checks and clips, by backend, and of steps of optimizers, on a GPU.
+"""Counts launches and host syncs of statistics, checks and clips, by backend, and of optimizer steps, on a GPU.
 
-Counted by torch's profiler; a CPU, where there are none, runs the same calls and counts nothing.
+They are counted by torch's profiler; on a CPU, where there are none, the same calls run and the counts are 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUP = "counts"
 
 
 def counts(device: torch.device, cases: Sequence[Case]) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-    """What to count, by name."""
+    """The measurements, each a name and a function that returns rows."""
     for case in cases:
         yield f"counts, {case.name}", partial(_of_calls, device, case)
     for choice in optimizer_steps.OPTIMIZERS:
@@ -50,7 +50,7 @@ def _of_calls(device: torch.device, case: Case) -> list[Row]:
 
 
 def _of_steps(device: torch.device, choice: optimizer_steps.OptimizerChoice) -> list[Row]:
-    """From gradients to parameters, of one list: which it is does not matter."""
+    """Counts of optimizer steps, for one list of shapes, since counts do not depend on the list."""
     case, made = optimizer_steps.STEP_CASES[0], []
     for circumstance in optimizer_steps.CIRCUMSTANCES:
         setting = optimizer_steps.Setting(case.shapes(), choice, circumstance, str(device))

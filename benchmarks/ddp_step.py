@@ -1,4 +1,4 @@
-"""What the origin of a NaN and the agreement of replicas cost beside a DDP step: ``torchrun benchmarks/ddp_step.py``.
+"""The cost of `watch_origin` and `verify_replicas` in a DDP step: ``torchrun benchmarks/ddp_step.py``.
 
 ::
 
@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     with process_group() as device:
         torch.manual_seed(0)
-        # Every rank draws the same order of calls (it is the same on every run), so collectives meet.
+        # All ranks draw the same order of calls (the same in every run), so their collectives match.
         samples = interleaved(_calls(_SIZES[options.model], device), options.rounds, device=device)
         case = f"{options.model}, {dist.get_world_size()} ranks"
         made = []

@@ -1,4 +1,4 @@
-"""Time on a GPU without any of the host, which queues all of a call while the GPU sleeps."""
+"""Device time of a call without host time: the host queues the whole call while the GPU runs a sleep kernel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from gradstat.bench import timing
 
-_HOST_TIMES = 2.0  # that the GPU sleeps for while the host queues a call
+_HOST_TIMES = 2.0  # how long the GPU sleeps, in units of the time that the host takes to queue the call
 _LEAST_HEAD_START, _LONGEST_HEAD_START = 1e-4, 0.5  # seconds
 _CALIBRATING_CYCLES = 20_000_000
-TRIES = 2  # at a call that the host does not get ahead with
+TRIES = 2  # at a call that the host does not queue before the GPU wakes
 
 
 class Samples(NamedTuple):
@@ -22,9 +22,9 @@ class Samples(NamedTuple):
     Attributes:
         wall: From the call to the end of all its work, a final sync included.
         host: Until the call returned. On a CPU the same as ``wall``.
-        device: On a GPU, between events around the call: its kernels and copies, but no time of the host. Rounds in
-            which the GPU was awake before are left out, so this is empty for a call that waits for the GPU or launches
-            more than the queue holds (1,024), and on a CPU.
+        device: On a GPU, between events around the call: its kernels and copies, without host time. Rounds in which
+            the GPU woke before the call was queued are left out, so this is empty for a call that syncs or that
+            launches more than the queue holds (1,024), and on a CPU.
     """
 
     wall: list[float]
@@ -40,7 +40,7 @@ def interleaved(
     device: torch.device,
     before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Samples]:
-    """As `timing.interleaved`; on a GPU every call runs a second time per round, for `Samples.device`."""
+    """Like `timing.interleaved`; on a GPU every call runs a second time per round, for `Samples.device`."""
     host: dict[str, list[float]] = {name: [] for name in calls}
     asleep: dict[str, list[float | None]] = {name: [] for name in calls}
     tries = dict.fromkeys(calls, TRIES if device.type == "cuda" else 0)
@@ -62,7 +62,7 @@ def interleaved(
 
 
 def _device_seconds(call: Callable[[], object], host: float) -> float | None:
-    """Seconds on the device of a call that takes ``host`` seconds to queue; None if the device was awake before."""
+    """Device seconds of a call that takes ``host`` seconds to queue; None if the device woke before it was queued."""
     asleep = max(_LEAST_HEAD_START, _HOST_TIMES * host)
     if asleep > _LONGEST_HEAD_START:
         return None
@@ -78,7 +78,7 @@ def _device_seconds(call: Callable[[], object], host: float) -> float | None:
 
 @cache
 def _cycles_per_second() -> float:
-    """The fastest the GPU's clock was seen to run: a slower one sleeps longer, which does no harm."""
+    """The highest clock rate observed on the GPU; if it is slower later, it sleeps longer, which does no harm."""
     fastest = 0.0
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,10 +1,10 @@
-"""Clips and checks of many distributed gradients, torch's beside gradstat's: ``torchrun benchmarks/dtensor_clip.py``.
+"""Clips and checks of many distributed gradients, by torch and gradstat: ``torchrun benchmarks/dtensor_clip.py``.
 
 ::
 
     torchrun --nproc-per-node 2 benchmarks/dtensor_clip.py --record    # gloo on the CPU, or NCCL with GPUs
 
-Small shards, so that what shows is the calls themselves and their collectives, which are counted. Norms have to agree.
+Shards are small, so that the overhead of calls and collectives dominates. Collectives are counted. Norms have to agree.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _measured(count: int, device: torch.device, rounds: int) -> list[Row]:
     if not math.isclose(float(ours), float(theirs.full_tensor()), rel_tol=1e-4):
         raise WrongAnswerError(f"gradstat says {ours}, torch {theirs}")
     case = f"{count:,} tensors of 16x8, {dist.get_world_size()} ranks"
-    # Every rank draws the same order of calls, so collectives meet; all begin together.
+    # All ranks draw the same order of calls, so their collectives match; a barrier starts each call together.
     samples = interleaved(calls, rounds, device=device, before=lambda _: dist.barrier())
     made = []
     for name, sample in samples.items():

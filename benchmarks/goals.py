@@ -1,6 +1,6 @@
-"""Goals on an H100, judged by rows: what is wanted, what was measured, and whether that meets it.
+"""Performance goals on an H100, compared with recorded rows.
 
-Ratios are to the fastest plain read of the same run. Where a goal is about several measurements, the worst counts.
+Ratios are to the fastest plain read of the same run. If a goal covers several measurements, the worst counts.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _FLOAT8 = tuple(dtype_name(dtype) for dtype in (torch.float8_e4m3fn, torch.float
 
 
 class Measured(NamedTuple):
-    """One value, and of what it is."""
+    """One value, and what it was measured on."""
 
     value: float
     of: str
 
 
 class Goal(NamedTuple):
-    """What is wanted.
+    """One goal.
 
     Attributes:
-        what: In words.
-        wanted: The limit, in microseconds where it is a time.
-        at_least: Whether values should be no smaller; else no larger.
-        shown: A value as text.
-        values: What rows of one device, those that hold now, say about it.
+        what: Its description.
+        wanted: The limit, in microseconds if it is a time.
+        at_least: Whether the limit is a lower bound; otherwise it is an upper bound.
+        shown: Formats a value.
+        values: Extracts the measurements from the current rows of one device.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Goal(NamedTuple):
 
 
 def _shares(dtype: str) -> Callable[[Sequence[Row]], list[Measured]]:
-    """Of the bandwidth of a plain read, on the device, of everything large of a dtype."""
+    """Shares of a plain read's bandwidth, by device time, for all large lists of a dtype."""
 
     def values(rows: Sequence[Row]) -> list[Measured]:
         listed = [row for row in rows if row.group == "lists"]
@@ -74,12 +74,12 @@ def _times(
 
 
 def _added(name: str, training: str) -> Callable[[Sequence[Row]], list[Measured]]:
-    """To a training step, as a share of it."""
+    """The time added to a training step, as a share of it."""
     return lambda rows: [Measured(row.value - 1, "") for row in _of(rows, name, "time ratio") if row.case == training]
 
 
 def _beside_torch(rows: Sequence[Row]) -> list[Measured]:
-    """Torch's time over gradstat's for everything huge, nothing to clip."""
+    """Ratios of torch's time to gradstat's for all huge lists, with nothing to clip."""
     torchs = {(row.group, row.case, row.dtype): row.value for row in _of(rows, TORCH_CLIP, "wall time")}
     return [
         Measured(torchs[key] / row.value, f"{row.case}, {row.dtype}")
@@ -128,7 +128,7 @@ GOALS = (
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Goals, measurements, verdicts."""
+    """The goals as a table, each with its measurement and whether it is met."""
     kept, lines = rows_module.current(rows), []
     for goal in GOALS:
         wanted = f"{'≥' if goal.at_least else '≤'} {goal.shown(goal.wanted)}"

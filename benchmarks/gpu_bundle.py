@@ -1,9 +1,9 @@
-"""`make gpu-bundle`: libraries for a machine with a GPU, compiled where there is none, so that it need not compile.
+"""``make gpu-bundle``: compiles libraries on a machine without a GPU, for one with a GPU that need not compile then.
 
 ``python benchmarks/gpu_bundle.py`` compiles into ``gpu-bundle/``, for every architecture or those named in
-GRADSTAT_CUDA_ARCHITECTURES, and writes down what from; `install` takes them from there, unless the sources changed.
-For architectures that are named it compiles the variants that `gpu_variants` times, too. Python and torch may be others
-than those they were compiled with, for their interfaces are the stable ones.
+GRADSTAT_CUDA_ARCHITECTURES, and records a hash of the sources; `install` refuses the libraries if sources changed.
+For named architectures it also compiles the variants that `gpu_variants` times. The libraries use the stable ABIs of
+Python and torch, so the versions there may differ.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ _REMEDY = "Make it again (`make gpu-bundle`), or delete gpu-bundle/ to compile h
 
 
 def install(root: Path = ROOT) -> bool:
-    """Copies the libraries of the bundle, if there is one, into the package; whether there is.
+    """Copies the bundle's libraries into the package; returns whether there is a bundle.
 
     Raises:
-        RuntimeError: They were compiled from other sources than those here, are not what was compiled, or have no
-            code for the GPU that is here.
+        RuntimeError: The libraries were compiled from other sources, are damaged, or have no code for this GPU.
     """
     made = _made(root)
     if made is None:
@@ -41,7 +40,7 @@ def install(root: Path = ROOT) -> bool:
     for name in made["libraries"]:
         if "/" in name:  # a variant
             continue
-        # Renamed into its place, as a program may be running with the one that is there.
+        # Replaced by a rename, since a running program may have the old file mapped.
         shutil.copyfile(root / "gpu-bundle" / name, root / "gradstat" / f"{name}.new")
         os.replace(root / "gradstat" / f"{name}.new", root / "gradstat" / name)
     print(f"gpu-bundle: {made['architectures']}, compiled with torch {made['torch']} and Python {made['python']}")
@@ -52,7 +51,7 @@ def variants(capability: tuple[int, int], root: Path = ROOT) -> Path | None:
     """The folder of the bundle's variants for a GPU of that compute capability, if there are any.
 
     Raises:
-        RuntimeError: As `install`.
+        RuntimeError: As for `install`.
     """
     made = _made(root)
     if made is None:
@@ -63,7 +62,7 @@ def variants(capability: tuple[int, int], root: Path = ROOT) -> Path | None:
 
 
 def _made(root: Path) -> dict[str, Any] | None:
-    """What the bundle says it was made from, if there is one."""
+    """The bundle's manifest, if there is a bundle; raises RuntimeError if that is stale or damaged."""
     bundle, manifest = root / "gpu-bundle", root / "gpu-bundle" / "manifest.json"
     if not manifest.exists():
         return None
@@ -96,7 +95,7 @@ def _refuse_for_another_gpu(made: dict[str, Any]) -> None:
 
 
 def _best_for(capability: tuple[int, int], architectures: Iterable[str]) -> str | None:
-    """Of architectures such as ``"90"``, ``"90a"`` and ``"100f"`` the newest with machine code for a GPU, if any."""
+    """The newest of architectures such as ``"90"``, ``"90a"`` and ``"100f"`` whose machine code a GPU runs, if any."""
     found = []
     for architecture in architectures:
         number, suffix = re.fullmatch(r"(\d+)([af]?)", architecture).groups()  # type: ignore[union-attr]
@@ -120,11 +119,11 @@ def make(root: Path = ROOT) -> None:
 
 
 def describe(bundle: Path, sources: str) -> None:
-    """Writes down what the libraries in ``bundle`` were compiled from, for what, and with what."""
+    """Writes the manifest of ``bundle``: hash of the sources, libraries, architectures, and versions compiled with."""
     import torch
 
     libraries = sorted(bundle.rglob("*.so"))
-    # As the library would say, if this torch could load it.
+    # Read from the file, since this torch may be unable to load the library.
     (architectures,) = re.findall(rb"\0(sm_\d+\w?(?: sm_\d+\w?)*)\0", (bundle / "_C_cuda.abi3.so").read_bytes())
     made = {
         "sources": sources,

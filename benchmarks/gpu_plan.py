@@ -1,7 +1,7 @@
-"""What `gpu_session` runs on a machine with a GPU: commands, each of parts, each of a program and a time limit.
+"""The commands that `gpu_session` runs on a machine with a GPU. Each has parts: programs with a time limit.
 
-The limits of all parts together are half an hour; within a command and a part, what matters most comes first. In a
-rehearsal (device ``"cpu"``) the same programs run small.
+The limits of all parts add up to half an hour; within commands and parts, the most important comes first. In a
+rehearsal (device ``"cpu"``) the same programs run on small inputs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COMMAND_SECONDS = 470.0  # of all parts of a command together
 
 
 class Session(NamedTuple):
-    """What every part is told.
+    """Settings for all parts.
 
     Attributes:
         results: The folder for rows and the log.
         device: ``"cuda"``, or ``"cpu"`` for a rehearsal.
-        most: Seconds for a part at most, whatever its own limit.
+        most: The most seconds for a part, whatever its own limit.
     """
 
     results: Path
@@ -42,10 +42,10 @@ class Part:
     """A program that is run as part of a command.
 
     Attributes:
-        name: As outcomes have it.
-        seconds: It is stopped after so many.
-        words: The program and its arguments, on a GPU and in a rehearsal.
-        environment: What it finds besides what all parts do.
+        name: The name in outcomes.
+        seconds: The time limit, after which it is stopped.
+        words: The program and its arguments, for a session.
+        environment: Environment variables for this part only.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-# Test modules with tests on a device; test_gpu_costs looks at free memory and runs alone.
+# Test modules with tests on a GPU, except test_gpu_costs, which measures free memory and runs alone.
 ON_A_DEVICE = (
     "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "every_clip", "fuzz", "guard",
     "host_path", "life_threads", "multiply", "noise_scale", "ops", "replay_state", "step", "step_in_backward",
@@ -83,7 +83,7 @@ def _modules() -> list[str]:
 
 
 def _tests(session: Session) -> list[str]:
-    """Of those modules what runs on a GPU: by its marker, by a parameter's id, or as Triton's own tests do."""
+    """The tests of those modules that run on a GPU: their marker, parameter id or name has "cuda" or "triton"."""
     if not session.on_gpu:
         return _pytest("tests/core/test_accumulation.py")
     side_by_side = ["-n", str(WORKERS), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
@@ -104,29 +104,29 @@ def _suite(*groups: str, seconds: float) -> Callable[[Session], list[str]]:
     return words
 
 
-# Torch's own kernels, by what their mangled names have in them: what is left are gradstat's, of CUDA and of Triton.
-# That way round, a filter that fits nothing costs time and hides nothing.
+# Substrings of the mangled names of torch's own kernels. Excluding them leaves gradstat's CUDA and Triton kernels. If
+# the filter no longer matches anything, that costs time but hides no errors.
 OF_TORCH = "kns=at6native,kns=at_cuda_detail"
 SHORT_SET = ("tools/gpu_gates/short_set.py",)
-# Random tensors are for memory errors alone, as they are slow under a sanitizer's eyes.
+# Random tensors are checked for memory errors only, since they are slow under a sanitizer.
 RANDOM_TENSORS = ("tools/fuzz.py", "--device", "cuda", "--seed", "1", "--tensors", "400", "--apart")
 
 
 def _sanitized(tool: str, seconds: float, program: tuple[str, ...] = SHORT_SET) -> Part:
-    """A program under one of compute-sanitizer's tools. Initcheck has to see who wrote what ours read."""
+    """A program under one of compute-sanitizer's tools. Initcheck is not filtered: it has to see all writes."""
 
     def words(session: Session) -> list[str]:
         sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
         filtered = [] if tool == "initcheck" else ["--kernel-name-exclude", OF_TORCH]
         return [sanitizer, "--tool", tool, *filtered, "--error-exitcode", "9", sys.executable, *program]
 
-    # Torch's caching allocator would hide overruns between blocks of one allocation.
+    # torch's caching allocator would hide overruns between blocks of one allocation.
     name = f"{tool} of {Path(program[0]).stem}"
     return Part(name, seconds, words, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
 def _ranks(script: str) -> Callable[[Session], list[str]]:
-    """On as many ranks as there are GPUs, over NCCL; in a rehearsal on one."""
+    """A benchmark on as many ranks as there are GPUs, over NCCL; in a rehearsal on one rank."""
 
     def words(session: Session) -> list[str]:
         processes = "gpu" if session.on_gpu else "1"
@@ -137,7 +137,7 @@ def _ranks(script: str) -> Callable[[Session], list[str]]:
 
 
 def _recorded(script: str) -> Callable[[Session], list[str]]:
-    """A benchmark of its own, with its models; in a rehearsal the smallest."""
+    """A benchmark outside of the suite, with all its models; in a rehearsal with the smallest."""
 
     def words(session: Session) -> list[str]:
         rest = [] if session.on_gpu else ["--model", "gpt-0.9m", "--rounds", "1"]
@@ -164,8 +164,8 @@ class Command(NamedTuple):
     """One of the commands.
 
     Attributes:
-        what: For the plan.
-        parts: In order.
+        what: Its description in the plan.
+        parts: Its parts, in order.
     """
 
     what: str

@@ -1,14 +1,14 @@
-"""What needs a GPU, as commands of under eight minutes each, for a machine that is rented by the half hour.
+"""Runs everything that needs a GPU, as commands of under eight minutes each, on a machine rented by the half hour.
 
     python3 benchmarks/gpu_session.py plan                               # the commands, for `make gpu-plan`
     python3 benchmarks/gpu_session.py bandwidth --results gpu-results    # one of them
     python3 benchmarks/gpu_session.py all --results gpu-results          # one after the other, for `make gpu`
     python3 benchmarks/gpu_session.py merge gpu-results                  # `make gpu-merge`: into benchmarks/results
 
-A command needs no network and nothing but the system's Python with torch, Triton, numpy and pytest (hypothesis too, and
-pytest-xdist to be quick). Rows and a log go to the folder of results as they are made, so that what is killed keeps
-what it had; every part has a time limit of its own. With ``--device cpu`` the same parts run small, as a rehearsal,
-whose rows `merge` refuses.
+A command needs no network, only the system's Python with torch, Triton, numpy, pytest and hypothesis (pytest-xdist
+makes it faster). Rows and a log are written to the results folder as they are made, so a killed command keeps what it
+measured; every part has its own time limit. With ``--device cpu`` the same parts run on small inputs, as a rehearsal,
+whose rows ``merge`` refuses.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from gpu_plan import COMMAND_SECONDS, COMMANDS, Part, Session
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-GRACE_SECONDS = 10.0  # from being asked to end to being ended
-LEAST_SECONDS = 5.0  # a part is not begun with less
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+LEAST_SECONDS = 5.0  # a part is not started with less time left
 LOG_BYTES = 8 << 20
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-# The system's compiler and packages are not the pinned ones, so what they warn about is no error here.
+# The system's compiler and packages are not the pinned versions, so their warnings are not errors here.
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
@@ -45,7 +45,7 @@ ENVIRONMENT = {
 
 
 class Outcome(NamedTuple):
-    """How a part ended: ``"passed"``, ``"FAILED"``, ``"STOPPED"`` at its limit or ``"not begun"`` for lack of time."""
+    """How a part ended: ``"passed"``, ``"FAILED"``, ``"STOPPED"`` at its limit, or ``"not begun"`` for lack of time."""
 
     part: str
     how: str
@@ -53,20 +53,20 @@ class Outcome(NamedTuple):
 
 
 def installed(session: Session) -> Part | None:
-    """Makes the compiled libraries available: None if prebuilt ones are, else the part that compiles them in place."""
+    """Installs prebuilt libraries if there are any and returns None; else returns the part that compiles in place."""
     import gpu_bundle
 
     try:
         if gpu_bundle.install():
             return None
-    except RuntimeError as error:  # it is stale or damaged, and says so
+    except RuntimeError as error:  # the bundle is stale or damaged
         sys.exit(str(error))
     words = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     return Part("build", 240, lambda session: words, {"GRADSTAT_CUDA": "1" if session.on_gpu else "0"})
 
 
 def run_command(name: str, session: Session) -> bool:
-    """Runs the parts of a command, ends with tables; whether all passed."""
+    """Runs the parts of a command and prints tables; returns whether all parts passed."""
     end = time.monotonic() + COMMAND_SECONDS
     session.results.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
@@ -82,7 +82,7 @@ def run_command(name: str, session: Session) -> bool:
 
 
 def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
-    """Runs a part, at most until ``end``, with what it prints on the terminal and in the log."""
+    """Runs a part, at most until ``end``; its output goes to the terminal and to the log."""
     left = end - time.monotonic() - GRACE_SECONDS
     seconds = min(part.seconds, session.most, left)
     if left < LEAST_SECONDS:
@@ -112,14 +112,14 @@ def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
         how = "STOPPED"
     finally:
         _end(process)
-        reader.join(GRACE_SECONDS)  # longer only if something left the group and still holds the pipe
+        reader.join(GRACE_SECONDS)  # a process that left the group may still hold the pipe
     return Outcome(part.name, how, time.monotonic() - start)
 
 
 def _join_fate() -> None:
-    """In a part: a group of its own, to end it with all it has started; killed should this program be killed.
+    """Runs in a part's process: makes a process group, so that all its processes can be ended together.
 
-    No session of its own: whoever kills all that a command left behind should find it.
+    On Linux the part is also killed if this program is. It stays in the session, so that killing the session ends it.
     """
     os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -127,7 +127,7 @@ def _join_fate() -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends what is left of a part: at once if it has ended itself."""
+    """Ends what is left of a part's process group; returns at once if the part has ended by itself."""
     for number, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -149,7 +149,7 @@ def _say(text: str, log: IO[str]) -> None:
 
 
 def record(command: str, outcome: Outcome, session: Session) -> None:
-    """Outcomes are rows too."""
+    """Appends an outcome as rows."""
     import torch
     from rows import append, row
 
@@ -167,7 +167,7 @@ def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
 
     lines = [[outcome.part, outcome.how, f"{outcome.seconds:.0f} s"] for outcome in outcomes]
     parts, devices = [], rows.devices(session.results)
-    if any(outcome.how == "STOPPED" for outcome in outcomes):  # else programs have shown their rows themselves
+    if any(outcome.how == "STOPPED" for outcome in outcomes):  # otherwise the programs have printed their rows
         parts += [tables.everything(device) for device in devices]
     parts += [f"\n== {name}: what came of it\n", tables.grid(["part", "outcome", "time"], lines, 2)]
     for device in devices:
@@ -176,10 +176,10 @@ def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
 
 
 def merge(folder: Path, results: Path = RESULTS) -> list[Path]:
-    """Appends the rows below ``folder`` that are not yet there to ``results``; returns the files that grew.
+    """Appends rows below ``folder`` to ``results`` unless they are there already; returns the files that grew.
 
     Raises:
-        SystemExit: There are no rows, or some are of a CPU. Nothing is appended then.
+        SystemExit: There are no rows, or some are from a CPU. Nothing is appended then.
     """
     import rows
 
@@ -209,7 +209,7 @@ def _merge_and_render(folder: Path) -> int:
 
 
 def plan(results: str) -> Iterator[str]:
-    """What to type, line by line."""
+    """The lines of the plan: instructions and the commands to type."""
     yield "On a machine with a GPU, from the root of the checkout; all together take half an hour at most."
     yield "Needed there: torch, Triton, numpy, pytest and hypothesis (pytest-xdist to be quick), and no network."
     yield "What `make gpu-bundle` leaves in gpu-bundle/ is taken along, so that nothing is compiled there; what is in"

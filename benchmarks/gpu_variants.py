@@ -1,9 +1,9 @@
-"""The ladder of docs/performance.md on a GPU: the CUDA kernels compiled in variants and timed in turn.
+"""Times variants of the CUDA kernels on a GPU, for the ladder of docs/performance.md.
 
-Each variant is the launchers and kernels alone, compiled with other macros (`kernel_variants`), loaded beside the
-others and called with the same tensors, caches flushed, so that differences are the kernels' own. Triton's variants are
-other constants in its modules. Rows go to ``<results>/<device>/gpu_variants.jsonl`` as they are made: device times, and
-their ratios to what is shipped, round by round.
+A variant is the launchers and kernels alone, compiled with other macros (`kernel_variants`). All are loaded into one
+process and called with the same tensors, caches flushed, so that only the kernels differ. Triton's variants have other
+constants in its modules. Rows are appended to ``<results>/<device>/gpu_variants.jsonl`` as they are made: device times,
+and their ratios to the shipped kernels, round by round.
 
     python benchmarks/gpu_variants.py                 # on a GPU: with the libraries of `make gpu-bundle`, or compiled
     python benchmarks/gpu_variants.py --compile 90    # anywhere; prints registers and spills
@@ -67,7 +67,7 @@ class Kernels:
 
 
 def cases() -> Cases:
-    """On a GPU: large tensors, and lists of many."""
+    """Lists of tensors on a GPU: single large ones, and many."""
     import torch
     from cases import CASES
 
@@ -105,7 +105,7 @@ def measure_cuda(libraries: dict[str, Path], listed: Cases, rounds: int, results
             torch.cuda.synchronize()
             if "wrong" not in name:
                 torch.testing.assert_close(kernel.norm, first.norm, rtol=1e-6, atol=0)
-        # Clips by almost nothing, each of them: a limit that stayed would be met after the first.
+        # Each call clips by a tiny amount: with a constant limit only the first call would clip.
         limits = map(partial(_falling, float(first.norm)), itertools.count(1))
         kinds = {
             "statistics": lambda kernel: kernel(1e30, False),
@@ -114,7 +114,7 @@ def measure_cuda(libraries: dict[str, Path], listed: Cases, rounds: int, results
         }
         for kind, call in kinds.items():
             if kind == "clip, clipped" and tensors[0].element_size() == 1:
-                continue  # multiplying would not leave them as they are
+                continue  # multiplying would change the tensors
             calls = {
                 name: partial(call, kernel)
                 for name, kernel in kernels.items()
@@ -131,7 +131,7 @@ def _falling(norm: float, number: int) -> float:
 def timed(
     group: str, case: str, tensors: list[Tensor], calls: dict[str, Callable[[], object]], rounds: int, results: Path
 ) -> None:
-    """Rows of device time, printed and appended."""
+    """Times calls, and prints and appends rows of device time."""
     from caches import Flush
     from device_timing import interleaved
     from rows import append, row
@@ -161,9 +161,9 @@ def timed(
 
 
 def measure_triton(rounds: int, results: Path) -> int:
-    """Other warps and chunks, as source with other numbers: Triton reads constants when it compiles.
+    """Times other numbers of warps and chunk sizes, in copies of the sources, since Triton compiles constants in.
 
-    Returns how many of them failed.
+    Returns how many variants failed.
     """
     failed = 0
     for warps, chunk in ((4, 4096), (2, 2048), (8, 4096), (4, 2048), (4, 8192)):
@@ -192,7 +192,7 @@ def measure_triton_here(name: str, rounds: int, results: Path) -> None:
     for case, make in cases().items():
         tensors = make()
         calls: dict[str, Callable[[], object]] = {name: partial(gradstat.stats, tensors, backend="triton")}
-        # A group of its own: this is another process, and of a group the rows of the newest one count.
+        # A separate group, since this is a separate process and only the newest run of a group counts.
         timed(f"triton variants, {name}", f"statistics: {case}", tensors, calls, rounds, results)
 
 
@@ -220,7 +220,7 @@ def main() -> int:
         capability = torch.cuda.get_device_capability()
         try:
             bundled = gpu_bundle.variants(capability)
-        except RuntimeError as error:  # it is stale or damaged, and says so
+        except RuntimeError as error:  # the bundle is stale or damaged
             sys.exit(str(error))
         libraries = libraries_in(bundled) if bundled else compile_all("{}{}".format(*capability), Path(folder))
         sys.path.insert(0, str(ROOT))

@@ -1,9 +1,9 @@
-"""What guards do about faults that are finite: when each refuses, and how soon a small training is back.
+"""How guards handle finite faults: when each refuses a step, and how soon a small training recovers.
 
 Every fault is put into the training of every model at the same step, once for each guard, with the same seeds. A fault
-is flagged in time if the guard refuses a step no later than the loss of the training without a guard stands out by six
-standard deviations, OLMo's rule on the loss alone. A training is back when the loss on clean data it is not trained on
-stays where it was. ``--record`` appends rows to ``benchmarks/results/<device>/guards.jsonl``.
+is flagged in time if the guard refuses a step no later than the loss of the unguarded training stands out by six
+standard deviations, OLMo's rule on the loss alone. A training has recovered when the loss on held-out clean data stays
+where it was. ``--record`` appends rows to ``benchmarks/results/<device>/guards.jsonl``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from gradstat._step.updates import is_known  # noqa: E402
 from gradstat.bench.timing import progress_bar  # noqa: E402
 
 GROUP, HEALTHY_GROUP = "guards", "guards, healthy"
-FAULT, END = 300, 420  # the step of the fault, and of the end
-QUIET = 200  # steps before it in which a quiet phase is quiet: more than any guard looks back upon
+FAULT, END = 300, 420  # the step of the fault, and the number of steps
+QUIET = 200  # length of a quiet phase before the fault: more steps than any guard remembers
 HEALTHY_STEPS = 2000
-SETTLED = 20  # steps over which the clean loss is said to be back, or was before
+SETTLED = 20  # steps before the fault whose clean loss a training has to return to
 Batch = tuple[Tensor, Tensor]
 
 
-# What is trained --------------------------------------------------------------------------------------------------
+# Trainings --------------------------------------------------------------------------------------------------------
 
 
 def _adam(lr: float) -> Any:
@@ -57,7 +57,7 @@ MODELS: dict[str, Callable[[int], Training]] = {
 }
 
 
-# What goes wrong --------------------------------------------------------------------------------------------------
+# Faults -----------------------------------------------------------------------------------------------------------
 
 
 def _garbage(batch: Batch, random: torch.Generator) -> Batch:
@@ -74,18 +74,18 @@ def _noise(batch: Batch, random: torch.Generator) -> Batch:
 
 
 def _quiet(batch: Batch, random: torch.Generator) -> Batch:
-    """The same easy example all over."""
+    """The same easy example everywhere."""
     return torch.zeros_like(batch[0]), torch.zeros_like(batch[1])
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a step, given how many come since the fault began (negative before)."""
+    """Changes to a step, as functions of the steps since the fault began (negative before)."""
 
     batch: Callable[[int, Batch, torch.Generator], Batch] = lambda since, batch, random: batch
     lr: Callable[[int], float] = lambda since: 1.0
     weight: Callable[[int], float] = lambda since: 1.0  # of the loss
-    level: int = 0  # where before the fault the loss is what it is to be again
+    level: int = 0  # step, relative to the fault, before which the loss has its normal level
 
 
 FAULTS = {
@@ -97,17 +97,17 @@ FAULTS = {
 }
 
 
-# What guards ------------------------------------------------------------------------------------------------------
+# Guards -----------------------------------------------------------------------------------------------------------
 
 
 NONE, ZCLIP, SIGMA, GUARD = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard"
 WITH_UPDATE, SCALING = "SpikeGuard, update", "SpikeGuard(scale=0.1), update"
 GUARDS = (NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE, SCALING)
-SPOILING = (SIGMA, GUARD, SCALING)  # tried on healthy trainings as well
+SPOILING = (SIGMA, GUARD, SCALING)  # also tried on healthy trainings
 
 
 class Stepper:
-    """Takes steps under one of `GUARDS`, with what it remembers."""
+    """Takes steps under one of `GUARDS`, and holds its state."""
 
     def __init__(self, name: str) -> None:
         self._clip = gradstat.ZClip() if name == ZCLIP else None
@@ -119,7 +119,7 @@ class Stepper:
         self._with_update = name in (WITH_UPDATE, SCALING)
 
     def step(self, optimizer: Optimizer, loss: Tensor) -> bool:
-        """Takes or refuses a step; whether it was refused, or clipped."""
+        """Takes or refuses a step; returns whether it was refused, or, for a clip, clipped."""
         options: dict[str, Any] = {} if self._guard is None else {"loss": loss, "guard": self._guard}
         if self._with_update:
             options["update"] = gradstat.update_stats(optimizer).overall[0]
@@ -130,7 +130,7 @@ class Stepper:
         return self._clipped > before
 
     def train(self, training: Training, steps: int) -> Iterator[tuple[int, float, bool]]:
-        """Trains, and yields each step behind it: its number, its loss, and what `step` has said."""
+        """Trains, and yields after each step its number, its loss, and the result of `step`."""
         losses: list[Tensor] = []
         said: list[bool] = []
         self._with_update = self._with_update and is_known(training.optimizer)
@@ -143,7 +143,7 @@ class Stepper:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training with a fault: the losses that it saw, those on clean data, and the steps that were refused."""
+    """A training with a fault: its losses, those on clean data, and the steps that were refused."""
 
     losses: list[float]
     clean: list[float]
@@ -151,7 +151,7 @@ class Outcome:
 
 
 def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outcome:
-    """One training."""
+    """Runs one training."""
     torch.set_num_threads(1)
     training, broken = MODELS[model](seed), FAULTS[fault]
     random = torch.Generator().manual_seed(1000 + seed)
@@ -159,7 +159,7 @@ def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outc
     held = [batch() for _ in range(4)]
     clean = (torch.cat([x for x, _ in held]), torch.cat([y for _, y in held]))
     outcome = Outcome([], [], [])
-    # How many steps since the fault began: those that are done, less those before it.
+    # The number of finished steps minus FAULT is the number of steps since the fault began.
     training.batch = lambda: broken.batch(len(outcome.losses) - FAULT, batch(), random)
     training.loss = lambda model, batch: broken.weight(len(outcome.losses) - FAULT) * loss_of(model, batch)
     training.schedule = lambda step: broken.lr(step - FAULT)
@@ -167,7 +167,7 @@ def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outc
         outcome.losses.append(loss)
         outcome.refused.extend([step] * is_refused)
         outcome.clean.append(math.nan)
-        if -SETTLED <= step - FAULT - broken.level < 0 or step >= FAULT:  # what `recovery` looks at
+        if -SETTLED <= step - FAULT - broken.level < 0 or step >= FAULT:  # the steps that `recovery` reads
             training.model.eval()
             with torch.no_grad():
                 outcome.clean[step] = loss_of(training.model, clean).item()
@@ -176,7 +176,7 @@ def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outc
 
 
 def stands_out(losses: Sequence[float], since: int, window: int = 128, sigmas: float = 6.0) -> int | None:
-    """The first step from ``since`` on whose loss is above the mean of the last ones by six standard deviations."""
+    """The first step from ``since`` whose loss exceeds the mean of the last ``window`` by ``sigmas`` deviations."""
     for step in range(since, len(losses)):
         last = losses[max(0, step - window) : step]
         if losses[step] > statistics.fmean(last) + sigmas * statistics.stdev(last):
@@ -185,7 +185,7 @@ def stands_out(losses: Sequence[float], since: int, window: int = 128, sigmas: f
 
 
 def recovery(outcome: Outcome, fault: Fault) -> int:
-    """Steps from the fault until the clean loss stays where it was, within what it varies by; at most all there are."""
+    """Steps from the fault until the clean loss stays at its earlier level, within its variation; at most all steps."""
     before = outcome.clean[FAULT + fault.level - SETTLED : FAULT + fault.level]
     limit = max(before) + 0.05 * statistics.fmean(before)
     above = [step for step in range(FAULT, len(outcome.clean)) if not outcome.clean[step] <= limit]
@@ -193,9 +193,9 @@ def recovery(outcome: Outcome, fault: Fault) -> int:
 
 
 def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
-    """Of a model, a fault and a seed, by guard: flagged in time, steps until it is back, and steps refused before.
+    """For a model, fault and seed, by guard: flagged in time, steps until recovery, and steps refused too early.
 
-    The first is NaN where no loss stands out and nothing is flagged, so that there is no time.
+    The first is NaN if no loss stands out and nothing is flagged, so that there is no time to compare with.
     """
     model, fault, seed = case
     plain = run(model, fault, NONE, seed)
@@ -211,9 +211,9 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
 
 
 def spoil(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
-    """Of a healthy training, by guard: steps, those refused, and the last losses beside those without a guard.
+    """For a healthy training, by guard: steps, refused steps, and the final loss minus that without a guard.
 
-    An optimizer whose update cannot be told is guarded without it.
+    If gradstat cannot compute an optimizer's update, it is guarded without it.
     """
     number, seed, steps = case
     torch.set_num_threads(1)
@@ -228,7 +228,7 @@ def spoil(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
 
 
 def measure(seeds: int, workers: int) -> list[Row]:
-    """All rows."""
+    """Runs all trainings; returns the rows."""
     cpu, made = torch.device("cpu"), []
     cases = [(model, fault, seed) for model in MODELS for fault in FAULTS for seed in range(seeds)]
     unscaled = [number for number, each in enumerate(HEALTHY) if each.training(0, 1).scaler is None]

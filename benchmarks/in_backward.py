@@ -1,4 +1,4 @@
-"""Backward passes with their gradients measured: afterwards, and in hooks, group by group, while a cache has them."""
+"""Backward passes whose gradients are measured afterwards, or in hooks, in groups that are still in the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GROUP_MIB = (1, 8, 32)
 
 
 class Backward:
-    """A step's backward pass in all variants; `ready` ahead of each makes the loss and installs its hooks."""
+    """A step's backward pass in all variants; `ready`, called before each, makes the loss and installs its hooks."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -44,7 +44,7 @@ class Backward:
             gradstat.check(self._step.model)
         if name.startswith("hooks"):
             self._measure_group()
-            torch.cat(self._tables).cpu()  # what a check has to bring to the host
+            torch.cat(self._tables).cpu()  # the transfer that a check needs
             self._tables = []
 
     def _hook_groups(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Which variants of the CUDA kernels `gpu_variants` times, and how each is compiled: needs nvcc, but no GPU."""
+"""The variants of the CUDA kernels that `gpu_variants` times, and how each is compiled: needs nvcc, but no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = ROOT / "benchmarks" / "kernel_variant.cu"
 
 
 class Variant(NamedTuple):
-    """Macros, and which cases its rows decide about (all if empty), by how their names begin."""
+    """The macros of a variant, and prefixes of the names of cases to time it on (empty: all)."""
 
     macros: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ VARIANTS = {
 
 
 def libraries_in(folder: Path) -> dict[str, Path]:
-    """Where the library of every variant is."""
+    """The path of each variant's library."""
     return {name: folder / (re.sub(r"\W+", "_", name) + ".so") for name in VARIANTS}
 
 
 def compile_all(architecture: str, folder: Path) -> dict[str, Path]:
-    """The library of every variant, compiled for an architecture such as ``"90"``."""
+    """Compiles the library of every variant for an architecture such as ``"90"``; returns their paths."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).exists():
         sys.exit(
@@ -64,10 +64,10 @@ def compile_all(architecture: str, folder: Path) -> dict[str, Path]:
 
 
 def _compiled(nvcc: str, architecture: str, name: str, library: Path) -> str:
-    """Compiles one variant; returns what the compiler says of its kernels."""
+    """Compiles one variant; returns the registers and spills of its kernels as text."""
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     command = [nvcc, "-std=c++17", "-O3", target, f"-I{ROOT / 'csrc'}", "-Xptxas", "-v", "-shared"]
-    # All but the interface is a variant's own: they are loaded side by side.
+    # Hide all symbols but the interface, since the variants are loaded into one process.
     command += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-fno-gnu-unique", "-Xlinker", "--strip-all"]
     command += [f"-DGRADSTAT_{macro}" for macro in VARIANTS[name].macros]
     run = subprocess.run([*command, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What benchmarks under ``torchrun`` have in common: a device for each rank, and rows of what rank 0 timed."""
+"""Helpers for benchmarks under ``torchrun``: a device for each rank, and rows of what rank 0 timed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rows import Row, append
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """This rank's device: a GPU with NCCL, or its share of the processor's cores with gloo."""
+    """Sets up the process group and yields this rank's device: a GPU with NCCL, or a share of CPU cores with gloo."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -31,7 +31,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 def show(made: Sequence[Row], options: argparse.Namespace) -> None:
-    """On rank 0 a table and, if wished (`rows.add_arguments`), rows; their threads are those of all ranks."""
+    """On rank 0 prints a table and, with ``--record``, appends rows, whose threads are those of all ranks."""
     if dist.get_rank() != 0:
         return
     print(tables.plainly(made))

@@ -1,11 +1,11 @@
-"""What the Lightning callback costs beside ``detect_anomaly=True``, and logging 300 norms: ``lightning_step.py``.
+"""The cost of the Lightning callback, compared with ``detect_anomaly=True``, and of logging 300 norms.
 
 ::
 
     python benchmarks/lightning_step.py            # a GPT of 0.9 M parameters; minutes
     python benchmarks/lightning_step.py --record   # append the rows to benchmarks/results
 
-Steps are timed inside Lightning, from the start of a batch to its end; variants take turns, a short training each.
+Steps are timed inside Lightning, from the start of a batch to its end; variants take turns, each with a short training.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import log_report
 
 STEPS, LOGGING = "Lightning steps", "logging"
-# A monitor looks at the first steps one by one, then at 64 together, and at parameters every 50th.
+# A monitor reviews the first steps one by one, then 64 at a time, and measures parameters every 50 steps.
 _WARM, _TIMED = 32, 64
 
 
 class _Clock(pl.Callback):
-    """Durations of steps."""
+    """Records the durations of steps."""
 
     def __init__(self) -> None:
         self.took: list[float] = []
@@ -54,7 +54,7 @@ class _Clock(pl.Callback):
 
 
 class _Timed(GradstatCallback):
-    """Notes how long its own part of each step takes: whole steps vary by more than that."""
+    """Records how long the callback's own part of each step takes, since whole steps vary by more than that."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -140,7 +140,7 @@ def _training(make: Callable[[], pl.LightningModule], data: Tensor, make_options
 
 
 def _timed(case: str, fits: dict[str, Callable[[], float]], rounds: int, device: torch.device) -> list[Row]:
-    """Rows of variants in turn, each round in another order; the first is the plain one."""
+    """Times variants in turn, each round in another order, and returns rows; the first variant is the plain one."""
     took: dict[str, list[float]] = {name: [] for name in fits}
     names = list(fits)
     for i in range(rounds):

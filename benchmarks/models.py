@@ -1,4 +1,4 @@
-"""The training steps that are measured: ResNets written by hand, and GPTs of several sizes."""
+"""The training steps to measure: ResNets, written out here, and GPTs of several sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 
 
 class Residual(nn.Module):
-    """A block of a ResNet: two 3x3 convolutions (18), or 1x1, 3x3, 1x1 (50), beside a shortcut."""
+    """A block of a ResNet: two 3x3 convolutions (18), or 1x1, 3x3, 1x1 (50), with a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ def resnet(depth: int, device: str | torch.device = "cpu") -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training step that is measured.
+    """A training step to measure.
 
     Attributes:
-        name: Model, parameters and batch, as they are shown.
-        make: The step on a device.
-        devices: On these types of device.
-        quick: Part of the quick set too.
+        name: Model, parameters and batch, as displayed.
+        make: Makes the step on a device.
+        devices: The types of device to measure on.
+        quick: Also part of the quick set.
     """
 
     name: str
@@ -103,7 +103,7 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) ->
 
 
 CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})
-# Those the goals are about first: on a rented GPU time may run out.
+# Those with goals come first, since the time on a rented GPU may run out.
 TRAININGS = (
     Training("GPT-2 small 124 M, batch 8x1024", lambda device: gpt_step(replace(GPT2, batch=8), 1024, device), CUDA),
     Training("ResNet-50, 64 images of 224", lambda device: resnet_step(50, 64, device), CUDA),

@@ -1,4 +1,4 @@
-"""What `NoiseScale` adds to a training step that accumulates gradients: ``python benchmarks/noise_scale.py``."""
+"""Times what `NoiseScale` adds to a training step that accumulates gradients: ``python benchmarks/noise_scale.py``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _measured(name: str, rounds: int, device: torch.device) -> list[Row]:
 
         def timed(call: Callable[[], object]) -> None:
             nonlocal seconds
-            synchronize(device)  # its own kernels are what is timed
+            synchronize(device)  # so that only the kernels of the call are timed
             start = time.perf_counter()
             call()
             synchronize(device)
@@ -60,7 +60,7 @@ def _measured(name: str, rounds: int, device: torch.device) -> list[Row]:
 
     calls = {_PLAIN: lambda: step(_PLAIN, None)}
     calls |= {f"+ NoiseScale, every={every}": variant(f"+ NoiseScale, every={every}", every) for every in _EVERY}
-    # Whole periods of every one, before what counts and in it.
+    # Warmup and timed rounds are whole periods of every variant.
     samples = interleaved(calls, rounds * _EVERY[-1], warmup=_EVERY[-1], device=device)
     case, made = f"{name}, {_MICRO_BATCHES} micro-batches of {size.batch}x{size.context}", []
     for call, sample in samples.items():

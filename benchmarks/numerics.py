@@ -1,11 +1,11 @@
-"""How exact norms are: 100,000 vectors for each dtype and backend, ordinary and hostile ones, beside torch and numpy.
+"""Measures errors of norms: 100,000 ordinary and adversarial vectors for each dtype and backend, and torch and numpy.
 
-Every norm is held against one in extended precision (64 bits or more of mantissa, 15 of exponent): squares and their
-sum are all positive there, so its own relative error stays below 1e-17 (a test holds it against rational arithmetic).
+Every norm is compared with one in extended precision (64 bits or more of mantissa, 15 of exponent). All squares are
+positive, so its own relative error stays below 1e-17 (a test compares it with rational arithmetic).
 
 ``python benchmarks/numerics.py`` prints tables, ``--record`` appends rows to
-``benchmarks/results/<device>/numerics.jsonl``, from which ``plots.py`` and ``render.py --write`` bring
-``docs/numerics.md`` up to date.
+``benchmarks/results/<device>/numerics.jsonl``, from which ``plots.py`` and ``render.py --write`` update
+``docs/numerics.md``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex64, torch.complex32, torch.complex128,
 ]  # fmt: skip
-LENGTHS = (1, 8192)  # of most vectors, evenly spread by magnitude
-LONG = 1 << 20  # of a few of every family
+LENGTHS = (1, 8192)  # range of the lengths of most vectors, log-uniform
+LONG = 1 << 20  # length of the few long vectors of every family
 LONG_VECTORS = 4
-BATCHES = 20  # of every family at most, all vectors of a batch as long as each other
-INTERPRETED = (2, 2048)  # vectors of a batch, and their length at most, for Triton's interpreter
+BATCHES = 20  # at most, of every family; all vectors of a batch have the same length
+INTERPRETED = (2, 2048)  # most vectors of a batch, and their greatest length, for Triton's interpreter
 
 
 class Draw:
@@ -80,7 +80,7 @@ def _normal(draw: Draw) -> Values:
 
 
 def _heavy(draw: Draw) -> Values:
-    """Mostly small, a few a thousand times larger, as gradients are."""
+    """Mostly small values and a few a thousand times larger, as in gradients."""
     return draw.normal() * np.exp(2 * draw.normal())
 
 
@@ -102,12 +102,12 @@ def _magnitudes(draw: Draw) -> Values:
 
 
 def _overflow(draw: Draw) -> Values:
-    """The largest there are whose norm still is a number of the dtype: their squares overflow."""
+    """Values so large that their squares overflow, while their norm is still finite in the dtype."""
     return draw.signs() * draw.between(0.5, 0.9) * (draw.max / np.sqrt(draw.shape[1]))
 
 
 def _underflow(draw: Draw) -> Values:
-    """Around the smallest normal number: their squares underflow."""
+    """Values around the smallest normal number, whose squares underflow."""
     return draw.normal() * draw.tiny
 
 
@@ -117,14 +117,14 @@ def _both_ends(draw: Draw) -> Values:
 
 
 def _one_large(draw: Draw) -> Values:
-    """One large element first; each of the others, added to its square alone, would be rounded away."""
+    """One large element first; the square of any other, added to its square, would be rounded away."""
     values = draw.between(0.5, 0.99) * np.sqrt(draw.eps / 2)
     values[:, 0] = 1.0
     return values
 
 
 def _constant(draw: Draw) -> Values:
-    """The same number again and again: every rounding of a running sum goes the same way for long."""
+    """The same number throughout, so that roundings of a running sum go in one direction for long stretches."""
     return np.broadcast_to(draw.between(1, 2, per_vector=True), draw.shape).copy()
 
 
@@ -177,7 +177,7 @@ class Batch:
 
 
 def batches(dtype: torch.dtype, vectors: int, seed: int) -> Iterator[Batch]:
-    """At least ``vectors`` of ``dtype``, as many of every family, of all lengths."""
+    """At least ``vectors`` vectors of ``dtype``, equally many of every family, of all lengths."""
     real = dtype.to_real()
     families = [(kind, name, make) for kind, members in KINDS.items() for name, make in members.items()]
     plan = _lengths(-(-vectors // len(families)), np.random.default_rng(seed))
@@ -191,7 +191,7 @@ def batches(dtype: torch.dtype, vectors: int, seed: int) -> Iterator[Batch]:
 
 
 def _lengths(vectors: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """How many vectors, and how long, the batches of a family of ``vectors`` are."""
+    """The batches of a family of ``vectors`` vectors: the number of vectors and their length, for each batch."""
     number = min(BATCHES, vectors)
     lengths = np.exp(random.uniform(*np.log(LENGTHS), number))
     plan = [(-(-vectors // number), round(length)) for length in lengths]
@@ -199,7 +199,7 @@ def _lengths(vectors: int, random: np.random.Generator) -> list[tuple[int, int]]
 
 
 def judge(vectors: Tensor) -> Norms:
-    """The norm of every row, right to 1e-17.
+    """The norm of every row, with a relative error below 1e-17.
 
     Raises:
         RuntimeError: numpy has no extended precision on this machine.
@@ -217,11 +217,11 @@ class Provider:
     """A way to compute norms.
 
     Attributes:
-        name: As it is shown.
-        norms: The norms of the rows of its argument.
-        result: The dtype they are given in, for a dtype of vectors.
+        name: The displayed name.
+        norms: Computes the norms of the rows of its argument.
+        result: The dtype of the norms, for a dtype of vectors.
         serves: Whether it takes vectors of a dtype.
-        sample: Vectors of a batch, and their length at most, that it is given; None for all of them.
+        sample: The most vectors of a batch, and the greatest length, that it is given; None for no limit.
     """
 
     name: str
@@ -290,7 +290,7 @@ def total_norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def providers(device: torch.device, kernels_on_host: ctypes.CDLL | None = None) -> list[Provider]:
-    """All ways there are to compute norms on ``device``; ``kernels_on_host`` are the CUDA kernels for the CPU."""
+    """All providers of norms on ``device``; ``kernels_on_host`` are the CUDA kernels compiled for the CPU."""
     float8 = [dtype for dtype in DTYPES if "float8" in str(dtype)]
     on_gpu = device.type == "cuda"
     found = [
@@ -315,7 +315,7 @@ def providers(device: torch.device, kernels_on_host: ctypes.CDLL | None = None) 
 
 @dataclass(slots=True)
 class Errors:
-    """Relative errors of norms so far; ``lost`` counts norms that came out as 0, Inf or NaN though they are not."""
+    """Accumulated relative errors of norms; ``lost`` counts norms that wrongly came out as 0, Inf or NaN."""
 
     worst: float = 0.0
     total: float = 0.0
@@ -325,7 +325,7 @@ class Errors:
 
     def add(self, got: npt.NDArray[np.float64], exact: Norms, result: torch.dtype, family: str) -> None:
         limits = torch.finfo(result)
-        # Where the dtype of the result has no number near the norm, Inf or 0 is the right answer.
+        # Norms out of the range of the result's dtype are left out: Inf or 0 is the right answer there.
         there = (exact <= limits.max) & (exact >= limits.smallest_normal)
         got, exact = got[there], exact[there]
         lost = ~np.isfinite(got) | (got == 0)
@@ -361,7 +361,7 @@ def measure(
 
 
 def as_rows(errors: dict[Key, Errors], device: torch.device) -> list[Row]:
-    """Errors as rows: the worst, the mean, how many were lost, and of how many vectors."""
+    """Errors as rows: the worst, the mean, the number of lost norms, and the number of vectors."""
     found = []
     for (dtype, kind, name), each in errors.items():
         kept = max(1, each.vectors - each.lost)

@@ -1,6 +1,6 @@
-"""From scaled gradients to updated parameters, the axes: lists, optimizers, circumstances, and what a step is given.
+"""The axes of benchmarks of optimizer steps, from scaled gradients to updated parameters, and the input of a step.
 
-`step_providers` has what is compared.
+The compared implementations are in `step_providers`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class OptimizerChoice:
     """An optimizer.
 
     Attributes:
-        name: As it is shown.
+        name: The displayed name.
         kind: Its class.
-        passes: Of a step: one for each of parameters, gradients and state that an operation reads or writes.
+        passes: Memory passes of a step: each read or write of all parameters, gradients or one state tensor counts.
         fused: Whether it is made with ``fused=True``.
-        options: What it is made with besides.
+        options: Further arguments.
     """
 
     name: str
@@ -49,30 +49,30 @@ class OptimizerChoice:
         return self.kind(parameters, lr=LEARNING_RATE, **implementation, **self.options)
 
     def make_plain(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The loop over tensors, which says what is right."""
+        """The reference: the same optimizer as a loop over tensors."""
         return self.kind(parameters, lr=LEARNING_RATE, foreach=False, **self.options)
 
 
-# Passes of the fused: parameters, gradients and state are read, parameters and state written
+# Fused optimizers read parameters, gradients and state, and write parameters and state
 # (`aten/src/ATen/native/cpu/Fused*Kernel.cpp`, `cuda/fused_adam_utils.cuh`). The others run one operation after another
-# (`torch/optim/*.py`), each counted as if no cache held what the one before it left.
+# (`torch/optim/*.py`), counted as if no operation found its input in a cache.
 OPTIMIZERS = (
     OptimizerChoice("AdamW, fused", torch.optim.AdamW, passes=4 + 3, fused=True),
     # Decay 2, lerp 3, mul and addcmul 2 + 3, sqrt 2, division 2, addition 2, addcdiv 4.
     OptimizerChoice("AdamW, default", torch.optim.AdamW, passes=20),
     OptimizerChoice("SGD with momentum, fused", torch.optim.SGD, passes=3 + 2, fused=True, options={"momentum": 0.9}),
-    # Mul and addcmul 2 + 3, sqrt 2, addition 2, addcdiv 4. Nothing of it can be skipped but on the host.
+    # Mul and addcmul 2 + 3, sqrt 2, addition 2, addcdiv 4. Its step can be skipped on the host only.
     OptimizerChoice("RMSprop", torch.optim.RMSprop, passes=13),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstance:
-    """What is asked of a step.
+    """The setting of a step.
 
     Attributes:
         scaled: Whether gradients carry a loss scale.
-        share: The limit of their norm, as a share of what it is.
+        share: The limit of their norm, as a share of the actual norm.
     """
 
     scaled: bool
@@ -91,7 +91,7 @@ CIRCUMSTANCES = tuple(Circumstance(scaled, share) for scaled in (True, False) fo
 
 
 def combinations(full: bool) -> Iterator[tuple[Case, OptimizerChoice]]:
-    """What is measured, each in all `CIRCUMSTANCES`: everything, or the first optimizer on one list."""
+    """The combinations to measure in all `CIRCUMSTANCES`: all, or unless ``full`` the first optimizer on one list."""
     for case in STEP_CASES:
         for choice in OPTIMIZERS:
             if full or (case.name == QUICK_CASE and choice is OPTIMIZERS[0]):
@@ -99,21 +99,21 @@ def combinations(full: bool) -> Iterator[tuple[Case, OptimizerChoice]]:
 
 
 def case_name(case: str, choice: OptimizerChoice, circumstance: Circumstance) -> str:
-    """The case of a row."""
+    """The ``case`` of a row."""
     return SEPARATOR.join((case, choice.name, circumstance.name))
 
 
 class Setting:
-    """What a provider is given: gradients, parameters, an optimizer that has stepped before, scalers, clips.
+    """The input of a provider: gradients, parameters, an optimizer that has stepped before, scalers and clips.
 
     Attributes:
-        choice, circumstance: Of which it is made.
+        choice, circumstance: What it is made from.
         gradients: Random, times the loss scale if there is one.
-        facts: The truth about them without the scale.
-        parameters: They begin at zero, so that what a small learning rate does to them is there in all its digits.
-        optimizer: Of the parameters.
-        torch_scaler, gradstat_scaler: Disabled ones where there is no loss scale. The scale stays as it is.
-        limit: Of the gradients' norm.
+        facts: Their true statistics without the loss scale.
+        parameters: They begin at zero, so that changes by a small learning rate are not rounded away.
+        optimizer: The optimizer of the parameters.
+        torch_scaler, gradstat_scaler: Loss scalers whose scale stays constant; disabled if there is no loss scale.
+        limit: The limit of the gradients' norm.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class Setting:
         self.renew()
 
     def restore(self) -> None:
-        """Makes the gradients what they were."""
+        """Restores the gradients."""
         self._fill()
         if self.circumstance.scaled:
             torch._foreach_mul_(self.gradients, LOSS_SCALE)
 
     def renew(self) -> None:
-        """Makes everything what it was: the optimizer has taken one step, the parameters are at zero again."""
+        """Restores everything: the optimizer has taken one step, and the parameters are zero again."""
         self._fill()
         self.optimizer.state.clear()
         self.optimizer.step()
@@ -147,24 +147,24 @@ class Setting:
         self.restore()
 
     def forget(self) -> None:
-        """Makes scalers and clips anew."""
+        """Replaces scalers and clips by new ones."""
         self.torch_scaler, self.gradstat_scaler = self._scaler(torch.amp.GradScaler), self._scaler(amp.GradScaler)
         self._made: dict[Callable[[Setting], Any], Any] = {}
 
     def _scaler(self, kind: Callable[..., torch.amp.GradScaler]) -> torch.amp.GradScaler:
         enabled = self.circumstance.scaled
         scaler = kind(self.device.type, init_scale=LOSS_SCALE, growth_interval=1 << 30, enabled=enabled)
-        scaler.scale(torch.zeros(1, device=self.device))  # a scaler has no scale before
+        scaler.scale(torch.zeros(1, device=self.device))  # creates the scale tensor
         return scaler
 
     def made(self, make: Callable[[Setting], Any]) -> Any:
-        """The clip or guard that ``make`` makes, the same one every time."""
+        """The clip or guard that ``make`` returned on the first call."""
         if make not in self._made:
             self._made[make] = make(self)
         return self._made[make]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What a step changes, parameters and state, each with a name."""
+        """The tensors that a step changes, parameters and state, each with a name."""
         for i, parameter in enumerate(self.parameters):
             yield f"parameter {i}", parameter.detach()
             for name, value in self.optimizer.state[parameter].items():

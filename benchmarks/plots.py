@@ -1,6 +1,6 @@
-"""Draws the charts of the documents from recorded rows, and from nothing else.
+"""Draws the documents' charts, from recorded rows only.
 
-``python benchmarks/plots.py`` writes ``docs/charts/<device>-<chart>.png`` for every device that has the rows for it.
+``python benchmarks/plots.py`` writes ``docs/charts/<device>-<chart>.png`` for every device with rows for the chart.
 The same rows give the same picture.
 """
 
@@ -47,7 +47,7 @@ _LINES = {
 def step_overhead(members: Sequence[Row], path: Path) -> None:
     """Bars: what each variant adds to the time of each training step, with quartiles, and to its peak memory.
 
-    An added call by its own time within the step, where that was taken; anomaly mode by the ratio of whole steps.
+    For an added call this is its own time within the step, if measured; for anomaly mode the ratio of whole steps.
     """
     ratios = _shares(members)
     memory = {(r.case, r.provider): r.value for r in members if r.metric == "extra memory"}
@@ -182,7 +182,7 @@ def norm_errors(members: Sequence[Row], path: Path) -> None:
                     continue
                 color, marker = _NORMS[name]
                 y = line + 0.7 * ((number + 0.5) / len(names) - 0.5)
-                # On paper, an error of exactly nothing lies at the left edge.
+                # An error of exactly 0 is drawn at the left edge of the logarithmic axis.
                 worst, mean = (max(values[kind, dtype, name, f"{which} error"], 1e-18) for which in ("worst", "mean"))
                 ax.plot([mean, worst], [y, y], color=color, linewidth=0.9, alpha=0.6)
                 ax.plot([mean], [y], marker, color=color, markersize=5, markerfacecolor="white")
@@ -210,7 +210,7 @@ def norm_errors(members: Sequence[Row], path: Path) -> None:
 
 
 def _apart(heights: list[float], least: float) -> list[float]:
-    """Rising ``heights``, moved as little as it takes for neighbours to be ``least`` apart."""
+    """Ascending ``heights``, moved as little as possible so that neighbours are ``least`` apart."""
     moved = list(heights)
     for _ in range(200):
         for i in range(len(moved) - 1):
@@ -233,7 +233,7 @@ def _of(members: Sequence[Row], metric: str) -> list[Row]:
 
 
 def _figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    # Without pyplot: no display is needed.
+    # Without pyplot no display is needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -255,7 +255,7 @@ def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None
     figure.savefig(path, metadata={"Software": None})
 
 
-# Chart by name: the group of rows it shows, and how.
+# For each chart, by name: the group of rows it shows, and the function that draws it.
 DRAWN: dict[str, tuple[str, Callable[[Sequence[Row], Path], None]]] = {
     "step-overhead": ("steps", step_overhead),
     "time-vs-bytes": ("growth in bytes", time_vs_bytes),
@@ -265,14 +265,14 @@ DRAWN: dict[str, tuple[str, Callable[[Sequence[Row], Path], None]]] = {
 
 
 def charts_of(device: Sequence[Row]) -> dict[str, list[Row]]:
-    """The charts there are rows for on a device, by name, with those rows."""
+    """The rows of each chart, by name, for charts that a device has rows for."""
     kept = rows.current(device)
     found = {name: [row for row in kept if row.group == group] for name, (group, _) in DRAWN.items()}
     return {name: members for name, members in found.items() if members}
 
 
 def drawn_devices(results: Path = rows.RESULTS) -> list[list[Row]]:
-    """The rows that charts are drawn from: of the suite, and of the errors of norms."""
+    """The rows that charts are drawn from: those of the suite, and of the errors of norms."""
     return rows.shown(results) + rows.devices(results, ["numerics"])
 
 

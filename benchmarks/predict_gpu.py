@@ -1,8 +1,8 @@
-"""What the CUDA kernels should reach on GPUs nobody has measured yet, from the compiler's output and data sheets.
+"""Predicts the performance of the CUDA kernels on GPUs not measured yet, from compiled code and data sheets.
 
-Compiles the kernels (needs nvcc and a disassembler, no GPU), counts the instructions of every hot loop and holds
-them against what a multiprocessor can issue while memory delivers the bytes. ``--write`` renders the tables into
-docs/performance.md. They are predictions: a measurement confirms or refutes them.
+Compiles the kernels (needs nvcc and a disassembler, no GPU), counts the instructions of every hot loop and compares
+them with what a multiprocessor can issue while memory delivers the bytes. ``--write`` renders the tables into
+docs/performance.md. They are predictions, to be confirmed or refuted by measurements.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ sys.path.insert(0, str(ROOT / "tools" / "gpu_gates"))
 
 from check_cuda import MOST_THREADS, REGISTERS, THREADS, Kernel, Loop, compile_and_read, find_nvdisasm  # noqa: E402
 
-ISSUED = 128  # instructions of threads, per cycle and multiprocessor: four warps
+ISSUED = 128  # thread instructions issued per cycle and multiprocessor: four warps
 READ_SHARE = 0.92  # of the data sheet's bandwidth, assumed of a plain read
-ISSUE_SHARE = 0.9  # of the cycles, assumed of a loop that nothing else holds up
-IN_FLIGHT_BYTES = 64  # of each thread, while it works on the 64 before
+ISSUE_SHARE = 0.9  # of the cycles, assumed of a loop without other stalls
+IN_FLIGHT_BYTES = 64  # per thread, while it processes the previous 64
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its maker describes it, and its arithmetic as the CUDA programming guide does.
+    """A GPU as in its data sheet, with arithmetic throughput from the CUDA programming guide.
 
     Attributes:
-        architecture: What the kernels are compiled for.
+        architecture: The architecture that the kernels are compiled for.
         bandwidth: Bytes per second.
         clock: Hz, boost.
         latency: Seconds from a load to its data, assumed.
@@ -57,7 +57,7 @@ class Gpu:
 
     @property
     def bytes_per_cycle(self) -> float:
-        """Of one multiprocessor."""
+        """Bytes of memory traffic per cycle and multiprocessor."""
         return self.bandwidth / self.multiprocessors / self.clock
 
 
@@ -68,7 +68,7 @@ GPUS = [
     Gpu("RTX 5090", "120", 1.79e12, 170, 2.41e9, 96, 0.8e-6, 128, 2, 2),
 ]
 WIDE = ["float32", "bfloat16", "float16", "float64"]
-TYPES = ([*WIDE, "float8_e4m3fn", "float8_e5m2"], [*WIDE, "float8"])  # with loops of their own, by kernel
+TYPES = ([*WIDE, "float8_e4m3fn", "float8_e5m2"], [*WIDE, "float8"])  # the types with their own loop, by kernel
 
 
 def pipe_of(opcode: str) -> str:
@@ -84,7 +84,7 @@ def pipe_of(opcode: str) -> str:
 
 
 def limits(loop: Loop, gpu: Gpu) -> dict[str, float]:
-    """Bytes per cycle and multiprocessor that each unit could keep up with."""
+    """Bytes per cycle and multiprocessor that each unit can sustain."""
     rates = {"fp32": gpu.fp32, "fp64": gpu.fp64, "conversions": gpu.conversions, "other": 64}
     used: Counter[str] = Counter()
     for opcode, count in loop.opcodes.items():
@@ -96,7 +96,7 @@ def limits(loop: Loop, gpu: Gpu) -> dict[str, float]:
 
 
 def loops_of(kernel: Kernel) -> dict[str, Loop]:
-    """The longest loop of every type, complex ones counted with their parts."""
+    """The longest loop of every type; loops of complex types count among those of their parts' type."""
     return {loop.dtype: loop for loop in kernel.loops}
 
 
@@ -106,7 +106,7 @@ def blocks_of(kernel: Kernel, architecture: str) -> int:
 
 
 def tightest(kernels: dict[str, tuple[Kernel, Kernel]], number: int, dtype: str, gpu: Gpu) -> tuple[float, str]:
-    """What a kernel's loop allows, in shares of memory's bandwidth, and the unit that limits it."""
+    """The throughput that a kernel's loop allows, as a multiple of memory bandwidth, and the limiting unit."""
     loops = loops_of(kernels[gpu.architecture][number])
     loop = loops.get(dtype)
     if loop is None and dtype.startswith("float8"):
@@ -152,7 +152,7 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
 
 
 def render_clips() -> Iterator[str]:
-    """Bytes moved by a clip, and what follows for large gradients."""
+    """Bytes moved by a clip, and predictions for large gradients."""
     yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more."
     yield "torch's foreach clip reads for the norms, then reads and writes to multiply, clipped or not.\n"
     yield "| | gradstat | torch | predicted ratio | goal |"
@@ -183,7 +183,7 @@ def main() -> int:
     jobs = [(source, gpu.architecture) for gpu in GPUS for source in sources]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         compiled = list(pool.map(lambda job: compile_and_read(nvcc, nvdisasm, job[0], job[1], Path(folder)), jobs))
-    # By the number of entries in the table: all have the same loops.
+    # Kernels differ by the number of entries in the parameter table, and all have the same loops.
     smallest = [next(kernel for kernel in kernels if kernel.name.endswith("/190")) for kernels in compiled]
     kernels = {gpu.architecture: (smallest[2 * i], smallest[2 * i + 1]) for i, gpu in enumerate(GPUS)}
     text = "\n".join(render(kernels)) + "\n"

@@ -1,7 +1,7 @@
-"""Renders recorded rows as the tables of README.md and of documents, so that no figure is typed by hand.
+"""Renders recorded rows as the tables of README.md and other documents, so that no figure is typed by hand.
 
-``python benchmarks/render.py`` prints all tables, ``--write`` puts most, with the charts there are rows for (see
-``plots.py``), between the markers in these documents; a test holds them equal to the rows.
+``python benchmarks/render.py`` prints all tables. ``--write`` puts most of them, and the charts that have rows (see
+``plots.py``), between the markers in these documents; a test checks that they match the rows.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ TITLES = {
 
 
 def summary(folder: Path) -> str:
-    """For the README: one table, of one device, a GPU if there are rows of one."""
+    """For the README: one table, of one device, a GPU if there are rows of any."""
     return tables.summary(rows.shown()[0])
 
 
 def everything(folder: Path) -> str:
-    """For docs/performance.md: the charts and tables there are, but for those that have a place of their own."""
+    """For docs/performance.md: all charts and tables except those of optimizer steps."""
     parts = []
     for device in rows.shown():
         others = [row for row in device if row.group != optimizer_steps.GROUP]
@@ -52,20 +52,20 @@ def everything(folder: Path) -> str:
 
 
 def steps_of_optimizers(folder: Path) -> str:
-    """For docs/performance.md: the tables about steps of optimizers."""
+    """For docs/performance.md: the tables of optimizer steps."""
     members = [[row for row in device if row.group == optimizer_steps.GROUP] for device in rows.shown()]
     return "".join(tables.everything(each, short=True) for each in members if each)
 
 
 def judged_goals(folder: Path) -> str:
-    """For docs/performance.md: the goals on a GPU, by the rows of every GPU there is; without one, what they are."""
+    """For docs/performance.md: the goals, compared with the rows of every GPU; without any, the goals alone."""
     gpus = [device for device in rows.devices() if device[-1].driver]
     parts = [goals.table(device) + "\n" + tables.where(device) for device in gpus] or [goals.table([])]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
 def numerics(folder: Path) -> str:
-    """For docs/numerics.md: the chart and the tables of errors of every device."""
+    """For docs/numerics.md: the chart and tables of errors, for every device."""
     parts = []
     for device in rows.devices(suites=["numerics"]):
         parts += [
@@ -77,17 +77,17 @@ def numerics(folder: Path) -> str:
 
 
 def fuzzed(folder: Path) -> str:
-    """For docs/testing.md: what a million random tensors went through."""
+    """For docs/testing.md: the results of the tests with random tensors."""
     return _of_every_device("fuzz", tables.fuzzed)
 
 
 def leaks(folder: Path) -> str:
-    """For docs/testing.md: by how much a process grows."""
+    """For docs/testing.md: the memory growth of a process."""
     return _of_every_device("leaks", tables.leaks_in_words)
 
 
 def backward_steps(folder: Path) -> str:
-    """For docs/in-backward.md: what stepping in backward costs and saves, of the largest model, alone and on ranks."""
+    """For docs/in-backward.md: cost and savings of steps in backward, for the largest model, on one and more ranks."""
 
     def largest(found: Sequence[rows.Row]) -> str:
         last = {row.group: row.case for row in found}
@@ -100,7 +100,7 @@ def backward_steps(folder: Path) -> str:
 
 
 def noise_scale(folder: Path) -> str:
-    """For docs/noise-scale.md: what it adds to a step that is measured."""
+    """For docs/noise-scale.md: what `NoiseScale` adds to a training step."""
 
     def shares(found: Sequence[rows.Row]) -> str:
         inside = [row for row in found if row.metric == "time inside" and row.provider.endswith("every=1")]
@@ -110,7 +110,7 @@ def noise_scale(folder: Path) -> str:
 
 
 def guards(folder: Path) -> str:
-    """For docs/stepping.md: what guards do about faults."""
+    """For docs/stepping.md: how guards handle faults."""
     return _of_every_device("guards", partial(tables.guards, short=True))
 
 
@@ -144,7 +144,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
 
 
 def rendered(document: str, folder: Path) -> str:
-    """``document``, which lies in ``folder``, with what is between its markers brought up to date."""
+    """``document``, which lies in ``folder``, with the regions between its markers rendered anew."""
     return MARKED.sub(lambda match: match[1] + REGIONS[match[2]](folder) + "\n" + match[3], document)
 
 

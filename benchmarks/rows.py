@@ -1,6 +1,6 @@
 """Results as data: one row per measurement, appended to ``benchmarks/results/<device>/<suite>.jsonl``.
 
-Plots and tables read rows and nothing else, so that no figure is ever typed by hand.
+Plots and tables read nothing but rows, so that no figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Row:
 
     Attributes:
         provider: What was measured, such as ``"gradstat.check"`` or ``"torch clip, clipped"``.
-        case: On which input.
+        case: The input it was measured on.
         metric: What the value is: ``"wall time"`` (with a final sync), ``"device time"``, ``"host time"``,
             ``"time ratio"`` (to the plain step), ``"time inside"`` (of the added call alone, within a step),
-            ``"extra memory"``, ``"bytes moved"`` (counted on paper), ``"launches"`` and so on.
+            ``"extra memory"``, ``"bytes moved"`` (calculated), ``"launches"`` and so on.
         unit: The value's unit, such as ``"us"`` or ``"B"``; empty for ratios and counts.
         value: The measurement.
-        bytes: Bytes of input read once; 0 where that means nothing.
+        bytes: Bytes of input read once; 0 if not applicable.
         low, high: First and third quartile, where the value is a median.
-        device, driver, versions, threads, time: Where and when.
+        device, driver, versions, threads, time: Where and when it was measured.
         group: The part of the suite it belongs to; empty in the oldest rows.
-        dtype: Of the gradients, such as ``"float32"``; empty where there is no one dtype.
-        tensors: How many gradients; 0 where that means nothing.
-        run: When the process that recorded it started: rows of one run belong together.
+        dtype: The dtype of the gradients, such as ``"float32"``; empty if there is no single dtype.
+        tensors: The number of gradients; 0 if not applicable.
+        run: The time of the first row that the process recorded; the same for all rows of one run.
     """
 
     provider: str
@@ -85,7 +85,7 @@ def row(
     tensors: int = 0,
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
 ) -> Row:
-    """A row about ``device``, its circumstances filled in."""
+    """A row about ``device``, with versions, threads and time filled in."""
     low, median, high = value if isinstance(value, Quartiles) else (None, value, None)
     return Row(
         provider=provider,
@@ -120,13 +120,13 @@ def step_rows(
 
 
 def dtype_name(dtype: torch.dtype | tuple[torch.dtype, ...] | None) -> str:
-    """As rows have it, such as ``"float32"``, or ``"float32 and bfloat16"`` of a list with both."""
+    """The name used in rows, such as ``"float32"``, or ``"float32 and bfloat16"`` for a list with both."""
     several = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
     return " and ".join(str(each).removeprefix("torch.") for each in several)
 
 
 def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
-    """Appends rows of one device to its file for ``suite``, all of them or none; returns the path."""
+    """Appends rows of one device to its file for ``suite``, atomically; returns the path."""
     listed = list(rows)
     path = results / slug(listed[0].device) / f"{suite}.jsonl"
     earlier = path.read_bytes() if path.exists() else b""
@@ -136,13 +136,13 @@ def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a program that records rows."""
+    """Adds the options of a program that records rows."""
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="record them below this folder instead")
 
 
 def slug(device: str) -> str:
-    """A device's name as the name of a folder."""
+    """A device's name as a folder name."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -152,7 +152,7 @@ def read(path: Path) -> list[Row]:
 
 
 def current(rows: Iterable[Row]) -> list[Row]:
-    """The rows that hold now: of every group those of its newest run, of equal ones the last."""
+    """The current rows: of every group those of its newest run, and of repeated measurements the last."""
     listed = list(rows)
     newest = {group: max(r.run for r in listed if r.group == group) for group in {r.group for r in listed}}
     kept = {(r.group, r.case, r.dtype, r.provider, r.metric): r for r in listed if r.run == newest[r.group]}
@@ -160,7 +160,7 @@ def current(rows: Iterable[Row]) -> list[Row]:
 
 
 def devices(results: Path = RESULTS, suites: Sequence[str] = ("full", "quick")) -> list[list[Row]]:
-    """The rows of every device, of the first of ``suites`` that it has rows of; GPUs first."""
+    """The rows of every device, from the first of ``suites`` that it has a file for; GPUs first."""
     found = []
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
         files = [folder / f"{suite}.jsonl" for suite in suites]
@@ -169,7 +169,7 @@ def devices(results: Path = RESULTS, suites: Sequence[str] = ("full", "quick")) 
 
 
 def shown(results: Path = RESULTS) -> list[list[Row]]:
-    """What documents show: the rows that hold now of every GPU, and each group of the processor it was last run on."""
+    """The rows that documents show: of every GPU the current ones; of CPUs each group from its newest run."""
     gpus = [current(device) for device in devices(results) if device[-1].driver]
     others = [current(device) for device in devices(results) if not device[-1].driver]
     groups: set[str] = set()

@@ -1,15 +1,15 @@
-"""What is compared from scaled gradients to updated parameters, and the proof that every way gets there.
+"""The compared implementations of a step from scaled gradients to updated parameters, and their verification.
 
-Each provider says how much memory it moves, in passes: a pass reads or writes as many bytes as there are gradients;
-parameters and state are float32 like them. The counts are those of the sources, plus what the optimizer's step takes
+Each provider states its memory traffic in passes. A pass reads or writes as many bytes as there are gradients;
+parameters and state are float32 like them. The counts follow from the sources, plus those of the optimizer's step
 (`optimizer_steps.OPTIMIZERS`):
 
-- torch's ``unscale_`` and its clip multiply in place whatever the factor, a pass to read and one to write
-  (``_amp_foreach_non_finite_check_and_unscale_``; ``torch/nn/utils/clip_grad.py``); the clip's norms read once more.
-- gradstat's statistics read once. It multiplies in place only where the coefficient is not 1, and its ``unscale_``
-  takes the statistics on the way.
-- A fused optimizer that is told what to divide gradients by writes them back, one pass more. ``guarded_step`` tells it
-  unless it knows that it is 1, as it does on a CPU.
+- torch's ``unscale_`` and its clip multiply in place whatever the factor, one pass to read and one to write
+  (``_amp_foreach_non_finite_check_and_unscale_``; ``torch/nn/utils/clip_grad.py``); the clip's norms are one more read.
+- gradstat's statistics are one read. It multiplies in place only if the coefficient is not 1, and its ``unscale_``
+  computes the statistics in the same pass.
+- A fused optimizer that gets a divisor writes gradients back, one more pass. ``guarded_step`` passes a divisor unless
+  it knows on the host that it is 1, which it does on a CPU.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def _agreed_factor(setting: Setting, gradient: Tensor) -> Tensor | float:
 
 @dataclass(frozen=True, slots=True)
 class StepProvider:
-    """A way from gradients to parameters.
+    """An implementation of a step from gradients to parameters.
 
     Attributes:
-        name: As it is shown.
-        run: What is timed; returns the norm of the gradients before clipping, None if it does not know.
-        passes: Over gradients, parameters and state, the optimizer's included.
-        serves: Whether it goes this way in a setting.
-        skips: Whether it leaves everything as it is if a gradient is NaN.
+        name: The displayed name.
+        run: The timed call; returns the norm of the gradients before clipping, None if it does not compute it.
+        passes: Memory passes over gradients, parameters and state, including the optimizer's.
+        serves: Whether it can run in a setting.
+        skips: Whether it leaves everything unchanged if a gradient is NaN.
         tolerance: Relative error allowed for the norm.
-        factor: What the optimizer is to see of a gradient, given without loss scale, in multiples of it.
+        factor: The gradient that the optimizer has to see, as a multiple of the given, unscaled gradient.
     """
 
     name: str
@@ -88,7 +88,7 @@ def _guarded_step(setting: Setting, max_norm: float | AdaptiveClip, **guard: Any
 def _guarded_passes(setting: Setting) -> int:
     rewritten = setting.circumstance.scaled or setting.circumstance.share < 1
     if setting.choice.fused:
-        # Given a divisor, the optimizer writes gradients back; without asking a GPU nobody knows that it is 1.
+        # Given a divisor, the optimizer writes gradients back. On a GPU it is always given one, even if that is 1.
         return _READ + setting.choice.passes + (1 if rewritten or setting.device.type != "cpu" else 0)
     return _READ + (_MULTIPLY if rewritten else 0) + setting.choice.passes
 
@@ -107,7 +107,7 @@ def _amp_passes(setting: Setting) -> int:
 
 
 def _auto_clip(setting: Setting) -> gradstat.AutoClip:
-    # At the limit stays the tenth percentile while no more than nine times as many norms follow.
+    # The tenth percentile stays at the limit until more than nine times as many norms follow.
     clip = gradstat.AutoClip()
     for _ in range(100):
         clip.coefficient(torch.tensor(setting.limit, dtype=torch.float64, device=setting.device))
@@ -115,7 +115,7 @@ def _auto_clip(setting: Setting) -> gradstat.AutoClip:
 
 
 def _spike_guard(setting: Setting) -> dict[str, Any]:
-    # Past its warm-up, so that every step is judged; never refused, whatever the norms of the run.
+    # Past its warm-up, so that it judges every step, and with a threshold so high that it refuses none.
     guard, loss = gradstat.SpikeGuard(1e9), torch.ones((), device=setting.device)
     parameter = nn.Parameter(loss.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -141,7 +141,7 @@ def _adaptive(
     passes: Callable[[Setting], int] = _guarded_passes,
     factor: Callable[[Setting, Tensor], Tensor | float] = _agreed_factor,
 ) -> Callable[[str], StepProvider]:
-    """A guarded step with an adaptive clip: of one optimizer, and where it clips, as some always do."""
+    """A guarded step with an adaptive clip, for one optimizer and clipped settings only: some always clip."""
     return lambda name: StepProvider(
         name,
         lambda setting: _guarded_step(setting, setting.made(make)),
@@ -151,7 +151,7 @@ def _adaptive(
     )
 
 
-# All of them are set to clip to the same norm, AGC each unit to its part of it.
+# All are configured to clip to the same norm; AGC clips each unit to its share of it.
 _ADAPTIVE = {
     "FixedClip": _adaptive(lambda setting: gradstat.FixedClip(setting.limit)),
     "AutoClip": _adaptive(_auto_clip),
@@ -162,7 +162,7 @@ _ADAPTIVE = {
     ),
     "AGC": _adaptive(
         lambda setting: gradstat.AGC(clipping=_unit_limit(setting), eps=1.0),
-        # The norms of units of gradients, and of parameters.
+        # The norms of units of gradients and of parameters are two more reads.
         lambda setting: _READ + 2 * _READ + _MULTIPLY + setting.choice.passes,
         _unit_factor,
     ),
@@ -194,7 +194,7 @@ PROVIDERS = (
 
 
 def providers_for(setting: Setting) -> list[StepProvider]:
-    """Those that serve in this setting."""
+    """The providers that run in this setting."""
     return [provider for provider in PROVIDERS if provider.serves(setting)]
 
 
@@ -203,13 +203,13 @@ _ROUNDING = 1e-4  # of a step in float32: the second moment's correction is a di
 
 
 def _ends(tensor: Tensor) -> Tensor:
-    """The first and last elements, or all if they are few, as float64: steps treat all elements alike."""
+    """The first and last elements as float64, or all if they are few: steps treat all elements alike."""
     flat = tensor.reshape(-1)
     return (torch.cat([flat[:_END], flat[-_END:]]) if len(flat) > 2 * _END else flat).double().clone()
 
 
 def _wanted(provider: StepProvider, setting: Setting) -> list[Tensor]:
-    """What `Setting.tensors` have to be after a step from where they are, in float64 by torch's own loop."""
+    """The expected `Setting.tensors` after a step, computed in float64 by torch's loop over tensors."""
     wanted = []
     scale = LOSS_SCALE if setting.circumstance.scaled else 1.0
     for parameter, gradient in zip(setting.parameters, setting.gradients, strict=True):
@@ -225,13 +225,13 @@ def _wanted(provider: StepProvider, setting: Setting) -> list[Tensor]:
 
 
 def verify(provider: StepProvider, setting: Setting) -> None:
-    """Holds a step of ``provider`` against float64, so that no wrong one is ever called fast.
+    """Compares a step of ``provider`` with float64, so that no time of a wrong result is reported.
 
-    Its norm, the parameters and the state must be right, and if it claims to skip a step with a NaN gradient, which
-    is the last element, everything must stay as it is to the bit.
+    Its norm, the parameters and the state must be right. If it claims to skip a step with a NaN, which is put into the
+    last element, everything must stay the same bit for bit.
 
     Raises:
-        WrongAnswerError: It is not so.
+        WrongAnswerError: A check failed.
     """
     setting.renew()
     if provider.skips(setting):
@@ -247,7 +247,7 @@ def verify(provider: StepProvider, setting: Setting) -> None:
     norm = provider.run(setting)
     if norm is not None and not math.isclose(float(norm), setting.facts.norm, rel_tol=provider.tolerance):
         raise WrongAnswerError(f"{provider.name} says the norm is {float(norm)}, but it is {setting.facts.norm}")
-    # Second moments go with the square of the coefficient, and that with the norm.
+    # Second moments scale with the square of the coefficient, which scales with the norm.
     tolerance = _ROUNDING + 2 * provider.tolerance
     for (name, tensor), right in zip(setting.tensors(), wanted, strict=True):
         if not torch.allclose(_ends(tensor), right, rtol=tolerance, atol=1e-12):

@@ -1,8 +1,8 @@
-"""Measures gradstat beside torch: `make bench` the quick set, `make bench-full` everything.
+"""Compares gradstat with torch: ``make bench`` runs the quick set, ``make bench-full`` everything.
 
-Correctness is checked before anything is timed. Calls take turns, in one process; medians with quartiles. Ends with
-tables; ``--record`` also appends rows to ``benchmarks/results/<device>/``, which is where every figure and chart in the
-documents comes from.
+Results are verified before anything is timed. Calls take turns in one process; times are medians with quartiles. The
+output is tables; ``--record`` also appends rows to ``benchmarks/results/<device>/``, the source of every figure and
+chart in the documents.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from gradstat.bench.timing import Quartiles, progress_bar, quartiles
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured.
+    """What to measure, and how long.
 
     Attributes:
-        device: Where.
+        device: The device to measure on.
         full: Everything, or the quick set.
-        seconds: What the rounds of one comparison may take; decides how many there are, at least ``least``.
-        least, most: Bounds on rounds.
+        seconds: Time for the rounds of one comparison, which determines their number.
+        least, most: Bounds on the number of rounds.
     """
 
     device: torch.device
@@ -73,11 +73,11 @@ class Plan:
     most: int = 40
 
     def rounds(self, once: float) -> int:
-        """How many rounds, if one takes ``once`` seconds."""
+        """The number of rounds, if one takes ``once`` seconds."""
         return max(self.least, min(self.most, int(self.seconds / max(once, 1e-6))))
 
     def holds(self, case: Case) -> bool:
-        """Whether the case is part of it."""
+        """Whether the case is part of the plan."""
         return self.device.type in case.devices and (case.full if self.full else case.quick)
 
 
@@ -93,10 +93,10 @@ def compare(
     dtype: Dtypes,
     choose: Callable[[Input], list[Provider]],
 ) -> list[Row]:
-    """Every chosen provider held against the truth, then timed, interleaved, ``before`` ahead of each call.
+    """Verifies every chosen provider, then times them interleaved, with ``before`` called ahead of each call.
 
-    Somebody else's that is wrong is told and not timed; an error of gradstat's ends the benchmark. Without a
-    ``before`` caches are warm: each call runs once, untimed, before it is timed.
+    If a provider of another project is wrong, that is printed and it is not timed; a wrong provider of gradstat ends
+    the benchmark. Without ``before`` caches are warm: each call runs once, untimed, before it is timed.
     """
     given = input_of(shapes, dtype, str(plan.device))
     about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
@@ -130,7 +130,7 @@ def compare(
 def _timed(
     plan: Plan, calls: Mapping[str, Callable[[], object]], ready: Callable[[str], object], row_of: Callable[..., Row]
 ) -> list[Row]:
-    """The times of calls, interleaved, ``ready`` ahead of each with its name."""
+    """Times calls interleaved; ``ready`` is called with its name ahead of each."""
     start = time.perf_counter()
     interleaved(calls, 1, 0, device=plan.device, before=ready)
     rounds = plan.rounds(time.perf_counter() - start)
@@ -146,7 +146,7 @@ def _timed(
 
 
 def _fits(plan: Plan, size: int) -> bool:
-    """Whether gradients of ``size`` bytes, their copy in one piece, and a naive loop's flags fit into memory."""
+    """Whether gradients of ``size`` bytes, their contiguous copy, and a naive loop's flags fit into memory."""
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()
         return 2.5 * size < torch.cuda.mem_get_info(plan.device)[0]
@@ -190,15 +190,15 @@ def growth_in_bytes(plan: Plan) -> Work:
 
 
 def growth_in_tensors(plan: Plan) -> Work:
-    """Tensors of 64 float32 elements, from one to 20,000, after something large was written, as after a backward pass.
+    """Tensors of 64 float32 elements, from one to 20,000, with flushed caches, as after a backward pass.
 
-    That also throws the tensors' own objects out of the caches, which dominates.
+    The flush also evicts the tensor objects themselves, which dominates the times.
     """
     yield from _growth_in_tensors(plan, "growth in tensors", Flush(plan.device))
 
 
 def warm_growth_in_tensors(plan: Plan) -> Work:
-    """The same with warm caches: each call runs once, untimed, before it is timed."""
+    """`growth_in_tensors` with warm caches: each call runs once, untimed, before it is timed."""
     yield from _growth_in_tensors(plan, "growth in tensors, warm", None)
 
 
@@ -209,11 +209,11 @@ def _growth_in_tensors(plan: Plan, group: str, before: Callable[[], object] | No
 
 
 def host(plan: Plan) -> Work:
-    """Where the time of a check goes when there is little to read, with warm caches."""
+    """The parts of a check's time if there is little to read, with warm caches."""
     yield "144 small parameters", partial(_host, plan)
 
 
-# So many steps of a monitor are timed together: now and then one looks at parameters, or has rules look at what came.
+# Number of monitor steps timed together, since some of them measure parameters or review earlier steps.
 _MONITORED = 64
 
 
@@ -251,7 +251,7 @@ def _host(plan: Plan) -> list[Row]:
 
 
 def training_steps(plan: Plan) -> Work:
-    """Training steps, plain and with everything that may be added: time ratio and peak extra memory."""
+    """Training steps, plain and in all variants: time ratio and extra peak memory."""
     for training in TRAININGS:
         if plan.device.type not in training.devices or not (plan.full or training.quick):
             continue
@@ -269,7 +269,7 @@ def _training(plan: Plan, training: Training) -> list[Row]:
     once = time.perf_counter() - start
     tensors = sum(1 for p in step.model.parameters() if p.requires_grad)
     made = []
-    # A step varies more than a call, and there is more at stake: three times as long.
+    # Steps vary more than calls, and these results matter most, so they get three times as many seconds.
     for cost in steps.costs(step, plan.rounds(once / 3), compared=variants):
         inside = cost.inside and Quartiles(*(1e6 * s for s in cost.inside))
         for metric, unit, value in (
@@ -297,7 +297,7 @@ def _backward(plan: Plan, training: Training) -> list[Row]:
 
 
 def steps_of_optimizers(plan: Plan) -> Work:
-    """From scaled gradients to updated parameters, for every optimizer in every circumstance."""
+    """Steps from scaled gradients to updated parameters, for every optimizer in every circumstance."""
     flush = Flush(plan.device)
     for case, choice in optimizer_steps.combinations(plan.full):
         for circumstance in CIRCUMSTANCES:
@@ -331,14 +331,14 @@ def _steps_of_optimizer(
 
 
 def updates(plan: Plan) -> Work:
-    """What is said of the updates to come, for AdamW and SGD with momentum."""
+    """Statistics of the coming updates, for AdamW and SGD with momentum."""
     flush = Flush(plan.device)
     for case in CASES:
         if case.name not in updates_to_come.CASES or not plan.holds(case):
             continue
         for name in ("AdamW", "SGD"):
             for dtype in (torch.float32, torch.bfloat16):
-                # Four operands, and as much again for what _foreach writes.
+                # Four operands, and as much again for the results of _foreach operations.
                 if dtype in case.dtypes and _fits(plan, 4 * bytes_of(case.shapes(), dtype)):
                     what = f"{case.name}, {name}, {dtype_name(dtype)}"
                     yield what, partial(_updates, plan, flush, what, name, case.shapes(), dtype)
@@ -400,7 +400,7 @@ QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
 
 
 def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
-    """Runs groups, with a progress bar over all of them; yields the rows of every piece of work when it is done."""
+    """Runs groups, with a progress bar over all of them; yields the rows of each piece of work as it is done."""
     work = [item for group in groups for item in GROUPS[group](plan)]
     with progress_bar(len(work), "measuring") as progress:
         for what, call in work:
@@ -420,7 +420,7 @@ def main() -> int:
     plan = Plan(torch.device(options.device), options.full, options.seconds or (4.0 if options.full else 3.0))
     groups = options.only or (GROUPS if options.full else QUICK)
     if plan.device.type == "cpu" and not options.only:
-        groups = [group for group in groups if group != counts.GROUP]  # there are none
+        groups = [group for group in groups if group != counts.GROUP]  # a CPU has no launches or syncs
     circumstance = machine.circumstance(machine.driver_version(plan.device), torch.get_num_threads())
     print(f"{machine.device_name(plan.device)}, {circumstance}; {machine.versions()}", flush=True)
     rows: list[Row] = []

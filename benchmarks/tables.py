@@ -1,4 +1,4 @@
-"""Rows as Markdown tables, for documents and for the terminal. Reads rows and nothing else."""
+"""Renders rows as Markdown tables, for documents and the terminal. Reads nothing but rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
 
 _MEASURING = [CHECK, CHECK_TRITON, FOREACH_NORM, NAIVE]
-_ON_DEVICE = [STATS, STATS_TRITON, FOREACH_NORM]  # what waits for the device has no time there
+_ON_DEVICE = [STATS, STATS_TRITON, FOREACH_NORM]  # calls that sync have no device time
 _CLIPPING = [
     CLIP,
     TORCH_CLIP,
@@ -45,7 +45,7 @@ _NOT_IN_SHORT = ("logging", "Weights & Biases steps", "Trainer steps", "DDP step
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
-    """A Markdown table whose columns line up; all but the first ``text_columns`` are numbers, on the right."""
+    """A Markdown table with aligned columns; all but the first ``text_columns`` are right-aligned numbers."""
     cells = [list(header), *map(list, lines)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(header))]
 
@@ -60,7 +60,7 @@ def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: in
 
 
 def in_time(micro: float) -> str:
-    """Microseconds for people."""
+    """Microseconds in a readable unit."""
     if micro < 10:
         return f"{micro:.1f} µs"
     if micro < 1e4:
@@ -69,10 +69,10 @@ def in_time(micro: float) -> str:
 
 
 def guards(rows: Sequence[Row], short: bool = False) -> str:
-    """What each guard does about each fault, in each model or, if ``short``, on average over the models.
+    """How each guard handles each fault, in each model or, if ``short``, averaged over the models.
 
-    The share flagged in time, the median of steps until the training is back, and how many came back sooner and later
-    than without a guard.
+    Cells hold the share flagged in time, the median number of steps until recovery, and how many trainings recovered
+    sooner and later than without a guard.
     """
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
@@ -105,7 +105,7 @@ def guards(rows: Sequence[Row], short: bool = False) -> str:
 
 
 def where(rows: Sequence[Row]) -> str:
-    """A line about the machine and the day."""
+    """A line about machine, versions and date."""
     last = rows[-1]
     return f"{last.device}, {machine.circumstance(last.driver, last.threads)}; {last.versions}; {last.time[:10]}."
 
@@ -135,7 +135,7 @@ def _relative(row: Row | None, base: Row | None) -> str:
 
 
 def measuring(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """Statistics against the fastest plain read of the same bytes; without the naive loop if ``short``."""
+    """Statistics, with the ratio to the fastest plain read of the same bytes; without the naive loop if ``short``."""
     fastest, cases = limits(rows, metric), _by_case(rows, metric)
     known = _ON_DEVICE if metric == "device time" else _MEASURING
     known = [name for name in known if not (short and name == NAIVE)]
@@ -151,7 +151,7 @@ def measuring(rows: Sequence[Row], metric: str = "wall time", short: bool = Fals
 
 
 def clipping(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """Clips, torch's with their ratio to gradstat's; without torch's loop over tensors and the limit if ``short``."""
+    """Clips, torch's with the ratio to gradstat's; without torch's loop over tensors and the limit if ``short``."""
     columns, lines = [name for name in _CLIPPING if not (short and name in (TORCH_LOOP_CLIP, CLIP_LIMIT))], []
     for key, found in _by_case(rows, metric).items():
         if {CLIP, CLIPPED} <= found.keys():
@@ -162,7 +162,7 @@ def clipping(rows: Sequence[Row], metric: str = "wall time", short: bool = False
 
 
 def published(rows: Sequence[Row]) -> str:
-    """What others published about a clip that clips, beside what was measured here: not on the same machine."""
+    """Times that others published for a clip that scales, next to those measured here, on another machine."""
     lines = []
     for (case, dtype), found in _by_case(rows, "wall time").items():
         theirs = [each for each in PUBLISHED if each.case == case]
@@ -177,7 +177,7 @@ def published(rows: Sequence[Row]) -> str:
 
 
 def accuracy(rows: Sequence[Row]) -> str:
-    """How far off each norm is, relative to float64."""
+    """The relative error of each norm, compared with float64."""
     cases = _by_case(rows, "norm error")
     columns = [name for name in (*_MEASURING, _CLIPPING[0], _CLIPPING[1]) if any(name in f for f in cases.values())]
     lines = [
@@ -188,10 +188,10 @@ def accuracy(rows: Sequence[Row]) -> str:
 
 
 def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
-    """The worst relative error of norms, and how many were lost.
+    """The worst relative error of norms, and the share of norms lost.
 
-    Unless ``short`` also the mean, the reference, the number of vectors, complex32, and
-    the float8 types without negative zeros.
+    Unless ``short`` also the mean error, the reference backend, the number of vectors, complex32, and the ``fnuz``
+    float8 types.
     """
     parts = []
     providers = [p for p in _in_order(row.provider for row in rows) if not (short and p == "gradstat reference")]
@@ -221,7 +221,7 @@ def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider
 
 
 def fuzzed(rows: Sequence[Row]) -> str:
-    """How many random tensors went through each operation, none of them wrong."""
+    """The number of random tensors that each operation was tested with, none of them wrong."""
     counts = [row for row in rows if row.metric == "tensors"]
     batches, seconds = (next(row.value for row in rows if row.metric == metric) for metric in ("batches", "time"))
     listed = ";\n".join(f"`{row.case}` {row.value:,.0f}" for row in counts)
@@ -229,7 +229,7 @@ def fuzzed(rows: Sequence[Row]) -> str:
 
 
 def leaks(rows: Sequence[Row]) -> str:
-    """By how much a process grew in thousands of steps."""
+    """The growth of a process in thousands of steps."""
     values = {(row.case, row.metric): row.value for row in rows}
     lines = [
         [
@@ -244,7 +244,7 @@ def leaks(rows: Sequence[Row]) -> str:
 
 
 def leaks_in_words(rows: Sequence[Row]) -> str:
-    """The most that any kind of step has left behind, in a sentence."""
+    """The largest growth of any kind of step, as a sentence."""
     values = {
         metric: {r.case: r.value for r in rows if r.metric == metric} for metric in ("steps", "objects", "tensors")
     }
@@ -262,7 +262,7 @@ def _added(row: Row | None) -> str:
 
 
 def step_times(rows: Sequence[Row]) -> str:
-    """What each variant adds to a step's time."""
+    """The time each variant adds to a step."""
     lines = []
     times = _by_case(rows, "wall time")
     ratios = _by_case(rows, "time ratio")
@@ -273,7 +273,7 @@ def step_times(rows: Sequence[Row]) -> str:
 
 
 def step_calls(rows: Sequence[Row], beside: Sequence[str] = ()) -> str:
-    """What the added calls themselves take within a step; by how much what stands ``beside`` them lengthens it."""
+    """The time of the added calls themselves within a step, and what the variants ``beside`` them add to it."""
     times, inside, ratios = (_by_case(rows, metric) for metric in ("wall time", "time inside", "time ratio"))
     columns = _in_order(row.provider for row in rows if row.metric == "time inside" and row.provider != steps.PLAIN)
     lines = []
@@ -285,7 +285,7 @@ def step_calls(rows: Sequence[Row], beside: Sequence[str] = ()) -> str:
 
 
 def step_table(rows: Sequence[Row]) -> str:
-    """`step_calls` and `step_times` in one."""
+    """`step_calls` and `step_times` in one table."""
     times, inside, ratios = (_by_case(rows, metric) for metric in ("wall time", "time inside", "time ratio"))
     columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
     lines = []
@@ -299,7 +299,7 @@ def step_table(rows: Sequence[Row]) -> str:
 
 
 def step_memory(rows: Sequence[Row]) -> str:
-    """What each variant adds to a step's peak memory."""
+    """The peak memory each variant adds to a step."""
     columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
     lines = [
         [key[0], *(in_bytes(found[name].value) if name in found else "" for name in columns)]
@@ -309,9 +309,9 @@ def step_memory(rows: Sequence[Row]) -> str:
 
 
 def optimizer_steps(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """From gradients to parameters, each way with its ratio to a guarded step.
+    """Optimizer steps of each provider, with the ratio to a guarded step.
 
-    If ``short``, with the ratio of their passes, too, and without the name of the gradients.
+    If ``short``, also with the ratio of their passes, and without the name of the gradients.
     """
     lines, moved = [], _by_case(rows, "bytes moved") if short else {}
     for key, found in _by_case(rows, metric).items():
@@ -327,7 +327,7 @@ def optimizer_steps(rows: Sequence[Row], metric: str = "wall time", short: bool 
 
 
 def optimizer_passes(rows: Sequence[Row]) -> str:
-    """How often each way reads or writes as many bytes as there are gradients; the same for every list of them."""
+    """Memory passes of each provider over as many bytes as there are gradients; the same for every list of shapes."""
     lines = {}
     for (case, _), found in _by_case(rows, "bytes moved").items():
         _, *setting = case.split(SEPARATOR)
@@ -343,9 +343,9 @@ def _passes(row: Row | None, base: Row | None) -> str:
 
 
 def adaptive_steps(rows: Sequence[Row], short: bool = False) -> str:
-    """A guarded step with a limit and with each adaptive clip: passes, and time with its ratio to the former.
+    """A guarded step with a fixed limit and with each adaptive clip: passes, and time with the ratio to the former.
 
-    Of one circumstance and without the name of the gradients if ``short``.
+    If ``short``, for one circumstance only and without the name of the gradients.
     """
     moved, lines = _by_case(rows, "bytes moved"), []
     cases = [each for each in _by_case(rows, "wall time").items() if ADAPTIVE[0] in each[1]]
@@ -363,7 +363,7 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 
 def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """Times as input grows, the fastest plain read first."""
+    """Times for growing inputs, the fastest plain read first."""
     fastest, cases = limits(rows, metric), _by_case(rows, metric)
     columns = _in_order(r.provider for r in rows if not r.provider.startswith(LIMIT))
     lines = [
@@ -374,7 +374,7 @@ def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
 
 
 def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """What one more small tensor costs, between one and each larger count."""
+    """The cost of one more small tensor, averaged between one tensor and each larger count."""
     smallest, *larger = sorted(_by_case(rows, metric).values(), key=lambda found: next(iter(found.values())).tensors)
     larger = [found for found in larger if next(iter(found.values())).tensors >= 1000]
     names = [name for name in smallest if not name.startswith(LIMIT)]
@@ -387,13 +387,13 @@ def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
 
 
 def plainly(rows: Sequence[Row]) -> str:
-    """Every row: a line for each case and call, a column for each metric, times with their ratio to the first call."""
+    """All rows: a line for each case and call, a column for each metric, times with the ratio to the first call."""
     metrics, lines = _in_order(row.metric for row in rows), []
     for (case, _), found in _groups(rows).items():
         values = {(row.provider, row.metric): row for row in found}
         first = {row.metric: row for row in reversed(found)}
         for number, name in enumerate(_in_order(row.provider for row in found)):
-            # Ratios round by round say more than the ratio of two medians.
+            # Ratios taken round by round are more precise than the ratio of two medians.
             base = {} if "time ratio" in metrics else first
             cells = [_plain(values.get((name, metric)), base.get(metric)) for metric in metrics]
             lines.append([case * (number == 0), name, *cells])
@@ -411,7 +411,7 @@ def _plain(row: Row | None, first: Row | None) -> str:
 
 
 def memory(rows: Sequence[Row]) -> str:
-    """What each call takes at most: a line for each call, a column for each case."""
+    """Peak memory: a line for each call, a column for each case."""
     cases = _groups(rows)
     found = {(case, row.provider): row for case, members in cases.items() for row in members}
     lines = [
@@ -429,13 +429,13 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def everything(rows: Iterable[Row], short: bool = False) -> str:
-    """All tables of one device's rows, those of the newest run of every group.
+    """All tables of one device's rows, from the newest run of every group.
 
     Args:
-        rows: Of one device.
-        short: As a document shows them: charts stand for how times grow and for memory of training steps,
-            docs/numerics.md for errors of norms, float32 for the other dtypes of most lists, and the largest list and
-            one optimizer for the others; without loggers, steps of the Trainer and of DDP, and hooks in backward.
+        rows: The rows of one device.
+        short: The selection for a document: most lists in float32 only, optimizer steps for the largest list and one
+            optimizer only; without growth and memory of training steps (charts show them), errors of norms (in
+            docs/numerics.md), loggers, steps of the Trainer and of DDP, and hooks in backward.
     """
     kept = rows_module.current(rows)
     groups: dict[str, list[Row]] = {}
@@ -470,13 +470,13 @@ def _optimizer_steps(rows: list[Row], short: bool) -> list[str]:
 
 
 def _of_largest(rows: list[Row]) -> list[Row]:
-    """Rows of the largest list, for an optimizer that is told on the device whether to step."""
+    """Rows of the largest list, for an optimizer that can skip its step on the device."""
     most = max(row.bytes for row in rows)
     return [row for row in rows if row.bytes == most and row.case.split(SEPARATOR)[1] == OPTIMIZERS[0].name]
 
 
 def _telling(rows: list[Row]) -> list[Row]:
-    """Rows of float32 lists but two transformers', which are like GPT-2's, and of the last list in every dtype."""
+    """Rows of float32 lists except two transformers', which resemble GPT-2's, and of the last list in every dtype."""
     shown = [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
     return [row for row in shown if not row.case.startswith(("Llama", "transformer"))]
 
@@ -519,7 +519,7 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         return [] if short else ["Peak memory of a call:\n", memory(rows)]
     if short and name in _NOT_IN_SHORT:
         return []
-    if short and name == "updates to come":  # of the last, which is the largest list
+    if short and name == "updates to come":  # AdamW on the last list, which is the largest
         rows = [r for r in rows if r.case.startswith(rows[-1].case.split(",")[0]) and "AdamW" in r.case]
     if short:
         rows = [r for r in rows if not r.provider.startswith("of a check") and not r.provider.endswith("never logged")]
@@ -528,7 +528,7 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """The table of the README: what calls take within training steps; every table if there are no rows of that."""
+    """The README's table: times of calls within training steps; all tables if there are no such rows."""
     kept = rows_module.current(rows)
     step_rows = [row for row in kept if row.group == "steps"]
     if not any(row.metric == "time inside" for row in step_rows):

@@ -1,7 +1,7 @@
-"""The comparisons through pytest-benchmark: ``pytest benchmarks/``, with its options and statistics.
+"""The benchmarks as pytest-benchmark tests: ``pytest benchmarks/``, with its options and statistics.
 
-The quick set: every provider on every list of gradients, every variant of a training step, every way from gradients to
-parameters; ``-k`` selects. Answers are held against the truth before they are timed.
+They are the quick set: every provider on every list of gradients, every variant of a training step, and every provider
+of optimizer steps; ``-k`` selects. Results are verified before they are timed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_list(benchmark: Any, device: str, name: str, dtype: torch.dtype, provid
     benchmark.extra_info["bytes"] = gradients.bytes
     benchmark.pedantic(call, setup=ready, warmup_rounds=1, rounds=7)
     if provider.changes:
-        gradients.restore()  # the next test gets the same ones
+        gradients.restore()  # the next test gets the same gradients
 
 
 @pytest.mark.parametrize(("device", "name", "variant"), VARIANTS)

@@ -1,7 +1,7 @@
-"""What watching costs beside a step of the Trainer of transformers: ``python benchmarks/trainer_step.py``.
+"""The cost of monitoring a step of the Trainer of transformers: ``python benchmarks/trainer_step.py``.
 
-Beside gradstat stand the framework's own facility, ``TrainingArguments(debug="underflow_overflow")``
-(`DebugUnderflowOverflow`, which looks at inputs, weights and outputs of every module), and torch's anomaly mode. ::
+gradstat is compared with the framework's own facility, ``TrainingArguments(debug="underflow_overflow")``
+(``DebugUnderflowOverflow``, which checks inputs, weights and outputs of every module), and torch's anomaly mode. ::
 
     python benchmarks/trainer_step.py
     python benchmarks/trainer_step.py --model gpt2-7m --rounds 10 --record
@@ -30,9 +30,9 @@ from gradstat.bench.timing import Quartiles, quartiles, ratios
 from gradstat.integrations.transformers import install
 
 GROUP = "Trainer steps"
-# Layers, width, heads, context, samples in a batch.
+# Layers, width, heads, context, batch size.
 _SIZES = {"gpt2-1m": (4, 128, 4, 64, 8), "gpt2-7m": (8, 256, 8, 128, 4)}
-_PASSED_OVER = 3  # steps at the beginning of a training
+_PASSED_OVER = 3  # untimed steps at the beginning of a training
 
 Attach = Callable[[Trainer], contextlib.AbstractContextManager[object]]
 
@@ -42,7 +42,7 @@ class Timed(NamedTuple):
 
     Attributes:
         step: From the first forward pass to the end of the optimizer's step.
-        clip: Of it, what the Trainer's clip takes, where gradstat measures.
+        clip: The part of it spent in the Trainer's clip, where gradstat measures.
     """
 
     step: float
@@ -50,7 +50,7 @@ class Timed(NamedTuple):
 
 
 class Clock(TrainerCallback):
-    """Times steps, and clips in them."""
+    """Times steps, and the clips within them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._start = device, 0.0
@@ -58,7 +58,7 @@ class Clock(TrainerCallback):
         self.inside: list[float] = []
 
     def time_clip(self, trainer: Trainer) -> None:
-        """Times what ``trainer`` calls as its clip from now on."""
+        """Patches the clip that ``trainer`` calls, to time it."""
         below = trainer.accelerator.clip_grad_norm_
 
         def clip(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class Clock(TrainerCallback):
 
 
 def variants() -> dict[str, tuple[dict[str, Any], Attach]]:
-    """By name: further arguments of the Trainer, and what is done to it before it trains."""
+    """For each variant further arguments of the Trainer, and a function called on it before it trains."""
 
     def plain(trainer: Trainer) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""What `gradstat.update_stats` takes, beside the same in torch's ``_foreach`` operations and reading the operands."""
+"""The cost of `gradstat.update_stats`, compared with torch's ``_foreach`` operations and with reading the operands."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LR, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
 
 class State(NamedTuple):
-    """An optimizer behind a step, with new gradients, and all that the next step reads."""
+    """An optimizer that has taken a step, with new gradients, and the tensors that its next step reads."""
 
     optimizer: torch.optim.Optimizer
     gradients: list[Tensor]
     weights: list[Tensor]
-    states: list[list[Tensor]]  # by kind: momentum, for AdamW then the second moment
+    states: list[list[Tensor]]  # the momentum of all parameters; for AdamW then their second moments
 
     @classmethod
     def made(cls, name: str, shapes: list[Shape], dtype: torch.dtype, device: torch.device) -> State:
@@ -47,17 +47,17 @@ class State(NamedTuple):
 
     @property
     def operands(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors that the next step reads."""
         return [*self.gradients, *self.weights, *(tensor for states in self.states for tensor in states)]
 
 
 def exact_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Summed in float64; ``_foreach_norm`` on a CPU says 4 % too little for 256 M elements of float32."""
+    """Norms summed in float64; ``_foreach_norm`` on a CPU is 4 % too small for 256 M elements of float32."""
     return [torch.stack([part.to(torch.float64).norm() for part in t.flatten().split(2**20)]).norm() for t in tensors]
 
 
 def foreach(state: State, norms: Norms = torch._foreach_norm) -> Tensor:
-    """The columns of `gradstat.UPDATE_FIELDS`, as one writes them in torch: ``[n, 4]``."""
+    """The columns of `gradstat.UPDATE_FIELDS`, written in torch operations: ``[n, 4]``."""
     gradients, weights, momenta = state.gradients, state.weights, state.states[0]
     size = torch.tensor([weight.numel() for weight in weights], device=weights[0].device).sqrt()
     scaled = [torch.full_like(size[0], torch.nan)] * len(weights)
@@ -86,7 +86,7 @@ def foreach(state: State, norms: Norms = torch._foreach_norm) -> Tensor:
 def calls_for(
     name: str, shapes: list[Shape], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """What is timed, after the two answers were held against each other."""
+    """The calls to time, after checking that both implementations agree."""
     state = State.made(name, shapes, dtype, device)
     ours, theirs = gradstat.update_stats(state.optimizer).table, foreach(state, exact_norms).to(torch.float64)
     tolerance = 1e-3 if dtype is torch.float32 else 0.1

@@ -1,4 +1,4 @@
-"""What ``wandb.watch`` costs beside a monitor that logs every step to the same run: ``wandb_watch.py``, offline.
+"""The cost of ``wandb.watch``, compared with a monitor that logs every step to the same run, offline.
 
 ::
 

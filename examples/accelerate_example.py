@@ -1,12 +1,12 @@
-"""A loop with Accelerate in which a layer goes bad: what its user sees, and what the three lines are that show it.
+"""An Accelerate loop in which a layer goes bad, and the three lines that find it.
 
 ::
 
     pip install 'gradstat[accelerate]'
     python examples/accelerate_example.py
 
-A small model learns to predict bytes of Python's own standard library, on the CPU, in some seconds. In a step half way
-an activation overflows. The step is skipped, micro-batch and operation are named, training goes on.
+A small model learns to predict bytes of Python's standard library, on the CPU, in a few seconds. In a step halfway
+through, an activation overflows. The step is skipped, micro-batch and operation are named, and training goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH, MICRO_BATCHES = 32, 2
 
 
 class Overflows(nn.Module):
-    """An activation that grows without limit, while the fault is on."""
+    """A ReLU that overflows while ``fault`` is set."""
 
     fault = False
 
@@ -52,11 +52,11 @@ def main() -> None:
         accelerator.backward(loss)
         return loss
 
-    # The first line that the loop gains; the other two are at its end.
+    # The first of the added lines; the other two are at the end.
     handle = install(accelerator, on_anomaly=["warn", "skip", "replay"], replay=forward_and_backward)
     for micro_batch in range(options.steps * MICRO_BATCHES):
         batch = corpus.batch(text, 16, LENGTH + 1, generator, "cpu")
-        model[3].fault = micro_batch == options.steps + 1  # the second micro-batch of a step half way
+        model[3].fault = micro_batch == options.steps + 1  # the second micro-batch of a step halfway through
         with accelerator.accumulate(model):
             forward_and_backward()
             if accelerator.sync_gradients:

@@ -1,12 +1,12 @@
-"""A program whose loop knows nothing of gradstat, and the line that watches it: ``gradstat.auto(optimizer, model)``.
+"""A training loop without any gradstat code, watched by one line: ``gradstat.auto(optimizer, model)``.
 
 ::
 
     python examples/auto_example.py
 
-A small model learns to predict bytes of Python's own standard library, on the CPU, in some seconds. In one step an
-element of a gradient goes bad. It is named, the step is skipped on the device, and the recording can be looked at
-afterwards with ``python -m gradstat view auto_example.gradstat``.
+A small model learns to predict bytes of Python's standard library, on the CPU, in a few seconds. In one step an
+element of a gradient becomes NaN. The parameter is named, the step is skipped on the device, and the recording can be
+viewed afterwards with ``python -m gradstat view auto_example.gradstat``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTH = 32
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps: int, fault: int) -> None:
-    """The program."""
+    """A plain training loop."""
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         batch = corpus.batch(text, 32, LENGTH + 1, generator, "cpu")
@@ -51,7 +51,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-    # The line that is new. Without further arguments it only warns.
+    # The added line. Without on_anomaly and save_to it only warns.
     handle = gradstat.auto(optimizer, model, on_anomaly={"error": ["warn", "skip"]}, save_to=options.output)
 
     train(model, optimizer, corpus.read(corpus.standard_library(), limit=1_000_000), options.steps, options.steps // 2)

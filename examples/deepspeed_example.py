@@ -1,11 +1,11 @@
-"""A loop with DeepSpeed in which a gradient goes bad: the parameter is named, though no rank has its whole gradient.
+"""A DeepSpeed loop in which a gradient becomes NaN: the parameter is named, though no rank has its whole gradient.
 
 ::
 
     pip install 'gradstat[frameworks]'
     torchrun --nproc-per-node 2 examples/deepspeed_example.py --stage 3
 
-On a CPU set ``DS_ACCELERATOR=cpu``; DeepSpeed then compiles a small operator when it is first used, in a minute or two.
+On a CPU set ``DS_ACCELERATOR=cpu``; DeepSpeed then compiles a small operator on first use, which takes a minute or two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import gradstat
 
 
 def config(stage: int) -> dict[str, object]:
-    """ZeRO of some stage."""
+    """A DeepSpeed configuration for a ZeRO stage."""
     return {
         "train_micro_batch_size_per_gpu": 16,
         "gradient_clipping": 1.0,
@@ -39,7 +39,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend=None if torch.cuda.is_available() else "gloo")
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options.stage))
-    monitor = gradstat.Monitor(engine, on_anomaly="record")  # the first line that the loop gains
+    monitor = gradstat.Monitor(engine, on_anomaly="record")  # the first added line
     is_first = torch.distributed.get_rank() == 0
     bad = False
 

@@ -1,8 +1,8 @@
-"""One line in a Lightning script, and what it says when a layer goes bad: ``python examples/lightning_example.py``.
+"""A Lightning script with one added line that finds a bad layer: ``python examples/lightning_example.py``.
 
-A small model learns the letters of Python's own sources, on the CPU, in seconds. One of its layers is a norm that
-somebody wrote without an eps. In batch 60 some lines are empty, so their inputs are all padding, that is zeros: the
-norm divides 0 by 0. The callback skips that step, runs it again, and names the layer and the line.
+A small model learns to predict letters of Python's own sources, on the CPU, in seconds. One of its layers is a norm
+without an eps. In batch 60 some lines are empty, so their inputs are all padding, that is zeros, and the norm divides 0
+by 0. The callback skips that step, runs it again, and names the layer and the line of code.
 
 Needs ``pip install 'gradstat[lightning,loggers]'``.
 """
@@ -26,7 +26,7 @@ CONTEXT = 16
 
 
 class BareNorm(nn.Module):
-    """Divides by the root mean square; an eps was forgotten."""
+    """Divides by the root mean square, without the eps it should have."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.square().mean(-1, keepdim=True).sqrt()
@@ -54,7 +54,7 @@ class Letters(pl.LightningModule):
 
 
 def data(steps: int) -> tuple[DataLoader[Any], int]:
-    """Pieces of text as numbers above 0, and how many numbers there are."""
+    """Pieces of text as tokens above 0, and the vocabulary size including 0."""
     text = corpus.read(corpus.standard_library(), max(10_000, 32 * steps + CONTEXT))
     _, numbers = text.unique(return_inverse=True)
     pieces = (numbers + 1).unfold(0, CONTEXT + 1, 1)[: 32 * steps]

@@ -1,8 +1,8 @@
 """Gradient statistics in TensorBoard, JSON lines and CSV from a plain loop: ``python examples/loggers.py``.
 
-A small model learns the letters of Python's own sources, on the CPU, in seconds. In step 60 the biases of a layer
-are set far below zero, so its ReLU is dead. The loss only rises a little; the norms of the layers' gradients, in the
-log, show which are zero from there on, and the monitor says so in words.
+A small model learns to predict letters of Python's own sources, on the CPU, in seconds. In step 60 the biases of a
+layer are set far below zero, so its ReLU is dead. The loss rises only a little; the logged gradient norms show which
+layers have zero gradients from there on, and the monitor reports it in words.
 
 Needs ``pip install 'gradstat[loggers]'``. Then: ``tensorboard --logdir example-output``.
 """
@@ -43,7 +43,7 @@ def main() -> None:
     monitor = gradstat.Monitor(model, optimizer)
     path = options.folder / "gradients.jsonl"
     with SummaryWriter(options.folder / "tensorboard") as board, JsonlWriter(path) as lines:
-        # Few numbers on every step, all of them every tenth.
+        # A few numbers in every step, and all of them in every tenth.
         each_step = ReportLogger(lines)
         now_and_then = ReportLogger(
             [board, CsvWriter(options.folder / "layers.csv")],

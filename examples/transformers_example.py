@@ -1,13 +1,13 @@
-"""A small GPT-2 under the Trainer of transformers, in which a layer goes bad: what its user sees.
+"""A small GPT-2 in the Trainer of transformers, in which a layer goes bad.
 
 ::
 
     pip install 'gradstat[transformers]'
     python examples/transformers_example.py
 
-It learns to predict bytes of Python's own standard library, on the CPU, in about ten seconds. In a step half way a
-layer divides by a norm that is 0. The step is skipped and run again under watch, which names the operation and its
-line; the micro-batch is named, too; training goes on. Nothing is downloaded.
+The model learns to predict bytes of Python's standard library, on the CPU, in about ten seconds. In a step halfway
+through, a layer divides by a norm that is 0. The step is skipped and replayed, which names the operation and its line;
+the micro-batch is named as well, and training goes on. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradstat.integrations.transformers import install
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Stretches of the sources of the standard library, as bytes."""
+    """Consecutive pieces of the standard library's sources, as bytes."""
 
     def __init__(self, length: int) -> None:
         self._bytes = corpus.read(corpus.standard_library(), limit=1_000_000)
@@ -39,7 +39,7 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Fault:
-    """Makes a layer normalise its output without an eps while that is 0, in one micro-batch of one step."""
+    """Sets a layer's output to 0 and normalises it without an eps, in one micro-batch of one step."""
 
     def __init__(self, layer: torch.nn.Module, trainer: Trainer, step: int) -> None:
         self._trainer, self._step, self._passes = trainer, step, 0

@@ -1,7 +1,7 @@
-"""`make arm`: the CPU library for 64-bit Arm, compiled here and tested under an emulator. Nothing is timed.
+"""`make arm`: cross-compiles the CPU library for 64-bit Arm and tests it under an emulator. Nothing is timed.
 
-Compiles with Debian's cross compiler, holds the hot loops against their gate (vectors of 128 bits, nothing scalar), and
-runs the tests of the kernels with Arm's Python and torch, which it downloads into build/arm, under QEMU.
+Compiles with Debian's cross compiler, checks that the hot loops use 128-bit vectors and no scalars, and runs the tests
+of the kernels under QEMU, with Python and torch for Arm, which it downloads into build/arm.
 
     apt-get install g++-aarch64-linux-gnu qemu-user debootstrap
 """
@@ -20,16 +20,16 @@ ROOT = instrumented.ROOT
 BUILD = ROOT / "build" / "arm"
 SYSTEM, PACKAGES = BUILD / "system", BUILD / "packages"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-# The newest torch whose wheel for Arm does not need CUDA's libraries.
+# The newest torch whose Arm wheel does not need CUDA libraries.
 TORCH = "2.10.0"
 REQUIRED = (
     "attrs filelock fsspec hypothesis iniconfig jinja2 markupsafe mpmath networkx numpy packaging pluggy pygments"
 )
 REQUIRED += " pytest sortedcontainers sympy typing_extensions"
 TESTS = ("conformance", "multiply")
-# Float32, and float64, of numbers and of pairs; bfloat16; float16, of numbers and of pairs.
+# float32, float64 and float16, each real and complex, and bfloat16.
 HOT_LOOPS = 7
-# A comparison with zero asks whether a coefficient is used.
+# fcmp is allowed: a comparison with zero tests whether a coefficient is used.
 SCALAR = re.compile(r"\t(f(?!cmp)\w+|dup|ins|umov)\s+[sdhwx]\d+,")
 
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def make_system() -> None:
-    """Unpacks Python with the libraries it needs, and torch with what the tests need, once."""
+    """Unpacks Python, torch and the packages that the tests need, unless that was done before."""
     done = BUILD / f"torch-{TORCH}"
     if done.exists():
         return
@@ -78,7 +78,7 @@ def make_system() -> None:
 
 
 def check_loops(flags: list[str]) -> None:
-    """The loops that prefetch, which are those over all values, use whole vectors only; so do those over updates."""
+    """Checks that the loops that prefetch, which are those over all values and over updates, use vectors only."""
     assembly = BUILD / "stats_cpu.s"
     source = str(ROOT / "csrc" / "stats_cpu.cpp")
     subprocess.run([COMPILER, *flags, "-S", "-o", str(assembly), source], check=True)
@@ -91,7 +91,7 @@ def check_loops(flags: list[str]) -> None:
         is_innermost = start < end and not any(start <= first and last <= end for first, last in spans)
         if is_innermost and any("\tprfm\t" in of_loop for of_loop in lines[start:end]):
             spans.append((start, end))
-    # An update asks ahead in a loop of a few instructions, or around the one over its values.
+    # An update prefetches in a loop of a few instructions, or around the loop over its values.
     functions = [i for i, line in enumerate(lines) if re.match(r"_Z[\w.]+:", line)]
     of_update = [span for span in spans if "update" in lines[functions[bisect.bisect(functions, span[0]) - 1]]]
     loops = [lines[start : end + 1] for start, end in spans if (start, end) not in of_update]

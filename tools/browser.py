@@ -1,4 +1,4 @@
-"""A headless chromium that has no network, for what looks at pages: `tools/check_site.py` and tests."""
+"""A headless chromium without network access, for `tools/check_site.py` and tests of pages."""
 
 import os
 import shutil
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def offline_chromium() -> Any | None:
-    """A selenium driver that logs what pages say and ask for; None where there is no chromium with its driver.
+    """A selenium driver that logs console messages and requests; None if chromium or its driver is not installed.
 
     Raises:
-        FileNotFoundError: There is none, and GRADSTAT_REQUIRE_BROWSER is 1.
+        FileNotFoundError: One of them is not installed, and GRADSTAT_REQUIRE_BROWSER is 1.
     """
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:

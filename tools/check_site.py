@@ -1,8 +1,8 @@
-"""Holds the built site to what it promises: `python tools/check_site.py build/site`, which is what `make docs` does.
+"""Checks the built documentation: `python tools/check_site.py build/site`, which `make docs` runs.
 
-Every public name of gradstat is in the reference, and nothing is fetched from elsewhere. In a browser without a network
-every page fits a phone, loads all that it names and says nothing to the console, and a search from a file finds what it
-should; where there is no chromium with its driver that is passed over, unless GRADSTAT_REQUIRE_BROWSER is 1.
+Every public name of gradstat has to be in the reference, and no page may load anything from another site. In a browser
+without network every page has to fit a phone's screen, load all its images and log nothing to the console, and searches
+have to find the expected pages. Without chromium and its driver this is skipped, unless GRADSTAT_REQUIRE_BROWSER is 1.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 from browser import offline_chromium
 from public_names import public_names
 
-# What a browser fetches by itself; links that one may click on may lead anywhere.
+# Resources that a browser fetches by itself; links to click on may lead anywhere.
 FETCHED = (
     re.compile(
         r"""<(?:script|img|iframe|source|video|audio|embed)\b[^>]*\bsrc\s*=\s*["']?\s*((?:https?:)?//[^"'\s>]+)"""
@@ -23,7 +23,7 @@ FETCHED = (
     re.compile(r"""(?:@import\s+|url\()["']?\s*((?:https?:)?//[^"')\s]+)"""),
 )
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
-# What people may search for, and a page that has to be among the results.
+# Search terms, and a page that has to be among the results.
 SEARCHES = {
     "clip_grad_norm_": "api/clips.html",
     "returned nan values in its 0th output": "faq.html",
@@ -34,7 +34,7 @@ _BROKEN = "return [...document.images].filter(image => !image.complete || !image
 
 
 def in_files(site: Path) -> Iterator[str]:
-    """What is wrong with the pages, the style sheets and the inventory that Sphinx writes for others to link to."""
+    """Problems with the pages, the style sheets and the inventory that Sphinx writes for links from other sites."""
     from sphinx.util.inventory import InventoryFile
 
     for path in sorted(site.rglob("*")):
@@ -50,7 +50,7 @@ def in_files(site: Path) -> Iterator[str]:
 
 
 def in_browser(site: Path, browser: Any) -> Iterator[str]:
-    """What is wrong with what it shows."""
+    """Problems with the pages as a browser shows them."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -64,7 +64,7 @@ def in_browser(site: Path, browser: Any) -> Iterator[str]:
                 yield f"{name} is {width} pixels wide on a phone of {PHONE['width']}"
             yield from (f"{name}: no picture {source}" for source in browser.execute_script(_BROKEN))
     yield from (entry["message"] for entry in browser.get_log("browser"))
-    # Of a search from a file nothing is said about the log: the lines of text below results need a server.
+    # The log is not checked after searches: the summaries below results need a server, so they fail for files.
     for words, wanted in SEARCHES.items():
         browser.get(f"{(site / 'search.html').as_uri()}?q={words.replace(' ', '+')}")
         wait = WebDriverWait(browser, 20)

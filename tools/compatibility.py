@@ -1,4 +1,4 @@
-"""What the matrix found, as rows in a file and as the tables of docs/compatibility.md. ``--write`` renders them."""
+"""Results of the matrix, as rows in a file and as tables in docs/compatibility.md. ``--write`` renders the tables."""
 
 import json
 import re
@@ -22,9 +22,9 @@ SPECIAL = {
 class Row(TypedDict, total=False):
     """One cell of the matrix.
 
-    ``special`` is empty, or "tests" if the main tests ran, if nothing is. ``found`` is what the first use printed, or
-    the closing line of tests, or what was said; `torch_names` if they were compiled with the oldest torch. ``outcome``
-    is "passed", "failed: …" or "not run: …".
+    ``special`` is empty for an ordinary cell, "tests" if the main tests ran in it, or a key of `SPECIAL`. ``found`` is
+    the output of `first_use`, with the last line of the tests, the error message of an old torch, or `torch_names` if
+    compiled with the oldest torch. ``outcome`` is "passed", "failed: …" or "not run: …".
     """
 
     python: str
@@ -41,7 +41,7 @@ def recorded() -> list[Row]:
 
 
 def record(row: Row) -> None:
-    """Keeps a row, in place of an older one of the same cell, and renders the document."""
+    """Records a row, in place of an older one for the same cell, and renders the document."""
     rows = {_key(each): each for each in [*recorded(), row]}
     ordered = sorted(
         rows.values(), key=lambda each: (each["special"], _version(each["python"]), _version(each["torch"]))
@@ -51,12 +51,12 @@ def record(row: Row) -> None:
 
 
 def rendered(document: str) -> str:
-    """``document`` with its tables brought up to date."""
+    """``document`` with its tables rendered anew."""
     return MARKED.sub(lambda match: match[1] + tables(recorded()) + match[2], document)
 
 
 def is_oldest(torch: str) -> bool:
-    """Whether it is a release of the oldest torch that gradstat claims."""
+    """Whether this is a release of the oldest torch that gradstat supports."""
     return tuple(_version(torch)[:2]) == OLDEST_TORCH
 
 
@@ -106,7 +106,7 @@ def _special_outcome(row: Row) -> str:
         return row["outcome"].splitlines()[0]
     found = row["found"]
     cuda = f", CUDA library for {found['cuda']} loads" if "cuda" in found else ""
-    if row["special"] == "source" and not cuda:  # GRADSTAT_CUDA=1 fails without one
+    if row["special"] == "source" and not cuda:  # it was compiled: otherwise GRADSTAT_CUDA=1 would have failed
         cuda = ", CUDA library compiles and this torch cannot load it"
     return f"`{found['says']}`" if "says" in found else f"first use, {found['cpu']}{cuda}"
 

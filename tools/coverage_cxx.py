@@ -1,10 +1,10 @@
-"""`make coverage-cxx`: which lines of csrc/ the tests run, by gcov; fails where they are fewer than nine in ten.
+"""`make coverage-cxx`: the lines of csrc/ that the tests run, by gcov; fails if they are fewer than nine in ten.
 
-Builds the CPU library without optimization and with counters into ``build/coverage-cxx/``, beside a copy of the
-package, and runs the tests that reach C++ code with it, those of the kernels at every level of instructions that this
-machine has. The CUDA kernels and launchers count as far as they run when compiled for the host. Not counted is what
-only nvcc compiles (a few functions that wrap instructions of GPUs), and csrc/ops_cuda.cpp, which needs a torch with
-CUDA: it registers with torch what the launchers do.
+Builds the CPU library without optimization and with counters into ``build/coverage-cxx/``, with a copy of the package,
+and runs the tests that reach C++ code with it, those of the kernels with every instruction set that this machine has.
+The CUDA kernels and launchers count as far as they run when compiled for the host. Not counted are code that only nvcc
+compiles (a few functions that wrap GPU instructions), and csrc/ops_cuda.cpp, which registers the launchers with torch
+and needs a torch with CUDA.
 """
 
 import shutil
@@ -16,7 +16,7 @@ from instrumented import ROOT, step, tests
 
 BUILD = ROOT / "build" / "coverage-cxx"
 FLAGS = "-O0 -g --coverage -fprofile-update=atomic"
-KERNEL_TESTS = ("fuzz", "multiply")  # and not the many of conformance, which reach no other lines
+KERNEL_TESTS = ("fuzz", "multiply")  # without the many tests of conformance, which reach no other lines
 OTHER_TESTS = ("ops", "host_path", "check", "clip", "clip_value", "total_norm", "step", "adaptive")
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
 COMPILED = ("-k", "not (triton or reference or emulated)")
@@ -26,14 +26,14 @@ LEAST_PERCENT = 90
 def main() -> int:
     shutil.rmtree(BUILD, ignore_errors=True)
     instrumented.build(BUILD, FLAGS)
-    # The coroutines take turns, so that plain counters will do.
+    # The coroutines never run in parallel, so plain counters suffice.
     environment = instrumented.environment(BUILD, f"{FLAGS} -O1 -fprofile-update=single -Wno-error")
     passed = True
     for level in instrumented.levels(BUILD, environment):
         at_level = {**environment, "GRADSTAT_CPU_INSTRUCTIONS": level}
         passed &= step(f"{level}: tests of kernels", tests(KERNEL_TESTS, *COMPILED), BUILD, at_level)
     passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, *COMPILED), BUILD, environment)
-    # Counts are written where a library was made, so that has to last.
+    # Counts are written next to the library's object files, so that folder has to outlive the tests.
     on_host = tests(
         (*HOST_TESTS, *KERNEL_TESTS, "update", "guard", "decide"),
         *("-k", "gpu_on_host or emulated", f"--basetemp={BUILD / 'host'}"),

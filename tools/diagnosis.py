@@ -1,7 +1,7 @@
-"""Renders the tables of docs/diagnosis.md: rules from the code, faults and healthy trainings from runs of them.
+"""Renders the tables of docs/diagnosis.md: rules from the code; faults, healthy trainings and programs from runs.
 
-``python tools/diagnosis.py`` prints the rules and faults; ``--write`` runs everything and puts it between the markers.
-Tests hold the rules equal to the code and the faults to what is found.
+``python tools/diagnosis.py`` prints the tables; ``--write`` puts them between the markers. Tests check that the rules
+match the code, and the faults what is found.
 """
 
 import argparse
@@ -29,13 +29,13 @@ MARKED = re.compile(
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """As Markdown."""
+    """A Markdown table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
 def rules() -> str:
-    """The rules, in the order in which they are asked."""
+    """The table of rules, in the order in which they are evaluated."""
     return table(
         ("rule, severity", "what it finds"),
         [(f"`{kind.name}`, {kind.severity}", _summary(kind)) for kind in RULES],
@@ -48,7 +48,7 @@ def _summary(kind: type[Rule]) -> str:
 
 
 def faults() -> str:
-    """What was broken and what was found first, from runs."""
+    """The table of faults, with the first finding about each, from runs."""
     pool, rows = Ranks(), []
     try:
         for fault in FAULTS:
@@ -65,7 +65,7 @@ def faults() -> str:
 
 
 def healthy(seeds: int, steps: int) -> str:
-    """What was found in healthy trainings, from runs."""
+    """The list of healthy trainings and the findings in them, from runs."""
     made = []
     for each in HEALTHY:
         found = []
@@ -80,7 +80,7 @@ def healthy(seeds: int, steps: int) -> str:
 
 
 def programs(seeds: int) -> str:
-    """What was found in programs of others, from runs."""
+    """The list of other projects' programs and the findings in them, from runs."""
     made = []
     for each in PROGRAMS:
         found = []
@@ -102,7 +102,7 @@ def _listed(title: str, items: Sequence[str]) -> str:
 
 
 def rendered(document: str, regions: Mapping[str, str]) -> str:
-    """``document`` with what is between the markers of these regions brought up to date."""
+    """``document`` with these regions, between their markers, replaced."""
 
     def fresh(match: re.Match[str]) -> str:
         return match[1] + "\n" + regions[match[2]] + "\n" + match[3] if match[2] in regions else match[0]
@@ -111,7 +111,7 @@ def rendered(document: str, regions: Mapping[str, str]) -> str:
 
 
 def cells(document: str, region: str) -> list[list[str]]:
-    """The rows of the table in a region of ``document``, without the head."""
+    """The rows of the table in a region of ``document``, without its header."""
     (text,) = [match[0] for match in MARKED.finditer(document) if match[2] == region]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]

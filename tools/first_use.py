@@ -1,7 +1,7 @@
-"""The first minute of a user with an installed gradstat, as a program: checks, clips, monitors, records, views.
+"""A smoke test of an installed gradstat: checks, clips, monitors, records, views.
 
-It uses nothing but gradstat, torch and numpy, no test runner and no checkout, so it runs wherever gradstat is
-installed: ``python first_use.py`` prints a line of JSON that says with what, and fails if an answer is wrong.
+It needs nothing but gradstat, torch and numpy, no test runner and no checkout, so it runs wherever gradstat is
+installed. ``python first_use.py`` prints a line of JSON with versions, and fails if a result is wrong.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def expect(is_right: bool, what: str) -> None:
 
 
 def gradients(model: torch.nn.Module, seed: int) -> torch.Tensor:
-    """Fresh gradients; the loss."""
+    """Computes new gradients; returns the loss."""
     torch.manual_seed(seed)
     model.zero_grad()
     inputs, labels = torch.randn(16, 8), torch.randint(3, (16,))
@@ -41,7 +41,7 @@ def check_and_clip(model: torch.nn.Module) -> None:
     report = gradstat.check(model)
     expect(report.ok and math.isclose(report.total_norm, exact, rel_tol=1e-7), "the norm of a healthy step")
     expect(gradstat.stats([p.grad for p in model.parameters()]).shape == (4, len(gradstat.FIELDS)), "the table")
-    report.to_numpy()  # numpy's interface, whichever version it has
+    report.to_numpy()  # numpy 1 and 2 differ in their interfaces
     norm = gradstat.clip_grad_norm_(model.parameters(), 0.5 * exact)
     expect(math.isclose(float(norm), exact, rel_tol=1e-6), "the norm that clipping returns")
     expect(math.isclose(gradstat.check(model).total_norm, 0.5 * exact, rel_tol=1e-5), "the norm after clipping")

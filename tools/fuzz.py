@@ -1,12 +1,12 @@
-"""`make fuzz`: a million tensors of random bits and layouts through every operation, held against an exact account.
+"""`make fuzz`: a million tensors of random bits and layouts through every operation, compared with exact results.
 
     python tools/fuzz.py                          # a million, from a seed that is printed
-    python tools/fuzz.py --seed 7 --tensors 1000  # the same ones again, on every machine
-    python tools/fuzz.py --seed 7 --batch 3       # one batch of them
+    python tools/fuzz.py --seed 7 --tensors 1000  # reproducible, on every machine
+    python tools/fuzz.py --seed 7 --batch 3       # one of the batches
 
-Batches of none, of few and of thousands of tensors are drawn from the seed and their number. Each goes through `stats`,
-by which tensors are counted, and through two of the other operations of judging.py. A failure names the tensor, and the
-command that repeats it.
+Batches of zero, a few or thousands of tensors are drawn from the seed and the number of the batch. Each goes through
+`stats`, by which tensors are counted, and two of the other operations of judging.py. A failure names the tensor, and
+the command that repeats it.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from rows import Row
 GROUP = "fuzz"
 
 MILLION = 1_000_000
-# Of tensors in a batch; the reference is slow.
+# Numbers of tensors in a batch, by backend; the reference is slow.
 SIZES = {"native": (0, 1, 2, 7, 60, 300, 300, 1000, 4000), "reference": (1, 9, 60)}
 
 
 class Case(NamedTuple):
-    """One batch, and what is done with it."""
+    """One batch, and the operations to run on it."""
 
     seed: int
     number: int
@@ -58,7 +58,7 @@ class Case(NamedTuple):
         fresh = batch.memory()
         for operation in self.operations:
             OPERATIONS[operation](batch, source, self.backend)
-            batch.restore(fresh)  # what was multiplied by NaN once has nothing more to say
+            batch.restore(fresh)  # a tensor that was multiplied by NaN would test nothing more
 
 
 def cases(seed: int) -> Iterator[Case]:
@@ -69,7 +69,7 @@ def cases(seed: int) -> Iterator[Case]:
 
 
 def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progress: bool = False) -> Counter[str]:
-    """At least so many tensors through `stats`, and what each operation was given."""
+    """Runs at least ``tensors`` tensors through `stats`; returns the number of tensors that each operation got."""
     done: Counter[str] = Counter()
     started = told = time.monotonic()
     for case in cases(seed):
@@ -91,7 +91,7 @@ def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progr
 
 
 def as_rows(done: Counter[str], seconds: float, device: torch.device) -> list[Row]:
-    """What `run` did, none of it wrong: tensors by operation, and all batches."""
+    """The counts of `run` as rows: tensors by operation, number of batches, and time."""
     found = [
         rows.row(GROUP, operation, "gradstat", "tensors", "", float(count), device)
         for operation, count in done.most_common()

@@ -1,4 +1,4 @@
-"""A copy of the package whose library was built otherwise: with sanitizers, or so that it counts the lines that run."""
+"""A copy of the package whose library is instrumented: with sanitizers, or with coverage counters."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ LEVELS = ("baseline", "avx2", "avx512")
 
 
 def build(folder: Path, flags: str) -> None:
-    """Makes the package ``folder/gradstat``, with a library compiled and linked with ``flags``."""
+    """Builds the package ``folder/gradstat``, with a library compiled and linked with ``flags``."""
     package = folder / "gradstat"
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "gradstat", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -23,19 +23,19 @@ def build(folder: Path, flags: str) -> None:
 
 
 def environment(folder: Path, host_flags: str) -> dict[str, str]:
-    """Where that package is found first, and tests compile CUDA code for the host with ``host_flags``."""
+    """Environment variables to import that package, and to compile CUDA code for the host with ``host_flags``."""
     path = os.pathsep.join([str(folder), str(ROOT / "tests")])
     return {**os.environ, "PYTHONPATH": path, "GRADSTAT_INSTRUMENTATION": host_flags}
 
 
 def said_by(program: str, folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """What a Python program does that finds the package in ``folder``."""
+    """Runs a Python program with the package in ``folder``."""
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 
 
 def levels(folder: Path, variables: dict[str, str]) -> list[str]:
-    """The levels of instructions that this machine has."""
+    """The instruction sets of `LEVELS` that this machine has."""
     found = []
     for level in LEVELS:
         program = "from gradstat._core import native; print(native.load_cpu().instructions(), native._PACKAGE)"
@@ -56,7 +56,7 @@ def tests(names: tuple[str, ...], *options: str) -> list[str]:
 
 
 def step(name: str, command: list[str], folder: Path, variables: dict[str, str]) -> bool:
-    """Runs a command in ``folder`` and says whether it passed."""
+    """Runs a command in ``folder``; prints and returns whether it passed."""
     print(f"\n== {name}", flush=True)
     started = time.monotonic()
     passed = subprocess.run(command, cwd=folder, env=variables, check=False).returncode == 0

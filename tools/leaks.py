@@ -1,7 +1,7 @@
-"""Memory over thousands of steps: of the process, Python's objects, tensors. `make leaks` takes ten thousand of each.
+"""Growth over thousands of steps: resident memory, Python objects, tensors. `make leaks` takes ten thousand of each.
 
-Each kind of step warms up first, until caches are full and the history of a monitor has wrapped around. What is there
-then is compared with what is there at the end.
+Each kind of step is warmed up until caches are full and a monitor's history has wrapped around. The sizes after that
+are compared with those at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy.ma  # noqa: F401  # numpy imports it by itself on the first median, which a rule takes some thousand steps in
+import numpy.ma  # noqa: F401  # numpy imports it lazily for its first median, which a rule takes after some thousand steps
 import torch
 from torch import Tensor, nn
 
@@ -28,13 +28,13 @@ import tables
 from rows import Row
 
 GROUP = "leaks"
-# What may come and go between two looks at a process whose memory is flat.
+# Allowed differences between two measurements of a process without leaks.
 MOST_BYTES = 1 << 20
 MOST_OBJECTS = 50
 
 
 class Sizes(NamedTuple):
-    """What a process holds: bytes that are resident, objects the garbage collector knows, tensors among them."""
+    """Sizes of a process: resident bytes, objects tracked by the garbage collector, and tensors among them."""
 
     resident: int
     objects: int
@@ -42,15 +42,15 @@ class Sizes(NamedTuple):
 
     @classmethod
     def now(cls) -> Sizes:
-        for _ in range(2):  # a tensor in a cycle may go only with the second
+        for _ in range(2):  # a tensor in a reference cycle may only be freed by the second collection
             gc.collect()
-        resident = resident_bytes()  # first: the list of all objects takes megabytes itself
+        resident = resident_bytes()  # first, since the list of all objects takes megabytes
         objects = gc.get_objects()
         return cls(resident, len(objects), sum(issubclass(type(item), Tensor) for item in objects))
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, less what its heap holds free; 0 where the system does not tell."""
+    """Resident memory of this process, without free memory of its heap; 0 if the system does not report it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)
@@ -62,7 +62,7 @@ def resident_bytes() -> int:
 
 
 class Training:
-    """A model whose gradients are new in each step; now and then it is another model, and now and then one is bad."""
+    """A model with new gradients in each step; sometimes it is another model, and sometimes a gradient is NaN."""
 
     def __init__(self) -> None:
         self.models = [
@@ -72,7 +72,7 @@ class Training:
         self.count = 0
 
     def backward(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """New gradients: the model and its optimizer."""
+        """Makes new gradients; returns the model and its optimizer."""
         self.count += 1
         which = self.count % 50 == 0
         for parameter in self.models[which].parameters():
@@ -83,7 +83,7 @@ class Training:
 
 
 def on_gradients(call: Callable[[nn.Module, torch.optim.Optimizer], object]) -> Callable[[], Callable[[], object]]:
-    """A kind of step that is a call on new gradients."""
+    """A kind of step: ``call`` on new gradients."""
 
     def make() -> Callable[[], object]:
         training = Training()
@@ -93,7 +93,7 @@ def on_gradients(call: Callable[[nn.Module, torch.optim.Optimizer], object]) -> 
 
 
 def monitor_step() -> Callable[[], object]:
-    """With everything watched, findings, replays prepared, and the recording written."""
+    """A monitor with everything watched, findings, kept state for replays, and a recording."""
     training = Training()
     model, optimizer = training.models[0], training.optimizers[0]
     folder = tempfile.TemporaryDirectory()
@@ -119,14 +119,14 @@ def monitor_step() -> Callable[[], object]:
         model[0].weight.grad.nan_to_num_()  # type: ignore[union-attr,operator]
         optimizer.step()
         optimizer.zero_grad()
-        monitor.findings.clear()  # the program's own list: it grows with what is found
+        monitor.findings.clear()  # the list grows by design
         assert folder
 
     return step
 
 
 def backward_step() -> Callable[[], object]:
-    """Stepped in the backward pass, with clips that remember, the report asked for; now and then a gradient is bad."""
+    """A step in the backward pass, with stateful clips and a report; sometimes a gradient is NaN."""
     model, inputs, count = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)), torch.randn(4, 8), 0
     handle = gradstat.step_in_backward(torch.optim.AdamW, model, gradstat.AdaGC(warmup=0), lr=1e-3)
 
@@ -140,7 +140,7 @@ def backward_step() -> Callable[[], object]:
 
 
 def own_handle() -> None:
-    """A model of its own for every step, stepped in the backward pass and let go of without a word."""
+    """A new model in every step, stepped in the backward pass and dropped without cleanup."""
     model = nn.Linear(3, 3)
     handle = gradstat.step_in_backward(torch.optim.SGD, model, gradstat.LastNormClip(1.0), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
@@ -148,19 +148,20 @@ def own_handle() -> None:
 
 
 def own_monitor(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A monitor of its own for every step, let go of without a word."""
+    """A new monitor in every step, dropped without cleanup."""
     gradstat.Monitor(model, optimizer, on_anomaly="skip", replay=True, watch={"activations": 1}).step(1.0)
 
 
 def own_model() -> None:
-    """A model of its own for every step."""
+    """A new model in every step."""
     model = nn.Linear(3, 3)
     model(torch.ones(1, 3)).sum().backward()
     assert gradstat.check(model).ok
     gradstat.guarded_step(torch.optim.SGD(model.parameters(), lr=0.1), max_norm=1.0, model=model)
 
 
-# Kinds of step; how many of them warm up, and for how many one counts: a tenth is enough of what costs milliseconds.
+# For each kind of step: how it is made, the number of warm-up steps, and a divisor of the number of steps: a tenth of
+# them is enough for steps that take milliseconds.
 KINDS: dict[str, tuple[Callable[[], Callable[[], object]], int, int]] = {
     "check": (on_gradients(lambda model, _: str(gradstat.check(model))), 300, 1),
     "check_async": (on_gradients(lambda model, _: gradstat.check_async(model).result().total_norm), 300, 1),
@@ -179,7 +180,7 @@ KINDS: dict[str, tuple[Callable[[], Callable[[], object]], int, int]] = {
 
 
 def growth(kind: str, steps: int, warm_up: int | None = None) -> Sizes:
-    """By how much a process grows in so many steps of a kind."""
+    """The growth of the process in ``steps`` steps of a kind."""
     make, enough, _ = KINDS[kind]
     step = make()
     for _ in range(enough if warm_up is None else warm_up):
@@ -192,7 +193,7 @@ def growth(kind: str, steps: int, warm_up: int | None = None) -> Sizes:
 
 
 def as_rows(kind: str, steps: int, grown: Sizes) -> list[Row]:
-    """By how much a process grew in so many steps."""
+    """The growth in ``steps`` steps as rows."""
     metrics = (("steps", "", steps), ("memory", "B", grown.resident), ("objects", "", grown.objects))
     return [
         rows.row(GROUP, kind, "gradstat", metric, unit, float(value), torch.device("cpu"))
@@ -206,7 +207,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()
     steps = options.steps
-    torch.set_num_threads(1)  # the tensors are small, and threads that wait for each other take time
+    torch.set_num_threads(1)  # for tensors this small, synchronizing threads costs more than it saves
     failed = []
     found: list[Row] = []
     for kind, (_, _, divisor) in KINDS.items():

@@ -1,11 +1,11 @@
-"""One wheel in clean environments of every Python and torch that this machine can install.
+"""Tests one wheel in clean environments of every Python and torch that this machine can install.
 
 ``python tools/matrix.py WHEEL`` makes an environment for each cell, installs torch and the wheel into it as a user
-would, runs ``first_use.py`` without a compiler on PATH, in some cells the main tests too, and deletes it. What came
-out goes to ``tools/compatibility.jsonl``, and from there into ``docs/compatibility.md`` (``--write``). A cell is
-named by Python, torch and, where it is special, what is special: ``3.12/2.15.0``, ``3.11/2.15.0/numpy-1``. It takes
-network and gigabytes, so ``make test`` does not run it. All is installed by uv: where it finds torch is its own
-configuration (UV_FIND_LINKS, UV_INDEX and so on), Pythons it finds on PATH, of pyenv, or to download.
+would, runs ``first_use.py`` without a compiler on PATH, in some cells also the main tests, and deletes it. With
+``--write`` the outcomes go to ``tools/compatibility.jsonl`` and into ``docs/compatibility.md``. A cell is named by
+Python, torch and, if it has one, its special condition: ``3.12/2.15.0``, ``3.11/2.15.0/numpy-1``. It takes network and
+gigabytes, so ``make test`` does not run it. uv installs everything: it finds torch by its own configuration
+(UV_FIND_LINKS, UV_INDEX and so on), and Pythons on PATH, in pyenv, or by download.
 """
 
 import argparse
@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TOO_OLD = "2.9.1"
 NO_TORCH = "there is no"
-# Those that need nothing but the installed package and pytest.
+# Test modules that need nothing but the installed package and pytest.
 MAIN_TESTS = (
     "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "compiling", "conformance", "every_clip",
     "host_path", "monitor", "multiply", "ops", "report", "step", "total_norm", "triton",
 )  # fmt: skip
-# What the CUDA library, if there is one, was compiled for: loading it needs this torch, but no GPU.
+# Prints the architectures that the CUDA library, if any, was compiled for; loading it needs a CUDA torch, but no GPU.
 ARCHITECTURES = """
 import torch, gradstat._core.native as native
 if torch.version.cuda and native.library_path('_C_cuda'):
@@ -41,11 +41,11 @@ if torch.version.cuda and native.library_path('_C_cuda'):
 
 
 class CellError(Exception):
-    """Something that should work in a cell does not."""
+    """A cell failed."""
 
 
 class NotRunError(Exception):
-    """A cell that this machine cannot make; the message says why."""
+    """This machine cannot make a cell; the message says why."""
 
 
 class Cell(NamedTuple):
@@ -66,7 +66,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 def must(folder: Path, *command: str | Path, **environment: str) -> str:
-    """What a command prints."""
+    """Runs a command that has to succeed; returns its output."""
     done = run(*command, cwd=folder, **environment)
     if done.returncode:
         raise CellError(f"{' '.join(map(str, command[1:3]))}: {last_line(done.stderr)}\n{done.stderr[-3000:]}")
@@ -78,7 +78,7 @@ def last_line(text: str) -> str:
 
 
 def tried(cell: Cell, wheel: Path, folder: Path) -> dict[str, str]:
-    """What a cell gives, made in ``folder``."""
+    """Makes a cell in ``folder`` and tests it; returns what it found."""
     uv = (sys.executable, "-m", "uv")
     if run(*uv, "venv", "--quiet", "--python", cell.python, "cell", cwd=folder).returncode:
         raise NotRunError(f"no Python {cell.python} on this machine")
@@ -87,7 +87,7 @@ def tried(cell: Cell, wheel: Path, folder: Path) -> dict[str, str]:
     def install(*what: str | Path, **variables: str) -> None:
         must(folder, *uv, "pip", "install", "--python", python, "--quiet", *what, **variables)
 
-    # The main tests use what numpy 2 and the interpreter of the Triton that belongs to torch 2.10 do not agree on.
+    # The main tests use features in which the interpreter of torch 2.10's Triton is incompatible with numpy 2.
     is_old = cell.special in ("numpy-1", "too-old") or (cell.special == "tests" and cell.torch.startswith("2.10."))
     torch = [f"torch=={cell.torch}", "numpy<2" if is_old else "numpy"]
     try:
@@ -125,9 +125,9 @@ def tried(cell: Cell, wheel: Path, folder: Path) -> dict[str, str]:
 
 
 def install_source(install: Callable[..., None], wheel: Path) -> None:
-    """The source distribution that lies beside the wheel, compiled with this torch's headers, for CPU and CUDA.
+    """Compiles the source distribution next to the wheel with this torch's headers, for CPU and CUDA.
 
-    For one architecture, since what is compiled for each of them has no headers of torch in it.
+    One CUDA architecture is enough, since device code does not include torch's headers.
     """
     source = next(wheel.parent.glob("gradstat-*.tar.gz"), None)
     if source is None:
@@ -142,14 +142,14 @@ def install_source(install: Callable[..., None], wheel: Path) -> None:
 
 
 def main_tests(folder: Path) -> str:
-    """The closing line of the main tests, run against what is installed."""
+    """Runs the main tests against the installed package; returns their last line."""
     copy = folder / "checkout"  # without the package, which must come from the wheel
     shutil.copytree(ROOT / "tests", copy / "tests")
     shutil.copy(ROOT / "pyproject.toml", copy)
     (copy / "benchmarks").mkdir()
     files = [next(copy.glob(f"tests/*/test_{name}.py")) for name in MAIN_TESTS]
     options = ["-q", "-p", "no:cacheprovider", "--no-header", "-r", "f"]
-    # Not -m pytest, which puts the working directory on the path.
+    # Not -m pytest, which puts the working directory on sys.path.
     done = run(folder / "cell" / "bin" / "pytest", *options, *files, cwd=copy, PYTHONPATH="")
     if done.returncode:
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -158,7 +158,7 @@ def main_tests(folder: Path) -> str:
 
 
 def torch_releases() -> list[str]:
-    """The last patch of every torch release that pip offers this Python and gradstat claims, oldest first."""
+    """The last patch of every torch release that pip offers for this Python and gradstat supports, oldest first."""
     listed = run(sys.executable, "-m", "pip", "index", "versions", "torch", cwd=ROOT).stdout
     versions = re.findall(r"(\d+)\.(\d+)\.(\d+)", listed.partition("Available versions:")[2].partition("\n")[0])
     newest: dict[tuple[int, int], int] = {}
@@ -171,9 +171,10 @@ def torch_releases() -> list[str]:
 
 
 def planned(releases: list[str]) -> Iterator[Cell]:
-    """Every torch with this Python, its oldest and newest with the main tests; every Python with both of them.
+    """Every torch with this Python, and every Python with the oldest and newest torch; then the special cells.
 
-    The main tests run also where the oldest Python meets the oldest torch, and the newest the newest.
+    The main tests run with this Python on the oldest and newest torch, with the oldest Python on the oldest torch, and
+    with the newest Python on the newest torch.
     """
     own, oldest, newest = "{}.{}".format(*sys.version_info), releases[0], releases[-1]
     corners = {(PYTHONS[-1], newest), (PYTHONS[0], oldest), (own, newest), (own, oldest)}
@@ -225,7 +226,7 @@ def main() -> int:
         failed += row["outcome"].startswith("failed")
         if row["outcome"].startswith(f"not run: {NO_TORCH}") and cell.torch == releases[-1]:
             older = Cell(cell.python, releases[releases.index(cell.torch) - 1], cell.special)
-            cells.append(older)  # the newest that serves this Python
+            cells.append(older)  # the newest torch that may support this Python
         if options.write:  # after each, since the next takes minutes
             compatibility.record(row)
     return 1 if failed else 0

@@ -1,7 +1,7 @@
-"""Mutation testing: cosmic-ray changes the code in one place at a time, and the tests have to notice (`make mutate`).
+"""Mutation testing: cosmic-ray changes the code in one place at a time, and the tests have to fail (`make mutate`).
 
-Of a comparison, a calculation and a number one change is tried, that to the next one. A mutant that all tests let
-live must stand in `EXPLAINED`; any other survivor is an error, and so is an explanation of a mutant that died.
+For each comparison, arithmetic operator and number a single change is tried, to the next one. A mutant that survives
+all tests must be listed in `EXPLAINED`; any other survivor is an error, and so is an explanation of a mutant that died.
 Each core has a copy of the tree, and a process that has imported torch and pytest and is forked for every mutant.
 ``--only clip`` tries the files with "clip" in their path.
 """
@@ -31,7 +31,7 @@ from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIES = ROOT / "build" / "mutation"
-# The tests that have to notice a change in a file, those that notice most first.
+# The tests that have to detect a change in a file, those that detect most first.
 TESTS = {
     "gradstat/_fields.py": ("fields", "report", "distributed", "update"),
     "gradstat/clip.py": ("clip", "every_clip", "total_norm", "host_path", "ops", "compiling", "distributed"),
@@ -40,18 +40,18 @@ TESTS = {
     "gradstat/distributed/origin.py": ("origin",),
     "gradstat/distributed/replicas.py": ("replicas",),
 }
-# Unions are annotations, which nothing evaluates here.
+# The operator | appears in annotations only, which are not evaluated here.
 OPERATORS = re.compile(
     r"core/(?!Replace\w+Operator_)|\w+/\w+_(Add_Sub|(?!BitOr)\w+_Add|Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt"
     r"|Is_IsNot|IsNot_Is|USub_UAdd|Delete_\w+)$"
 )
-# Read by type checkers, or guarding against what the code around it excludes.
+# Code that only type checkers read, or that checks what the surrounding code already guarantees.
 WITHOUT_EFFECT = re.compile(r"TYPE_CHECKING|strict=True")
-SECONDS = 400.0  # a mutant that takes longer has been noticed: it hangs
+SECONDS = 400.0  # a mutant that takes longer counts as detected: it hangs
 
 _COPIES = "decides only whether a copy is made that could be spared; the words are the same"
 _PACES = "the pace at which rows are summed; sums modulo 2**64 do not depend on it"
-# By the line after the change, or the one that is gone, without its spaces: why it makes no difference.
+# Why a surviving mutant makes no difference, by the changed line, or the deleted one, without spaces.
 EXPLAINED = {
     "@dataclass(frozen=True,slots=False)": "slots save memory and change nothing that a program can rely on",
     "is_own=partsisNoneandnotspread.has_partial": "both lists are of the same memory; one is only quicker to make",
@@ -70,7 +70,7 @@ EXPLAINED = {
 
 
 def changed_line(old: str, new: str) -> str:
-    """The first line that a mutant has instead of another, or has lost, without spaces."""
+    """The first line that a mutant changes, as changed, or the line it deletes, without spaces."""
     before, after = ([line.replace(" ", "") for line in text.splitlines()] for text in (old, new))
     changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     return next((line[2:] for line in changes if line[0] == "+"), changes[0][2:])
@@ -90,7 +90,7 @@ def mutants_of(file: str) -> list[MutationSpec]:
 
 
 def enter(copies: SimpleQueue) -> None:
-    """What each worker does first: its copy of the tree is what it, and all programs that tests start, import."""
+    """Each worker imports its own copy of the tree, and so do the programs that its tests start."""
     copy = copies.get()
     os.chdir(copy)
     sys.path[:0] = [copy, os.path.join(copy, "tests")]
@@ -98,7 +98,7 @@ def enter(copies: SimpleQueue) -> None:
 
 
 def pass_all(tests: list[str]) -> bool:
-    """Whether tests pass, in a fork of this process. One that does not end in time has not."""
+    """Whether tests pass, in a fork of this process; not if they exceed the time limit."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -125,7 +125,7 @@ def pass_all(tests: list[str]) -> bool:
 
 
 def survives(mutant: MutationSpec, tests: list[str]) -> str | None:
-    """The changed line of a mutant, if its tests let it live."""
+    """The changed line of a mutant that survives its tests."""
     path = Path(mutant.module_path)
     old, new = apply_mutation(path, get_operator(mutant.operator_name)(), mutant.occurrence)
     try:
@@ -135,7 +135,7 @@ def survives(mutant: MutationSpec, tests: list[str]) -> str | None:
 
 
 def require_passing(test: str) -> None:
-    """Unchanged code passes, and leaves its bytecode behind."""
+    """Raises RuntimeError unless a test passes on unchanged code; leaves bytecode behind."""
     if not pass_all([test]):
         output = Path(f"output.{os.getpid()}.txt").read_text()
         raise RuntimeError(f"{test} does not pass without a mutant:\n{output}")
@@ -165,7 +165,7 @@ def main() -> int:
     }
     with workers([first] * options.workers) as pool:
         list(pool.map(require_passing, dict.fromkeys(itertools.chain(*tests.values()))))
-    # Of changed files none may be left: bytecode is known by size and second.
+    # No bytecode of the files to change may stay: Python compares only size and time in seconds.
     for file in TESTS:
         for compiled in Path(file).parent.glob(f"__pycache__/{Path(file).stem}.*"):
             compiled.unlink()

@@ -1,4 +1,4 @@
-"""What is public: every name in the `__all__` of a module whose path has no underscore, as docs/versioning.md says."""
+"""The public names: those in `__all__` of modules whose path has no leading underscore, as in docs/versioning.md."""
 
 import importlib
 import pkgutil
@@ -21,9 +21,9 @@ def public_modules() -> Iterator[ModuleType]:
 
 
 def public_names() -> dict[object, set[str]]:
-    """By thing, the names it goes by: the same class may be had from several modules.
+    """The names of each public object: a class may be exported by several modules.
 
-    Constants, of which equal ones are not the same thing, are their own last name.
+    The key of a constant is its last name, since equal constants are different things.
     """
     names: dict[object, set[str]] = {}
     for module in public_modules():

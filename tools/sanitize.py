@@ -1,11 +1,10 @@
-"""`make sanitize`: the C++ code under sanitizers of addresses, undefined behaviour and threads, in tests that reach it.
+"""`make sanitize`: runs the C++ code under address, undefined-behaviour and thread sanitizers.
 
-Builds the CPU library with both sanitizers into ``build/sanitize/``, beside a copy of the package, and runs tests and
-random tensors with it at every level of instructions that this machine has. The CUDA kernels and launchers are compiled
-for the host with the same flags; their stacks are not watched, as their threads are coroutines, whose switches
-AddressSanitizer would have to be told about. The threads of the CPU kernels run under ThreadSanitizer, in a program of
-their own (tests/cpu_threads). First of all errors made on purpose have to be reported: a sanitizer that is not there
-finds nothing.
+Builds the CPU library with the first two into ``build/sanitize/``, with a copy of the package, and runs tests and
+random tensors with every instruction set that this machine has. The CUDA kernels and launchers are compiled for the
+host with the same flags; their stacks are not checked, because their threads are coroutines, whose switches
+AddressSanitizer would have to be told about. The threads of the CPU kernels run under ThreadSanitizer in a separate
+program (tests/cpu_threads). Deliberate errors have to be reported first, as proof that the sanitizers are active.
 
     python tools/sanitize.py            # everything
     python tools/sanitize.py --quick    # the highest level, fewer tests
@@ -21,7 +20,7 @@ from instrumented import ROOT, step, tests
 
 BUILD = ROOT / "build" / "sanitize"
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
-# With the sanitizers' checks in between, gcc does not see what is initialized.
+# With the sanitizers' checks gcc warns of variables that are in fact initialized.
 HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
 KERNEL_TESTS = ("conformance", "fuzz", "multiply")
 OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive")
@@ -29,7 +28,7 @@ HOST_TESTS = ("cuda_on_host", "cuda_launchers")
 COMPILED = ("-k", "not (triton or reference or emulated)")
 TENSORS, QUICK_TENSORS = 20_000, 600
 
-# A float32 tensor of one element more than its memory has, measured.
+# Measures a float32 tensor that is one element longer than its memory.
 BEHIND_A_TENSOR = """
 import numpy, torch, gradstat
 class Longer:
@@ -65,7 +64,7 @@ def main() -> int:
 
 
 def sanitized() -> dict[str, str]:
-    """An environment in which the sanitizers' runtime comes before everything else."""
+    """Environment variables that load the sanitizers' runtime before everything else."""
     compiler = os.environ.get("CXX", "g++").split()[0]
 
     def path_of(library: str) -> str:
@@ -74,12 +73,12 @@ def sanitized() -> dict[str, str]:
 
     return {
         **instrumented.environment(BUILD, HOST_FLAGS),
-        # The second so that exceptions are already there when the first looks for them.
+        # libstdc++ is preloaded so that libasan finds its exception functions at startup.
         "LD_PRELOAD": f"{path_of('libasan.so')} {path_of('libstdc++.so')}",
-        # Python keeps what it has until the end, and torch more than that.
+        # Python and torch do not free all their memory at exit, so leaks are not detected.
         "ASAN_OPTIONS": "detect_leaks=0:strict_string_checks=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        # Allocations of Python's own are seen, too.
+        # Python's allocations go through malloc, so that AddressSanitizer sees them.
         "PYTHONMALLOC": "malloc",
     }
 
@@ -102,7 +101,7 @@ def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
 
 
 def watch_threads() -> bool:
-    """The CPU kernels under ThreadSanitizer, once a race made on purpose was reported."""
+    """Runs the CPU kernels under ThreadSanitizer, after it has reported a deliberate race."""
     from torch.utils.cpp_extension import include_paths
 
     program = BUILD / "threads"

@@ -1,4 +1,4 @@
-"""Trains the demo's GPT with one fault under a monitor, writes the page and photographs it for the documents.
+"""Trains the demo's GPT with one fault and a monitor, writes the page and takes a screenshot of it for the documents.
 
     python tools/view_picture.py [--output docs/view.png] [--page FOLDER]
 

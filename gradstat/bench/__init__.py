@@ -1,4 +1,4 @@
-"""Fair measurements: what gradstat, torch's clip, a naive loop and `detect_anomaly` cost in a training step.
+"""Measures what gradstat, torch's clip, a naive loop and ``detect_anomaly`` cost in a training step.
 
 ``python -m gradstat bench`` runs them on a user's own model; the repository's benchmarks are built from the same parts.
 """

@@ -45,13 +45,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class UsageError(Exception):
-    """Something the user gave cannot be measured; the message says what and why."""
+    """The user's input cannot be measured; the message says what and why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with ``arguments``, those of the process if None.
+    """Runs the command with ``arguments``, by default those of the process.
 
-    Returns 0, 2 when something given cannot be measured, 130 when interrupted.
+    Returns 0, 2 if the input cannot be measured, 130 if interrupted.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -152,7 +152,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
-    """Calls the factory ``"module:attribute"``, which does as `CONTRACT` says; its model and the forward pass."""
+    """Calls the factory ``"module:attribute"``, described in `CONTRACT`; returns its model and the forward pass."""
     try:
         factory = attribute_of(where, "MODULE:FACTORY, such as bench_me:factory")
     except ImportedError as error:
@@ -209,7 +209,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _scalar(loss: Callable[[], Any], device: torch.device, autocast: torch.dtype | None) -> Callable[[], Tensor]:
-    """The forward pass under autocast, after one that shows that it gives a loss."""
+    """The forward pass under autocast; runs it once to check that it returns a loss."""
 
     def forward() -> Any:
         with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
@@ -232,7 +232,7 @@ def _scalar(loss: Callable[[], Any], device: torch.device, autocast: torch.dtype
 
 
 def _that_run(step: steps.Step, where: str) -> list[steps.Variant]:
-    """The variants that this step can be measured in, after one step of each, all answers held against float64."""
+    """The variants that run on this step. Checks their results against float64, then runs one step of each."""
     try:
         steps.verify(step)
     except ValueError as error:
@@ -251,7 +251,7 @@ def _that_run(step: steps.Step, where: str) -> list[steps.Variant]:
 
 
 def verdict(measured: list[steps.Cost]) -> str:
-    """One sentence: what gradstat adds to this step, and what `detect_anomaly` does."""
+    """One sentence: what gradstat and ``detect_anomaly`` add to this step."""
     by_name = {cost.name: cost for cost in measured}
     check, anomaly = by_name.get(steps.CHECK), by_name.get(steps.ANOMALY)
     if check is None:

@@ -1,4 +1,4 @@
-"""Where something was measured: names and versions."""
+"""Describes the machine of a measurement: names and versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import gradstat
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until ``device`` has done everything; a CPU always has."""
+    """Waits for all work queued on ``device``; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -32,7 +32,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _processor_name(cpuinfo: str) -> str:
-    """The name in such a text, empty if it has none; with family and model where it has no number."""
+    """The processor's name in ``cpuinfo``, or ``""``; with family and model if the name itself has no number."""
     found = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*?)\s*$", cpuinfo, re.MULTILINE))
     name: str = found.get("model name", "")
     if not name or re.search(r"\d", name.partition("@")[0]) or not {"cpu family", "model"} <= found.keys():
@@ -54,7 +54,7 @@ def driver_version(device: torch.device) -> str:
 
 @cache
 def versions() -> str:
-    """gradstat, torch, Triton and Python, as one line."""
+    """The versions of gradstat, torch, Triton and Python, as one line."""
     try:
         import triton
 
@@ -68,5 +68,5 @@ def versions() -> str:
 
 
 def circumstance(driver: str, threads: int) -> str:
-    """What besides its name matters about a device: a GPU's driver, or how many threads a CPU runs."""
+    """What else matters about a device besides its name: a GPU's driver, or the number of CPU threads."""
     return f"driver {driver}" if driver else f"{threads} thread{'s' * (threads != 1)}"

@@ -1,9 +1,9 @@
-"""Peak memory of a call, exactly.
+"""Peak memory of a call.
 
-On a GPU it is what torch's caching allocator counts. On a CPU it is the highest sum of torch's own allocations,
-replayed from its profiler, plus the peak of Python's (`tracemalloc`), which is where `detect_anomaly` keeps its stack
-traces; as the two peaks need not fall together this is an upper bound, by a few kilobytes without `detect_anomaly`.
-The resident size of the process would not do: the C library keeps freed blocks, so it says little below some megabytes.
+On a GPU it is what torch's caching allocator counts. On a CPU it is the peak of torch's own allocations, replayed from
+its profiler, plus the peak of Python's (``tracemalloc``), where ``detect_anomaly`` keeps its stack traces. The two
+peaks need not coincide, so this is an upper bound, by a few kilobytes without ``detect_anomaly``. The resident set size
+would be too coarse: the C library keeps freed blocks, so differences below a few megabytes do not show.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gradstat.bench.machine import synchronize
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callable[[], object] = lambda: None) -> int:
-    """The most bytes that ``call``, which has run before, holds at any moment beyond what was held before it.
+    """Peak bytes held during ``call`` beyond what was held before it. ``call`` must have run once already.
 
-    ``prepare`` is run, uncounted, ahead of each call (two on a CPU), to free what the call would free: memory from
-    before that is freed inside would count as nothing.
+    ``prepare`` runs, uncounted, before each call (two on a CPU). It frees the memory that the call would free: older
+    memory freed inside the call would offset its allocations.
     """
     collecting = gc.isenabled()
-    gc.disable()  # what was thrown away before must not be freed inside
+    gc.disable()  # older garbage must not be freed during the call
     try:
         prepare()
         if device.type != "cuda":
@@ -67,7 +67,7 @@ def _python_peak(call: Callable[[], object], prepare: Callable[[], object]) -> i
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what the profiler's C++ part says about itself off the terminal."""
+    """Silences the messages that the profiler's C++ code writes to stderr."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -1,4 +1,4 @@
-"""What is added to a training step: the step in several variants, their times interleaved, and their peak memory."""
+"""The cost of additions to a training step: variants of the step, their interleaved times and their peak memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradstat.bench.memory import peak_bytes
 from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
 
 MAX_NORM = 1.0
-LEARNING_RATE = 1e-6  # leaves a model as it is, however many steps are timed
+LEARNING_RATE = 1e-6  # so small that the model hardly changes, however many steps are timed
 PLAIN = "plain step"
 CHECK = "+ gradstat.check"
 CHECK_ASYNC = "+ gradstat.check_async"
@@ -31,12 +31,12 @@ WARMUP = 2
 
 
 class WrongAnswerError(AssertionError):
-    """A call that was to be timed gave a wrong answer, so its time means nothing."""
+    """A call to be timed gave a wrong answer, so its time is meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step without any inspection; ``loss`` does the forward pass. It learns at `LEARNING_RATE`."""
+    """A training step without any inspection; ``loss`` does the forward pass. The optimizer uses `LEARNING_RATE`."""
 
     model: nn.Module
     loss: Callable[[], Tensor]
@@ -46,14 +46,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is done between ``backward()`` and the optimizer's step, with the step and its loss."""
+    """A variant of the step: ``inspect`` is called between ``backward()`` and the optimizer's step."""
 
     name: str
     inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
     anomaly: bool | None = None  # the ``check_nan`` of anomaly mode; None leaves it off
 
     def run(self, step: Step) -> float:
-        """One step of training in this variant; returns the seconds until ``inspect`` had returned, from its call."""
+        """Runs one training step; returns the seconds that the call of ``inspect`` took."""
         with torch.autograd.set_detect_anomaly(self.anomaly is not None, bool(self.anomaly)):
             step.optimizer.zero_grad()
             loss = step.loss()
@@ -66,7 +66,7 @@ class Variant:
 
 
 def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, float]:
-    """What people write by hand: how many gradients are not finite, their norm, the smallest and largest element."""
+    """A typical hand-written loop: number of nonfinite gradients, total norm, smallest and largest element."""
     bad, squares, low, high = 0, 0.0, math.inf, -math.inf
     for gradient in gradients:
         if gradient is not None:
@@ -78,7 +78,7 @@ def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, f
 
 
 def _checked_async() -> Callable[[Step, Tensor], object]:
-    """Reads the report of the step before when it has launched the next, as a training loop would."""
+    """Reads the report of the previous step after launching the next check, as a training loop would."""
     pending: deque[gradstat.PendingReport] = deque()
 
     def inspect(step: Step, loss: Tensor) -> bool:
@@ -89,13 +89,13 @@ def _checked_async() -> Callable[[Step, Tensor], object]:
 
 
 def _monitored() -> Callable[[Step, Tensor], object]:
-    """A monitor as it comes, made on the first step."""
+    """A monitor with default options that only records, made on the first step."""
     monitor = functools.cache(lambda step: gradstat.Monitor(step.model, step.optimizer, on_anomaly="record"))
     return lambda step, loss: monitor(step).step(loss)
 
 
 def variants() -> list[Variant]:
-    """Everything a step is compared with, the plain step first."""
+    """All variants, the plain step first."""
     return [
         Variant(PLAIN),
         Variant(CHECK, lambda step, loss: gradstat.check(step.model).ok),
@@ -110,7 +110,7 @@ def variants() -> list[Variant]:
 
 
 def verify(step: Step) -> None:
-    """Holds what the variants say about one step's gradients against float64; ValueError if nothing can be timed."""
+    """Checks the variants' results for one step's gradients against float64; ValueError if nothing can be timed."""
     step.optimizer.zero_grad()
     step.loss().backward()
     parameters = [p for p in step.model.parameters() if p.grad is not None]
@@ -147,13 +147,13 @@ class Cost:
     name: str
     seconds: Quartiles  # of a step, with a final sync
     ratio: Quartiles  # to the plain step of the same round
-    # Seconds in the added call itself: what the ratio is too noisy to tell when it is little. None where that means
-    # nothing: in anomaly mode, and on a GPU, where a call that waits waits for the backward pass.
+    # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None where that is
+    # meaningless: in anomaly mode, and on a GPU, where a call that syncs also waits for the backward pass.
     inside: Quartiles | None
     extra_bytes: int  # peak memory beyond the plain step's
 
     def added(self, plain: Cost) -> float:
-        """What it adds to a step, as a share of the plain one: by ``inside`` if that is known, else by ``ratio``."""
+        """Added time as a share of the plain step, from ``inside`` if known, else from ``ratio``."""
         return self.ratio.median - 1 if self.inside is None else self.inside.median / plain.seconds.median
 
 
@@ -182,7 +182,7 @@ def costs(
 
 
 def table(measured: list[Cost]) -> str:
-    """Costs as text: median, ratio to the plain step with its quartiles, the added call alone, peak extra memory."""
+    """Costs as text: median, ratio to the plain step with quartiles, the added call alone, extra peak memory."""
     lines = [f"  {'':<32} {'median':>11}   {'times the plain step':<24} {'the call alone':>17} {'extra memory':>13}"]
     for number, cost in enumerate(measured):
         line = f"  {cost.name:<32} {cost.seconds.median * 1e3:8.2f} ms"
@@ -197,7 +197,7 @@ def table(measured: list[Cost]) -> str:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes for people: ``"1.5 MB"``, in powers of ten."""
+    """A number of bytes in readable units, powers of ten: ``"1.5 MB"``."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Fair timing: calls take turns round by round, so that a slow moment of the machine meets all of them."""
+"""Interleaved timing: calls take turns in every round, so that slow phases of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.hub import tqdm  # type: ignore[attr-defined]  # tqdm's, or a simple one where that is not installed
+from torch.hub import tqdm  # type: ignore[attr-defined]  # a simple substitute if tqdm is not installed
 
 from gradstat.bench.machine import synchronize
 
@@ -31,14 +31,14 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def progress_bar(total: int, what: str) -> Any:
-    """A bar of ``total`` rounds on stderr, of tqdm; where that is no terminal, a line every 15 seconds."""
+    """A tqdm bar of ``total`` rounds on stderr; a line every 15 seconds if stderr is not a terminal."""
     seconds = 0.0 if sys.stderr.isatty() else 15.0
     options = {"mininterval": seconds or 0.1, "delay": seconds, "dynamic_ncols": True, "leave": False}
     return tqdm(total=total, desc=what, unit="round", **options)
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> Quartiles:
-    """Quartiles of ``values`` over ``base``, round by round: what slows a round down cancels out."""
+    """Quartiles of ``values`` over ``base``, round by round, so that what slows a whole round cancels out."""
     return quartiles([value / other for value, other in zip(values, base, strict=True)])
 
 
@@ -52,11 +52,11 @@ def interleaved(
     after: Callable[[str, float], object] = lambda name, seconds: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call in every round, to the end of all its work on ``device`` (None: the CPU).
+    """Seconds of each call in every round, until all its work on ``device`` (None: the CPU) is done.
 
-    The order is drawn anew for each round, the same on every run; rounds of ``warmup`` are not counted. ``before`` and
-    ``after`` are run, untimed, around every call, the latter with the seconds until it returned; ``progress`` after
-    every round.
+    Each round has a random order, the same in every run; ``warmup`` rounds are not counted. ``before`` and ``after``
+    run untimed around every call, ``after`` with the seconds until the call returned; ``progress`` runs after every
+    round.
     """
     device = device or torch.device("cpu")
     samples: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,4 +1,4 @@
-"""Real text that every Python has: the sources of its standard library, as bytes."""
+"""A text corpus that every Python installation has: the sources of the standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def standard_library() -> Path:
-    """Where the standard library's sources lie."""
+    """The folder of the standard library's sources."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def read(folder: Path, limit: int = 4_000_000) -> Tensor:
-    """The ``.py`` files in ``folder``, but for tests and installed packages, joined in order of their names.
+    """The ``.py`` files in ``folder``, except tests and installed packages, concatenated in order of their names.
 
-    At most ``limit`` bytes, as ``[bytes]`` uint8; raises FileNotFoundError if there are hardly any.
+    At most ``limit`` bytes, as ``[bytes]`` uint8; raises FileNotFoundError if there are fewer than 10,000.
     """
     passed_over = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
     text = bytearray()
@@ -38,6 +38,6 @@ def read(folder: Path, limit: int = 4_000_000) -> Tensor:
 
 
 def batch(corpus: Tensor, count: int, length: int, generator: torch.Generator, device: str) -> Tensor:
-    """``[count, length]`` int64 stretches from random places of the corpus."""
+    """``[count, length]`` int64 samples from random positions of the corpus."""
     starts = torch.randint(len(corpus) - length, (count,), generator=generator)
     return torch.stack([corpus[i : i + length] for i in starts.tolist()]).long().to(device)

@@ -1,4 +1,4 @@
-"""The picture: gradient norm of every layer over the steps, below the loss and the total norm."""
+"""The picture: loss and total norm over the steps, and below them the gradient norm of every layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BAD, _LOSS, _NORM = "#ff2d55", "#1f6feb", "#8a8a8a"
 
 
 def layers_of(names: tuple[str, ...]) -> dict[str, list[int]]:
-    """Positions of the parameters of each module, modules in order."""
+    """Indices of the parameters of each module, modules in order."""
     layers: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         layers.setdefault(name.rpartition(".")[0], []).append(position)
@@ -21,7 +21,7 @@ def layers_of(names: tuple[str, ...]) -> dict[str, list[int]]:
 
 def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
     """Writes a PNG of a run to ``path``."""
-    # Figure and canvas without pyplot: no display is needed, and a caller's own backend stays as it is.
+    # Without pyplot no display is needed, and the caller's backend is not changed.
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
             bottom.axhline(row - 0.5, color="white", linewidth=1.5)
     figure.colorbar(image, ax=bottom, label="log10 of the gradient norm", pad=0.01, fraction=0.03, extend="both")
 
-    # One cell is a few pixels wide: a ring makes it findable.
+    # A cell is only a few pixels wide, so a ring marks it.
     rows, columns = np.nonzero(bad)
     ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgecolor": _BAD, "markeredgewidth": 2}
     bottom.plot(columns, rows, linestyle="none", **ring)

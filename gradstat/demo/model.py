@@ -1,4 +1,4 @@
-"""A GPT, of bytes unless told otherwise: embeddings, pre-norm blocks of causal attention and a perceptron."""
+"""A GPT, by default on bytes: embeddings, then pre-norm blocks of causal attention and an MLP."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model and its batches are."""
+    """Sizes of a model and its batches."""
 
     layers: int
     width: int
     heads: int
     context: int  # tokens that a prediction sees, and the length of a training sample
     batch: int
-    vocabulary: int = 256  # that of bytes
-    tied: bool = False  # whether the head is the embedding's own matrix, as in GPT-2
+    vocabulary: int = 256  # bytes
+    tied: bool = False  # whether the head shares the embedding's weight, as in GPT-2
 
 
 TINY = Size(layers=2, width=32, heads=2, context=32, batch=4)
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the perceptron, each behind a norm and beside a residual."""
+    """One layer: attention, then an MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class GPT(nn.Module):
 
 
 def example() -> tuple[GPT, Callable[[], Tensor]]:
-    """What ``python -m gradstat bench`` measures when it is given no model: a GPT, and its loss on a random batch."""
+    """The default model of ``python -m gradstat bench``: a GPT, and its loss on a random batch."""
     size = GPT2 if torch.get_default_device().type == "cuda" else MODEST
     model = GPT(size)
     tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1))

@@ -1,4 +1,4 @@
-"""The command: options, the run, the verdict, what checks cost in the demo's own training step, the picture."""
+"""The demo's command: options, the training run, the cost of checks in its training step, the picture, the verdict."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gradstat.monitor.recording import save, write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo with ``arguments``, those of the process if None.
+    """Runs the demo with ``arguments``, by default those of the process.
 
-    Returns 0 if the corruption was found where it was put, 1 if not, 2 if it cannot run, 130 when interrupted.
+    Returns 0 if exactly the corrupted layer was named, 1 if not, 2 if the demo cannot run, 130 if interrupted.
     """
     options = _parser().parse_args(arguments)
     missing = [name for name in ("matplotlib", "plotly", "tqdm") if importlib.util.find_spec(name) is None]
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         print("--steps must be at least 10, to have healthy steps before and after the corrupted one", file=sys.stderr)
         return 2
     try:
-        options.output.mkdir(parents=True, exist_ok=True)  # now, not after a minute of training
+        options.output.mkdir(parents=True, exist_ok=True)  # fail now rather than after a minute of training
     except OSError as error:
         print(f"--output: cannot make the folder {options.output}: {error.strerror}", file=sys.stderr)
         return 2
@@ -118,5 +118,5 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _printable(sample: bytes) -> list[str]:
-    """Lines of plain ASCII: sampled bytes may be anything, terminal escapes included."""
+    """The sample as lines of printable ASCII: sampled bytes may be anything, including terminal escapes."""
     return ["".join(chr(b) if 32 <= b < 127 else "?" for b in line) for line in sample.expandtabs(4).split(b"\n")]

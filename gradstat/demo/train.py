@@ -17,9 +17,9 @@ CORRUPTED_VALUE = math.inf
 
 
 def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-    """Makes ``module``'s saved input wrong in one element, as a flipped bit in memory would."""
+    """Overwrites one element of the input that ``module`` saved for backward, as a flipped bit in memory would."""
 
-    # The output has been computed by then, so the loss stays healthy: only a gradient will show it.
+    # The output has already been computed, so the loss stays correct and only a gradient shows the fault.
     def hook(_module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
         inputs[0].data[0, 3, 7] = CORRUPTED_VALUE  # sample, position, feature
 
@@ -31,7 +31,7 @@ def train(
 ) -> tuple[gradstat.monitor.Recording, gradstat.Report | None]:
     """Trains with AdamW, and corrupts the ``mlp.down`` of block ``corrupted_layer`` in ``corrupted_step``.
 
-    What the monitor kept of all steps, and the report of the corrupted one, which is skipped if it was not finite.
+    Nonfinite steps are skipped. Returns the monitor's recording, and the report of the corrupted step if nonfinite.
     """
     from tqdm import tqdm
 
@@ -59,7 +59,7 @@ def train(
             optimizer.step()
         else:
             norm = math.nan
-            if step == corrupted_step:  # a step that went bad by itself proves nothing about this one
+            if step == corrupted_step:  # another nonfinite step would not show that the corruption was found
                 incident = report
             progress.clear()
             _tell(report, step, loss.item())

@@ -1,4 +1,4 @@
-"""Where training frameworks and loggers meet gradstat; each module imports its framework, and nothing imports them.
+"""Adapters for training frameworks and loggers; each module imports its framework, and nothing in gradstat imports it.
 
 `gradstat.integrations.lightning` has the callback for Lightning; `gradstat.integrations.transformers`,
 `gradstat.integrations.accelerate` and `gradstat.integrations.fabric` have an ``install`` each;

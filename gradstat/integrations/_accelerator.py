@@ -1,4 +1,4 @@
-"""An accelerator whose ``clip_grad_norm_`` measures: complete, unscaled and unclipped gradients of every step."""
+"""Patches an accelerator so that ``clip_grad_norm_`` measures the complete, unscaled, unclipped gradients of a step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from gradstat.monitor.reporting import warn
 
 
 class AcceleratorBase(Handle):
-    """The handle of an integration that measures where an accelerator clips.
+    """The handle of an integration that measures in the accelerator's ``clip_grad_norm_``.
 
-    ``micro_batches`` tells into how many a step is divided, before each. Raises what `engine_clips` raises.
+    ``micro_batches`` returns the number of micro-batches of the current step. Raises what `engine_clips` raises.
     """
 
     def __init__(self, accelerator: Any, options: Options, micro_batches: Callable[[], int]) -> None:
@@ -50,11 +50,11 @@ class AcceleratorBase(Handle):
 
     def _in_backward(self, below: Any, loss: Any, **options: Any) -> Any:
         engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
-        if engine is not None:  # its step is a part of its backward pass
+        if engine is not None:  # DeepSpeed: Accelerate's backward() also calls the engine's step()
             if engine is not self._engine:
                 self._engine = engine
                 self._patch(engine, "step", self._in_engine_step)
-            # The Trainer has divided it by how many micro-batches there are.
+            # The Trainer has divided the loss by the number of micro-batches.
             is_divided = isinstance(loss, Tensor) and options.get("scale_wrt_gas") is False
             steps = self._accelerator.gradient_accumulation_steps
             self._saw_backward(loss.detach() * steps if is_divided else loss, False)
@@ -102,9 +102,9 @@ class AcceleratorBase(Handle):
         return those
 
     def _unscale(self, parameters: Sequence[Tensor]) -> None:
-        """Unscales the gradients of the optimizers that hold these parameters, unless that was done.
+        """Unscales the gradients of the optimizers that hold these parameters, unless already done.
 
-        The accelerator's own way unscales all optimizers at every call, so that a second model's clip raises.
+        The accelerator's own method unscales all optimizers on every call, so clipping a second model would raise.
         """
         scaler = self._accelerator.scaler
         if scaler is None or not isinstance(scaler, torch.amp.GradScaler):

@@ -1,4 +1,4 @@
-"""The clip of adapters whose framework clips by optimizer: to a number or an adaptive limit, under a loss scale too."""
+"""Clipping for frameworks that clip per optimizer: to a number or by an adaptive clip, also under a loss scale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked_limit(max_norm: Any) -> Limit | None:
 
 
 def clip_known(parameters: list[Tensor], limit: Limit, norm: Tensor) -> Tensor:
-    """Clips gradients of which a look, by which a step that is skipped may lose them, came behind their ``norm``."""
+    """Clips gradients to ``limit``, given their ``norm``; since that was computed, skipping may have dropped them."""
     if isinstance(limit, AdaptiveClip):
         limit.clip_(parameters)
     elif limit != math.inf:
@@ -40,8 +40,8 @@ def clip_known(parameters: list[Tensor], limit: Limit, norm: Tensor) -> Tensor:
 class OptimizerClip:
     """Clips the gradients of an optimizer, before it steps.
 
-    A fused optimizer unscales by itself, so that its gradients still carry the loss scale. It is told to divide by
-    more: no pass over the gradients besides that for the norm, and no sync.
+    A fused optimizer unscales inside ``step``, so its gradients still carry the loss scale. Its ``grad_scale`` is set
+    to a larger divisor: no pass over the gradients except the one for the norm, and no host sync.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -49,11 +49,11 @@ class OptimizerClip:
         self._told: list[Optimizer] = []
 
     def leaves_scaled(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer unscales by itself, as it steps."""
+        """Whether the optimizer itself unscales the gradients in its step."""
         return self._scaler is not None and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def clip(self, optimizer: Optimizer, limit: Limit) -> Tensor:
-        """Clips to ``limit``; returns the norm before, without loss scale."""
+        """Clips to ``limit``; returns the unscaled norm before clipping."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scaled = self._scaler if self.leaves_scaled(optimizer) else None
         if isinstance(limit, AdaptiveClip):
@@ -70,16 +70,16 @@ class OptimizerClip:
         with torch.no_grad():
             norm: Tensor = get_total_norm(gradients).to(torch.float64) / scaled._scale.to(gradients[0].device)
             divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
-            # A step with a gradient that is not finite is skipped, whatever it would be divided by.
+            # A step with a nonfinite gradient is skipped, so its divisor does not matter.
             divisor = torch.where(norm.isfinite(), divisor, 1.0).to(torch.float32)
         if limit == math.inf:
             return norm
-        # torch's scaler multiplies this with its scale, and the optimizer divides by the product as it steps.
+        # torch's scaler multiplies this by its scale, and the optimizer divides by the product in its step.
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         self._told.append(optimizer)
         return norm
 
     def forget(self) -> None:
-        """Takes back what an optimizer was told and, as it did not step, did not use."""
+        """Removes the divisor from optimizers that did not step and so have not consumed it."""
         while self._told:
             self._told.pop().__dict__.pop("grad_scale", None)

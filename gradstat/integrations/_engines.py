@@ -1,4 +1,4 @@
-"""Engines that clip and step by themselves: what is refused under each, and what is said to be out of sight."""
+"""Engines that clip and step by themselves: which options each one rules out, and what cannot be measured under it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from gradstat.integrations._options import Options
 from gradstat.monitor.reporting import warn
 
-# By the name of a strategy of Lightning and of Fabric, or of a distributed type of Accelerate.
+# Keyed by the class name of a Lightning or Fabric strategy, or by an Accelerate distributed type.
 _NAMES = {
     "DeepSpeedStrategy": "DeepSpeed",
     "FSDPStrategy": "FSDP 1",
@@ -39,15 +39,16 @@ _POLICIES = {
 
 
 def engine_of(strategy: object) -> str | None:
-    """The engine of a strategy, or of a distributed type; None for those that leave gradients to torch."""
+    """The engine behind a strategy or a distributed type; None if gradients are left to torch."""
     kinds = [strategy] if isinstance(strategy, str) else [kind.__name__ for kind in type(strategy).__mro__]
     return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
 
 
 def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size: int, setting: str) -> bool:
-    """Whether an engine clips gradients itself, by the ``setting``; says what cannot be seen then.
+    """Whether the engine clips gradients itself; warns of what cannot be measured under it.
 
-    Raises NotImplementedError if nothing would be visible, or a policy or ``max_norm`` cannot be carried out.
+    ``setting``, a part of the error message, says how its clip is set. Raises NotImplementedError if no gradients are
+    visible, or if a policy or ``max_norm`` cannot be carried out.
     """
     if engine in _REFUSED:
         raise NotImplementedError(_REFUSED[engine])

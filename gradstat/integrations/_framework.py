@@ -1,4 +1,4 @@
-"""What adapters need of any framework: its version, methods of one object replaced, torch's optimizer inside of its."""
+"""Helpers shared by the adapters: version checks, patching methods of one object, unwrapping torch's optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstat.monitor.replay.step_state import is_replaying
 
 
 def require(name: str, least: tuple[int, int], extra: str = "") -> ModuleType:
-    """The imported framework ``name``, which gradstat's extra of that name, or ``extra``, installs.
+    """Imports the framework ``name``; ``extra`` is gradstat's extra that installs it, by default of the same name.
 
     Raises ImportError, which says what to install, if it is missing or older than ``least``.
     """
@@ -34,13 +34,13 @@ def require(name: str, least: tuple[int, int], extra: str = "") -> ModuleType:
 
 
 def version_of(text: str) -> tuple[int, int]:
-    """Major and minor of a version, whatever follows."""
+    """Major and minor number of a version; the rest is ignored."""
     major, minor, *_ = (*map(int, re.findall(r"\d+", text)[:2]), 0, 0)
     return major, minor
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer of torch inside of those of frameworks. Attributes set on a wrapper would not reach it."""
+    """The torch optimizer inside a framework's wrappers. Attributes set on a wrapper would not reach it."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     inner: Optimizer = optimizer
@@ -48,9 +48,9 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 class PatchedMethod:
-    """A method replaced on an instance by ``instead``, which gets it as its first argument; the class stays as it is.
+    """Replaces a method of one instance by ``instead``, which gets the original as first argument; the class is intact.
 
-    While a step is being run again under watch the method is what it was, so that nothing it does counts.
+    During a replay calls go to the original, so that the repeated step does not count as one.
     """
 
     def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
@@ -63,12 +63,12 @@ class PatchedMethod:
             is_used = self._active and not is_replaying()
             return instead(self._below, *args, **kwargs) if is_used else self._below(*args, **kwargs)
 
-        # A bound method, as torch's schedulers expect `step` of an optimizer to be.
+        # A bound method, because torch's schedulers expect an optimizer's `step` to be one.
         self._method = MethodType(method, owner)
         setattr(owner, name, self._method)
 
     def remove(self) -> None:
-        """Puts back what was there. If another patch lies on top this one stays, and only hands calls on."""
+        """Restores the original. If another patch has been put on top, this one stays and only forwards calls."""
         self._active = False
         if vars(self._owner).get(self._name) is self._method:
             if self._had is None:

@@ -1,4 +1,4 @@
-"""What a user has of an integration, and what all adapters do with the watches of a training."""
+"""The handle that an integration returns, and what all adapters have in common."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from gradstat.monitor.gaps import Gaps
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MARK = "_gradstat_watch"  # the attribute of what is watched
+_MARK = "_gradstat_watch"  # set on the watched object, to the handle that watches it
 
 
 class Handle:
-    """What a user has of an integration. A context manager; leaving it is `remove`.
+    """The base of what integrations return. A context manager; leaving it calls `remove`.
 
     Attributes:
-        watches: One `Watch` for each model, or optimizer; none before training begins.
+        watches: One `Watch` for each model or optimizer; empty before training begins.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._patches: list[PatchedMethod] = []
         self._owner: Any = None
-        self._gaps = Gaps([])  # which tells what of the handle's own has failed
-        self._is_measured = False  # something was, since the last backward pass
+        self._gaps = Gaps([])  # warns of failures of the handle itself
+        self._is_measured = False  # whether a watch has measured since the last backward pass
         self.watches: Sequence[Watch] = ()
 
     @property
     def monitors(self) -> tuple[Monitor, ...]:
-        """The monitors, one for each model, or optimizer, in their order."""
+        """The monitors, one for each model or optimizer, in the same order."""
         return tuple(watch.monitor for watch in self.watches)
 
     @property
     def monitor(self) -> Monitor:
-        """The only monitor.
+        """The monitor, if there is exactly one.
 
         Raises:
             RuntimeError: There is none yet, or there are several.
@@ -52,12 +52,12 @@ class Handle:
 
     @property
     def micro_batch_reports(self) -> dict[int, AccumulationReport]:
-        """By step in which something was found, the `gradstat.AccumulationReport` about it; raises as `monitor`."""
+        """A `gradstat.AccumulationReport` for each step in which something was found; raises as `monitor` does."""
         return self._only.micro_batch_reports
 
     @property
     def should_stop(self) -> bool:
-        """Whether the policy ``"stop"`` has been met, for the loop to look at; the same on all ranks."""
+        """Whether the policy ``"stop"`` asks the loop to end; the same on all ranks."""
         return any(watch.should_stop for watch in self.watches)
 
     @property
@@ -72,10 +72,11 @@ class Handle:
         return self.watches[0]
 
     def scalars(self, **choice: Any) -> dict[str, float]:
-        """The newest numbers, for a logger; waits for them.
+        """The newest numbers, for a logger; waits for the device.
 
         Args:
-            choice: As for `gradstat.integrations.loggers.scalars_of`. Of several models, a number follows the prefix.
+            choice: As for `gradstat.integrations.loggers.scalars_of`. With several models, the prefix is followed by
+                the index of the model.
         """
         out: dict[str, float] = {}
         prefix = choice.pop("prefix", "grad/")
@@ -88,7 +89,7 @@ class Handle:
         return f"{prefix}{number}/" if len(self.watches) > 1 else prefix
 
     def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        if self._is_measured:  # models that take turns are not to be told each other's losses
+        if self._is_measured:  # with models that take turns, none may be given the losses of another
             self._is_measured = False
             for watch in self.watches:
                 watch.forget()
@@ -96,14 +97,14 @@ class Handle:
             watch.saw_backward(loss, is_micro_batch)
 
     def _measure(self, watches: Iterable[Watch], divisor: int = 1) -> None:
-        """Lets monitors look at the gradients as they are, each once in a step."""
+        """Lets monitors measure the current gradients, each once per step."""
         for watch in watches:
             if not watch.measured:
                 self._is_measured = True
                 watch.step(divisor)
 
     def _limit(self, asked: float, caller: str) -> float | AdaptiveClip:
-        """What to clip to if ``caller``, the framework's clip, is asked for ``asked``; ValueError if both differ."""
+        """The limit if ``caller``, the framework's clip, gets ``asked``; ValueError if ``max_norm`` conflicts."""
         own = self._options.max_norm
         asked = float(asked)
         if own is None or own == asked:
@@ -128,7 +129,7 @@ class Handle:
         """The inverse of `state_dict`.
 
         Raises:
-            ValueError: It is of another number of models, or of a newer gradstat.
+            ValueError: The state is from another number of models, or from a newer gradstat.
         """
         self._check_version(state)
         if len(state["monitors"]) != len(self.watches):
@@ -152,7 +153,7 @@ class Handle:
             self._options.max_norm.load_state_dict(state["clip"])
 
     def _take(self, owner: Any) -> None:
-        """Marks what is watched; the watch that it has had, of a cell of a notebook that ran before, ends."""
+        """Marks ``owner`` as watched. A handle it already has, as when a notebook cell runs again, is removed."""
         known = getattr(owner, _MARK, None)
         if known is not None:
             known.remove()
@@ -163,14 +164,14 @@ class Handle:
         self._patches.append(PatchedMethod(owner, name, instead))
 
     def _detach(self) -> None:
-        """Gives the framework its methods back. May be called twice."""
+        """Restores the methods of the framework. May be called twice."""
         while self._patches:
             self._patches.pop().remove()
         if getattr(self._owner, _MARK, None) is self:
             delattr(self._owner, _MARK)
 
     def remove(self) -> None:
-        """Ends the watch: gives the framework its methods back. The monitors stay readable."""
+        """Ends the watch: restores the methods of the framework. The monitors stay readable."""
         self._detach()
         for watch in self.watches:
             watch.remove()

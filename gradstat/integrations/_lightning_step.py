@@ -1,4 +1,4 @@
-"""A Lightning training step, kept so that it can run again: batches, random states, and how Lightning calls it."""
+"""Runs a Lightning training step again, from kept batches and random states, the way Lightning calls it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gradstat.monitor.replay import RngState
 class StepAgain:
     """Runs ``training_step`` and the backward pass of the newest step again, accumulated micro-batches included.
 
-    On this rank alone, outside of DDP: a NaN of another rank is found by the replay there. Nothing is logged meanwhile;
-    metrics that ``training_step`` updates are updated once more.
+    This rank runs alone, outside of DDP: a NaN of another rank is found by the replay there. Nothing is logged
+    meanwhile; metrics that ``training_step`` updates are updated once more.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
@@ -32,15 +32,15 @@ class StepAgain:
         self._takes_index = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
 
     def note(self, batch: Any, batch_idx: int) -> None:
-        """A micro-batch is about to run."""
+        """Keeps a micro-batch that is about to run."""
         self._held.append((batch, batch_idx, RngState.capture()))
 
     def forget(self) -> None:
-        """The step is over."""
+        """Drops the kept micro-batches, as the step is over."""
         self._held = []
 
     def __call__(self) -> list[Any]:
-        """The step once more; the losses, with the loss scale."""
+        """Runs the step again; returns its scaled losses."""
         module, plugin = self._module, self._trainer.precision_plugin
         scaler = getattr(plugin, "scaler", None)
         losses = []
@@ -51,7 +51,7 @@ class StepAgain:
                     output = self._call(*((batch, batch_idx) if self._takes_index else (batch,)))
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor):
-                    continue  # a micro-batch that training_step passed over
+                    continue  # training_step skipped this micro-batch
                 loss = loss / self._trainer.accumulate_grad_batches
                 if scaler is not None:
                     loss = scaler.scale(loss)
@@ -63,11 +63,11 @@ class StepAgain:
         module = self._module
         if self._trainer.strategy.model is module:
             return module.training_step(*arguments)
-        # A wrapped module is entered through its forward, which hooks on it have seen; so they see it here.
+        # Lightning calls training_step of a wrapped module through forward(), so that hooks run; do the same here.
         with contextlib.ExitStack() as stack:
 
             def entered(*arguments: Any) -> Any:
-                stack.close()  # inside, it is the module's own again
+                stack.close()  # training_step has to find the module's own forward
                 return module.training_step(*arguments)
 
             stack.enter_context(_replaced(module, forward=entered))
@@ -76,7 +76,7 @@ class StepAgain:
 
 @contextlib.contextmanager
 def _replaced(module: Any, **methods: Any) -> Iterator[None]:
-    """Inside, the module has other methods."""
+    """Replaces attributes of the module inside the context."""
     held = {name: module.__dict__[name] for name in methods if name in module.__dict__}
     module.__dict__.update(methods)
     try:

@@ -1,4 +1,4 @@
-"""What a user wants of the monitors of a training, looked at before there is one."""
+"""The user's options for the monitors of a training, validated before a monitor is made."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gradstat.monitor import POLICIES, Finding, Monitor, MonitorOptions, default
 from gradstat.monitor.policies import PolicyTable
 
 NOTED = ("replay", "checkpoint")
-"""Policies that a monitor only takes note of, as ranks carry them out together."""
+"""Policies that a monitor only notes; the adapter carries them out, on all ranks together."""
 
 
 class Options:
-    """Arguments of `gradstat.Monitor`, without model, optimizer and scaler, which the ``source`` gives.
+    """Arguments of `gradstat.Monitor`, except for model, optimizer and scaler, which come from ``source``.
 
-    ``runs_steps``: the framework's own step can be run again, so a replay needs no function; ``saves``: there is a
-    policy ``"checkpoint"``; ``healthy_checkpoints``: none is saved while a monitor is not healthy. Raises TypeError or
-    ValueError as `gradstat.Monitor` does.
+    ``runs_steps``: the framework's own step can be run again, so a replay needs no function; ``saves``: the policy
+    ``"checkpoint"`` exists; ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy. Raises
+    TypeError or ValueError as `gradstat.Monitor` does.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Options:
         watch = given.get("watch")
         watch = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
         self.watches_origin = bool(watch.get("origin"))
-        # All that a monitor has to say about its arguments it says now, about a model with nothing random in it.
+        # A monitor of a stand-in model raises for invalid arguments now; making the model draws no random numbers.
         model = Parameters([("weight", nn.Parameter(torch.zeros(1, device="cpu")))])
         tried = {**self.given, "on_anomaly": self.on_anomaly(set()), "watch": {**watch, "origin": 0}, "save_to": None}
-        tried.pop("replay", None)  # the function comes with what is trained
+        tried.pop("replay", None)  # the function belongs to the real model
         tried.setdefault("max_norm", self.max_norm)
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.0), **tried).detach()
         if "replay" in self.policies and not runs_steps and not callable(given.get("replay")):
@@ -63,10 +63,10 @@ class Options:
         self.replays = bool(given.get("replay")) or "replay" in self.policies
 
     def on_anomaly(self, noted: set[str]) -> Any:
-        """``on_anomaly`` for a monitor that takes note of what ranks do together, in ``noted``."""
+        """``on_anomaly`` for a monitor; policies in `NOTED` become functions that add their names to ``noted``."""
 
         def each(policies: Any) -> Any:
-            if policies is None or policies == "record":  # alone, it has a meaning of its own
+            if policies is None or policies == "record":  # "record" alone has a special meaning
                 return policies
             listed = [policies] if isinstance(policies, str) or callable(policies) else list(policies)
             return [functools.partial(_note, noted, one) if one in NOTED else one for one in listed]
@@ -75,7 +75,7 @@ class Options:
         return {key: each(value) for key, value in given.items()} if isinstance(given, Mapping) else each(given)
 
     def leave_out(self, rules: Iterable[str]) -> None:
-        """Takes rules away, by their names, which would be wrong about what is watched."""
+        """Removes the rules with these names, which do not apply to what is watched."""
         self.given["rules"] = [rule for rule in self.given["rules"] if rule.name not in rules]
 
 

@@ -1,4 +1,4 @@
-"""One model with its optimizer under a monitor, fed by whatever drives its training steps."""
+"""`Watch`: a monitor on one model and its optimizer, driven by a framework's adapter."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from gradstat.integrations._options import NOTED, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.reporting import warn
 
-# Rules whose findings some micro-batch is to blame for.
+# Rules whose findings are caused by some micro-batch.
 _OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
-# In so many steps after a replay there is no other.
+# Number of steps after a replay without another one.
 _QUIET = 20
-# So many parameters are named for a micro-batch.
+# Number of parameters named for a micro-batch.
 _NAMED = 3
 
 
 class Ranks:
-    """Small collectives in each step, for which no GPU is waited; every rank has to call them in the same order."""
+    """Small collectives in each step, without a host sync on a GPU; every rank has to call them in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._votes: HostCopy | None = None
 
     def mean(self, loss: Tensor | None) -> Tensor | None:
-        """The mean loss, so that all ranks find the same; None where there is none."""
+        """The mean loss over ranks, so that all find the same; None on a rank without a loss, which counts as 0."""
         import torch.distributed as dist
 
         mine = torch.zeros((), device=self._device) if loss is None else loss.to(self._device)
@@ -49,7 +49,7 @@ class Ranks:
         return None if loss is None else mean
 
     def any_of(self, wants: Sequence[bool], wait: bool) -> list[bool]:
-        """For each place, whether any rank says True there; on a GPU, unless ``wait``, as of the call before."""
+        """For each element, whether it is True on any rank; on a GPU, unless ``wait``, as of the previous call."""
         import torch.distributed as dist
 
         votes = torch.zeros(len(wants), device=self._device)
@@ -59,7 +59,7 @@ class Ranks:
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         before, self._votes = self._votes, HostCopy(votes)
         told = [self._votes] if wait or not self._votes.travels else []
-        if before is not None and before.travels:  # one that was not waited for has not been heard yet
+        if before is not None and before.travels:  # the previous call returned without its votes
             told.append(before)
         heard = [votes.wait() for votes in told]
         if wait:
@@ -87,10 +87,10 @@ def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> s
 
 
 class Watch:
-    """A monitor on a model with its optimizer, and what it needs to be told by whatever drives the training steps.
+    """A monitor on a model and its optimizer, with the methods that an adapter calls during a training step.
 
-    ``device`` is where this rank trains, if others train along; ``step_fn`` does a step again where no user has said
-    how. ``measured`` is about the coming step of the optimizer; ``should_stop`` is the same on all ranks.
+    ``device`` is the device of this rank, or None if it trains alone; ``step_fn`` runs a step again if the user gave no
+    function for that. ``measured``: the coming optimizer step has been measured; ``should_stop``: same on all ranks.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Watch:
         self._options = options
         self._noted: set[str] = set()
         given = dict(options.given)
-        given["rules"] = copy.deepcopy(given["rules"])  # they remember what they have seen
-        if number:  # the first has what the user has
+        given["rules"] = copy.deepcopy(given["rules"])  # rules have state
+        if number:  # the first watch uses the user's own guard
             given["guard"] = copy.deepcopy(given.get("guard"))
         given["on_anomaly"] = options.on_anomaly(self._noted)
         given.setdefault("max_norm", limit)
@@ -122,13 +122,13 @@ class Watch:
             base = Path(given["save_to"])
             given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         watched = model if options.watches_origin else without_ddp(model)
-        # An engine has an optimizer of its own.
+        # An engine brings its own optimizer.
         self.monitor = Monitor(watched, None if engine_of(watched) else optimizer, scaler=scaler, **given)
         self.monitor._is_called_by_hand = False
         if options.runs_steps and self.monitor._replays_with is not None:
             self.monitor._replays_with = ""
-        # Checks of micro-batches, read only if something was found: of the step that is on, and with their losses of
-        # the newest steps.
+        # Checks of micro-batches, read only if something was found: `_checked` of the current step; `_history` of the
+        # newest steps, each with its number and losses.
         self._checked: MicroBatches | None = None
         self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=self.monitor.options.lag + 2)
         self._ids = {id(parameter) for parameter in model.parameters()}
@@ -137,33 +137,33 @@ class Watch:
         self._known = 0
         self._error: AnomalyError | None = None
         self._last_replay = -_QUIET
-        self._is_withheld = False  # the newest checkpoint was
+        self._is_withheld = False  # whether the last due checkpoint was withheld
         self.measured = self.should_stop = False
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
         self.on_findings: Callable[[list[Finding]], object] = lambda findings: None
         self.save_checkpoint: Callable[[], object] = lambda: None
 
     def contained(self, what: str) -> AbstractContextManager[None]:
-        """Errors of gradstat's own inside are told once as ``what``, and do not end the training."""
+        """Turns gradstat's own errors inside the context into one warning that begins with ``what``."""
         return self.monitor._gaps.contained(self.monitor.steps, what)
 
     def holds(self, ids: Iterable[int]) -> bool:
-        """Whether a parameter with one of these ids is the model's."""
+        """Whether any of these ids is that of a parameter of the model."""
         return not self._ids.isdisjoint(ids)
 
     def saw_batch(self, batch: Any) -> None:
-        """Shows the monitor a batch, before the forward pass; raises as `step`, on several ranks with the step."""
+        """Shows the monitor a batch, before the forward pass. Raises as `step`; with several ranks, in the step."""
         self._look(lambda: self.monitor.batch(batch))
-        if self._ranks is None:  # at once: the loss may fail on this batch
+        if self._ranks is None:  # now rather than in the step, as computing the loss may fail on this batch
             self._act()
 
     def forget(self) -> None:
-        """What was not measured belongs to another model's step."""
+        """Drops losses and micro-batch checks that have not been measured: they belong to another model's step."""
         self._losses = []
         self._checked = None
 
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        """Takes note of a backward pass from ``loss``, without loss scale, and checks a micro-batch; without a sync."""
+        """Notes a backward pass from the unscaled ``loss``, and checks gradients of a micro-batch; no host sync."""
         self.measured = False
         with self.contained("a loss could not be noted"):
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
@@ -176,10 +176,10 @@ class Watch:
             self._checked = checked
 
     def step(self, divisor: int = 1) -> None:
-        """Lets the monitor measure the step, and does what policies say, on every rank alike.
+        """Lets the monitor measure the step, and carries out policies in the same way on every rank.
 
-        The sum of the losses of micro-batches is divided by ``divisor``. Raises AnomalyError where the policy
-        ``"raise"`` applies on some rank; the message names the micro-batch, too.
+        The sum of the losses of micro-batches is divided by ``divisor``. Raises AnomalyError if the policy ``"raise"``
+        applies on any rank; the message also names the micro-batch.
         """
         losses, self._losses = self._losses, []
         loss = None
@@ -197,21 +197,21 @@ class Watch:
         self._act(in_step=True)
 
     def flush(self) -> None:
-        """Waits for all numbers so far; raises as `step`, on several ranks with the next step."""
+        """Waits for all numbers so far. Raises as `step` does; with several ranks, in the next step."""
         self._look(self.monitor.flush)
         if self._ranks is None:
             self._act()
 
     def end(self) -> None:
-        """The training has ended, or is at a rest, on all ranks together: reads what is left; raises as `step`."""
+        """Reads all pending numbers when training has ended or paused, on all ranks together; raises as `step` does."""
         self._look(self.monitor.flush)
         self._act(wait=True)
 
     def is_poisoned(self) -> bool:
-        """Whether a checkpoint of now is not to be saved: of lost parameters, or of what some rank finds not healthy.
+        """Whether a checkpoint must not be saved now.
 
-        The former if the training is to stop with parameters that are not finite, the latter if the user wants healthy
-        checkpoints only. Waits for the device; all ranks ask together. Raises as `step`.
+        That is so if the training is about to stop with nonfinite parameters, or if the user wants healthy checkpoints
+        only and some rank is not healthy. Waits for the device; all ranks have to call it. Raises as `step` does.
         """
         self.end()
         if not self.should_stop and not self._options.healthy_checkpoints:
@@ -227,7 +227,7 @@ class Watch:
         return is_poisoned
 
     def _look(self, call: Callable[[], object]) -> None:
-        """Calls the monitor, and says which micro-batch was to blame for what it finds."""
+        """Calls the monitor, and reports which micro-batch caused what it finds."""
         error: AnomalyError | None = None
         try:
             call()
@@ -248,7 +248,7 @@ class Watch:
                 self.on_findings(found)
 
     def _blame(self, finding: Finding) -> str:
-        """Which micro-batch brought it; empty if that is not known, or has been told."""
+        """Which micro-batch caused a finding, as text; empty if unknown, or already reported for its step."""
         text = ""
         with self.contained("micro-batches could not be told apart"):
             known = next((step for step in self._history if step[0] == finding.step), None)
@@ -261,7 +261,7 @@ class Watch:
         return text
 
     def _act(self, in_step: bool = False, wait: bool = False) -> None:
-        """Does what any rank wants; an error comes last."""
+        """Carries out what any rank asks for; raises last."""
         wants = [*(name in self._noted for name in NOTED), self._error is not None, self.monitor.should_stop]
         self._noted.clear()
         if self._ranks is not None:
@@ -279,7 +279,7 @@ class Watch:
             raise AnomalyError(f"{error}\n{said}", error.finding) if said else error
 
     def _replay(self) -> str:
-        """Runs the newest step again, once in an incident; what came of it."""
+        """Runs the newest step again, unless that was done in the last `_QUIET` steps; returns the outcome as text."""
         step = self.monitor.steps - 1
         if step - self._last_replay < _QUIET:
             return ""
@@ -287,21 +287,21 @@ class Watch:
         try:
             culprit = self.monitor.replay()
             text = str(culprit) if culprit is not None else "the replay was clean on this rank"
-        except Exception as error:  # watching must not end what is watched
+        except Exception as error:  # a failure of the monitor must not end the training
             text = f"the replay failed: {type(error).__name__}: {error}"
         warn(f"step {step}: {text}")
         return text
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the monitor's state; findings in it have been told, and who resumes a training wants it to run."""
+        """Loads the monitor's state. Its findings count as reported, and a ``should_stop`` in it is cleared."""
         self.monitor.load_state_dict(state)
         self.monitor.should_stop = self.should_stop = False
         self._known = len(self.monitor.findings)
 
     def remove(self, error: BaseException | None = None) -> None:
-        """Ends the watch and saves the recording; ``error`` is what ended the training, if it was one."""
+        """Ends the watch and saves the recording; ``error`` is the exception that ended the training, if any."""
         self._losses = []
         try:
             self.monitor.__exit__(None if error is None else type(error), error, None)
-        except (OSError, ValueError) as failure:  # a full disk must not hide what ended the training
+        except (OSError, ValueError) as failure:  # a full disk must not mask the exception that ended the training
             warn(f"{type(failure).__name__}: {failure}", RuntimeWarning)

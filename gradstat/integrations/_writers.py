@@ -1,4 +1,4 @@
-"""Files of scalars, for who has no logger: JSON lines, and CSV, safe to append to."""
+"""Files of scalars, for users without a logger: JSON lines and CSV, safe to append to."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class _Lines:
-    """A text file of whole lines, each written at once, so that what is there is never half a line of ours.
+    """A text file to which whole lines are appended, one write each.
 
-    A line that a crash or a full disk has left half is ended before the next one: of all that is there only that line
-    is lost.
+    A line that a crash or a full disk has cut short is ended before the next one, so only that line is lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -32,10 +31,10 @@ class _Lines:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
-        # Unbuffered, so each line is one call of the system: lines of several writers do not mix.
+        # Unbuffered, so each line is one system call, and lines of several writers do not mix.
         self._file = self.path.open("ab", buffering=0)
-        self._is_broken = False  # whether the last line is half there
-        self._close = weakref.finalize(self, self._file.close)  # nothing is lost if nobody closes it
+        self._is_broken = False  # whether the last line was cut short
+        self._close = weakref.finalize(self, self._file.close)  # closes the file if nobody else does
 
     def _put(self, line: str) -> None:
         data = b"\n" * self._is_broken + line.encode()
@@ -45,7 +44,7 @@ class _Lines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
-        """Ends the file; may be called twice."""
+        """Closes the file; may be called twice."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -59,23 +58,23 @@ class JsonlWriter(_Lines):
     """Appends one JSON object for each step to a file. NaN and infinities, which JSON lacks, become null.
 
     Args:
-        path: The file; made with its folders if it is not there, else appended to.
+        path: The file. It is created with its folders if it does not exist, and appended to otherwise.
     """
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends the line ``{"step": step, ...}`` for ``values``, floats by name, in one call of the system."""
+        """Appends the line ``{"step": step, ...}`` for ``values``, floats by name, in one system call."""
         line = {"step": int(step), **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         self._put(json.dumps(line, allow_nan=False) + "\n")
 
 
 class CsvWriter(_Lines):
-    """Appends one row for each step to a CSV file. Columns are those of the first row ever written, and the step.
+    """Appends one row for each step to a CSV file. Columns are the step and the names in the first row ever written.
 
     Args:
-        path: The file; appended to under the header that it has, if it is there.
+        path: The file. If it exists, its header is kept and rows are appended.
 
     Raises:
-        ValueError: The file is there and does not begin with a column ``step``.
+        ValueError: The file exists and its first column is not ``step``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -95,10 +94,10 @@ class CsvWriter(_Lines):
         super().__init__(target)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends a row of ``values`` at ``step``, floats by name; cells of columns not among them stay empty.
+        """Appends a row of ``values`` at ``step``, floats by name; cells of columns without a value stay empty.
 
         Raises:
-            ValueError: There is a name without a column; nothing is written.
+            ValueError: A name has no column; nothing is written.
         """
         values = {_printable(name): value for name, value in values.items()}
         if self._columns is None:
@@ -114,14 +113,14 @@ class CsvWriter(_Lines):
 
 
 def _is_cut_header(path: Path) -> bool:
-    """Whether a file holds the beginning of a header of ours and nothing else, as a full disk leaves it."""
+    """Whether a file holds nothing but an incomplete header of this class, as a full disk leaves it."""
     with path.open("rb") as file:
         first = file.readline()
     return not first.endswith(b"\n") and first[:5] == b"step,"[: len(first)]
 
 
 def _printable(name: str) -> str:
-    """``name`` with what cannot stand in a line (breaks, NUL, halves of surrogate pairs) as Python writes it."""
+    """``name`` with unprintable characters (line breaks, NUL, lone surrogates) as Python escape sequences."""
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)

@@ -33,33 +33,34 @@ def install(
     healthy_checkpoints: bool = False,
     **monitor_options: Any,
 ) -> AccelerateHandle:
-    """Puts a `gradstat.Monitor` on every model that ``accelerator`` has prepared. ::
+    """Attaches a `gradstat.Monitor` to every model that ``accelerator`` has prepared. ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         handle = gradstat.integrations.accelerate.install(accelerator, on_anomaly="skip")
 
-    The loop stays as it is. ``accelerator.clip_grad_norm_`` then measures what it is about to clip, once in each step
-    of the optimizer; without clipping that happens just before the optimizer steps. ``accelerator.backward`` notes the
-    loss. Two reads of the gradients, and no host sync on a GPU besides those of `gradstat.Monitor`.
+    The loop stays as it is. ``accelerator.clip_grad_norm_`` then measures the gradients before it clips them, once per
+    optimizer step; a loop that does not clip has them measured right before the optimizer steps.
+    ``accelerator.backward`` notes the loss. Reads the gradients twice; no host sync on a GPU besides those of
+    `gradstat.Monitor`.
 
     Args:
         accelerator: An ``accelerate.Accelerator``, after ``prepare``.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
-        max_norm: What to clip to, if the loop does not clip, or to infinity only: a number, or an adaptive clip.
-        micro_batches: Whether to check gradients after every micro-batch of an accumulated step, too, so that the one
-            that brought NaN is named: one more read for each.
-        healthy_checkpoints: Whether ``accelerator.save_state`` saves nothing, and returns None, while
-            `gradstat.Monitor.is_healthy` says no, so that a poisoned state neither replaces nor rotates out a good one.
+        max_norm: What to clip to, a number or an adaptive clip, if the loop does not clip or clips to infinity.
+        micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
+            the one that brought NaN or Inf. One more read of the gradients for each.
+        healthy_checkpoints: Whether ``accelerator.save_state`` saves nothing and returns None while
+            `gradstat.Monitor.is_healthy` is False, so that a bad state neither replaces nor rotates out a good one.
 
     Returns:
-        A handle with the monitors. A second call ends what the first began.
+        A handle with the monitors. A second call removes the handle of the first.
 
     Raises:
-        TypeError: ``accelerator`` is something else, or an option is not the user's to give.
+        TypeError: ``accelerator`` is not an Accelerator, or an option must not be given.
         RuntimeError: Nothing has been prepared yet.
-        ValueError: An option makes no sense.
-        NotImplementedError: The engine shows no gradients that could be measured (Megatron-LM, XLA), or does not allow
-            what an option asks for.
+        ValueError: An option is invalid.
+        NotImplementedError: The engine's gradients cannot be measured (Megatron-LM, XLA), or it does not allow what an
+            option asks for.
     """
     if not isinstance(accelerator, Accelerator):
         what = f"the class {accelerator.__name__}" if isinstance(accelerator, type) else type(accelerator).__name__
@@ -88,13 +89,13 @@ def install(
             "models into one torch.nn.ModuleList and prepare that, or use another policy than 'skip'"
         )
     if not len(pairs) == distinct == len(optimizers):
-        # Which optimizer has which parameters is no longer for one model to say.
+        # Models and optimizers are not paired one to one, so the rule's findings about one model would be wrong.
         options.leave_out(["optimizer-coverage"])
     return AccelerateHandle(accelerator, options, pairs, micro_batches)
 
 
 class AccelerateHandle(AcceleratorBase):
-    """What `install` returns. A context manager; leaving it is `remove`."""
+    """What `install` returns. A context manager; leaving it calls `remove`."""
 
     def __init__(
         self, accelerator: Any, options: Options, pairs: Sequence[tuple[nn.Module, Any]], micro_batches: bool
@@ -135,7 +136,7 @@ class AccelerateHandle(AcceleratorBase):
 
 
 def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options) -> Any:
-    """The prepared optimizer of a model, if any; raises ValueError if there are several, and steps to be skipped."""
+    """The prepared optimizer of a model, if any; ValueError if there are several and the policy ``"skip"`` is used."""
     ids = {id(parameter) for parameter in model.parameters()}
     those = [
         wrapper

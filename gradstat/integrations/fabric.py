@@ -36,31 +36,30 @@ def install(
     micro_batches: int = 1,
     **monitor_options: Any,
 ) -> FabricHandle:
-    """Puts a `gradstat.Monitor` on what ``fabric.setup`` returned. ::
+    """Attaches a `gradstat.Monitor` to the model and optimizer that ``fabric.setup`` returned. ::
 
         model, optimizer = fabric.setup(model, optimizer)
         handle = gradstat.integrations.fabric.install(fabric, model, optimizer, on_anomaly="skip")
 
-    The loop stays as it is. ``fabric.backward`` notes the loss, ``fabric.clip_gradients`` measures what it is about to
-    clip, and ``optimizer.step`` what nobody has clipped.
+    The loop stays as it is. ``fabric.backward`` notes the loss, ``fabric.clip_gradients`` measures the gradients before
+    it clips them, and ``optimizer.step`` measures them if the loop does not clip.
 
     Args:
         fabric: A ``lightning.Fabric``.
-        model, optimizer: As ``fabric.setup`` returned them. Several models have an `install` each.
+        model, optimizer: As ``fabric.setup`` returned them. For several models call `install` for each.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
-        max_norm: What to clip to, if the loop does not clip: a number, or an adaptive clip.
-        micro_batches: How many times ``fabric.backward`` is called in a step. With several the one that brought NaN is
-            named: one more read of the gradients for each.
+        max_norm: What to clip to, a number or an adaptive clip, if the loop does not clip.
+        micro_batches: How many times ``fabric.backward`` is called per step. If more than once, the micro-batch that
+            brought NaN or Inf is named, at one more read of the gradients for each.
 
     Returns:
-        A handle with the monitor; a second call ends what the first began. ``fabric.save(path, {"gradstat": handle})``
-        keeps its state.
+        A handle with the monitor; a second call removes the first handle. ``fabric.save(path, {"gradstat": handle})``
+        saves its state.
 
     Raises:
-        TypeError: ``fabric``, model or optimizer is something else, or an option is not the user's to give.
-        ValueError: An option makes no sense.
-        NotImplementedError: The strategy shows no gradients that could be measured, or does not allow what an option
-            asks for.
+        TypeError: ``fabric``, model or optimizer is of the wrong type, or an option must not be given.
+        ValueError: An option is invalid.
+        NotImplementedError: The strategy's gradients cannot be measured, or it does not allow what an option asks for.
     """
     if not isinstance(fabric, Fabric):
         raise TypeError(f"expected a lightning.Fabric, got {type(fabric).__name__}")
@@ -74,7 +73,7 @@ def install(
 
 
 class FabricHandle(Handle):
-    """What `install` returns. A context manager; leaving it is `remove`."""
+    """What `install` returns. A context manager; leaving it calls `remove`."""
 
     def __init__(self, fabric: Any, model: Any, optimizer: Any, options: Options, micro_batches: int) -> None:
         """Made by `install`."""
@@ -135,7 +134,7 @@ class FabricHandle(Handle):
         return clip_known(parameters, limit, norm)
 
     def _in_step(self, below: Any, closure: Callable[[], Any] | None = None) -> Any:
-        def evaluated() -> Any:  # gradients are made in the closure
+        def evaluated() -> Any:  # the closure computes the gradients
             loss = closure() if closure is not None else None
             self._before_step()
             return loss
@@ -150,7 +149,7 @@ class FabricHandle(Handle):
             self._clip.forget()
 
     def _before_step(self) -> None:
-        """Measures, and clips, what the loop has not clipped."""
+        """Measures and clips the gradients if the loop has not."""
         if not self.watches[0].measured:
             self._measure(self.watches)
             if self._options.max_norm is not None and self.watches[0].optimizer is not None:

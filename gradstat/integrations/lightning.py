@@ -1,4 +1,4 @@
-"""`GradstatCallback`: gradient statistics, findings, clipping and policies in a Lightning training, by one line."""
+"""`GradstatCallback`: gradient statistics, findings, clipping and policies for Lightning, as one callback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKAGES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lig
 
 
 def _callback_classes() -> list[Any]:
-    """The base classes of callbacks: of the packages that are imported already, else of the first there is."""
+    """The callback base class of every Lightning package already imported, else of the first one installed."""
     names = [name for name in _PACKAGES if sys.modules.get(name) is not None]
     names = names or [name for name, root in _PACKAGES.items() if importlib.util.find_spec(root) is not None][:1]
     if not names:
@@ -52,33 +52,33 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         Trainer(callbacks=[GradstatCallback(max_norm=1.0)])
 
     Gradients are measured when they are complete: accumulated, reduced over ranks, before Lightning clips them, and
-    with the loss scale divided out. No host sync on a GPU, but for policies that need one (as for the monitor).
-    docs/integrations-lightning.md says what happens when.
+    with the loss scale divided out. No host sync on a GPU, except for policies that need one (as for the monitor).
+    docs/integrations-lightning.md describes the order of events.
 
     If both ``lightning`` and ``pytorch_lightning`` are installed, import the one you use before this module.
 
     Args:
         max_norm: What to clip to, in place of ``Trainer(gradient_clip_val=...)``: a number, or an adaptive clip. None
-            takes over a ``gradient_clip_val`` that is a norm, if there is one.
-        on_anomaly: As for `gradstat.Monitor`; besides, ``"checkpoint"`` saves a checkpoint of the trainer. ``"stop"``
-            sets ``trainer.should_stop``; ``"replay"`` runs the training step again. On several ranks all do what one
-            of them wants to.
-        log_every: Log every so many steps; None for the trainer's ``log_every_n_steps``, 0 for never.
+            takes over the trainer's ``gradient_clip_val`` if that clips by norm.
+        on_anomaly: As for `gradstat.Monitor`. In addition, ``"checkpoint"`` saves a checkpoint of the trainer.
+            ``"stop"`` sets ``trainer.should_stop``; ``"replay"`` runs the training step again. If a policy applies on
+            one rank, all ranks carry it out.
+        log_every: Interval of logging in steps; None for the trainer's ``log_every_n_steps``, 0 for never.
         aggregates, per_tensor, top, prefix: What to log, as for `gradstat.integrations.loggers.log_report`.
         micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
             Inf. One more read of the gradients for each.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
-        healthy_checkpoints: Whether ``ModelCheckpoint`` saves nothing while `gradstat.Monitor.is_healthy` says no, so
+        healthy_checkpoints: Whether ``ModelCheckpoint`` saves nothing while `gradstat.Monitor.is_healthy` is False, so
             that a poisoned checkpoint neither replaces nor rotates out the last good one.
-        options: For the monitor: ``rules``, ``watch``, ``save_to``, ``options`` and so on.
+        options: Further arguments of the monitor: ``rules``, ``watch``, ``save_to``, ``options`` and so on.
 
     Attributes:
         monitors: One for each optimizer. With several, each watches the parameters of its optimizer only.
         checkpoints: Files that ``"checkpoint"`` saved.
 
     Raises:
-        TypeError, ValueError: An argument makes no sense. Settings of the trainer that do not go together with those
-        here are refused before training starts.
+        TypeError, ValueError: An argument is invalid. Settings of the trainer that conflict with those here are
+            refused before training starts.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._logged_at: dict[tuple[int, int], int] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses what does not go together, and takes over the clip."""
+        """Refuses conflicting settings, and takes over clipping."""
         if stage != "fit":
             return
         self._refuse(trainer, pl_module)
@@ -122,7 +122,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         by_norm = trainer.gradient_clip_val and _is_norm(trainer.gradient_clip_algorithm)
         self._clips_to = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
         engine = engine_of(trainer.strategy)
-        # DeepSpeed's engine is told by Lightning what to clip to.
+        # Lightning passes its gradient_clip_val to DeepSpeed's engine, so only max_norm matters.
         asked = own if engine == "DeepSpeed" else self._clips_to
         remedy = "let Lightning hand Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
         if not engine_clips(engine, self._options, asked, trainer.world_size, remedy):
@@ -133,13 +133,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
                 trainer.gradient_clip_val = math.inf if isinstance(own, AdaptiveClip) else own
                 trainer.gradient_clip_algorithm = None  # the norm
         for callback in trainer.checkpoint_callbacks:
-            for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # behind them files are rotated away
+            for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also rotate old files out
                 if hasattr(callback, name):
                     self._patch(callback, name, self._in_save)
         self._again = StepAgain(trainer, pl_module) if self._runs_steps else None
 
     def _in_save(self, below: Any, *args: Any, **kwargs: Any) -> None:
-        """In the place of what `ModelCheckpoint` saves by: not what is of no use."""
+        """Replaces the saving methods of ``ModelCheckpoint``: saves nothing that is poisoned."""
         if not any(watch.is_poisoned() for watch in self.watches):
             below(*args, **kwargs)
 
@@ -148,7 +148,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         return self._options.replays and not callable(self._options.given.get("replay"))
 
     def _refuse(self, trainer: Any, module: Any) -> None:
-        """Raises, before training starts, for settings that do not go together."""
+        """Raises, before training starts, for settings that conflict."""
         same = [callback for callback in trainer.callbacks if isinstance(callback, GradstatCallback)]
         if len(same) > 1:
             raise RuntimeError(
@@ -170,7 +170,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Makes the monitors, now that there are optimizers."""
+        """Makes the monitors, now that the optimizers exist."""
         self.watches = []
         for optimizer in trainer.optimizers:
             self._watch(trainer, pl_module, optimizer)
@@ -184,7 +184,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in held)
         elif self._options.watches_origin or engine_of(trainer.strategy) == "DeepSpeed":
-            model = trainer.strategy.model  # DDP's, or the engine
+            model = trainer.strategy.model  # the DDP module, or the engine
         watch = Watch(
             model,
             optimizer,
@@ -201,16 +201,16 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         return watch
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Reads what has not been read yet."""
+        """Reads all pending numbers."""
         for watch in self.watches:
             watch.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Lightning calls no ``teardown`` after an exception."""
+        """Ends the watch: Lightning does not call ``teardown`` after an exception."""
         self._end(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Ends the watch, and gives Lightning its methods back."""
+        """Ends the watch, and restores the methods of Lightning."""
         if stage == "fit":
             self._end(trainer)
 
@@ -233,7 +233,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             watch.saw_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Takes note of the loss, which comes divided by the micro-batches, and scaled."""
+        """Notes the loss, undoing the division by the number of micro-batches and the loss scale."""
         scaler = _scaler_of(trainer)
         self._loss = None
         with torch.no_grad(), self._gaps.contained(0, "a loss could not be noted"):
@@ -243,12 +243,12 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
                 self._loss = self._loss / scaler._scale.to(loss.device)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """Checks a micro-batch, without a sync."""
+        """Checks a micro-batch, without a host sync."""
         several = trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization
         self._saw_backward(self._loss, bool(self._micro_batches and several))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """Measures the complete gradients, does what policies say, and logs; all on every rank alike."""
+        """Measures the complete gradients, carries out policies in the same way on every rank, and logs."""
         watch = next((one for one in self.watches if one.optimizer is optimizer), None)
         watch = watch or self._watch(trainer, pl_module, optimizer)
         self._logged_at[id(watch), watch.monitor.steps] = _logging_step(trainer)
@@ -266,14 +266,14 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             self._clip.clip(optimizer, self._clips_to)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Takes back what an optimizer was told for a step that it did not take."""
+        """Removes the divisor set for an optimizer step that did not happen."""
         if self._clip is not None:
             self._clip.forget()
 
     def _in_clip(
         self, below: Any, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """In the place of the plugin's ``clip_gradients``, so that ``configure_gradient_clipping`` is honoured."""
+        """Replaces the plugin's ``clip_gradients``, so that ``configure_gradient_clipping`` is honoured."""
         if not clip_val or clip_val <= 0:
             return
         if not _is_norm(gradient_clip_algorithm):
@@ -301,7 +301,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             trainer.save_checkpoint(path)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; the monitors take theirs when training starts."""
+        """The inverse of `state_dict`; the monitors load their states when training starts."""
         self._check_version(state)
         self._load_clip(state)
         self._loaded = {**state, "clip": None}
@@ -317,7 +317,7 @@ def _scaler_of(trainer: Any) -> Any:
 
 
 def _show(trainer: Any, found: Sequence[Finding]) -> None:
-    """The newest finding beside the metrics of the progress bar."""
+    """Shows the newest finding among the progress bar's metrics."""
     serious = [finding for finding in found if finding.severity != "info"]
     if serious and trainer.progress_bar_callback is not None:
         trainer.progress_bar_metrics["gradstat"] = f"step {serious[-1].step}: {serious[-1].text or serious[-1].rule}"

@@ -1,4 +1,4 @@
-"""Statistics to loggers: one call a step, floats that are on the host already, and each logger's cheapest way in."""
+"""Statistics for loggers: one call per step, with floats already on the host, by the fastest call of each logger."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradstat.report import Report
 __all__ = ["AGGREGATES", "CsvWriter", "JsonlWriter", "ReportLogger", "log_report", "log_scalars", "scalars_of"]
 
 AGGREGATES: tuple[str, ...] = ("total_norm", "max_abs", "nan_count", "inf_count", "zero_fraction")
-"""Of all gradients together; what is logged unless something else is asked for."""
+"""Statistics of all gradients together, which are logged by default."""
 
 _COLUMNS = ("l2_norm", "max_abs", "mean", "std", "min", "max", "nan_count", "inf_count", "zero_count")
 
 
 class Choice(NamedTuple):
-    """What to log, as told in `scalars_of`."""
+    """What to log; the arguments of `scalars_of`."""
 
     aggregates: Sequence[str] = AGGREGATES
     per_tensor: Sequence[str] = ()
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     prefix: str = "grad/"
 
     def check(self) -> Choice:
-        """Itself, with tuples; raises ValueError if a name is not known, or ``top`` is less than 1."""
+        """A copy with tuples; raises ValueError if a name is not known, or ``top`` is less than 1."""
         known = {"aggregates": AGGREGATES, "per_tensor": _COLUMNS}
         for what, names in (("aggregates", self.aggregates), ("per_tensor", self.per_tensor)):
             if isinstance(names, str):
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
         return self._replace(aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor))
 
     def of(self, report: Report) -> dict[str, float]:
-        """The floats chosen of a report."""
+        """The chosen floats of a report."""
         totals = report.scalars("")
         out = {self.prefix + name: totals[name] for name in self.aggregates}
         if self.per_tensor:
@@ -66,18 +66,19 @@ def scalars_of(
     """Flat floats for any logger. No host sync.
 
     Args:
-        source: A report; or a monitor, whose newest step that has arrived is told, with its ``loss``, ``lr`` and
-            ``loss_scale``, why a `gradstat.SpikeGuard` ``refused`` the last guarded step (the sum of 2, 4 and 8 for
-            loss, norm and update), how many gradients are ``missing``, and of the run how many ``findings`` there are
-            and in how many steps a gradient was not finite, ``nonfinite_steps``.
-        aggregates: Totals to log, of `AGGREGATES`.
+        source: A report, or a monitor. Of a monitor the newest step that has arrived is taken, with these additions:
+            its ``loss``, ``lr`` and ``loss_scale``; ``refused``, why a `gradstat.SpikeGuard` refused the last guarded
+            step (the sum of 2, 4 and 8 for loss, norm and update); ``missing``, the number of missing gradients; and
+            for the whole run ``findings``, their number, and ``nonfinite_steps``, the number of steps with a gradient
+            that was not finite.
+        aggregates: Totals to log, from `AGGREGATES`.
         per_tensor: Columns to log for each tensor: ``"l2_norm"``, ``"max_abs"``, ``"mean"``, ``"std"``, ``"min"``,
             ``"max"``, ``"nan_count"``, ``"inf_count"``, ``"zero_count"``.
-        top: Only of so many tensors, those that stand out most in this step; None for all of them.
+        top: For how many tensors: first those with most NaN and Inf, then those with the largest norm. None for all.
         prefix: Put before every name.
 
     Returns:
-        By name; empty if the monitor has read no step yet.
+        Floats by name; empty if the monitor has read no step yet.
 
     Raises:
         TypeError: ``source`` is neither. ValueError: A name is not known; the message lists them.
@@ -93,41 +94,41 @@ def log_report(
     """Writes the statistics of a step to a logger. No host sync besides what the logger does.
 
     Args:
-        target: Where to: a TensorBoard ``SummaryWriter``, a wandb run or the module ``wandb``, the module ``mlflow``
-            (its active run), a logger of Lightning, a `JsonlWriter` or `CsvWriter`, a function
-            ``(values, step)``; or several of them in a list.
+        target: A TensorBoard ``SummaryWriter``, a wandb run or the module ``wandb``, the module ``mlflow`` (its active
+            run), a Lightning logger, a `JsonlWriter` or `CsvWriter`, a function ``(values, step)``, or a list of
+            several.
         source: As for `scalars_of`.
-        step: The step to log at; None, for a monitor, for its own count.
-        histogram: For TensorBoard: also the histogram over tensors of the decimal logarithms of their norms.
+        step: The step to log at; None for the monitor's own count. A report needs it.
+        histogram: For TensorBoard, whether to add a histogram of the tensors' log10 norms.
         choice: ``aggregates``, ``per_tensor``, ``top`` and ``prefix``, as for `scalars_of`.
 
     Returns:
         What was logged; empty if a monitor has read no step yet.
 
     Raises:
-        TypeError: ``target`` or ``source`` is nothing known; the message says what is.
+        TypeError: ``target`` or ``source`` is of an unknown type; the message lists the known ones.
         ValueError: A name is not known, or a report is logged without a step.
     """
     return ReportLogger(target, histogram=histogram, **choice)(source, step)
 
 
 def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
-    """Writes floats to a logger by its cheapest way in.
+    """Writes floats to a logger by its fastest call.
 
     Args:
         target: As for `log_report`.
-        values: By name.
+        values: Floats by name.
         step: The step to log at.
 
     Raises:
-        TypeError: ``target`` is nothing known; the message says what is.
+        TypeError: ``target`` is of an unknown type; the message lists the known ones.
     """
     for put, _ in _targets_of(target):
         put(dict(values), step)
 
 
 class ReportLogger:
-    """`log_report` every so many steps, with the target looked at once. ::
+    """Calls `log_report` every ``every`` steps; the target's type is examined once. ::
 
         log = ReportLogger(SummaryWriter(), every=10, per_tensor=("l2_norm",), top=20)
         for step, batch in enumerate(batches):
@@ -141,7 +142,7 @@ class ReportLogger:
         histogram, choice: As for `log_report`.
 
     Raises:
-        TypeError: ``target`` is nothing known. ValueError: Another argument makes no sense.
+        TypeError: ``target`` is of an unknown type. ValueError: Another argument is invalid.
     """
 
     def __init__(self, target: Any, every: int = 1, *, histogram: bool = False, **choice: Any) -> None:
@@ -154,7 +155,7 @@ class ReportLogger:
         self._last: int | None = None
 
     def __call__(self, source: Report | Monitor, step: int | None = None) -> dict[str, float]:
-        """Logs if it is time. A step of a monitor is logged once, however often this is called.
+        """Logs if the step is due. A step of a monitor is logged once, however often this is called.
 
         Args:
             source, step: As for `log_report`.
@@ -184,7 +185,7 @@ class ReportLogger:
 
 
 def _told(source: object, choice: Choice) -> tuple[int | None, Report, dict[str, float]] | None:
-    """Step, report and floats; None if a monitor has read no step yet."""
+    """Step (None for a report), report and floats; None if a monitor has read no step yet."""
     if isinstance(source, Report):
         return None, source, choice.of(source)
     if not isinstance(source, Monitor):
@@ -211,7 +212,7 @@ def _worst(table: Any, top: int) -> Any:
 
 
 def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:
-    """Of loggers, what takes floats and a step in the cheapest way, and TensorBoard's writer; TypeError if unknown."""
+    """For each logger its fastest ``(values, step)`` call, and a TensorBoard writer or None; TypeError if unknown."""
     if isinstance(target, list | tuple):
         return [one for several in target for one in _targets_of(several)]
     module = getattr(target, "__module__", None) or type(target).__module__
@@ -220,7 +221,7 @@ def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], obj
     if hasattr(target, "_get_file_writer") and hasattr(target, "add_scalar"):
         return [(lambda values, step: _put_summary(target, values, step), target)]
     if getattr(target, "__name__", None) == "mlflow" and hasattr(target, "log_metrics"):
-        # Synchronous, it waits for the server in every step.
+        # A synchronous call would wait for the server in every step.
         return [(lambda values, step: target.log_metrics(values, step=step, synchronous=False), None)]
     if hasattr(target, "log") and (getattr(target, "__name__", None) == "wandb" or "wandb" in module.split(".")):
         return [(lambda values, step: target.log(values, step=step), None)]
@@ -237,9 +238,9 @@ def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], obj
 
 
 def _put_summary(writer: Any, values: Mapping[str, float], step: int) -> None:
-    """All scalars in one event, where ``add_scalar`` makes one, with a lock and a queue, for each."""
+    """Writes all scalars in one event; ``add_scalar`` would make an event, with a lock and a queue, for each."""
     file = writer._get_file_writer()
-    if file is None or not hasattr(file, "add_summary"):  # a stand-in, on ranks that do not log
+    if file is None or not hasattr(file, "add_summary"):  # a dummy writer, on ranks that do not log
         return
     if type(writer).__module__.startswith("tensorboardX"):
         from tensorboardX.proto.summary_pb2 import Summary
@@ -250,12 +251,12 @@ def _put_summary(writer: Any, values: Mapping[str, float], step: int) -> None:
 
 
 def _single(value: float) -> float:
-    """What fits into TensorBoard's float32; a larger number is its infinity."""
+    """``value`` for TensorBoard's float32; finite numbers out of its range become infinite."""
     return value if abs(value) <= 3.4e38 or not math.isfinite(value) else math.copysign(math.inf, value)
 
 
 def _put_histogram(writer: Any, tag: str, report: Report, step: int) -> None:
-    """Writes the histogram over tensors of the decimal logarithms of their norms."""
+    """Writes a histogram of the tensors' log10 norms."""
     norms = report.to_numpy()["l2_norm"]
     logs = np.log10(norms[(norms > 0) & np.isfinite(norms)])
     if not len(logs):

@@ -41,37 +41,38 @@ def install(
     healthy_checkpoints: bool = False,
     **monitor_options: Any,
 ) -> GradstatCallback:
-    """Puts a `gradstat.Monitor` on what ``trainer`` trains. ::
+    """Attaches a `gradstat.Monitor` to the model that ``trainer`` trains. ::
 
         trainer = Trainer(model, args, train_dataset=dataset)
         handle = gradstat.integrations.transformers.install(trainer, on_anomaly="skip")
         trainer.train()
         print(handle.monitor.diagnose())
 
-    Every step of the optimizer is measured: complete gradients, without loss scale, before they are clipped. The
-    Trainer clips as before, to its ``max_grad_norm``, and logs its ``grad_norm``. docs/integrations-transformers.md
-    tells the order of events.
+    Every optimizer step is measured: complete gradients, unscaled, before they are clipped. The Trainer clips as
+    before, to its ``max_grad_norm``, and logs its ``grad_norm``. docs/integrations-transformers.md describes the order
+    of events.
 
     Args:
         trainer: A ``transformers.Trainer``, or an instance of a subclass, before ``train()``.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`. ``"replay"`` needs no function here: the
             Trainer's ``training_step`` is called again, on the inputs of the step.
-        max_norm: What to clip to, where ``max_grad_norm`` is 0: an adaptive clip, or a number. None leaves it to the
+        max_norm: What to clip to if ``max_grad_norm`` is 0: a number, or an adaptive clip. None leaves clipping to the
             Trainer.
-        log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` adds each norm.
-        micro_batches: Whether to check gradients after every micro-batch of an accumulated step, too, so that the one
-            that brought NaN is named: one more read for each.
-        healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` says no, so that a
+        log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` also adds the norm of each
+            parameter's gradient.
+        micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
+            the one that brought NaN or Inf. One more read of the gradients for each.
+        healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` is False, so that a
             poisoned checkpoint does not rotate out the last good one.
 
     Returns:
-        A handle with the monitor. A second call ends what the first began.
+        A handle with the monitor. A second call removes the handle of the first.
 
     Raises:
-        TypeError: ``trainer`` is no Trainer, or an option is not the user's to give.
-        ValueError: An option makes no sense, or clipping is configured twice.
-        NotImplementedError: The engine shows no gradients that could be measured (Megatron-LM, XLA), or does not allow
-            what an option asks for.
+        TypeError: ``trainer`` is not a Trainer, or an option must not be given.
+        ValueError: An option is invalid, or clipping is configured twice.
+        NotImplementedError: The engine's gradients cannot be measured (Megatron-LM, XLA), or it does not allow what an
+            option asks for.
     """
     if not isinstance(trainer, Trainer):
         what = f"the class {trainer.__name__}" if isinstance(trainer, type) else type(trainer).__name__
@@ -91,7 +92,7 @@ def install(
 
 
 class GradstatCallback(AcceleratorBase, TrainerCallback):
-    """What `install` returns, and adds to the Trainer's callbacks. A context manager; leaving it is `remove`.
+    """What `install` returns, and adds to the Trainer's callbacks. A context manager; leaving it calls `remove`.
 
     Attributes:
         trainer: The Trainer.
@@ -100,7 +101,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def __init__(
         self, trainer: Any = None, options: Options | None = None, log: bool | str = True, micro_batches: bool = True
     ) -> None:
-        """Made by `install`; RuntimeError if it is not."""
+        """Made by `install`; RuntimeError if made otherwise."""
         if trainer is None or options is None:
             raise RuntimeError(
                 "a callback alone cannot watch gradients: no event of the Trainer sees them complete and unclipped, "
@@ -113,7 +114,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         args = trainer.args
         super().__init__(trainer.accelerator, options, lambda: args.gradient_accumulation_steps if micro_batches else 1)
         engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if not (trainer.model_init is not None or engine or options.watches_origin):  # else it is made in train()
+        if not (trainer.model_init is not None or engine or options.watches_origin):  # else train() makes it
             trainer.create_optimizer()
             self.watches = [self._make()]
         trainer.add_callback(self)
@@ -144,9 +145,9 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         return made
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Makes sure that what is watched is what will be trained, and loads what was saved."""
+        """Makes sure that the model to be trained is the one watched, and loads the state of a checkpoint."""
         trainer = self.trainer
-        if self._accelerator is not trainer.accelerator:  # a search for hyperparameters has made another
+        if self._accelerator is not trainer.accelerator:  # a hyperparameter search has made another
             self._detach()
             self._attach(trainer.accelerator)
         known = self.watches[0] if self.watches else None
@@ -163,19 +164,19 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if resume and saved.is_file():
             self.load_state_dict(_loaded(saved))
         elif not self.monitor.steps:
-            self.monitor.steps = int(state.global_step)  # so that findings name the Trainer's steps
+            self.monitor.steps = int(state.global_step)  # so that findings count steps as the Trainer does
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Reads what is left."""
+        """Reads all pending numbers."""
         self._inputs = []
         self._only.end()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The first micro-batch comes next."""
+        """Drops the kept inputs of the last step."""
         self._inputs = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measures the step if the Trainer has called no clip, as some versions do not for ``max_grad_norm=0``."""
+        """Measures the step if the Trainer has not clipped; some versions do not if ``max_grad_norm=0``."""
         if self._only.measured:
             return
         if not (args.max_grad_norm or 0.0) > 0:
@@ -190,11 +191,11 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The next gradients are another step's."""
+        """Marks the coming step as not yet measured."""
         self._only.measured = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stops if so decided, and saves if the Trainer saves at all and what there is is worth it."""
+        """Stops if the policy ``"stop"`` applies, with a checkpoint if the Trainer saves any and it is not poisoned."""
         is_poisoned = self._withholds(args, control)
         if not self.should_stop:
             return
@@ -210,12 +211,12 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         )
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """An epoch that was broken off may end with a checkpoint, too."""
+        """Withholds a poisoned checkpoint; an epoch that was broken off may also end with one."""
         self._withholds(args, control)
 
     def _withholds(self, args: Any, control: Any) -> bool:
-        """Whether a checkpoint is due that is not to be saved; then none will be."""
-        saves_best = args.save_strategy == "best" and control.should_evaluate  # it saves after an evaluation
+        """Cancels a checkpoint that is due but must not be saved; whether there was one."""
+        saves_best = args.save_strategy == "best" and control.should_evaluate  # saves after the evaluation
         if not (self.should_stop or control.should_save or saves_best) or not self._only.is_poisoned():
             return False
         control.should_save = False
@@ -235,7 +236,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             )
 
     def _again(self) -> list[Any]:
-        """Does the newest step again, on this rank alone."""
+        """Runs the newest step again, on this rank alone."""
         step = self.trainer.training_step
         return [step(without_ddp(args[0]), *args[1:], **kwargs) for args, kwargs in self._inputs]
 
@@ -252,7 +253,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def _in_log(self, below: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if self._log and self.watches and "loss" in logs:
-            self._only.flush()  # which may raise, as policies say
+            self._only.flush()  # may raise, depending on policies
             with self._gaps.contained(0, "numbers could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
                 logs = {**logs, **values}
@@ -271,7 +272,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             torch.save(self.state_dict(), file)
 
     def remove(self) -> None:
-        """Ends the watch: gives the Trainer and its accelerator their methods back. The monitor stays readable."""
+        """Ends the watch: restores the methods of the Trainer and its accelerator. The monitor stays readable."""
         super().remove()
         if self in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self)
@@ -279,10 +280,10 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
 
 def _loaded(saved: Path) -> Any:
-    """The monitor's state from a checkpoint: tensors and plain values, nothing that would be executed."""
+    """The monitor's state from a checkpoint: tensors and plain values, without executing pickled code."""
     try:
         return torch.load(saved, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes raise whatever they like
+    except Exception as error:  # damaged bytes may raise anything
         raise RuntimeError(
             f"{saved} is damaged, or not the state of a monitor. Delete it to resume with a new monitor"
         ) from error

@@ -1,4 +1,4 @@
-"""The benchmarks: wrong answers are caught before they are timed, rows are kept, the command works on users' models."""
+"""The benchmarks: wrong results are caught before timing, rows are kept, the command works on users' models."""
 
 import contextlib
 import dataclasses
@@ -144,7 +144,7 @@ class Output(dict[str, Any]):
 
 
 class Echo(nn.Module):
-    """Returns its weight, summed, in the form it is told to."""
+    """Returns the sum of its weight, in a given form."""
 
     def __init__(self, form: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def tiny_step(hook: Callable[[torch.Tensor], torch.Tensor] | None = None) -> ste
 
 
 def test_a_variant_that_raises_is_left_out_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    # NaN inside of the backward pass, repaired before it reaches the parameter: only detect_anomaly minds.
+    # NaN inside the backward pass, repaired before it reaches the parameter: only detect_anomaly raises.
     model = nn.Linear(3, 2)
     x = torch.zeros(5, 3)
     for parameter in model.parameters():
@@ -275,11 +275,11 @@ def test_the_cache_is_known_and_flushed() -> None:
     flush()
     assert flush._buffer.numel() * 4 >= 2 * caches.cache_bytes(CPU) - 4
     assert flush._buffer._version == before  # read, not written
-    assert flush._buffer.all()  # zeros may be one page that is seen everywhere
+    assert flush._buffer.all()  # zeros may be mapped to one shared page
 
 
 def tiny(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The same kind of list, of six tensors at most."""
+    """A smaller list of the same kind, of at most six tensors."""
     return [tuple(min(size, 5) for size in shape) for shape in shapes[:6]]
 
 
@@ -445,10 +445,10 @@ def test_rows_of_old_are_read_and_charts_in_the_documents_have_rows() -> None:
 
 
 def test_pytest_benchmarks_run_in_any_order() -> None:
-    """Clips share their gradients with the tests behind them."""
+    """Clips share their gradients with later tests."""
     chosen = "300 and (clipped or plain)"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks", "-k", chosen]
-    # Not one of several workers: pytest-benchmark times nothing beside others.
+    # Not as a worker of pytest-xdist, in which pytest-benchmark does not time.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout

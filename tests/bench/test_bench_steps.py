@@ -1,4 +1,4 @@
-"""The benchmark from scaled gradients to updated parameters: right before it is timed, restored, counted, shown."""
+"""The benchmark of optimizer steps: verified before timing, restored between calls, passes counted, rows rendered."""
 
 import dataclasses
 import math
@@ -141,7 +141,7 @@ def test_every_call_finds_the_same_gradients_and_loss_scale(name: str, monkeypat
 
 
 class PassesOfTorch(TorchDispatchMode):
-    """Bytes that torch's operators read and write, views and what they are told besides tensors left out."""
+    """Counts the bytes of tensors that torch's operators read and write, without views."""
 
     moved = 0
 
@@ -156,7 +156,7 @@ class PassesOfTorch(TorchDispatchMode):
         given = [(a, v) for a, v in zip(schema.arguments, arguments, strict=False)]
         given += [(a, options[a.name]) for a in schema.arguments if a.name in options]
         read = {id(t): t for _, value in given for t in tree_leaves(value) if isinstance(t, Tensor)}
-        # Fused optimizers may write gradients, but do so only if told what to divide them by.
+        # The schema lets fused optimizers write gradients, but they do so only if given a grad_scale.
         fused_as_they_are = "_fused" in schema.name and options.get("grad_scale") is None
         written = [v for a, v in given if a.is_write and not (fused_as_they_are and a.name == "grads")]
         written += [v for r, v in zip(schema.returns, [returned], strict=False) if r.alias_info is None]
@@ -185,10 +185,10 @@ def test_rows_become_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert tables.in_time(row.value) in shown or row.metric != "wall time"
     assert "12 (1.33)" in shown  # passes
     quick = measured(OPTIMIZERS[0], SCALED, optimizer_steps.QUICK_CASE)
-    assert "loss scaler, clipped" in tables.summary(quick)  # every table, as there are no rows of training steps
+    assert "loss scaler, clipped" in tables.summary(quick)  # all tables, since there are no rows of training steps
 
     monkeypatch.setattr(rows, "shown", lambda: [made, [dataclasses.replace(row, group="x") for row in made]])
     assert render.steps_of_optimizers(tmp_path) == tables.everything(made, short=True)
-    assert "; 1.33)" in render.steps_of_optimizers(tmp_path)  # counted, beside what was measured
+    assert "; 1.33)" in render.steps_of_optimizers(tmp_path)  # the ratio of passes, after that of times
     monkeypatch.setattr(rows, "shown", lambda: [[dataclasses.replace(row, group="x") for row in made]])
     assert render.steps_of_optimizers(tmp_path) == ""

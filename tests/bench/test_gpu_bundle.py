@@ -1,4 +1,4 @@
-"""The libraries that `make gpu-bundle` makes: put in when they belong to the sources here, refused when not."""
+"""The libraries that `make gpu-bundle` makes: installed if compiled from these sources, refused otherwise."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def test_a_fresh_bundle_replaces_the_libraries(checkout: Path, capsys: pytest.Ca
 
 
 def test_without_a_bundle_nothing_happens(checkout: Path) -> None:
-    (checkout / "gpu-bundle" / "manifest.json").unlink()  # as when making it was interrupted
+    (checkout / "gpu-bundle" / "manifest.json").unlink()  # as if `make gpu-bundle` was interrupted
     assert not gpu_bundle.install(checkout)
     shutil.rmtree(checkout / "gpu-bundle")
     assert not gpu_bundle.install(checkout)

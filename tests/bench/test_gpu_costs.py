@@ -1,6 +1,6 @@
-"""What checks and clips must not cost on a GPU: memory, compilations, the order of work. Alone: it reads free memory.
+"""Limits on the costs of checks and clips on a GPU: memory, compilations, ordering. Runs alone: it reads free memory.
 
-Without a GPU the same promises are held against a runtime that stands in for CUDA's, in test_cuda_launchers.py.
+Without a GPU test_cuda_launchers.py tests the same limits with a stand-in for CUDA's runtime.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def parameters(count: int, size: int = 1000, seed: int = 0) -> list[torch.nn.Par
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_stays_the_same_over_ten_thousand_steps(backend: str) -> None:
-    """Of device memory that torch allocates, and of what the libraries allocate beside it."""
+    """Both device memory that torch allocates, and memory that the libraries allocate outside of torch."""
     every = parameters(40)
     some = [every[:n] for n in (1, 7, 19, 40)]
 
@@ -50,7 +50,7 @@ def test_memory_stays_the_same_over_ten_thousand_steps(backend: str) -> None:
 @pytest.mark.parametrize("count", [3, 2000])
 def test_a_call_takes_kilobytes(backend: str, count: int) -> None:
     tensors = [p.grad for p in parameters(count, 50)]
-    kept = gradstat.stats(tensors, backend=backend)  # makes what is kept
+    kept = gradstat.stats(tensors, backend=backend)  # allocates persistent memory
     torch.cuda.synchronize()
     del kept
     torch.cuda.reset_peak_memory_stats()
@@ -58,7 +58,7 @@ def test_a_call_takes_kilobytes(backend: str, count: int) -> None:
     table = gradstat.stats(tensors, backend=backend)
     peak = torch.cuda.max_memory_allocated() - before
     slots = 2 * 8 * 10 * 8 * torch.cuda.get_device_properties(0).multi_processor_count
-    # The table, eight bytes per field and tensor for its parts, 20 bytes per tensor for where it is.
+    # The table, eight bytes per field and tensor for partial rows, 20 bytes per tensor for its address.
     assert peak <= table.nbytes + 8 * 10 * count + 20 * count + slots + 16384
 
 
@@ -106,13 +106,13 @@ def test_a_healthy_step_of_a_monitor_is_one_launch_and_no_sync() -> None:
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
     loss = model(inputs).square().mean()
     loss.backward()
-    for _ in range(4):  # the first looks at everything
+    for _ in range(4):  # the first step measures everything
         monitor.step(loss)
         torch.cuda.synchronize()
     assert count(lambda: monitor.step(loss)) == Counts(1, 0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(60):  # those that look at parameters and the optimizer's state are among them
+        for _ in range(60):  # including steps that measure parameters and the optimizer's state
             monitor.step(loss)
             optimizer.step()
     finally:

@@ -1,4 +1,4 @@
-"""How calls are measured on a GPU, with a clock in its place: device time, launches, goals, figures of others."""
+"""How calls are measured on a GPU, with a clock in its place: device time, launches, goals, published figures."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """A host and a device that do nothing but take time, in the place of torch.cuda."""
+    """Replaces torch.cuda by a host and a device that do nothing but take time."""
 
     RATE = 1.5e9
 
@@ -93,7 +93,7 @@ def test_what_the_host_does_not_get_ahead_with_has_no_device_time(clock: Clock) 
     samples = interleaved(calls, 6, 1, device=torch.device("cuda"), before=runs.append)
     assert not any(sample.device for sample in samples.values())
     assert all(len(sample.wall) == 6 for sample in samples.values())
-    assert len(runs) == 2 * (7 + device_timing.TRIES)  # and is not tried in every round
+    assert len(runs) == 2 * (7 + device_timing.TRIES)  # it is not retried in every round
 
 
 def test_kernels_are_counted_and_annotations_are_not() -> None:
@@ -122,7 +122,7 @@ def test_counting_reaches_every_call_and_step(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])
     made = [row for _, count in counts.counts(CPU, [case]) for row in count()]
     assert {row.metric for row in made} == {"launches", "syncs"}
-    assert {row.value for row in made} == {0.0}  # of a CPU
+    assert {row.value for row in made} == {0.0}  # on a CPU
     assert {"gradstat native stats", "gradstat native check", "gradstat native clip"} < {row.provider for row in made}
     assert {optimizer_steps.OPTIMIZERS[-1].name in row.case for row in made} == {True, False}
 

@@ -1,4 +1,4 @@
-"""The commands for a rented GPU: limits, rows as they come, what the sanitizer is asked, and merging, without a GPU."""
+"""The commands for a rented GPU: time limits, rows written early, the sanitizer's arguments, merging; without a GPU."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ Run = Callable[..., tuple[bool, list[rows.Row], str]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command made of programs, given by name as Python source and a limit; whether all passed, rows, log."""
+    """Runs a command of programs, each Python source and a time limit; returns whether all passed, rows and log."""
     bundle = SimpleNamespace(install=lambda: True)
     monkeypatch.setitem(sys.modules, "gpu_bundle", bundle)  # type: ignore[arg-type]
 
@@ -64,7 +64,7 @@ def test_a_part_that_fails_or_runs_over_does_not_stop_the_next(run: Run, capsys:
 def test_what_a_stopped_part_has_started_ends_with_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what takes no notice of being asked to end."""
+    """Also processes that ignore SIGTERM."""
     stubborn = (
         "import signal, time, pathlib; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         f"[(pathlib.Path({str(tmp_path / 'alive')!r}).touch(), time.sleep(0.1)) for _ in range(6000)]"
@@ -91,7 +91,7 @@ gpu_session.run_command("numerics", Session(pathlib.Path(sys.argv[1]), "cpu"))
 
 
 def test_what_is_killed_keeps_what_it_had_and_leaves_nothing_running(tmp_path: Path) -> None:
-    """By SIGKILL, as where a command has a time limit."""
+    """By SIGKILL, as where commands have a time limit."""
     killed = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], env=gpu_session.ENVIRONMENT, stdout=subprocess.DEVNULL
     )
@@ -155,7 +155,7 @@ def test_every_part_is_a_program_that_is_there_and_the_limits_are_half_an_hour()
 
 
 def test_modules_with_tests_on_a_device_are_known() -> None:
-    """Those that mark tests, or take a device or a backend and its device as a fixture."""
+    """Modules that mark tests, or whose tests take a device, or a backend with its device, as a fixture."""
     tests = (ROOT / "tests").glob("*/test_*.py")
     marks = ("@pytest.mark.cuda", ", device: str", "(device: str", "where: tuple[str, str]")
     found = {path.stem.removeprefix("test_") for path in tests if any(mark in path.read_text() for mark in marks)}
@@ -172,7 +172,7 @@ case "$2" in {failing}) exit 9;; esac
 def test_every_tool_watches_ours_and_memory_is_not_cached(
     failing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a tool in the sanitizer's place that writes down what it was asked."""
+    """With a program in place of the sanitizer that records its arguments."""
     tool, asked = tmp_path / "compute-sanitizer", tmp_path / "asked"
     tool.write_text(FAKE.format(log=asked, failing=failing))
     tool.chmod(0o755)
@@ -219,12 +219,12 @@ def test_a_rehearsal_is_not_merged(tmp_path: Path) -> None:
     assert not results.exists()
     with pytest.raises(SystemExit, match="expected rows"):
         gpu_session.merge(tmp_path / "nothing", results)
-    with pytest.raises(SystemExit):  # nor is anything measured into what is merged
+    with pytest.raises(SystemExit):  # and the folder of merged results is refused for --results
         gpu_session.main(["numerics", "--device", "cpu", "--results", str(rows.RESULTS / "x")])
 
 
 def test_the_systems_python_prints_every_command() -> None:
-    """Without what only the virtual environment finds: the plan needs the standard library alone."""
+    """Without site-packages: the plan needs the standard library only."""
     command = [sys.executable, "-S", "benchmarks/gpu_session.py", "plan", "--results", "somewhere"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in COMMANDS:

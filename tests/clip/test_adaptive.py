@@ -1,4 +1,4 @@
-"""Adaptive clips: every rule against its formula in plain Python, what is remembered, and that no step waits."""
+"""Adaptive clips: every rule against its formula in plain Python, their state, and that no step syncs."""
 
 import copy
 import math
@@ -18,7 +18,7 @@ from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
 from gradstat._core import backends
 from gradstat.adaptive import AdaptiveClip, NormClip
 
-# The rules in plain Python: each takes the norms of all steps and gives all coefficients -------------------------
+# The rules in plain Python: each takes the norms of all steps and returns all coefficients -----------------------
 
 
 def fixed(norms: list[float], max_norm: float) -> list[float]:
@@ -61,7 +61,7 @@ def zclip(norms: list[float], z_threshold: float, alpha: float, warmup: int, to:
 def adagc(
     steps: list[list[float]], relative: float, beta: float, warmup: int, absolute: float
 ) -> tuple[list[list[float | None]], list[float | None]]:
-    """Takes and gives a list for each step, with None where nothing is decided; also the means in the end."""
+    """Takes and returns a list for each step, with None where nothing is decided; also returns the final means."""
     coefficients: list[list[float | None]] = []
     means: list[float | None] = [None] * len(steps[0])
     finite_steps = 0
@@ -107,7 +107,7 @@ def agc(parameter: Tensor, gradient: Tensor, clipping: float, eps: float) -> Ten
 
 
 def random_norms(steps: int, seed: int) -> list[float]:
-    """Norms that drift, with spikes, and with a few that are NaN or Inf, from the first step on."""
+    """Norms that drift, with spikes and with some NaN and Inf, the first of them in the first steps."""
     random = np.random.default_rng(seed)
     norms = np.exp(np.cumsum(random.normal(0, 0.02, steps))) * random.gamma(20.0, 0.05, steps)
     norms[random.random(steps) < 0.05] *= 30
@@ -140,14 +140,14 @@ SHAPES = [(), (5,), (4, 7), (3, 2, 2, 2), (9, 3), (2, 2)]
 
 
 def parameters_on(device: str, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[nn.Parameter]:
-    """All kinds of shapes; one of weights that are zero."""
+    """Parameters of different shapes; the last one is all zeros."""
     made = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     nn.init.zeros_(made[-1])
     return made
 
 
 def give_gradients(parameters: list[nn.Parameter], size: float = 1.0) -> list[Tensor]:
-    """New gradients; copies of them."""
+    """Sets new gradients; returns copies of them."""
     for parameter in parameters:
         parameter.grad = (torch.randn(parameter.shape, device=parameter.device) * size).to(parameter.dtype)
     return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
@@ -242,7 +242,7 @@ def test_adagc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, 
     norms: list[list[float]] = []
     for step in range(10):
         before = give_gradients(parameters, 0.5 + step % 3)
-        # One parameter is idle at first, one is bad on a step of each phase, and one on every step.
+        # One gradient is 0 in the first five steps, one is NaN in a step of each phase, and one is Inf in step 8.
         for i, bad_steps, value in ((1, range(5), 0.0), (2, (1, 7), math.nan), (3, (8,), math.inf)):
             if step in bad_steps:
                 before[i].view(-1)[0 if value else slice(None)] = value
@@ -327,7 +327,7 @@ def test_a_changed_list_is_refused_by_adagc() -> None:
     before = clip.state_dict()["tensors"]
     with pytest.raises(ValueError, match=r"each of 3 parameters.*another list, of 2.*set_to_none=False"):
         clip.clip_(parameters)
-    clip.clip_([nn.Parameter(torch.zeros(3))])  # without a gradient, so no list at all
+    clip.clip_([nn.Parameter(torch.zeros(3))])  # without a gradient this is an empty list
     parameters[0].grad = torch.ones(3)
     with pytest.raises(ValueError, match="another list, of 3"):
         clip.clip_(parameters[::-1])

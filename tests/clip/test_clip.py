@@ -1,4 +1,4 @@
-"""clip_grad_norm_, in one and by its two halves, against torch's, and where it differs on purpose."""
+"""clip_grad_norm_, and its two halves in sequence, against torch's, and where they deliberately differ."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -40,14 +40,14 @@ def clones(gradients: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """A few roundings of the dtype; torch rounds the norm and the coefficient to it on the way."""
+    """A few roundings in the dtype, to which torch rounds the norm and the coefficient."""
     return 6 * torch.finfo(dtype).eps
 
 
 def assert_same_as_torch(gradients: list[Tensor | None], backend: str, max_norm: float, order: float) -> None:
     theirs = parameters_with(clones(gradients))
     expected = torch_clip(theirs, max_norm, order)
-    # torch rounds every tensor's norm to that tensor's dtype on the way; gradstat rounds once, at the end.
+    # torch rounds every tensor's norm to that tensor's dtype; gradstat rounds once, at the end.
     slack = max((tolerance(g.dtype) for g in gradients if g is not None), default=0.0)
     for clip in WAYS:
         ours = parameters_with(clones(gradients))
@@ -138,7 +138,7 @@ def test_a_gradient_listed_twice_counts_and_scales_twice(where: tuple[str, str],
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-# On purpose unlike torch ------------------------------------------------------------------------------------
+# Deliberate differences from torch --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("magnitude", [1e20, 3e38, 1e-25, 1e-40], ids=str)
@@ -150,7 +150,7 @@ def test_extreme_float32_norms_come_out_right(magnitude: float, where: tuple[str
         (parameter,) = parameters_with([gradient.clone()])
         norm = clip([parameter], 1.0, backend=backend)
         assert norm.item() == pytest.approx(exact if exact < 3.4e38 else math.inf, rel=1e-6, abs=0.0)
-        if clip is in_halves and exact > 3.4e38:  # a norm that float32 does not hold has to be handed over as a number
+        if clip is in_halves and exact > 3.4e38:  # a norm beyond float32 has to be passed as a Python number
             parameter.grad = gradient.clone()
             gradstat.clip_grads_with_norm_([parameter], 1.0, exact, backend=backend)
         expected = 1.0 if magnitude > 1 else exact
@@ -235,7 +235,7 @@ def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]
         buffer[:, :3],
         buffer[:2, ::2],
         buffer[:, :3],
-    ]  # which share the elements 1, 3, 7 and 9; one is listed twice
+    ]  # they share the elements 1, 3, 7 and 9; one is listed twice
     alone = torch.ones_like(buffer, dtype=torch.bool)
     alone[:2, ::2] = False
     before = buffer.clone()

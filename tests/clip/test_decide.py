@@ -1,4 +1,4 @@
-"""The rules of adaptive clips as every backend decides them, and as a block of a GPU does, against plain torch."""
+"""The rules of adaptive clips in every backend, and in a block of the CUDA kernel, against plain torch."""
 
 import math
 from typing import Any, cast
@@ -27,7 +27,7 @@ def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple
 
 
 def norms(steps: int) -> list[float]:
-    """With spikes, repetitions, zeros, what is not finite, and what fills the range of float64."""
+    """Norms with spikes, repetitions, zeros, nonfinite values, and values near the limits of float64."""
     random = np.random.default_rng(steps)
     drawn = np.exp(random.normal(0, 0.3, steps))
     drawn[random.random(steps) < 0.1] = 1.0
@@ -62,7 +62,7 @@ def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels) -> 
 
 
 def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels) -> None:
-    """As numpy.percentile has it, of a window that wraps."""
+    """Against numpy.percentile, for a window that has wrapped around."""
     window, kept = 2500, norms(6000)
     clip = AutoClip(90, window)
     clip._decide(kernels, torch.tensor(1.0, dtype=torch.float64))

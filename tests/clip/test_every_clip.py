@@ -1,4 +1,4 @@
-"""What every call that clips has in common: which parameters it takes, what it refuses, what it leaves as it was."""
+"""Behaviour common to all clips: which parameters they take, what they refuse, what they leave unchanged."""
 
 import math
 import warnings
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gradstat
 from gradstat.adaptive import AdaptiveClip
 
-# Norms of 13 are clipped to 1.3; AGC, which goes by the weights, takes all for too large.
+# Norms of 13 are clipped to 1.3; AGC, whose limit depends on the weights, clips all gradients.
 CLIPS: dict[str, Callable[..., Tensor | None]] = {
     "clip_grad_norm_": lambda parameters, **options: gradstat.clip_grad_norm_(parameters, 1.3, **options),
     "clip_grad_norm_ that raises": lambda parameters, **options: gradstat.clip_grad_norm_(
@@ -48,7 +48,7 @@ every_clip = pytest.mark.parametrize("clip", CLIPS)
 
 
 def uncoalesced(device: str) -> Tensor:
-    """Of shape (6, 2) and norm 13."""
+    """A sparse tensor of shape (6, 2) and norm 13."""
     indices, values = torch.tensor([[1, 1, 4]]), torch.tensor([[1.0, 2.0], [2.0, 2.0], [0.0, 12.0]])
     return torch.sparse_coo_tensor(indices, values, (6, 2), device=device, check_invariants=True)
 
@@ -91,7 +91,7 @@ def test_any_iterable_is_consumed_once_and_what_has_no_gradient_is_passed_over(c
 
 @every_clip
 def test_without_gradients_the_norm_is_zero_and_an_empty_generator_warns(clip: str) -> None:
-    """As by torch, which warns where it measures only: pointing at the caller, for a generator alone."""
+    """As in torch, measuring functions warn of an empty generator (only), with the caller's location."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for parameters in ([], (), [nn.Parameter(torch.zeros(3))]):
@@ -106,7 +106,7 @@ def test_without_gradients_the_norm_is_zero_and_an_empty_generator_warns(clip: s
 
 @pytest.mark.parametrize("clip", WRITING)
 def test_gradients_are_clipped_where_they_lie(clip: str, where: tuple[str, str]) -> None:
-    """Whatever lies between their elements; the object, its strides and its version tell that it was changed there."""
+    """Also with gaps between elements: object and strides stay, and the version shows the in-place change."""
     backend, device = where
     memory = torch.full((3, 8), 13 / math.sqrt(12), device=device)
     before = memory.clone()

@@ -1,4 +1,4 @@
-"""patch_torch: what it replaces, what it hands back to torch, and that it leaves no trace."""
+"""patch_torch: what it replaces, which calls it passes on to torch, and that it leaves no trace."""
 
 import contextlib
 import functools
@@ -53,7 +53,7 @@ def _no_trace() -> Iterator[None]:
 
 
 def huge() -> nn.Parameter:
-    """A parameter whose gradient's norm torch overflows and gradstat does not."""
+    """A parameter whose gradient's norm overflows in torch but not in gradstat."""
     return parameter_with(torch.tensor([3e20, 4e20]))
 
 
@@ -67,7 +67,7 @@ CALLS: dict[str, Callable[[nn.Parameter], object]] = {
     "deprecated": lambda p: utils.clip_grad_norm(iter([p]), 1.0),  # type: ignore[deprecated]
     "utils.get_total_norm": lambda p: utils.get_total_norm([p.grad]),  # type: ignore[list-item]
     "clip_grad._get_total_norm": lambda p: clip_grad._get_total_norm(tensors=p.grad, norm_type=2.0),  # type: ignore[no-untyped-call]
-    # A norm that is a number is what torch does not take, a negative limit what gradstat does not.
+    # torch does not take a Python number as norm, gradstat does not take a negative limit.
     "utils.clip_grads_with_norm_": lambda p: utils.clip_grads_with_norm_([p], 1.0, total_norm=5e20),  # type: ignore[arg-type]
     "clip_grad._clip_grads_with_norm_": lambda p: clip_grad._clip_grads_with_norm_([p], 1.0, total_norm=5e20),  # type: ignore[arg-type,no-untyped-call]
     "utils.clip_grad_value_": lambda p: utils.clip_grad_value_([p], -1.0),
@@ -100,7 +100,7 @@ def test_calls_are_gradstats_while_patched_and_torchs_before_and_after(call: str
     assert same(outcome_of(call), torchs)
     with contextlib.suppress(KeyError), gradstat.patch_torch():
         assert same(outcome_of(call), ours)
-        raise KeyError  # what ends a block ends the patch
+        raise KeyError  # an exception ends the patch, too
     assert same(outcome_of(call), torchs)
 
 
@@ -135,7 +135,7 @@ def test_a_training_loop_ends_in_the_same_place(loop: str) -> None:
     unclipped = train(lambda model: None)
     for a, b, c in zip(found, expected, unclipped, strict=True):
         torch.testing.assert_close(a, b)
-        assert not torch.allclose(a, c)  # the clip did something
+        assert not torch.allclose(a, c)  # the clip had an effect
 
 
 def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torchs() -> None:
@@ -144,7 +144,7 @@ def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torch
         bound = utils.clip_grad_norm_
         assert is_gradstats(bound)
         value_before([huge()], -1.0)
-        assert is_gradstats(norm_before)  # torch's, whose halves are gradstat's
+        assert is_gradstats(norm_before)  # torch's function, which calls gradstat's halves
     assert not is_gradstats(bound)
     assert not is_gradstats(norm_before)
 
@@ -222,7 +222,7 @@ def test_threads_patch_and_remove_at_once() -> None:
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that they do meet
+    sys.setswitchinterval(1e-6)  # so that the threads interleave
     try:
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""get_total_norm and clip_grads_with_norm_: what they do besides being the halves of clip_grad_norm_ (test_clip.py)."""
+"""get_total_norm and clip_grads_with_norm_, beyond their use as halves of clip_grad_norm_ (test_clip.py)."""
 
 import math
 from typing import Any
@@ -60,7 +60,7 @@ def test_the_norm_may_be_a_number(where: tuple[str, str]) -> None:
 def test_the_norm_may_be_on_another_device() -> None:
     for gradient_device, norm_device in (("cpu", "cuda"), ("cuda", "cpu")):
         (parameter,) = parameters_with([torch.tensor([3.0, 4.0], device=gradient_device)])
-        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # the norm is late
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # delays the norm
         gradstat.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0, device=norm_device) * 1.0)
         torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8], device=gradient_device))
 
@@ -68,7 +68,7 @@ def test_the_norm_may_be_on_another_device() -> None:
 @pytest.mark.cuda
 def test_tensors_on_several_devices_have_one_norm() -> None:
     late = torch.zeros(1 << 24, device="cuda")
-    torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # the table of the GPU is late
+    torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # delays the GPU's table
     late.fill_(1.0)
     assert gradstat.get_total_norm([torch.full((1,), 3 * 2.0**12), late]).item() == pytest.approx(
         2.0**12 * math.sqrt(10)
@@ -77,7 +77,7 @@ def test_tensors_on_several_devices_have_one_norm() -> None:
 
 
 def test_lazily_conjugated_gradients_are_scaled(where: tuple[str, str]) -> None:
-    """What backward() leaves behind if the parameter was used conjugated."""
+    """backward() leaves such gradients if the parameter was used conjugated."""
     backend, device = where
     parameter = nn.Parameter(torch.tensor([1 + 1j, 2j], device=device))
     (parameter.conj() * torch.tensor([3 + 4j, 12j], device=device)).sum().real.backward()

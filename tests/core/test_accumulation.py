@@ -1,4 +1,4 @@
-"""MicroBatches: which micro-batch brought the bad value, with one wait for all of them."""
+"""MicroBatches: which micro-batch brought the bad value, with one sync for all of them."""
 
 import math
 import pickle
@@ -17,7 +17,7 @@ def make_model() -> nn.Module:
 
 
 def backward(model: nn.Module, bad: float | None = None) -> None:
-    """A micro-batch; with ``bad``, one whose input has that value."""
+    """Runs a micro-batch; with ``bad``, one element of its input has that value."""
     inputs = torch.randn(5, 3)
     if bad is not None:
         inputs[2, 1] = bad
@@ -112,7 +112,7 @@ def test_a_gradient_may_appear_late_and_be_freed() -> None:
     gone = weakref.ref(model[2].weight.grad)
     micro_batches.check()
     model[2].weight.grad = None
-    assert gone() is None  # no gradient is kept
+    assert gone() is None  # gradients are not kept alive
     micro_batches.check()
     report = micro_batches.result()
     assert report.reports[0].missing == ("2.weight", "2.bias")
@@ -128,7 +128,7 @@ def test_names_tell_parameters_apart_when_the_module_changes() -> None:
     backward(model)
     poison(model[2].bias, (0,), math.nan)
     micro_batches.check()
-    model.insert(1, nn.Linear(4, 4))  # what was "2.bias" is "3.bias" now
+    model.insert(1, nn.Linear(4, 4))  # the former "2.bias" is "3.bias" now
     backward(model)
     poison(model[1].bias, (0,), math.inf)
     micro_batches.check()
@@ -206,4 +206,4 @@ def test_checks_do_not_wait(backend: str) -> None:
         micro_batches.result()
 
     assert count(checks) == Counts(launches=3, syncs=0)
-    assert count(step) == Counts(launches=1 + 3, syncs=1)  # where the last report has arrived all others have
+    assert count(step) == Counts(launches=1 + 3, syncs=1)  # when the last report has arrived, all others have

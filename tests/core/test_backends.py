@@ -1,4 +1,4 @@
-"""Which backend serves a call, what is said about those that cannot, and what importing gradstat costs."""
+"""Which backend serves a call, the messages about unavailable ones, and the cost of importing gradstat."""
 
 import subprocess
 import sys
@@ -93,7 +93,7 @@ def test_without_the_compiled_extension_the_reference_serves(forks: Forks) -> No
 
 @pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 def test_every_other_instruction_set_gives_exact_results(instructions: str, forks: Forks) -> None:
-    """The best one is what every other test runs with."""
+    """All other tests run with the best one."""
     chosen = next(s.detail for s in gradstat.backends() if (s.name, s.device) == ("native", "cpu"))
     best = next(name for name in INSTRUCTION_SETS if f"{name} instructions" in chosen)
     if instructions == best:
@@ -145,7 +145,7 @@ def test_what_is_imported_late_is_there_all_the_same(forks: Forks) -> None:
 
 
 def test_kernels_do_not_hide_a_package_of_that_name(tmp_path: Path) -> None:
-    """Hugging Face's `kernels` stays importable, from the repository's root as well."""
+    """Hugging Face's `kernels` stays importable, also from the repository's root."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("theirs = True\n")
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.theirs)"

@@ -69,7 +69,7 @@ def test_missing_gradients_are_reported_and_frozen_parameters_are_not() -> None:
     trained(model)
     model[0].bias.grad = None
     pending = gradstat.check_async(model)
-    model[0].weight.grad = None  # after the check: not missing in it
+    model[0].weight.grad = None  # after the check, so its report does not list it as missing
     assert pending.result().missing == ("0.bias",)
     with pytest.raises(KeyError, match=r"'0\.bias' has no gradient"):
         pending.result()["0.bias"]
@@ -139,13 +139,13 @@ def test_inference_mode(device: str) -> None:
 
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to remove them
+        warnings.simplefilter("ignore")  # deprecated in torch
         return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
 def csc() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has them in beta
+        warnings.simplefilter("ignore")  # in beta in torch
         return torch.eye(3).to_sparse(layout=torch.sparse_csc)
 
 
@@ -218,7 +218,7 @@ def test_launches_and_syncs_of_every_call(backend: str) -> None:
     assert count(lambda: gradstat.stats(tensors, backend=backend)) == Counts(launches=1, syncs=0)
     assert count(lambda: gradstat.check_async(model, backend=backend)) == Counts(launches=1, syncs=0)
 
-    def check_while_busy() -> None:  # else the numbers may be there before anybody waits for them
+    def check_while_busy() -> None:  # otherwise the numbers may have arrived before the sync
         busy_device()
         gradstat.check(model, backend=backend)
 

@@ -1,4 +1,4 @@
-"""Inside torch.compile: what reads numbers on the host leaves the graph, quietly; operators are there when needed."""
+"""Inside torch.compile: calls that read numbers on the host break the graph without warnings; operators get loaded."""
 
 import warnings
 from collections.abc import Callable
@@ -41,13 +41,13 @@ for name, call in CALLS.items():
 
 
 def test_the_first_call_of_a_process_may_be_inside_a_graph(forks: Forks) -> None:
-    """The libraries are loaded when they are first needed, which is then while the graph is traced."""
+    """The libraries are loaded on first use, which in this case is while the graph is traced."""
     ended = forks.run(FIRST_CALLS, warnings="default")
     assert ended.returncode == 0, ended.stderr
 
 
 class Training:
-    """A model with everything that a training step may call."""
+    """A model, and all calls that a training step may make."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def test_what_reads_numbers_leaves_the_graph_quietly(call: str) -> None:
     compiled_step = torch.compile(step, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Of torch itself, about a loss that lives on behind backward(), what its optimizers import, and Python 3.14.
+        # torch's own warnings: about a loss used after backward(), imports of its optimizers, and Python 3.14.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", r"`torch\.jit\.script", DeprecationWarning)
         warnings.filterwarnings("ignore", "'_UnionGenericAlias' is deprecated", DeprecationWarning)
@@ -111,7 +111,7 @@ def test_what_reads_numbers_leaves_the_graph_quietly(call: str) -> None:
 
 
 def test_a_whole_graph_cannot_read_numbers() -> None:
-    """And torch says where it was asked to."""
+    """torch's error names the place."""
     model = nn.Linear(2, 2)
     model(torch.ones(2)).sum().backward()
 

@@ -1,4 +1,4 @@
-"""One suite for every backend: a table of cases, each held against an exact account of the same tensors."""
+"""One suite for every backend: a table of cases, each compared with exact statistics of the same tensors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def random(shape: int | tuple[int, ...], dtype: torch.dtype, device: str | torch
 
 
 def with_values(values: list[float], dtype: torch.dtype, device: str, size: int = 5000) -> Tensor:
-    """Random elements with special ones among them, in vector bodies and in tails."""
+    """Random elements with special values among them, both in whole vectors and in the remainder."""
     out = random(size, dtype, device)
     for i, value in enumerate(values):
         out[(i * 1231 + 7) % size] = value
@@ -37,7 +37,7 @@ def full(value: float, dtype: torch.dtype, device: str, size: int = 3000) -> Ten
 
 
 def largest(dtype: torch.dtype) -> float:
-    """The largest value of which 3000 still have a float64 sum."""
+    """The largest value such that the sum of 3000 of them is finite in float64."""
     return torch.finfo(dtype).max / (2**20 if dtype == torch.float64 else 1)
 
 
@@ -50,14 +50,14 @@ def misaligned(dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def around_tiles(dtype: torch.dtype, device: str) -> list[Tensor]:
-    """As long as what a block of a GPU takes at once, 16 KB, or nearly; with each alignment's beginning and end."""
+    """Tensors of about the size of a GPU tile, 16 KB, at several alignments."""
     per_tile, vector = 2**14 // dtype.itemsize, 16 // dtype.itemsize
     sizes = [per_tile + more for more in (-vector - 1, -1, 0, 1, vector, vector + 1)]
     return [random(size + vector, dtype, device)[skip:][:size] for size in sizes for skip in (0, 1, vector - 1)]
 
 
 def last_bits(dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Numbers that differ from their neighbours in these alone, which float64 compares in a word of their own."""
+    """Numbers that differ in their last bits only; for float64 these are in the lower of its two words."""
     steps = torch.randperm(5000) * torch.finfo(dtype).eps
     every = [base * (1 + steps.double()) for base in (1.0, -1.0, -3e-3, 7e2)]
     return [x.to(dtype).to(device) for x in (*every, 1e-3 + steps * (1 - 2 * torch.randint(2, (5000,))))]
@@ -88,7 +88,7 @@ def subnormals_among(dtype: torch.dtype, device: str) -> Tensor:
 
 
 def other_sign(dtype: torch.dtype, device: str) -> list[Tensor]:
-    """One positive among negatives and the reverse, at every place of a vector and in the rest."""
+    """One positive among negatives and vice versa, at every place of a vector and in the remainder."""
     tensors = []
     for sign in (1, -1):
         for place in [*range(0, 66), 200, 4095, 4096, 4099]:
@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
     "subnormals": lambda t, d: [full(torch.finfo(t).smallest_normal / 4, t, d), subnormals_among(t, d)],
     "one-sign": lambda t, d: [sign * random(n, t, d).abs() for sign in (1, -1) for n in (3, 70, 5000)],
     "one-of-other-sign": other_sign,
-    # The shapes of pytorch#140066, a hundredth of their size: empty tensors do not shift the others.
+    # The shapes of pytorch#140066, at a hundredth of their size: empty tensors must not shift the rows of others.
     "empty-between": lambda t, d: [random(n, t, d) for n in (49152, 49152, 49152, 24576, 0, 0, 49152)],
     "mixed-types": lambda t, d: [random(17 * i % 701, [*REAL, *COMPLEX][i % 7], d) for i in range(100)],
     "many": lambda t, d: [*(random(1 + i % 40, t, d) for i in range(3000)), full(math.nan, t, d, 2), random(7, t, d)],
@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
 
 
 def assert_rows_match(table: Tensor, tensors: list[Tensor]) -> None:
-    """Each row, and the merge of all."""
+    """Compares each row, and the merge of all rows."""
     accounts = [account_of(tensor) for tensor in tensors]
     labels = [f"tensor {i} of shape {tuple(tensor.shape)}" for i, tensor in enumerate(tensors)]
     assert_rows(table, accounts, [tensor.dtype for tensor in tensors], labels)
@@ -146,7 +146,7 @@ def norm_of(row: np.ndarray) -> float:
 
 
 def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:
-    """All of them, but about ``most`` for Triton's interpreter, which takes 30 ms for each tensor."""
+    """All items, or about ``most`` of them for Triton's interpreter, which takes 30 ms per tensor."""
     return items[:: max(len(items) // most, 1)] if where == ("triton", "cpu") else items
 
 
@@ -161,7 +161,7 @@ def test_every_field_is_exact(case: str, where: tuple[str, str]) -> None:
 
 
 def test_several_chunks_of_triton_as_they_are() -> None:
-    """Everywhere else those of its interpreter are shorter."""
+    """In other tests chunks are shorter in its interpreter."""
     x = random(70_001, torch.bfloat16, DEVICES[-1])
     assert_rows_match(gradstat.stats([x, x[3:]], backend="triton"), [x, x[3:]])
 
@@ -178,7 +178,7 @@ MAGNITUDES = {
 
 @pytest.mark.parametrize("dtype", MAGNITUDES, ids=str)
 def test_squares_that_leave_the_range(dtype: torch.dtype, where: tuple[str, str]) -> None:
-    """Those of all elements, and of one among ordinary ones."""
+    """Both of all elements, and of one among ordinary elements."""
     backend, device = where
     factors = 1 + torch.arange(2**13 // dtype.itemsize + 5, dtype=torch.float64) % 7 / 7
     tensors = []
@@ -231,7 +231,7 @@ def test_float8_every_code(dtype: torch.dtype, where: tuple[str, str]) -> None:
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("dtype", [*REAL, *COMPLEX, *FLOAT8], ids=str)
 def test_every_length(dtype: torch.dtype, where: tuple[str, str]) -> None:
-    """Every remainder of a step, with plain values, and with a NaN first, last, or nowhere near."""
+    """Every remainder of a step, with plain values, and with a NaN first, last or elsewhere."""
     backend, device = where
     tensors = []
     for size in thinned(range(301), where, 4):
@@ -245,7 +245,7 @@ def test_every_length(dtype: torch.dtype, where: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_more_zeros_than_16_bits_count(dtype: torch.dtype) -> None:
-    """In one lane of 16 bits of a vector of 32, were it never emptied."""
+    """Enough to overflow a 16-bit lane of a vector of 32 lanes, if it were never flushed."""
     x = torch.zeros(66_000 * 32 + 5, dtype=dtype)
     x[7] = -0.0
     row = dict(zip(gradstat.FIELDS, gradstat.stats([x], backend="native")[0].tolist(), strict=True))
@@ -301,7 +301,7 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
 
 @pytest.mark.cuda
 def test_more_than_two_billion_elements() -> None:
-    """pytorch#169930: 2**31 + 1 elements, with the last ones the interesting ones."""
+    """pytorch#169930: 2**31 + 1 elements, of which the last ones are special."""
     x = torch.zeros(2**31 + 1, dtype=torch.bfloat16, device="cuda")
     x[-1] = math.inf
     x[-2] = 3.0

@@ -61,7 +61,7 @@ def test_a_stale_extension_is_refused_with_the_remedy() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30), st.integers(0, 30))
 def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
-    """Counts and extremes exactly, norms to rounding: what chunks, ranks and steps rely on."""
+    """Counts and extremes exactly, norms up to rounding; chunks, ranks and steps rely on this."""
 
     parts = [torch.tensor(part, dtype=torch.float64) for part in (values, values[:cut], values[cut:])]
     table = gradstat.stats(parts, backend="reference")
@@ -91,7 +91,7 @@ def test_columns_grow_with_the_elements_as_their_degrees_say() -> None:
 
 
 def test_thresholds_and_scales_are_those_of_the_publication() -> None:
-    """Formulas of LAPACK's la_constants, for IEEE double precision."""
+    """By the formulas of LAPACK's la_constants, for IEEE double precision."""
     digits, smallest, largest = sys.float_info.mant_dig, sys.float_info.min_exp, sys.float_info.max_exp
     assert math.log2(_fields.SMALL) == math.ceil((smallest - 1) / 2)
     assert math.log2(_fields.LARGE) == math.floor((largest - digits + 1) / 2)
@@ -107,7 +107,7 @@ def test_thresholds_and_scales_are_those_of_the_publication() -> None:
         [2.0**-500, 2.0**-511, 1.5 * 2.0**-512, 1.4 * 2.0**-512],  # ordinary, and small ones that matter
         [1.5 * 2.0**486, 2.0**486, 1.25 * 2.0**485],  # large, and ordinary ones that matter
         [2.0**1000, 2.0**-1000, 1.0],
-        [2.0**-300, 3.0 * 2.0**-300],  # would vanish at the scale of large ones
+        [2.0**-300, 3.0 * 2.0**-300],  # would underflow at the scale of large ones
     ],
 )
 def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> None:
@@ -131,6 +131,6 @@ def test_the_counts_of_nonfinite_elements_are_neighbours() -> None:
 
 
 def test_summed_columns_come_first() -> None:
-    """gradstat/_core/sharded.py takes them as a view."""
+    """gradstat/_core/sharded.py slices them as a view."""
     merges = [field.merge for field in _fields.FIELDS]
     assert "sum" not in merges[merges.count("sum") :]

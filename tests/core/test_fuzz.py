@@ -1,4 +1,4 @@
-"""Random bits in random layouts through every operation: a fixed set of them here, a million by `make fuzz`."""
+"""Random bits in random layouts through every operation: a fixed set here, a million tensors in `make fuzz`."""
 
 import random
 from fractions import Fraction
@@ -16,9 +16,9 @@ import gradstat
 
 
 def test_the_account_is_the_exact_one() -> None:
-    """That in rational arithmetic, which is too slow for many."""
+    """Compared with rational arithmetic, which is too slow for many tensors."""
     source = random.Random(3)
-    huge = Recipe(torch.complex128, (), (), 0, (0xFFEFFFFFFFFFFFFF,))  # whose sum is no number of float64
+    huge = Recipe(torch.complex128, (), (), 0, (0xFFEFFFFFFFFFFFFF,))  # its sum overflows float64
     for recipe in (huge, *(drawn_recipe(source, largest=600) for _ in range(100))):
         batch = Batch([recipe], 3)
         elements = batch.elements()[0]
@@ -54,17 +54,17 @@ def test_the_judge_notices_what_is_written_beside_tensors(monkeypatch: pytest.Mo
         judge_stats(batch, random.Random(0), "native")
 
 
-# The interpreter computes with numpy, which warns of the overflows that the fast loop provokes on purpose.
+# The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_any_tensors(operation: str, where: tuple[str, str]) -> None:
-    """The same ones every time: a test that fails now and then says nothing about a change."""
+    """The same tensors in every run: a test that fails at random would tell nothing about a change."""
     backend, device = where
     is_slow = where == ("triton", "cpu")
     for seed in range(4 if is_slow else 40):
         largest = 500 if is_slow else 20_000
         batch = Batch.drawn(seed, seed % (4 if is_slow else 9), device, apart=seed % 2 == 1, largest=largest)
-        if is_slow:  # the interpreter stores bfloat16 truncated, and the subnormal numbers wrongly
+        if is_slow:  # the interpreter truncates bfloat16 and stores its subnormal numbers wrongly
             others = [recipe for recipe in batch.recipes if recipe.dtype is not torch.bfloat16]
             batch = Batch(others, seed, apart=batch.apart)
         OPERATIONS[operation](batch, random.Random(seed), backend)

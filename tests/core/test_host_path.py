@@ -1,4 +1,4 @@
-"""The short way from Python to the kernels: taken by ordinary tensors, and by nothing that it would misread."""
+"""The direct path from Python to the kernels: taken for ordinary tensors, and for nothing that it would misread."""
 
 import gc
 import sys
@@ -34,7 +34,7 @@ def ordinary() -> list[Tensor]:
 
 
 def test_ordinary_tensors_are_measured_directly() -> None:
-    """What the short way computes judging.py holds; of tensors alike it gives the signature that the operator does."""
+    """judging.py tests its results; for equal layouts it returns the same signature as the operator."""
     tensors = ordinary()
     checked, (table, signature) = HELPERS.check(tensors), torch.ops.gradstat.check(ordinary())
     assert checked is not None
@@ -57,7 +57,7 @@ def test_a_factor_of_another_kind_is_refused(factor: Any) -> None:
     tensor = torch.ones(2)
     assert HELPERS.unscale_([tensor], factor) is None
     coefficient = factor.float() if isinstance(factor, Tensor) and not factor.is_complex() else factor
-    assert not HELPERS.scale_([tensor], coefficient)  # which takes float64
+    assert not HELPERS.scale_([tensor], coefficient)  # it takes float64 only
     assert tensor.tolist() == [1.0, 1.0]
 
 
@@ -121,7 +121,7 @@ def test_a_lazy_negation_is_measured_with_its_sign_and_a_batch_not_directly() ->
 
 
 def test_what_has_left_functionalize_is_refused() -> None:
-    """Its kernels make tables of its own kind, without numbers in their memory."""
+    """Operators on functional tensors return functional tables, whose memory holds no numbers."""
     left: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def test_what_cannot_be_done_directly_the_dispatcher_does(monkeypatch: pytest.Mo
 
     tensors = ordinary()
     expected = gradstat.stats(tensors)
-    for direct_functions in (Refusing(), None):  # None: torch's exchange interface is not there
+    for direct_functions in (Refusing(), None):  # None: this torch has no exchange interface
         monkeypatch.setattr(backends.resolve(None, "cpu"), "direct", direct_functions)
         assert torch.equal(gradstat.stats(tensors), expected)
         parameter = nn.Parameter(torch.zeros(4))
@@ -176,7 +176,7 @@ def test_orders_of_norm_that_the_kernels_do_not_measure_are_refused() -> None:
 
 
 def test_a_list_that_changes_meanwhile_keeps_its_tensors() -> None:
-    """The kernels run without Python's lock: the tensors must outlive the list's own references."""
+    """The kernels run without the GIL, so the tensors must outlive the list's references."""
     tensors = [torch.ones(1 << 16) for _ in range(64)]
     stop = threading.Event()
 
@@ -259,7 +259,7 @@ def test_references_are_balanced() -> None:
     plan = HELPERS.make_plan([weakref.ref(m) for m in model.modules()], parameters)
     factor, coefficients = torch.tensor(1.0), torch.ones(len(gradients), dtype=torch.float64)
     watched = [model, plan, *parameters, *gradients, model[0]._parameters, factor, coefficients]
-    if sys.version_info < (3, 12):  # where None is immortal, what uses the limited API counts it up but never down
+    if sys.version_info < (3, 12):  # from 3.12 None is immortal, and limited-API code increments its count only
         watched.append(None)
 
     def step() -> None:
@@ -277,5 +277,5 @@ def test_references_are_balanced() -> None:
     for _ in range(2000):
         step()
     after = [sys.getrefcount(o) for o in watched]
-    # None is shared by the whole interpreter, so its count wanders a little.
+    # None is shared by the whole interpreter, so its count varies a little.
     assert all(abs(a - b) < 100 for a, b in zip(before, after, strict=True))

@@ -1,4 +1,4 @@
-"""Multiplying tensors in place, all by one factor or each and each unit by its own, in every backend."""
+"""Multiplying tensors in place, by one factor for all, for each tensor, or for each unit, in every backend."""
 
 import math
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from gradstat._core import backends
 from gradstat._core.backends import Kernels
 
-# Triton's interpreter computes with numpy, which warns of the overflows that the fast loop provokes on purpose.
+# Triton's interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 FACTORS = [3.7, 2.0**-16, 1.0, math.nan, math.inf]
@@ -35,7 +35,7 @@ BY_DTYPE = pytest.mark.parametrize(
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same elements, strides and alignment in memory that no other tensor shares."""
+    """A copy with the same strides and alignment, in its own memory."""
     if not tensor.is_contiguous():
         return tensor.clone()
     vector = max(16 // tensor.element_size(), 1)
@@ -55,7 +55,7 @@ def assert_same_bytes(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def product(tensor: Tensor, coefficient: float | Tensor) -> Tensor:
-    """What torch makes of it; complex numbers as pairs."""
+    """The product that torch computes; complex numbers as pairs."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     by = torch.as_tensor(coefficient, dtype=torch.float64, device=tensor.device)
     multiplied = rounded_product(real, by, real.dtype)
@@ -79,7 +79,7 @@ def coefficients_of(values: list[float], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-# All by one factor, measured on the way ------------------------------------------------------------------------
+# All by one factor, measured in the same pass ------------------------------------------------------------------
 
 
 def every_kind(dtype: torch.dtype, where: tuple[str, str]) -> list[Tensor]:
@@ -109,7 +109,7 @@ def assert_unscale_is_scale_and_check(kernels: Kernels, tensors: list[Tensor], v
 @pytest.mark.parametrize("case", sorted(set(CASES) - {"strided", "duplicates"}))
 @pytest.mark.parametrize("where", [pair for pair in BACKENDS if pair[0] in ("native", "emulated")], indirect=True)
 def test_unscaling_is_scaling_and_measuring(case: str, dtype: torch.dtype, where: tuple[str, str]) -> None:
-    """In every bit; the other backends do nothing else."""
+    """Bit for bit; the other backends are implemented that way."""
     for value in FACTORS if where[0] == "native" else FACTORS[:1]:
         tensors = [apart(tensor) for tensor in CASES[case](dtype, where[1])]
         assert_unscale_is_scale_and_check(backends.resolve(*where), tensors, value, where[1])
@@ -150,7 +150,7 @@ def test_a_tensor_listed_again_is_unscaled_again(kernels: Kernels, where: tuple[
     assert_rows_match(table, [x, x, y, x])
 
 
-# Each tensor by its own ----------------------------------------------------------------------------------------
+# Each tensor by its own coefficient ----------------------------------------------------------------------------
 
 
 @BY_DTYPE

@@ -1,7 +1,7 @@
 """Adding a field: the recipe of CONTRIBUTING.md, carried out on a copy of the sources, one field for each merge.
 
-In the copy they are defined, and lifted in the reference; merging, reductions over ranks, reports and what a monitor
-keeps have to follow by themselves.
+The copy adds only their definitions and their lifts in the reference; merging, reductions over ranks, reports and the
+monitor's history have to follow without further changes.
 """
 
 import os
@@ -105,7 +105,7 @@ def test_a_field_of_each_merge_goes_through_everything(tmp_path: Path) -> None:
     definition, reference = tmp_path / "gradstat" / "_fields.py", tmp_path / "gradstat" / "_core" / "reference.py"
     text, lifts = definition.read_text(), reference.read_text()
     for name, (merge, line, lift) in FIELDS.items():
-        # Summed fields stand before the others; the rest is appended.
+        # Summed fields are inserted before the others; the rest is appended.
         before = '    Field("min", "min"' if merge == "sum" else ")\n\nNAMES:"
         assert text.count(before) == 1
         text = text.replace(before, f"    {line}\n{before}")

@@ -1,4 +1,4 @@
-"""NoiseScale: against covariances that are known, against gradients of single examples, over ranks."""
+"""NoiseScale: against known covariances, against gradients of single examples, over ranks."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ SIZE = 4  # examples of a micro-batch
 
 
 class Means(nn.Module):
-    """Halves of squared distances to examples: of each the gradient is the parameters minus the example."""
+    """Half the squared distance to each example, so that its gradient is the parameters minus the example."""
 
     def __init__(self, offsets: dict[str, float], width: int = 400) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Means(nn.Module):
 def accumulate(
     noise: gradstat.NoiseScale, model: nn.Module, losses: list[Callable[[], Tensor]], divisor: float | None = None
 ) -> None:
-    """A step of so many micro-batches, whose losses are divided by their number."""
+    """A step with a micro-batch for each loss; losses are divided by their number."""
     for loss in losses:
         (loss() / (divisor or len(losses))).backward()
         noise.micro_batch()
@@ -52,8 +52,8 @@ def squares(gradients: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("divided", [True, False])
 def test_a_covariance_that_is_known(divided: bool) -> None:
-    """Within 5 % of the analytic value, in all and of each layer; micro-batches of a step vary in number."""
-    # Examples are around zero, so |G|^2 is width * offset^2 of a layer and tr(S) width * deviation^2.
+    """Within 5 % of the analytic value, in total and for each layer; steps differ in the number of micro-batches."""
+    # Examples have mean zero, so for a layer |G|^2 is width * offset^2 and tr(S) is width * deviation^2.
     offsets, deviations = {"a": 0.5, "b": 2.0, "still": 1.0}, {"a": 3.0, "b": 2.0, "still": 0.0}
     model = Means(offsets)
     noise = gradstat.NoiseScale(model, SIZE, every=1)
@@ -71,12 +71,12 @@ def test_a_covariance_that_is_known(divided: bool) -> None:
 
 
 def test_gradients_of_single_examples_of_a_gpt() -> None:
-    """Within 10 % of what the gradients of all examples of a pool say of batches that are drawn from it."""
+    """Batches are drawn from a pool; within 10 % of the value from the gradients of all its examples."""
     data = corpus.read(Path(sysconfig.get_paths()["stdlib"]), 400_000)
     pool = corpus.batch(data, 64, TINY.context + 1, torch.Generator().manual_seed(3), "cpu")
     model = GPT(TINY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(40):  # at first there is next to no noise
+    for _ in range(40):  # an untrained model has hardly any noise
         optimizer.zero_grad()
         model.loss(pool[torch.randint(len(pool), (16,))]).backward()
         optimizer.step()
@@ -89,7 +89,7 @@ def test_gradients_of_single_examples_of_a_gpt() -> None:
 
     each = torch.stack([gradient(example[None]) for example in pool])
     assert torch.allclose(gradient(pool[:4]), each[:4].mean(0), atol=1e-5)
-    # That being so, batches can be drawn from what is known, many of them.
+    # So gradients of many batches can be computed as means of the known gradients.
     accumulated = torch.zeros(sum(sizes))
     for parameter, view in zip(parameters, accumulated.split(sizes), strict=True):
         parameter.grad = view.view_as(parameter)
@@ -113,7 +113,7 @@ def test_gradients_of_single_examples_of_a_gpt() -> None:
 
 
 def estimates(small: list[Tensor], whole: list[Tensor], size: int, n: float) -> tuple[float, float]:
-    """tr(S) and |G|^2 as appendix A has them, of gradients of ``size`` and of ``n * size`` examples."""
+    """tr(S) and |G|^2 as in appendix A, from gradients of ``size`` and of ``n * size`` examples."""
     s, a, whole_size = squares(small), squares(whole), n * size
     return (s - a) / (1 / size - 1 / whole_size), (whole_size * a - size * s) / (whole_size - size)
 
@@ -159,7 +159,7 @@ def test_gradients_that_come_and_go_and_rows_that_a_caller_has() -> None:
     parameters = list(model[:2].parameters())
     read, given = gradstat.NoiseScale(model, 2, every=1), gradstat.NoiseScale(model, 2, every=1)
     gradients = [torch.randn_like(p) for p in parameters]
-    parameters[2].grad, parameters[3].grad = gradients[2] / 2, gradients[3] / 2  # the first layer comes later
+    parameters[2].grad, parameters[3].grad = gradients[2] / 2, gradients[3] / 2  # the first layer has gradients later
     read.micro_batch()
     stand_ins = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     given.micro_batch(gradstat.stats(stand_ins))
@@ -182,7 +182,7 @@ def test_state_goes_on_elsewhere_with_another_size_and_a_logger_reads_it() -> No
     noise = gradstat.NoiseScale(model, 2, every=1)
     again = gradstat.NoiseScale(model, 6, every=1)
     accumulate(noise, model, [lambda x=x: model(torch.ones(2, 3) * x).square().mean() for x in (3, 2.8, 2.6)])
-    assert noise.value(wait=False) == noise.value() > 0  # on a CPU nothing has to arrive
+    assert noise.value(wait=False) == noise.value() > 0  # on a CPU there is no transfer to wait for
     assert math.isnan(again.value(wait=False))
     again.load_state_dict(copy.deepcopy(noise.state_dict()))
     assert again.value(wait=False) == pytest.approx(noise.value())
@@ -215,7 +215,7 @@ def test_what_is_refused() -> None:
     noise.micro_batch()
     with pytest.raises(RuntimeError, match="one micro-batch in this step"):
         noise.step()
-    noise.micro_batch()  # what was there is still there
+    noise.micro_batch()  # the first micro-batch still counts
     noise.step()
     noise.micro_batch()
     noise.reset()
@@ -223,7 +223,7 @@ def test_what_is_refused() -> None:
         noise.step()
 
 
-# What it costs -----------------------------------------------------------------------------------------------
+# Cost --------------------------------------------------------------------------------------------------------
 
 
 def test_nine_small_operations_and_no_read_of_a_number() -> None:
@@ -236,7 +236,7 @@ def test_nine_small_operations_and_no_read_of_a_number() -> None:
     with NoSync(), Operations() as seen:
         noise.step()
     table, *small = seen.names
-    assert table == "aten::empty.memory_format"  # which the kernel fills
+    assert table == "aten::empty.memory_format"  # the table that the kernel fills
     assert len(small) == 9, small
     model(torch.randn(2, 3)).sum().backward()
     noise.micro_batch()
@@ -285,7 +285,7 @@ def test_no_sync_on_a_gpu() -> None:
 @on_ranks(2)
 def test_local_gradients_against_those_that_ddp_averaged() -> None:
     plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
-    # Small buckets, so that there are several, and they are built anew after the first iteration.
+    # Small buckets, so that there are several, which DDP rebuilds after the first iteration.
     model = DistributedDataParallel(plain, bucket_cap_mb=0.0001)
     alone = copy.deepcopy(plain)
     watch = watch_origin(model)
@@ -325,7 +325,7 @@ def test_gradients_of_fsdp2_count_as_a_whole() -> None:
     plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     alone = copy.deepcopy(plain)
     model = fully_shard(plain)
-    batches = [torch.randn(8, 6) + 1 for _ in range(3)]  # the same on both ranks, which have a half each
+    batches = [torch.randn(8, 6) + 1 for _ in range(3)]  # the same on both ranks; each uses one half
     halves = [batch.chunk(2)[dist.get_rank()] for batch in batches]
     sharded, whole = gradstat.NoiseScale(model, 8, every=1), gradstat.NoiseScale(alone, 8, every=1)
     accumulate(sharded, model, [lambda half=half: model(half).square().mean() for half in halves])

@@ -1,4 +1,4 @@
-"""Norms against exact ones: the judge, the vectors, and, on a few of each kind, the promises of docs/numerics.md."""
+"""Norms against exact ones: the exact norms, the vectors, and, on a few of each, the claims of docs/numerics.md."""
 
 import ctypes
 import math
@@ -49,7 +49,7 @@ def test_vectors_are_finite_and_hostile(dtype: torch.dtype) -> None:
 
 @pytest.fixture(scope="module")
 def known(kernels_on_host: ctypes.CDLL) -> list[numerics.Provider]:
-    """All but what test_conformance.py holds against the same exact norms, and is slow without a GPU."""
+    """All but the backends that are slow without a GPU, and that test_conformance.py compares with exact norms."""
     providers = numerics.providers(CPU, kernels_on_host)
     return [each for each in providers if each.name not in ("gradstat triton", "gradstat reference")]
 

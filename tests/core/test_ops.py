@@ -1,4 +1,4 @@
-"""The operators as citizens of torch: opcheck, fake tensors, torch.compile, schemas."""
+"""The operators as torch sees them: opcheck, fake tensors, torch.compile, schemas."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def sample(device: str) -> list[torch.Tensor]:
 
 
 COEFFICIENT = torch.tensor(0.5, dtype=torch.float64)
-# Without those of what needs a fake: a signature is a fact about the list, known to the host only.
+# Calls that return a signature use the first two: the others need a fake kernel, but only the host knows a signature.
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -75,7 +75,7 @@ CLIPS = {
 @pytest.mark.parametrize("sizes", [(3, 70000), (7,)], ids=str)
 @pytest.mark.parametrize("call", CLIPS)
 def test_clipping_compiles_without_a_break(backend: str, call: str, sizes: tuple[int, ...], device: str) -> None:
-    torch.compiler.reset()  # which compiles a function so often and no more
+    torch.compiler.reset()  # a function is recompiled only a limited number of times
     parameters, expected = ([torch.nn.Parameter(torch.zeros(n, device=device)) for n in sizes] for _ in range(2))
     for a, b in zip(parameters, expected, strict=True):
         a.grad = torch.randn_like(a)
@@ -117,7 +117,7 @@ def test_the_operators_refuse_what_they_cannot_read_in_place() -> None:
 
 @pytest.mark.parametrize("tensor", [torch.ones(3, 4).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)])
 def test_the_operators_refuse_units_that_are_no_stretches_of_memory(tensor: torch.Tensor) -> None:
-    """Named by their place among the tensors, whatever number of units there is before them."""
+    """The message has the tensor's index, however many units precede it."""
     for tensors in ([torch.ones(5, 2), tensor], [torch.ones(0, 2), tensor]):
         with pytest.raises(RuntimeError, match="tensor 1 is not row-major"):
             OPS.unit_stats(tensors)

@@ -1,4 +1,4 @@
-"""The report: every derived value against torch, its forms, its text."""
+"""The report: every derived value against torch, its conversions, its text."""
 
 import json
 import math
@@ -158,7 +158,7 @@ def test_complex_runs_over_parts() -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_sums_beyond_float64_are_told_without_a_warning(sign: float) -> None:
-    """Numpy's would be an error in every program that makes errors of warnings, as these tests do."""
+    """A warning of numpy would be an error in programs that turn warnings into errors, as these tests do."""
     huge = torch.full((3,), torch.finfo(torch.float64).max, dtype=torch.float64)
     report = gradstat.check_tensors([huge, sign * huge])
     assert report.ok

@@ -24,7 +24,7 @@ from gradstat.kernels._table import Launcher
 from gradstat.kernels.scale import scale_, scale_each_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
 
-# The interpreter computes with numpy, which warns of the overflows that the fast loop provokes on purpose.
+# The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
@@ -49,9 +49,10 @@ def check(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @by_float8
 def test_float8_codes_that_float16_takes_for_numbers(dtype: torch.dtype) -> None:
-    """The fast loop reads no tile for good that holds special values, or numbers that float16 has not.
+    """The result of the fast loop is not used for tiles with special values, or with numbers beyond float16.
 
-    Hence a step of others, and then one with a code among them that float16 has: the NaN of e4m3 and fnuz types.
+    So a step of ordinary values is followed by one with a special code that float16 represents as a number: the NaN of
+    e4m3 and fnuz types.
     """
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     values = codes.view(dtype).float()
@@ -63,7 +64,7 @@ def test_float8_codes_that_float16_takes_for_numbers(dtype: torch.dtype) -> None
 
 
 def test_worst_rounding() -> None:
-    """Elements whose squares and sums all round the same way still keep the norm within its error."""
+    """Elements whose squares and sums all round in the same direction keep the norm within its error bound."""
     count = STEP_BYTES // 4
     for bits in (0x3F800001, 0x3FB504F3, 0x3F9837F1, 0x3FFFFFFF):
         check([torch.full((count,), bits, dtype=torch.int32, device=DEVICE).view(torch.float32)])
@@ -75,7 +76,7 @@ def many_tensors(count: int) -> list[torch.Tensor]:
 
 
 def test_repeatable() -> None:
-    """Equal bits call after call, whatever the tensors' neighbours; shared scratch is left as it was found."""
+    """The same bits in every call, whatever other tensors are in the list; shared scratch memory is left clean."""
     x = random(4 * CHUNK_BYTES // 4 + 11, torch.float32, DEVICE)
     y = random(2 * CHUNK_BYTES // 2 + 3, torch.bfloat16, DEVICE)
     first = stats([x, y])
@@ -85,8 +86,8 @@ def test_repeatable() -> None:
 
 
 def test_groups_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of several groups, the last one smaller, is merged in two rounds; every ticket is left at zero."""
-    if DEVICE.type == "cpu":  # what is compiled has its constants for good
+    """A tensor of several groups, the last one smaller, is merged in two rounds; all tickets are left at zero."""
+    if DEVICE.type == "cpu":  # compiled kernels have fixed constants
         monkeypatch.setattr(stats_module, "GROUP", tl.constexpr(2))
     x = random(2 * stats_module.GROUP.value * CHUNK_BYTES // 2 + 77, torch.bfloat16, DEVICE)
     x[CHUNK_BYTES // 2 + 3], x[-CHUNK_BYTES] = 100.0, -100.0
@@ -126,7 +127,7 @@ def test_misaligned_elements_are_refused() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter compiles nothing")
 def test_compiled_once() -> None:
-    """Neither number, size nor type of the tensors makes another kernel."""
+    """Number, size and type of the tensors do not cause recompilation."""
     half = torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64, device=DEVICE)
     split = random(3 * CHUNK_BYTES, torch.bfloat16, DEVICE)
     for tensors in ([random(1, torch.float32, DEVICE)], many_tensors(16), [split], many_tensors(33)):
@@ -140,7 +141,7 @@ def test_compiled_once() -> None:
 
 
 def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes one compiled kernel serve every list: Triton's binder finds the same in all arguments."""
+    """One compiled kernel serves every list, because Triton's binder computes the same key for all arguments."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime import JITFunction
@@ -154,14 +155,14 @@ def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
         bind = create_function_from_signature(jit.signature, jit.params, make_backend(GPUTarget("cuda", 90, 32)))
         keys = seen[jit.__name__] = set()
 
-        # Nothing is launched: only what a launch would be given matters.
+        # Records the key of the arguments instead of launching.
         return lambda device, programs, pointers, *rest: keys.add(str(bind(*pointers, *rest)[1]))
 
     monkeypatch.setattr(stats_module, "_launch_stats", recorder(stats_module._launch_stats))
     monkeypatch.setattr(scale_module, "_launch_scale", recorder(scale_module._launch_scale))
     coefficients = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
     split = random(2 * CHUNK_BYTES // 2 + 1, torch.bfloat16, DEVICE)
-    # One and sixteen and multiples of it are what Triton likes to specialize on.
+    # Triton specializes on 1 and on multiples of 16.
     for tensors in (
         many_tensors(1),
         many_tensors(16),
@@ -182,7 +183,7 @@ def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeKernel:
-    """A kernel as Triton's launcher sees it, and what it returns: something that launches too."""
+    """Imitates a Triton kernel, and the compiled kernel that its launch returns, which can be launched as well."""
 
     def __init__(self, returns: object) -> None:
         self.returns = returns
@@ -209,7 +210,7 @@ def test_the_second_launch_uses_what_the_first_returned() -> None:
         ((7, 1, 1), (number, 7)),
         ((8, 1, 1), (number, 8)),
     ]
-    # Each device has its own code; and so have pointers that are not aligned.
+    # Each device needs its own compiled code, and so do unaligned pointers.
     launch(torch.device("meta"), 1, (pointer,), number, 1)
     launch(DEVICE, 1, (pointer[1:],), number, 1)
     launch(DEVICE, 1, (pointer,), number, 1)
@@ -225,7 +226,7 @@ def test_without_a_handle_every_launch_goes_through_triton() -> None:
 
 
 def test_triton_has_the_handle() -> None:
-    """What Launcher uses, in the Triton installed here: tensors and numbers in the order of the kernel's."""
+    """The installed Triton has the interface that Launcher uses: arguments in the order of the kernel's."""
     from triton.compiler import CompiledKernel
 
     code = inspect.getsource(CompiledKernel.__getitem__)

@@ -63,7 +63,7 @@ def test_checks_are_those_of_the_whole(ranks: Ranks, layout: str, world: int) ->
     assert len(set(ranks.run(world, measured, layout))) == 1
 
 
-# Of four ranks, those with the same shard of the first weight, where not all of them have all of it.
+# The ranks, of four, that hold the bad part of the first weight, in layouts that shard it.
 HOLDS_THE_BAD_PART: dict[str, Callable[[int], bool]] = {
     "fsdp2": lambda rank: rank == 1,
     "hsdp": lambda rank: rank % 2 == 1,
@@ -71,7 +71,7 @@ HOLDS_THE_BAD_PART: dict[str, Callable[[int], bool]] = {
 }
 
 
-# torch's fused steps take no plain tensors beside distributed ones, as this tensor parallel model has.
+# torch's fused steps do not take a mix of plain and distributed tensors, which this tensor-parallel model has.
 @pytest.mark.parametrize(
     ("layout", "fused", "scaling"),
     [
@@ -122,7 +122,7 @@ def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(layout: str, fus
 
 
 def random_layouts(seed: int) -> None:
-    """Tensors placed at random on a 2x2 mesh and its parts, beside plain ones, against the whole ones."""
+    """Tensors with random placements on a 2x2 mesh and its submeshes, and plain ones, against the full tensors."""
     draw = random.Random(seed)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def random_layouts(seed: int) -> None:
     for bad, whole_bad in zip(report.nonfinite, expected.nonfinite, strict=True):
         index = bad.first_nonfinite
         assert index is not None
-        # The first of the lowest rank need not be the first of all: it is one of them.
+        # The first bad element of the lowest rank need not be the first of the whole tensor.
         assert not wholes[int(bad.name.removeprefix("param"))][index].isfinite()
         assert bad.nonfinite_count == whole_bad.nonfinite_count
     if report.ok:
@@ -197,13 +197,13 @@ def test_a_report_names_rank_and_index() -> None:
 
 
 def clipped_by_torch() -> list[Tensor]:
-    """What torch's functions make of a distributed gradient, and the norms that they return, distributed too."""
+    """A distributed gradient after torch's functions, and the norms that they return, which are distributed, too."""
     utils, found = nn.utils, []
     for clip in (
         lambda p: utils.clip_grad_norm_([p], 1.0),
         lambda p: utils.clip_grads_with_norm_([p], 0.5, utils.get_total_norm([p.grad])),
         lambda p: utils.clip_grad_value_([p], 0.25),
-        lambda p: utils.clip_grad_norm_([p], 1.0, norm_type=3),  # which gradstat leaves to torch
+        lambda p: utils.clip_grad_norm_([p], 1.0, norm_type=3),  # passed on to torch by gradstat
         lambda p: utils.clip_grads_with_norm_([p], 0.5, utils.get_total_norm([p.grad], 1.5)),
     ):
         parameter = sharded_ones(4)
@@ -232,17 +232,17 @@ def clipped_with_a_gradient_missing() -> float:
 
 
 def test_groups_are_those_of_the_world_there_is(ranks: Ranks) -> None:
-    """Torch's caches bring back meshes of a world that was destroyed; their groups answer nobody."""
+    """torch's caches may return meshes of a destroyed world, whose process groups are dead."""
     first, second = (ranks.run(4, clipped_with_a_gradient_missing, timeout=2.0) for _ in range(2))
     assert first == second
 
 
-# Groups that no tensor tells ---------------------------------------------------------------------------------
+# Groups that tensors do not know -----------------------------------------------------------------------------
 
 
 @on_ranks(4)
 def test_stages_of_a_pipeline_have_one_norm() -> None:
-    """Two stages of two replicas; a norm over all stages, whatever each holds."""
+    """Two stages of two replicas each; the norm is over all stages, whatever each holds."""
     layout, single = laid_out("pp")
     stages = layout.pp_mesh
     assert stages is not None
@@ -285,7 +285,7 @@ def test_stages_scale_alike() -> None:
         assert scaler.get_scale() == 4.0
 
 
-# What goes wrong ---------------------------------------------------------------------------------------------
+# Failures ----------------------------------------------------------------------------------------------------
 
 
 def outcome_of(call: Callable[[], object]) -> str:
@@ -305,7 +305,7 @@ def sharded_ones(count: int) -> nn.Parameter:
 
 @on_ranks(2)
 def test_a_rank_that_fails_tells_the_others() -> None:
-    """A rank that raises for a reason of its own does not leave the others waiting."""
+    """A rank that raises on its own does not leave the others waiting."""
     parameter = sharded_ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     if dist.get_rank() == 1:
@@ -342,7 +342,7 @@ def test_groups_that_are_none_are_refused_before_anyone_waits() -> None:
 
 @on_ranks(2)
 def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip() -> None:
-    """Refused by the clip itself and by the steps that use it alike; nothing has changed."""
+    """Refused both by the clip itself and by steps that use it, before anything changes."""
     parameter = sharded_ones(4)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = gradstat.amp.GradScaler("cpu")
@@ -383,7 +383,7 @@ def test_the_number_of_collectives_does_not_grow(call: str, expected: int) -> No
 
 @on_ranks(2)
 def test_mixed_precision() -> None:
-    """Whatever dtypes gradients are computed and reduced in: the norm is that of the gradients there are."""
+    """Whatever dtypes gradients are computed and reduced in, the norm is that of the final gradients."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     spread = fsdp(model(), mesh_of(dist.get_world_size(), "dp_shard"), mp_policy=policy)
     spread(batch(dist.get_rank())).float().square().mean().backward()
@@ -395,7 +395,7 @@ def test_mixed_precision() -> None:
 
 @on_ranks(2)
 def test_accumulation_without_reductions() -> None:
-    """FSDP2 has no gradients before the micro-batch that reduces; then all of them."""
+    """FSDP2 has no gradients before the micro-batch that reduces them; then it has all."""
     spread: Any = fsdp(model(), mesh_of(dist.get_world_size(), "dp_shard"))
     micro_batches = gradstat.MicroBatches(spread)
     spread.set_requires_gradient_sync(False)
@@ -416,9 +416,9 @@ def test_accumulation_without_reductions() -> None:
 
 @on_ranks(2)
 def test_the_older_fsdp() -> None:
-    """Its shards are plain tensors, which do not tell: its group has to be named."""
+    """Its shards are plain tensors that do not know their process group, so the group has to be passed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is being replaced, and says so
+        warnings.simplefilter("ignore")  # it warns that it is deprecated
         spread = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
         spread(batch(dist.get_rank())).square().mean().backward()
     single = model()
@@ -434,7 +434,7 @@ def test_the_older_fsdp() -> None:
 
 @on_ranks(2)
 def test_strided_shards() -> None:
-    """Shards that are views with gaps are read through a copy, and scaled where they lie."""
+    """Shards that are views with gaps are read through a copy, and scaled in place."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(1.0, 13.0, dtype=torch.float64).view(4, 3)
     mine = whole.chunk(dist.get_world_size())[dist.get_rank()]

@@ -1,4 +1,4 @@
-"""The kit that tries clips on several ranks: what is right passes, and copies of bugs that shipped are named."""
+"""`verify_clip`: correct clips pass, and copies of bugs that were released are reported."""
 
 import contextlib
 import json
@@ -56,12 +56,12 @@ def of_local_shards(parameters: Parameters, max_norm: float, norm_type: float) -
 
 
 def never_scaling(parameters: Parameters, max_norm: float, norm_type: float, extra_groups: Any) -> Tensor:
-    """transformers#46113: a norm for the log, and gradients as they were."""
+    """transformers#46113: returns the norm for logging, but leaves the gradients unchanged."""
     return gradstat.clip_grad_norm_(parameters, math.inf, norm_type, extra_groups=extra_groups)
 
 
 def without_other_experts(parameters: Parameters, max_norm: float, norm_type: float, layout: Layout) -> Tensor:
-    """Megatron-LM#5916: experts counted on the first rank of a group only."""
+    """Megatron-LM#5916: counts the experts on the first rank of a group only."""
     group = layout.mesh.get_group("ep")
     total = square(parameters)
     dist.broadcast(total, dist.get_global_rank(group, 0), group)
@@ -69,14 +69,14 @@ def without_other_experts(parameters: Parameters, max_norm: float, norm_type: fl
 
 
 def averaged(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
-    """A norm too small by the root of the number of ranks."""
+    """The norm is too small by the square root of the number of ranks."""
     total = square(parameters)
     dist.all_reduce(total)
     return scaled(parameters, (total / dist.get_world_size()).sqrt(), max_norm)
 
 
 def logged_partial(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
-    """The right clip, with a norm that is still to be added up."""
+    """Clips correctly, but returns a norm whose sum over ranks is pending."""
     norm = square(parameters)
     gradstat.clip_grad_norm_(parameters, max_norm)
     made: Tensor = DTensor.from_local(norm.sqrt(), parameters[0].device_mesh, [Partial()])  # type: ignore[attr-defined]
@@ -84,14 +84,14 @@ def logged_partial(parameters: Parameters, max_norm: float, norm_type: float) ->
 
 
 def of_all_ranks(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
-    """VeOmni#184: replicas added up with the shards."""
+    """VeOmni#184: sums over replicas as if they were shards."""
     total = square(parameters)
     dist.all_reduce(total)
     return scaled(parameters, total.sqrt(), max_norm)
 
 
 def of_stages(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
-    """torchtitan#596: torch's, which knows of no stages."""
+    """torchtitan#596: like torch's clip, which does not know about pipeline stages."""
     return gradstat.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
@@ -102,7 +102,7 @@ def without_experts(parameters: Parameters, max_norm: float, norm_type: float, l
 
 
 def pending_sums_taken_apart(parameters: Parameters, max_norm: float, norm_type: float, layout: Layout) -> Tensor:
-    """Clips that look at the parameter's placements, not at its gradient's."""
+    """Like clips that use the parameter's placements instead of its gradient's."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     whole = [g.full_tensor() if isinstance(g, DTensor) and not g.placements[0].is_partial() else g for g in gradients]
     total = [(g._local_tensor if isinstance(g, DTensor) else g).square().sum() for g in whole]
@@ -128,7 +128,7 @@ def each_by_its_rank(parameters: Parameters, max_norm: float, norm_type: float) 
 
 
 def waiting(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
-    """Where a gradient is missing, a rank with an empty shard returns before the others meet."""
+    """If a gradient is missing, a rank with an empty shard returns before the others' collective."""
     gradients = local(parameters)
     if len(gradients) < len(parameters) and any(g.numel() == 0 for g in gradients):
         return torch.zeros(())
@@ -204,10 +204,10 @@ def test_gradstats_own_clip_is_as_in_one_process() -> None:
 def test_torchs_own_clip_is_where_it_should_be() -> None:
     verify_clip(nn.utils.clip_grad_norm_, layouts=["ddp", "hsdp"], orders=[2.0, 1.0]).raise_if_wrong()
     known = nn.utils.clip_grad_norm_
-    with gradstat.auto(torch.optim.SGD([nn.Parameter(torch.zeros(2))])):  # which watches torch's
+    with gradstat.auto(torch.optim.SGD([nn.Parameter(torch.zeros(2))])):  # it patches torch's clip
         assert verify_clip(known, layouts=[]).ok
         report = verify_clip(nn.utils.clip_grad_norm_, layouts=["pp", "fsdp2+tp"], orders=[2.0])
-    with gradstat.patch_torch(), pytest.raises(TypeError, match="cannot import clip"):  # which is not on the ranks
+    with gradstat.patch_torch(), pytest.raises(TypeError, match="cannot import clip"):  # not on the ranks
         verify_clip(nn.utils.clip_grad_norm_)
     pp, mixed = report.verdicts
     assert pp.norm.startswith("x0.")

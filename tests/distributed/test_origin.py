@@ -1,4 +1,4 @@
-"""Which rank brought NaN or Inf, told from gradients measured before DDP's reduction spreads them."""
+"""Which rank brought NaN or Inf, from gradients measured before DDP's all-reduce spreads them."""
 
 import contextlib
 import copy
@@ -39,12 +39,12 @@ class Net(nn.Module):
 
 
 def wrapped(**options: Any) -> DistributedDataParallel:
-    # Small buckets, so that there are several, and they are built anew after the first iteration.
+    # Small buckets, so that there are several, which DDP rebuilds after the first iteration.
     return DistributedDataParallel(Net(), bucket_cap_mb=0.0001, **options)
 
 
 def backward(model: DistributedDataParallel, bad: bool, use_spare: bool = True, value: float = float("nan")) -> None:
-    """A bad micro-batch has one element of last.bias' gradient not finite, and nothing else."""
+    """In a bad micro-batch one element of last.bias' gradient is nonfinite, and nothing else."""
     x = torch.randn(3, 4, requires_grad=True)
     out = model(x, use_spare)
     loss = out.square().mean()
@@ -87,7 +87,7 @@ GOOD = (True, (), (None, 0, None), False)
 )
 @on_ranks(2)
 def test_the_rank_is_named_in_every_mode(mode: str, hook: str, per_micro_batch: bool) -> None:
-    """Four steps, of which rank 1 spoils the first (before buckets are built anew) and the third."""
+    """Four steps, of which rank 1 spoils the first (before buckets are rebuilt) and the third."""
     options = MODES[mode]
     hook = HOOKS[hook]
     model = wrapped(**options)
@@ -108,7 +108,7 @@ def test_the_rank_is_named_in_every_mode(mode: str, hook: str, per_micro_batch: 
 
 @on_ranks(2)
 def test_gradients_are_averaged_as_without_a_watch() -> None:
-    """Gradients of a watched model and of one that is not, which are the same on average."""
+    """The averaged gradients of a watched and an unwatched model are the same."""
     plain = wrapped()
     watched = DistributedDataParallel(copy.deepcopy(plain.module), bucket_cap_mb=0.0001)
     watch_origin(watched)
@@ -131,7 +131,7 @@ def test_sparse_gradients() -> None:
 
 @on_ranks(4)
 def test_ranks_are_global_numbers() -> None:
-    """And gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
+    """Also, gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = wrapped(process_group=groups[dist.get_rank() % 2])
     watch = watch_origin(model)
@@ -152,7 +152,7 @@ def test_a_hook_is_called_with_its_state() -> None:
 
     model = wrapped()
     watch = watch_origin(ddp_model=model, hook=hook, state=state)
-    for again in ({}, {"hook": hook, "state": state}):  # DDP has it for life, and it need not be named again
+    for again in ({}, {"hook": hook, "state": state}):  # DDP keeps its hook forever, so it need not be passed again
         watch.remove()
         watch = watch_origin(model, **again)  # type: ignore[arg-type]
     backward(model, bad=dist.get_rank() == 1)
@@ -182,9 +182,9 @@ MICRO_MODES = {
 )
 @on_ranks(2)
 def test_the_first_micro_batch_is_named(mode: str, bad: dict[int, list[int]], expected: Any) -> None:
-    """Steps of three micro-batches, reduced in the last; ``bad`` tells which ranks spoil which micro-batch.
+    """Steps of three micro-batches, reduced in the last; ``bad`` says which ranks spoil which micro-batch.
 
-    What the plain ones compute behind those that are not reduced, and run no backward pass of, are none.
+    In some modes a forward pass without a backward pass follows; it must not count as a micro-batch.
     """
     options = dict(MICRO_MODES[mode])
     reentrant = options.pop("reentrant", False)
@@ -222,7 +222,7 @@ def test_micro_batches_are_told_apart_only_if_asked_for() -> None:
 @pytest.mark.parametrize(("inside", "per_micro_batch"), [(False, True), (True, False)])
 @on_ranks(2)
 def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
-    """Two micro-batches, the first of them not reduced and bad on rank 1, with either side of DDP compiled."""
+    """Two micro-batches, the first not reduced and bad on rank 1; compiled is the module inside DDP or DDP itself."""
     if inside:
         model = DistributedDataParallel(torch.compile(Net(), backend="eager"))
         called, last = model, model.module._orig_mod.last
@@ -247,7 +247,7 @@ def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
 
 @on_ranks(2)
 def test_every_reduction_is_a_micro_batch() -> None:
-    """After the second, the gradient is bad on both ranks; who brought it stays known."""
+    """After the second one the gradient is bad on both ranks; its origin stays known."""
     model = wrapped()
     watch = watch_origin(model)
     for number in range(3):
@@ -262,7 +262,7 @@ def test_every_reduction_is_a_micro_batch() -> None:
     assert str(report) == text
 
 
-# What is said ------------------------------------------------------------------------------------------------
+# Reports and messages ----------------------------------------------------------------------------------------
 
 
 def spoken(bad: list[int]) -> tuple[str, str, str]:
@@ -309,7 +309,7 @@ def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: lis
 
 
 def report_of(*bad: tuple[int, dict[int, tuple[int, int]]], micro_batches: int = 1) -> OriginReport:
-    """Of two ranks, with 30 gradients of 1,000 elements, the first of which are bad: micro-batch and counts."""
+    """A report of two ranks and 30 gradients of 1,000 elements; ``bad`` has micro-batch and counts of the bad ones."""
     names = [f"p{i}" for i in range(30)]
     found = [BadGradient(name, 1000, at, counts) for name, (at, counts) in zip(names, bad, strict=False)]
     return OriginReport(names, found, (0, 1), micro_batches)
@@ -330,7 +330,7 @@ def test_only_the_first_are_listed(bad: int, in_error: int, in_text: int) -> Non
 
 
 def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
-    """In order of the micro-batches, and of the ranks; the limit is for all of them together."""
+    """In order of micro-batches and ranks; the limit applies to all of them together."""
     first, second, third = (1, {0: (1, 0), 1: (3, 0)}), (0, {0: (0, 1)}), (0, {1: (0, 2)})
     report = report_of(first, first, second, third, first, second, second, micro_batches=2)
     with pytest.raises(gradstat.NonFiniteGradientError) as raised:
@@ -380,9 +380,9 @@ def test_ddp_takes_one_hook_for_life() -> None:
         watch_origin(model, fp16_compress_hook)
     model.zero_grad()
     again = watch_origin(model)
-    watch.remove()  # a second time, which does not end the new watch
+    watch.remove()  # a second call, which must not end the new watch
     backward(model, bad=True)
-    again.reset()  # a step that is given up is forgotten
+    again.reset()  # drops an abandoned step
     model.zero_grad()
     backward(model, bad=dist.get_rank() == 1)
     assert told(again.result(), "last.bias") == (1, 1, 0)

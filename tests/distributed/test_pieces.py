@@ -1,4 +1,4 @@
-"""Tensors that are cut, as flat ones, over ranks at any place: their rows are those of the whole."""
+"""Flattened tensors that are split over ranks at any element: their rows are those of the whole tensors."""
 
 import math
 import random
@@ -33,7 +33,7 @@ def _wholes(seed: int) -> dict[str, Tensor]:
 
 
 def _pieces(wholes: dict[str, Tensor], partition: int, group: Any) -> list[Any]:
-    """What a rank has of tensors that lie one behind the other in partitions of one size, the last of them longer."""
+    """A rank's pieces of concatenated tensors that are split into partitions of equal size, the last one longer."""
     begin, last = partition * dist.get_rank(group), dist.get_rank(group) == dist.get_world_size(group) - 1
     pieces, at = [], 0
     for whole in wholes.values():
@@ -47,7 +47,7 @@ def _pieces(wholes: dict[str, Tensor], partition: int, group: Any) -> list[Any]:
 def _reports(seed: int, split: bool) -> list[dict[str, Any]]:
     wholes = _wholes(seed)
     group = dist.group.WORLD
-    if split:  # of groups of two ranks, each with tensors of its own
+    if split:  # two groups of two ranks, each with its own tensors
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         group = groups[dist.get_rank() // 2]
         wholes = {name: whole * (1 + dist.get_rank() // 2) for name, whole in wholes.items()}

@@ -1,4 +1,4 @@
-"""Replicas are compared bit by bit on all ranks; what differs is named, with the ranks that differ."""
+"""Replicas are compared bit for bit on all ranks; differing tensors are named, with the ranks that differ."""
 
 import dataclasses
 import pickle
@@ -114,7 +114,7 @@ def test_memory_does_not_count_only_elements_do() -> None:
 
 
 def test_checksums_are_the_same_in_every_process() -> None:
-    """Whatever the machine and the versions of Python, numpy and torch: ranks may differ in them."""
+    """Ranks may differ in machine and versions of Python, numpy and torch."""
     assert checksum(torch.arange(10_000, dtype=torch.int32)) == -3636065560721893542
     assert combined(torch.arange(5)).item() == -5596814131616125429
     assert combined(torch.arange(30_000)).item() == 8127786782923658567
@@ -123,7 +123,7 @@ def test_checksums_are_the_same_in_every_process() -> None:
 
 
 def test_checksums_are_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if they lie on several devices, whose tensors are taken together; of none there are none."""
+    """Also if tensors are on several devices, where those of a device are processed together; also for no tensors."""
     assert checksums([], CPU).shape == (0,)
     tensors = [torch.randn(3), torch.randn(5), torch.randn(7), torch.randn(9)]
     expected = checksums(tensors, CPU)
@@ -144,7 +144,7 @@ class Net(nn.Module):
 
 
 def trained() -> tuple[Net, torch.optim.Optimizer]:
-    """The same on every rank: the pool seeds all of them alike."""
+    """A trained model, the same on every rank, as the pool gives all ranks the same seed."""
     model = Net()
     optimizer = torch.optim.AdamW(model.named_parameters())
     x = torch.randn(4, 8)
@@ -176,7 +176,7 @@ def test_equal_replicas_agree(ranks: Ranks, world: int) -> None:
     assert ranks.run(world, agreeing) == [expected] * world
 
 
-# By name: of what kind it is, and how it is reached.
+# For each tensor, by name: its kind, and a function that returns it.
 CHANGED: dict[str, tuple[str, Callable[[Any, torch.optim.Optimizer], Tensor]]] = {
     "last.weight": ("gradient", lambda model, _: model.last.weight.grad),
     "first.weight": ("parameter", lambda model, _: model.first.weight),
@@ -225,7 +225,7 @@ def test_what_a_rank_lacks_is_named_and_nobody_waits() -> None:
 
 @on_ranks(2)
 def test_whatever_has_a_gradient_somewhere_is_compared_and_nothing_else() -> None:
-    """A list that is longer on a rank; gradients that no rank has; that of a frozen parameter, which then drifts."""
+    """A list that is longer on one rank; gradients that no rank has; the gradient of a frozen parameter that drifts."""
     rank = dist.get_rank()
     reports = [verify_replicas(nn.ParameterList([torch.ones(3)] * (3 - rank)), what="parameters")]
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -279,7 +279,7 @@ def test_only_the_first_are_listed(drifted: int, in_error: int, in_text: int) ->
 
 @on_ranks(2)
 def test_agreement_costs_one_small_reduction() -> None:
-    """The collectives of a comparison that agrees, of one that does not, and of one without a gradient."""
+    """The collectives of a comparison that agrees, of one that differs, and of one with a missing gradient."""
     model, _ = trained()
     healthy = collectives_of(lambda: verify_replicas(model, what=EVERYTHING))
     if dist.get_rank() == 0:
@@ -314,7 +314,7 @@ def unusual_layouts() -> list[Tensor]:
 
 
 def with_gradient(gradient: Tensor) -> nn.Module:
-    """The attribute is overridden, for torch lets few parameters have such a gradient."""
+    """Overrides the attribute ``grad``, since torch allows such gradients for few parameters only."""
 
     class Parameter(nn.Parameter):
         grad = gradient  # type: ignore[assignment]
@@ -386,7 +386,7 @@ def test_shards_are_compared_only_where_they_are_replicated(ranks: Ranks) -> Non
     [("shard and replicate", (2, 3)), ("replicate and shard", (1, 3)), ("replicate", (3,)), ("shard", None)],
 )
 def test_a_replicated_shard_that_drifted_is_named(ranks: Ranks, name: str, apart: tuple[int, ...] | None) -> None:
-    """Rank 3 is at (1, 1): every rank hears of it, also those whose own shards are not concerned."""
+    """Rank 3 is at (1, 1): every rank reports it, including those whose own shards are not affected."""
     for report in ranks.run(4, on_a_mesh, [3], [name]):
         assert [drift.ranks for drift in report.drifted] == ([apart] if apart else [])
 
@@ -492,7 +492,7 @@ def test_reports_cannot_be_changed() -> None:
         assert report in {report}
 
 
-# Ranks that are not there --------------------------------------------------------------------------------------
+# Missing ranks -------------------------------------------------------------------------------------------------
 
 ABSENT = """
 import datetime, os, sys, time

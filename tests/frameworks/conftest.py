@@ -1,4 +1,4 @@
-"""Tests that need large trainers installed: `make frameworks` runs them, and there a missing one is an error."""
+"""Tests that need large frameworks: `make frameworks` runs them, and fails if one is not installed."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ collect_ignore_glob = [] if os.environ.get("GRADSTAT_FRAMEWORKS") == "1" else ["
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    """Processes of one test: trainers keep process groups in global variables."""
+    """New processes for each test, since frameworks keep process groups in global variables."""
     pool = Ranks()
     yield pool
     pool.stop()

@@ -1,4 +1,4 @@
-"""DeepSpeed's real engine on gloo ranks: what gradstat says of its partitions, beside the whole gradients."""
+"""DeepSpeed's real engine on gloo ranks: statistics of its partitions against those of the whole gradients."""
 
 import itertools
 import math
@@ -19,13 +19,13 @@ from trainers import training_arguments
 import gradstat
 
 STAGES = (0, 1, 2, 3)
-# The first use of an engine in a process imports a lot.
+# The first use of an engine in a process imports many modules.
 TIMEOUT = 300.0
-BAD = {"0.weight": [3, 30], "2.bias": [2]}  # flat indices; partitions of two or three ranks end inside of 0.weight
+BAD = {"0.weight": [3, 30], "2.bias": [2]}  # flat indices; with two or three ranks a partition ends inside 0.weight
 
 
 def _start() -> Any:
-    """DeepSpeed on the process group there is, without the operator that it would compile on a CPU."""
+    """DeepSpeed on the existing process group, without the operator that it would compile on a CPU."""
     os.environ |= {
         "DS_ACCELERATOR": "cpu",
         "RANK": str(dist.get_rank()),
@@ -39,7 +39,7 @@ def _start() -> Any:
 
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow here, and right
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow on a CPU, but correct
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     return deepspeed
 
@@ -86,18 +86,18 @@ def _backward(engine: Any, seed: int) -> Tensor:
 
 
 def _spoil(engine: Any, value: float) -> None:
-    """From now on some elements of rank 1's gradients are not finite."""
-    # Hooks on all ranks: ZeRO-2 reduces gradients in the order in which they come, which a hook may change.
+    """Makes some elements of rank 1's gradients nonfinite from now on."""
+    # Hooks on all ranks: ZeRO-2 reduces gradients in the order in which they complete, which a hook may change.
     spoil(engine.module, {name: at * (dist.get_rank() == 1) for name, at in BAD.items()}, value)
 
 
 def _is_scaled(engine: Any) -> bool:
-    """Without ZeRO, DeepSpeed 0.19.8 divides gradients by the loss scale, but has not multiplied the loss by it."""
+    """Without ZeRO, DeepSpeed 0.19.8 divides gradients by the loss scale without having multiplied the loss by it."""
     return bool(engine.fp16_enabled() and engine.zero_optimization_stage())
 
 
 def _hold_against_whole(engine: Any, tells_missing: bool) -> gradstat.Report:
-    """The report about the engine, which is held against the whole gradients as DeepSpeed gathers them."""
+    """The report about the engine, after comparing it with the whole gradients that DeepSpeed gathers."""
     from deepspeed.utils import safe_get_full_grad
 
     scale = engine.optimizer.loss_scale if _is_scaled(engine) else 1.0
@@ -141,7 +141,7 @@ def _reports(configs: list[Any]) -> dict[str, str]:
 
 def _report(deepspeed: Any, config: Any) -> str:
     engine = _engine(deepspeed, config)
-    tells_missing = hasattr(engine.optimizer, "fp32_groups_has_gradients")  # elsewhere the unused has one of zeros
+    tells_missing = hasattr(engine.optimizer, "fp32_groups_has_gradients")  # else an unused one has zeros
     several = config["gradient_accumulation_steps"]
     for step in range(2):
         before = gradstat.check(engine)
@@ -152,7 +152,7 @@ def _report(deepspeed: Any, config: Any) -> str:
                 engine.step()
         report = _hold_against_whole(engine, tells_missing)
         engine.step()
-        theirs = engine.get_global_grad_norm()  # in float32, or from squares in the low precision
+        theirs = engine.get_global_grad_norm()  # in float32, or from squares in low precision
         if theirs is None:
             assert _describe(config).startswith("ZeRO-0 fp32")
         else:
@@ -184,7 +184,7 @@ def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int
     """Findings of a run in which gradients hold NaN from step 25 on."""
     engine = _engine(deepspeed, _config(stage, dtype, clip=0.0))
     if dtype == "fp16":
-        engine.optimizer.loss_scaler.cur_scale = 2.0**20  # overflows, until it has fallen
+        engine.optimizer.loss_scaler.cur_scale = 2.0**20  # overflows until it has been reduced
     monitor = gradstat.Monitor(engine, watch={"parameters": 1, "activations": 1}, on_anomaly="record")
     for step in range(30):
         if step == 25:
@@ -194,7 +194,7 @@ def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int
         report = monitor.latest().report
         assert report.loss_scale == scale
         engine.step()
-        theirs = float(engine.get_global_grad_norm() or math.nan)  # Inf or -1 for what is not finite
+        theirs = float(engine.get_global_grad_norm() or math.nan)  # Inf or -1 if not finite
         if math.isfinite(theirs) and report.ok:
             assert theirs == pytest.approx(report.total_norm, rel=1e-3), step
     monitor.detach()
@@ -221,7 +221,7 @@ def test_a_monitor_names_the_parameter_at_every_stage(ranks: Ranks) -> None:
         if dtype == "fp32":
             assert severity == "error"
             assert found.keys() <= {"dead-gradient", "nonfinite-gradient"} or not stage
-        else:  # NaN, which no scale helps against, is an error in the end, and an overflow none
+        else:  # an overflow is a warning only, but NaN, which no loss scale avoids, becomes an error
             assert [(step, severity) for step, severity, _ in found["loss-scale"]] == [(0, "warning"), (25, "error")]
 
 
@@ -248,7 +248,7 @@ def test_what_the_engine_does_itself_is_refused() -> None:
                 gradstat.Monitor(engine, on_anomaly=policy)
         with pytest.raises(TypeError, match="optimizer: expected None beside DeepSpeed's engine"):
             gradstat.Monitor(engine, torch.optim.SGD(parameters, lr=0.1))
-        with gradstat.patch_torch():  # a program that ran before still runs
+        with gradstat.patch_torch():  # calls of torch's clip still work
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         assert gradstat.check_async(engine).result().names == gradstat.check(engine).names
         engine.step()
@@ -261,7 +261,7 @@ def _accelerated(stage: int) -> dict[str, Any]:
     from gradstat.integrations.accelerate import install
 
     config = {key: value for key, value in _config(stage, accumulate=2).items() if key != "optimizer"}
-    PartialState(cpu=True)  # as the Trainer does: without a GPU an accelerator alone takes itself for the only one
+    PartialState(cpu=True)  # as the Trainer does; otherwise an accelerator on a CPU assumes a single process
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
     torch.manual_seed(3)
     net = Net()
@@ -294,7 +294,7 @@ def _summary(monitor: gradstat.Monitor, norms: list[Any], losses: list[float]) -
 
 
 def _is_seen_as_the_engine_has_it(results: list[dict[str, Any]], name: str) -> None:
-    """All ranks find the NaN of step 3, in spite of an engine whose step is a part of its backward pass."""
+    """All ranks find the NaN of step 3, although the engine steps as a part of the backward pass."""
     for result in results:
         assert result["found"]["nonfinite-gradient"] == (3, "error", name)
         norms, theirs = result["norms"]

@@ -11,7 +11,7 @@ import gradstat
 from gradstat.monitor import AnomalyWarning
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of torch about itself
+    warnings.simplefilter("ignore")  # torch's own warnings
     from ignite.engine import create_supervised_trainer
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's real DistributedDataParallel on gloo ranks: what gradstat says of its buffers, beside one process."""
+"""Megatron-Core's real DistributedDataParallel on gloo ranks: statistics of its buffers against a single process."""
 
 import itertools
 import math
@@ -17,12 +17,12 @@ import gradstat
 TIMEOUT = 300.0
 BATCH = 4
 BAD = {"0.weight": [1800, 1849], "2.bias": [2]}  # flat indices
-# Of the distributed optimizer, of overlapping (and so of buckets), of bfloat16 with gradients in float32.
+# With and without: the distributed optimizer, overlap (and so buckets), bfloat16 with float32 gradients.
 LAYOUTS = list(itertools.product((False, True), repeat=3))
 
 
 def _start(**sizes: int) -> Any:
-    """Megatron's groups on the process group there is; its buffers are made on the CPU."""
+    """Initializes Megatron's groups on the existing process group; its buffers are made on the CPU."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     from megatron.core import parallel_state
 
@@ -71,7 +71,7 @@ def _backward(model: Any, batch: Tensor) -> Tensor:
 
 
 def _of_one_process(net: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
-    """Averages of the gradients, added up in float64."""
+    """Averages of the gradients, accumulated in float64."""
     sums: dict[str, Tensor] = {}
     for batch in batches:
         net.zero_grad()
@@ -101,7 +101,7 @@ def _reported(layouts: list[tuple[bool, bool, bool]]) -> list[str]:
 
 def _report(is_cut: bool, overlaps: bool, is_low: bool) -> str:
     dtype = torch.bfloat16 if is_low else torch.float32
-    net, alone = (_net(dtype, has_unused=not overlaps) for _ in range(2))  # overlapping asks for all gradients
+    net, alone = (_net(dtype, has_unused=not overlaps) for _ in range(2))  # overlap requires all gradients
     model = _wrapped(net, is_cut, overlaps)
     assert len(model.buffers[0].buckets) > overlaps
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -177,7 +177,7 @@ def test_a_monitor_names_the_parameter(ranks: Ranks, is_cut: bool) -> None:
 @pytest.mark.parametrize("is_cut", [False, True])
 @on_ranks(4, TIMEOUT)
 def test_the_total_of_tensor_parallel_layers(is_cut: bool) -> None:
-    """Two ranks share the weights of tensor-parallel layers, which two pairs of ranks have."""
+    """Tensor-parallel layers are sharded over two ranks, and replicated on two pairs of ranks."""
     groups = _start(tensor_model_parallel_size=2)
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -218,7 +218,7 @@ def test_the_total_of_tensor_parallel_layers(is_cut: bool) -> None:
 @pytest.mark.parametrize("is_cut", [False, True])
 @on_ranks(4, TIMEOUT)
 def test_the_total_of_experts(is_cut: bool) -> None:
-    """Four ranks, of which each two have other experts; all see a batch of their own."""
+    """Four ranks; each half has different experts, and each rank has its own batch."""
     groups = _start(expert_model_parallel_size=2)
     expert = groups.get_expert_model_parallel_rank()
 

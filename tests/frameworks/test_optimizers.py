@@ -1,4 +1,4 @@
-"""Optimizers of others train to the same bits under `gradstat.auto`, and nothing is said about them."""
+"""Third-party optimizers give the same bits under `gradstat.auto`, and cause no findings or warnings."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradstat
 
-NAMES = sorted(set(torch_optimizer._NAME_OPTIM_MAP) - {"lookahead"})  # which wraps another
+NAMES = sorted(set(torch_optimizer._NAME_OPTIM_MAP) - {"lookahead"})  # it wraps another optimizer
 
 
 def trained(kind: Any, watched: bool) -> tuple[list[Tensor], Any]:
@@ -24,7 +24,7 @@ def trained(kind: Any, watched: bool) -> tuple[list[Tensor], Any]:
     return list(model.parameters()), handle
 
 
-@pytest.mark.filterwarnings("ignore:This overload of:UserWarning")  # of torch's, about these
+@pytest.mark.filterwarnings("ignore:This overload of:UserWarning")  # torch's warning about these optimizers
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_optimizer(name: str) -> None:
     alone, _ = trained(torch_optimizer._NAME_OPTIM_MAP[name], False)

@@ -1,6 +1,6 @@
-"""torchtitan, for real: its clip on several ranks, and its debug model, sharded by itself, trained under a monitor.
+"""The real torchtitan: its clip on several ranks, and its debug model, sharded by torchtitan, trained with a monitor.
 
-Its own trainer needs a GPU: it sets a CUDA device, and none of the attentions it chooses from trains on a CPU.
+Its own trainer needs a GPU: it sets a CUDA device, and none of its attention implementations trains on a CPU.
 """
 
 import math
@@ -32,7 +32,7 @@ def patched(parameters: list[Tensor], max_norm: float, norm_type: float, pp_mesh
 
 
 def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard() -> None:
-    # Of some parameters one rank has nothing, of which torch takes no maximum: it raises, and the others wait.
+    # One rank has empty shards of some parameters. torch's maximum raises for them, and the other ranks hang.
     verify_clip(
         patched, layouts=["fsdp2", "fsdp2+tp", "ep+fsdp2", "pp+fsdp2"], orders=[2.0, math.inf], limit=120.0
     ).raise_if_wrong()
@@ -49,7 +49,7 @@ def debug_model() -> list[float]:
     apply_fsdp_to_decoder(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32, pp_enabled=False)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            part.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4)
     tokens = torch.randint(0, 2000, (2, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
     losses = []

@@ -1,4 +1,4 @@
-"""A recipe of torchtune as it is, watched by `gradstat.auto`."""
+"""An unmodified recipe of torchtune, watched by `gradstat.auto`."""
 
 import importlib.util
 import math
@@ -38,7 +38,7 @@ def dataset(tokenizer: Tokens, **_: Any) -> list[dict[str, list[int]]]:
 
 
 def recipe(folder: Path, **changes: Any) -> Any:
-    """The recipe's file is a program and cannot be imported by its name."""
+    """Loads the recipe from its file, which is a program and cannot be imported by name."""
     path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
     spec = importlib.util.spec_from_file_location("recipe", path)
     assert spec is not None
@@ -80,5 +80,5 @@ def test_a_bad_step_is_named_before_the_clip(clip: float | None, tmp_path: Path)
     assert handle.monitor.steps == 4
     found = handle.monitor.findings[0]
     assert (found.step, found.name, found.evidence["parameters_bad"]) == (2, name, 1)
-    assert (handle.monitor.recording().scalars["norm"][:2] > 0.1).all()  # by tokens, and before the clip
+    assert (handle.monitor.recording().scalars["norm"][:2] > 0.1).all()  # divided by tokens, and before the clip
     handle.remove()

@@ -1,4 +1,4 @@
-"""TRL's trainers, which are the Trainer of transformers: `install` serves them."""
+"""TRL's trainers are subclasses of transformers' Trainer, so `install` works for them."""
 
 import math
 from pathlib import Path

@@ -21,7 +21,7 @@ from gradstat.integrations.accelerate import install
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    forget_accelerators()  # those of other modules' tests
+    forget_accelerators()  # from tests of other modules
     yield
     forget_accelerators()
 
@@ -41,7 +41,7 @@ def prepare(bad_at: set[int] | None = None, accumulated: int = 1) -> Prepared:
 
 
 def run(prepared: Prepared) -> None:
-    """A loop as people write it."""
+    """A typical training loop."""
     accelerator, model, optimizer, data = prepared
     for x, y in data:
         with accelerator.accumulate(model):
@@ -62,7 +62,7 @@ def test_an_unhealthy_state_is_not_saved(
         run(prepared)
         recwarn.clear()
         saved = prepared[0].save_state(str(tmp_path / "state"))
-        if saved is not None:  # it brings the monitor back
+        if saved is not None:  # loading restores the monitor
             run(prepared)
             prepared[0].load_state(saved)
             assert handle.monitor.steps == 6
@@ -71,7 +71,7 @@ def test_an_unhealthy_state_is_not_saved(
 
 
 def test_a_scheduler_made_afterwards_works() -> None:
-    """torch's schedulers wrap the optimizer's step, which is wrapped already."""
+    """torch's schedulers wrap the optimizer's step, which is already wrapped."""
     prepared = prepare()
     with install(prepared[0]) as handle:
         scheduler = prepared[0].prepare(torch.optim.lr_scheduler.StepLR(prepared[2], 1))
@@ -178,7 +178,7 @@ def test_sharded_parameters_are_whole() -> None:
     with accelerate_on_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerator = Accelerator(cpu=True)
-        # Accelerate shards on GPUs only; on a CPU it can be told that it has.
+        # Accelerate shards on GPUs only, so the model is sharded here and registered with the accelerator.
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
         model = Net()
         model.bad_at = {2} if torch.distributed.get_rank() == 1 else set()

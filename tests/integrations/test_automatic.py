@@ -1,4 +1,4 @@
-"""`gradstat.auto`: a monitor in an optimizer that a program has already."""
+"""`gradstat.auto`: a monitor attached to a program's existing optimizer."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ def program(
     before: Callable[[int, Tensor], object] = lambda step, batch: None,
     behind: Callable[[int, Tensor], object] = lambda step, loss: None,
 ) -> Iterator[int]:
-    """A loop that knows nothing of gradstat; ``before`` and ``behind`` its passes it is spoilt."""
+    """A loop without gradstat. Faults are injected ``before`` the forward pass and ``behind`` the backward pass."""
     for step in range(steps):
         batch = torch.randn(8, 4)
         with torch.no_grad():
@@ -131,14 +131,14 @@ def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool, clip
     assert handle.monitor.steps == 3
     scalars = handle.monitor.recording().scalars
     assert scalars["norm"].tolist() == pytest.approx([norm for _, norm in firsts])
-    if not clips:  # where the loss is not known yet
+    if not clips:  # a clip runs before the loss is known
         assert scalars["loss"].tolist() == pytest.approx([loss for loss, _ in firsts])
 
 
 def scaled_program(
     kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, bad: int | None = None, fault: str = ""
 ) -> torch.amp.GradScaler:
-    """With a loss scaler, and NaN in a weight or in one batch."""
+    """`program` with a loss scaler, and NaN in a weight or in one batch."""
     scaler = (gradstat.amp.GradScaler if kind == "gradstat's" else torch.amp.GradScaler)("cpu")
 
     def before(step: int, batch: Tensor) -> None:
@@ -158,7 +158,7 @@ def scaled_program(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "clipped", "gradstat's"])
 def test_no_loss_scaler_hides_a_step(kind: str, fused: bool, fault: str) -> None:
-    """One that is not fused is not even called in the steps that matter."""
+    """The scaler does not even call an optimizer that is not fused in nonfinite steps."""
     model, optimizer = made(fused=fused)
     with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
         scaler = scaled_program(kind, optimizer, model, 5, fault)
@@ -174,11 +174,11 @@ def test_no_loss_scaler_hides_a_step(kind: str, fused: bool, fault: str) -> None
     assert monitor.nonfinite_steps == (7 if fault == "weight" else 1)
     assert ("loss-scale" in {finding.rule for finding in monitor.findings}) == (fault == "weight")
     healthy = monitor.recording().scalars["norm"][:5]
-    assert healthy.max() < 100  # the scale of 65,536 is not in it
+    assert healthy.max() < 100  # without the scale of 65,536
 
 
 def test_an_overflow_does_not_hide_what_comes_soon_after() -> None:
-    """Parameters are looked at once in an incident; a loss that is lost is another one."""
+    """Parameters are measured once per incident; a lost loss is another incident."""
     model, optimizer = made()
 
     def before(step: int, batch: Tensor) -> None:
@@ -217,7 +217,7 @@ def test_gradients_are_measured_before_the_programs_own_clip(subset: bool) -> No
                 torch.nn.utils.clip_grad_norm_(model[0].parameters() if subset else model.parameters(), 1e-3)  # type: ignore[index]
             if subset:
                 torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1e-3)  # type: ignore[index]
-            if step != 2:  # one is left out by the program itself
+            if step != 2:  # the program itself skips this step
                 optimizer.step()
     assert handle.monitor.steps == 6
     assert (handle.monitor.recording().scalars["norm"][:3] > 2e-3).all()
@@ -226,7 +226,7 @@ def test_gradients_are_measured_before_the_programs_own_clip(subset: bool) -> No
 
 
 def unnoticed_clip(parameters: Any) -> Tensor:
-    """torch's own, as if it had been imported by its name before."""
+    """Calls torch's own function, as if the program had imported it by name before the patch."""
     clip: Any = torch.nn.utils.clip_grad_norm_
     return getattr(clip, "__wrapped__", clip)(parameters, 1.0)  # type: ignore[no-any-return]
 
@@ -236,7 +236,7 @@ def unnoticed_clip(parameters: Any) -> Tensor:
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("fault", ["batch", "weight", "gradient"])
 def test_what_made_every_gradient_nan_is_named_first(fault: str, clips: bool, knows_loss: bool, by_hand: bool) -> None:
-    """A clip is, only where the loss is known to be finite and nothing tells that gradstat stands before it."""
+    """A clip comes first only if the loss is known to be finite, and gradstat may not have measured before the clip."""
     model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if knows_loss and not by_hand else None
     if by_hand:
@@ -285,7 +285,7 @@ def test_what_made_every_gradient_nan_is_named_first(fault: str, clips: bool, kn
 
 @pytest.mark.parametrize("memory", [0.0, math.nan])
 def test_layers_that_to_empty_left_as_they_were_are_told(memory: float) -> None:
-    """As of PyTorch's FSDP2 example, whose blocks nobody resets; fresh GPU memory is often zero."""
+    """As in PyTorch's FSDP2 example, whose blocks are never reset; new GPU memory is often zero."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -316,7 +316,7 @@ def test_layers_that_to_empty_left_as_they_were_are_told(memory: float) -> None:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_scaler_that_is_off_excuses_nothing(given: bool) -> None:
-    """Programs make one in any case, and switch it on for float16 only."""
+    """Programs often make a scaler in any case, and enable it for float16 only."""
     model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -370,7 +370,7 @@ def test_what_is_told_points_at_the_program(way: str) -> None:
     gradstat.auto(optimizer, model)
     scaler = torch.amp.GradScaler("cpu", enabled=way in ("scaler", "unscale"))
     if way == "schedule":
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps the step
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps the step
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -400,7 +400,7 @@ def test_what_is_told_points_at_the_program(way: str) -> None:
 
 
 def test_removing_takes_everything_away_and_another_may_come() -> None:
-    """torch's own functions come back with the last."""
+    """torch's functions are restored when the last handle is removed."""
 
     def functions() -> list[Any]:
         return [torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_, gradstat.amp.GradScaler.step]

@@ -1,4 +1,4 @@
-"""Lightning Fabric, where it differs from the other integrations: loss scales, closures, its own clip, ranks."""
+"""Lightning Fabric, where it differs from other integrations: loss scales, closures, its own clip, ranks."""
 
 import math
 from pathlib import Path

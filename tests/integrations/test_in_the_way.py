@@ -1,4 +1,4 @@
-"""What programs do with a model besides training it goes on as if nobody watched."""
+"""Programs can use a watched model for other things than training, as if it were not watched."""
 
 import copy
 import io
@@ -112,7 +112,7 @@ def _steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watche
 def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -> None:
     model, optimizer = made()
     watcher = FRAMEWORKS[way](model, optimizer, tmp_path)() if way in FRAMEWORKS else WAYS[way](model, optimizer)
-    for _ in range(2):  # as new, and in the middle of a training
+    for _ in range(2):  # before and during a training
         another = DEEDS[deed](model)
         torch.testing.assert_close(another(torch.ones(1, 4)), model(torch.ones(1, 4)))
         _steps(model, [optimizer], [watcher], 2)
@@ -121,11 +121,11 @@ def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -
     forget_accelerators()
 
 
-# What programs do between the steps: each gets how to watch, None for not at all, and gives what came of it.
+# Programs that do something between steps: each is given a function that watches, and returns its result.
 
 
 def _through(wrap: Callable[[nn.Module], Any], watched: bool = False) -> Callable[[Way], nn.Module]:
-    """The model is trained through what wraps it, which may be what is watched."""
+    """Trains the model through a wrapper, which may be what is watched."""
 
     def program(watch: Way) -> nn.Module:
         model, optimizer = made()
@@ -137,7 +137,7 @@ def _through(wrap: Callable[[nn.Module], Any], watched: bool = False) -> Callabl
 
 
 def _averaged(watch: Way) -> nn.Module:
-    """As torch's averages and as those of trainers, which copy the model and then its state."""
+    """Averages as torch makes them, and as trainers do, which copy the model and then its state."""
     model, optimizer = made()
     watcher = watch(model, optimizer)
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -216,7 +216,7 @@ PROGRAMS: dict[str, Callable[[Way], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is no parameter of the model")  # so it is, behind a weight that was tied
+@pytest.mark.filterwarnings("ignore:.*is no parameter of the model")  # true after weights were tied
 @pytest.mark.filterwarnings("error::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("way", [*WAYS, "patch"])
@@ -270,9 +270,9 @@ def global_state() -> list[Any]:
 
 @pytest.mark.parametrize("way", [*WAYS, "patch", "Accelerate", "Fabric", "Lightning", "Trainer"])
 def test_nothing_global_is_touched(way: str, tmp_path: Path) -> None:
-    """Numbers drawn, flags, filters and threads are what they would be without gradstat."""
+    """Random numbers, flags, warning filters and threads are as without gradstat."""
     states = []
-    for watched in (False, False, True):  # frameworks set variables when they are first used
+    for watched in (False, False, True):  # frameworks set variables on first use
         random.seed(0)
         numpy.random.seed(0)  # noqa: NPY002
         model, optimizer = made()

@@ -1,4 +1,4 @@
-"""What every integration does alike, in one small training under each: the numbers of a plain loop decide."""
+"""Behaviour common to all integrations, in a small training with each, compared with a plain loop."""
 
 import math
 import random
@@ -39,7 +39,7 @@ NAMES = ("first.weight", "first.bias", "last.weight", "last.bias")
 
 
 class Case(NamedTuple):
-    """A training, and how it is watched."""
+    """A training, and options for watching it."""
 
     folder: Path
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     bad_at: frozenset[int] = frozenset()  # forward passes that break
     watch: dict[str, Any] = {}  # noqa: RUF012 -- options of the integration
     before: Callable[[Handle], object] = lambda handle: None  # called before the training
-    scaler: Callable[..., torch.amp.GradScaler] | None = None  # for float16; what makes it
+    scaler: Callable[..., torch.amp.GradScaler] | None = None  # the class, for float16
 
     def net(self) -> Net:
         net = Net()
@@ -62,14 +62,14 @@ class Case(NamedTuple):
         return DataLoader(self.data(), batch_size=SIZE)
 
     def precision(self, plugin: Any) -> dict[str, Any]:
-        """What Lightning or Fabric is told of it, by a plugin of its own."""
+        """The scaler as a precision plugin, in arguments for Lightning or Fabric."""
         if self.scaler is None:
             return {}
         return {"plugins": [plugin("16-mixed", "cpu", self.scaler("cpu", init_scale=1024.0))]}
 
 
 class Run(NamedTuple):
-    """What came of it; ``handle`` is None for the plain loop."""
+    """The result of a training; ``handle`` is None for the plain loop."""
 
     handle: Any
     net: Net
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 def plain(case: Case, skip: int | None = None) -> Run:
-    """The same training by torch alone; the gradients of the step ``skip`` are thrown away."""
+    """The same training in plain torch; the gradients of the step ``skip`` are dropped."""
     net = case.net()
     optimizer, norms = case.optimizer(net.parameters()), []
     for i, (x, y) in enumerate(case.loader()):
@@ -161,7 +161,7 @@ def under_trainer(case: Case) -> Run:
 def under_accelerate(case: Case) -> Run:
     precision = "no" if case.scaler is None else "fp16"
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate, mixed_precision=precision)
-    if case.scaler is not None:  # which Accelerate makes on a GPU only; from here on it is the same
+    if case.scaler is not None:  # Accelerate makes one on a GPU only, but uses any that is set
         accelerator.scaler, accelerator.native_amp = case.scaler("cpu", init_scale=1024.0), True
     net = case.net()
     inner = case.optimizer(net.parameters())
@@ -229,7 +229,7 @@ def under_fabric(case: Case) -> Run:
 
 
 def settings_of_ranks() -> dict[str, Any]:
-    """What Lightning has to be told of processes that are there already."""
+    """Arguments that let Lightning use the existing process group."""
     if not dist.is_initialized():
         return {}
     return {"devices": dist.get_world_size(), "strategy": "ddp", "plugins": [lightning_on_ranks()]}
@@ -237,7 +237,7 @@ def settings_of_ranks() -> dict[str, Any]:
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """The global random generators give the same as if what is inside had not been."""
+    """Checks that code inside the context does not change the states of global random generators."""
 
     def states() -> list[Any]:
         return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]  # noqa: NPY002
@@ -274,7 +274,7 @@ def test_a_training_is_that_of_a_plain_loop_and_every_step_is_measured(
     assert run.norms in ([], pytest.approx(expected.norms, rel=1e-4))
     losses = [case.net()(x, y)["loss"].item() for x, y in list(case.loader())[:accumulate]]  # of the first step
     assert recording.scalars["loss"][0] == pytest.approx(np.mean(losses), rel=1e-4)
-    handle = run.handle  # all have one vocabulary
+    handle = run.handle  # all integrations log the same names
     assert handle.scalars() == scalars_of(handle.monitor)
     assert {name.removeprefix("grad/") for name in handle.scalars()} == {
         *("total_norm", "max_abs", "nan_count", "inf_count", "zero_fraction"),
@@ -287,7 +287,7 @@ def test_a_training_is_that_of_a_plain_loop_and_every_step_is_measured(
 
 @pytest.mark.parametrize("limit", [0.5, gradstat.FixedClip(0.5)], ids=["number", "adaptive"])
 def test_max_norm_clips_where_the_program_does_not(under: Any, limit: Any, tmp_path: Path) -> None:
-    """And nothing random is drawn: see `nothing_drawn`. Adam would not mind another limit, SGD does."""
+    """Also, no random numbers are drawn: see `nothing_drawn`. SGD is sensitive to the limit, unlike Adam."""
     options = {"on_anomaly": ["skip", "warn"], "max_norm": limit, "watch": {"updates": 1, "activations": 1}}
     case = Case(tmp_path, lambda p: torch.optim.SGD(p, lr=0.1))
     run = under(case._replace(watch=options))
@@ -296,7 +296,7 @@ def test_max_norm_clips_where_the_program_does_not(under: Any, limit: Any, tmp_p
 
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),  # which minds how long gradients are
+    "fused SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),  # sensitive to the norm of gradients
     "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, fused=False),
     "other": lambda p: torch.optim.RMSprop(p, lr=0.01),
 }
@@ -324,7 +324,7 @@ SCALED = pytest.mark.parametrize("name", ["lightning", "accelerate", "fabric"])
         ("fused SGD", 1, 0.5, torch.amp.GradScaler),
         ("foreach", 1, gradstat.FixedClip(0.5), gradstat.amp.GradScaler),
         ("fused", 1, gradstat.FixedClip(0.5), gradstat.amp.GradScaler),
-        ("fused SGD", 1, None, torch.amp.GradScaler),  # by the program's own means, which Fabric refuses alone
+        ("fused SGD", 1, None, torch.amp.GradScaler),  # the framework's own clip, which Fabric refuses when used alone
         ("foreach", 1, None, torch.amp.GradScaler),
     ],
 )
@@ -375,14 +375,14 @@ def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
     assert set(run.handle.micro_batch_reports) == {1}
     assert min(run.handle.micro_batch_reports[1].first_bad.values()) == 1
     left_out = case._replace(watch={"on_anomaly": "skip", "micro_batches": False})
-    if under is not under_fabric:  # whose user says how many there are
+    if under is not under_fabric:  # Fabric's user passes the number of micro-batches
         forget_accelerators()
         assert under(left_out).handle.micro_batch_reports == {}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_bad_step_is_replayed(under: Any, accumulate: int, tmp_path: Path) -> None:
-    bad = frozenset({3 * accumulate - 1, 3 * accumulate + accumulate - 1})  # a pass of step 2, and that of its replay
+    bad = frozenset({3 * accumulate - 1, 3 * accumulate + accumulate - 1})  # a pass of step 2, and its replay
     case = Case(tmp_path, accumulate=accumulate, bad_at=bad, watch={"on_anomaly": ["warn", "skip", "replay"]})
     with pytest.warns(AnomalyWarning, match="step 2: NaN was first made in the forward pass, by log"):
         run = under(case)
@@ -408,7 +408,7 @@ def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp
     with pytest.raises(AnomalyError, match=r"(?s)step 0, nonfinite.*what to try.*micro-batch 1 of 2") as caught:
         under(Keeping(*case))
     why = gradstat.monitor.recording.load(tmp_path / "run.gradstat").meta["why"]
-    assert why.startswith("AnomalyError" if under is under_lightning else "the run ended")  # which is told of errors
+    assert why.startswith("AnomalyError" if under is under_lightning else "the run ended")  # it reports errors
     assert caught.value.finding is not None
     assert caught.value.finding.step == 0
     for value, first in zip(held[0].parameters(), Net().parameters(), strict=True):
@@ -416,7 +416,7 @@ def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp
 
 
 def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
-    """The state of a training that was stopped, through a file as checkpoints have it, does not stop the next."""
+    """The state of a stopped training, saved to a file and loaded, does not stop the next training."""
     case = Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": ["skip", "stop"]})
     first = under(case).handle
     assert first.should_stop
@@ -481,7 +481,7 @@ def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
     run = under(Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": "skip"}))
     advice = [one for finding in run.handle.monitor.findings for one in finding.advice if "replay" in one]
     assert len(advice) == 2
-    has_step = under in (under_lightning, under_trainer)  # which can be called again
+    has_step = under in (under_lightning, under_trainer)  # their training step can be called again
     assert ["replay=step_fn" in one for one in advice] == [not has_step] * 2
     assert all(one.startswith("on_anomaly='replay'" + " names" * has_step) for one in advice)
 
@@ -497,7 +497,7 @@ def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path, recwarn:
 @on_ranks(2, timeout=60.0)
 def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     policies = ["skip", "stop", "replay"] if name == "trainer" else ["skip", "stop"]
-    bad = frozenset({1, 2} if dist.get_rank() == 1 else ())  # on one rank a pass of step 1, and that of its replay
+    bad = frozenset({1, 2} if dist.get_rank() == 1 else ())  # on one rank, a pass of step 1 and its replay
     with accelerate_on_ranks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = UNDER[name](Case(tmp_path, clip=0.05, bad_at=bad, watch={"on_anomaly": policies}))
@@ -511,13 +511,13 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     assert all(value.isfinite().all() for value in weights(run))
     assert [math.isfinite(norm) for norm in norms] == [True, False]  # both stopped, at the same step
     assert run.handle.should_stop
-    replays = name == "trainer" and dist.get_rank() == 1  # a replay is each rank's own
+    replays = name == "trainer" and dist.get_rank() == 1  # each rank replays its own step
     assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
     watch = run.handle.watches[0]
     assert not watch.is_poisoned()
     with torch.no_grad():
         next(watch.model.parameters()).fill_(math.nan if dist.get_rank() == 1 else 1.0)
-    assert watch.is_poisoned()  # on both
+    assert watch.is_poisoned()  # on both ranks
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ pytestmark = [*OF_FRAMEWORKS, QUIET]
 
 
 class Model(pl.LightningModule):
-    """A small net whose loss is spoilt in some batches: ``spoil`` maps a batch to what its outputs are made of."""
+    """A small net whose loss is bad in some batches: ``spoil`` maps the index of a batch to a kind of fault."""
 
     def __init__(self, make: Callable[..., Any] = torch.optim.SGD, spoil: dict[int, str] | None = None, **options: Any):
         super().__init__()
@@ -96,7 +96,7 @@ def norms(callback: GradstatCallback) -> list[float]:
 
 
 def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
-    """Also if the fit fails between clip and step; the optimizer keeps nothing of it."""
+    """Also if the fit fails between clip and step; the optimizer keeps no attribute."""
     seen: list[Any] = []
 
     class Overriding(Model):
@@ -168,7 +168,7 @@ def test_stop_and_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_stop_lets_others_save(tmp_path: Path, saving: dict[str, Any], skips: bool) -> None:
-    """Parameters that are not finite are not saved, and push no good ones out."""
+    """Nonfinite parameters are not saved, and do not rotate out good checkpoints."""
 
     class Logging(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -195,7 +195,7 @@ def test_what_a_stop_lets_others_save(tmp_path: Path, saving: dict[str, Any], sk
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_an_unhealthy_state_replaces_no_checkpoint(tmp_path: Path, skips: bool) -> None:
-    """Whether parameters are finite or not; a healthy one is saved as ever."""
+    """Whether or not parameters are finite; a healthy state is saved as usual."""
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True)
     callback = GradstatCallback(on_anomaly=["skip", "record"] if skips else "record", healthy_checkpoints=True)
     made = lightning_trainer([checkpoint, callback], enable_checkpointing=True)
@@ -225,10 +225,10 @@ def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, opti
             return super().loss_of((nn.functional.dropout(batch[0], 0.5), batch[1]), batch_idx)
 
     callback = GradstatCallback(on_anomaly=["replay"])
-    model = Dropping(torch.optim.AdamW, fused=True)  # whose gradients a scaler leaves as they are
+    model = Dropping(torch.optim.AdamW, fused=True)  # a scaler does not unscale its gradients
     made = fit([Repeating(), callback], model, batches=6, accumulate_grad_batches=accumulate, **options)
     assert compared == [accumulate] * (6 // accumulate)
-    assert made.callback_metrics["calls"] == 6  # what runs again logs nothing
+    assert made.callback_metrics["calls"] == 6  # a replay logs nothing
 
 
 def test_the_progress_bar_tells_the_finding() -> None:
@@ -245,7 +245,7 @@ def test_the_progress_bar_tells_the_finding() -> None:
 
 
 class Two(pl.LightningModule):
-    """Two nets that are trained in turns by hand."""
+    """Two nets that are trained alternately, with manual optimization."""
 
     def __init__(self, bad: int | None = None) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     assert second.monitor.steps == 16
     assert second.monitor.recording().steps.tolist() == list(range(16))
     assert second.monitor.findings[: len(first.monitor.findings)] == first.monitor.findings
-    assert again.summary().steps == 15  # the step that was skipped had nothing to clip
+    assert again.summary().steps == 15  # the skipped step had nothing to clip
 
 
 def test_what_would_be_done_twice_is_refused() -> None:
@@ -410,7 +410,7 @@ def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> N
 
 
 def fit_on_ranks(callbacks: list[Any], model: pl.LightningModule, strategy: Any = "ddp", **options: Any) -> pl.Trainer:
-    """Decisions come after the reduction and are the same on all."""
+    """Trains on all ranks, each with its own data."""
     settings = {"devices": dist.get_world_size(), "plugins": [lightning_on_ranks()], "use_distributed_sampler": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -424,13 +424,13 @@ def _bad_at(step: int, rank: int = 1) -> dict[int, str]:
 
 
 def assert_measured(found: list[float], seen: list[float]) -> None:
-    """All steps as they were seen, of which only step 3 was not finite."""
+    """Checks that all steps have the expected norm, and that only that of step 3 is nonfinite."""
     assert [math.isfinite(norm) for norm in found] == [i != 3 for i in range(8)]
     assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
 
 
 class _OneWants(pl.Callback):
-    """On rank 1 alone something is wanted in step 3."""
+    """Requests a policy in step 3, on rank 1 only."""
 
     def __init__(self, callback: GradstatCallback, policy: str) -> None:
         self.callback, self.policy = callback, policy
@@ -476,7 +476,7 @@ def test_a_replay_finds_the_line_on_the_rank_that_made_it(accumulate: int) -> No
 def test_the_micro_batch_is_told_on_the_rank_that_made_it() -> None:
     callback = GradstatCallback(on_anomaly="skip")
     fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
-    # Where it was not made, it came with the reduction of the last one.
+    # On the other rank it appears with the all-reduce of the last micro-batch.
     assert set(callback.micro_batch_reports[1].first_bad.values()) == {(3, 0)[dist.get_rank()]}
 
 
@@ -521,7 +521,7 @@ def test_the_rank_that_brought_it_is_named_on_all() -> None:
 
 @on_ranks(2)
 def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks() -> None:
-    """As on a GPU, where nobody waits for them; who waits hears the one before, too."""
+    """As on a GPU, where calls do not wait for votes; a call that waits also gets those of the call before."""
     first = dist.get_rank() == 0
     said = [([first, False], False), ([False, False], False), ([False, first], False)]
     said += [([False, False], True)] * 2

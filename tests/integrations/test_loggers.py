@@ -1,4 +1,4 @@
-"""Ways into loggers, real ones: what arrives is what was measured, and costs no more calls than it must."""
+"""Real loggers: they receive the measured values, in as few calls as possible."""
 
 import csv
 import json
@@ -51,7 +51,7 @@ def test_a_report_gives_what_was_chosen() -> None:
     assert every == {f"grad/max_abs/{stats.name}": stats.max_abs for stats in report}
     model[2].bias.grad[0] = math.nan  # type: ignore[index]
     (name,) = scalars_of(gradstat.check(model), aggregates=(), per_tensor=("nan_count",), top=1)
-    assert name == "grad/nan_count/2.bias"  # what is bad stands out most
+    assert name == "grad/nan_count/2.bias"  # nonfinite tensors come first
 
 
 @pytest.mark.parametrize("review_every", [1, 64])
@@ -104,7 +104,7 @@ def events_in(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_gets_one_event_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a histogram of norms, if asked."""
+    """Also a histogram of norms, if requested."""
     _, report = model_and_report()
     with SummaryWriter(tmp_path) as writer:
         file = writer._get_file_writer()
@@ -166,7 +166,7 @@ def test_mlflow_gets_one_asynchronous_batch_a_step(tmp_path: Path, monkeypatch: 
     with mlflow.start_run() as run:
         for at in (0, 1):
             log_report(mlflow, report, at)
-            mlflow.flush_async_logging()  # batches that are on their way together arrive in any order
+            mlflow.flush_async_logging()  # batches in flight at the same time may arrive in any order
     assert [call["synchronous"] for call in calls] == [False, False]
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "grad/total_norm")
     assert [(m.step, m.value) for m in history] == [(0, report.total_norm), (1, report.total_norm)]

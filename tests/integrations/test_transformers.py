@@ -24,7 +24,7 @@ def dataset(count: int = 64) -> list[dict[str, torch.Tensor]]:
 
 
 class InOrder(Trainer):
-    """Samples come in the order of the data set, so that a test knows which step meets which."""
+    """Uses samples in the order of the data set, so that a test knows which step gets which."""
 
     def _get_train_sampler(self, *_: Any) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -51,7 +51,7 @@ def trained(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def told(call: Callable[[], Any]) -> list[str]:
-    """What ``call`` warns of."""
+    """The warnings of ``call``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -99,12 +99,12 @@ def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
     seen = []
     trainer.log = lambda logs, *a: (seen.append(logs), below(logs, *a))[1]  # type: ignore[method-assign]
     handle.remove()
-    # The optimizer is made earlier than otherwise.
+    # The optimizer is made earlier than without gradstat.
     assert {k for k in vars(trainer) if k not in before[0]} <= {"optimizer_cls_and_kwargs", "log"}
     assert set(vars(trainer.accelerator)) == set(before[1])
     assert trainer.callback_handler.callbacks == before[2]
     trainer.train()
-    assert seen  # by what somebody else has laid on top
+    assert seen  # a patch on top of gradstat's still works
     assert "grad_norm" in trainer.state.log_history[0]
     assert not logged(trainer, "grad/total_norm")
     assert handle.monitor.steps == 0
@@ -124,7 +124,7 @@ def test_schedulers_advance_over_a_step_that_was_skipped(make: Make) -> None:
 
 @QUIET
 def test_no_clipping_does_not_poison(make: Make) -> None:
-    """Clipping to infinity turned all gradients into NaN if one was infinite."""
+    """Clipping to infinity used to turn all gradients into NaN if one was infinite."""
 
     def poison(trainer: Trainer) -> None:
         trainer.model.last.bias.register_hook(lambda g: g * float("inf"))
@@ -156,7 +156,7 @@ def test_a_hidden_loss_is_told(make: Make, hidden: bool) -> None:
 
 @QUIET
 def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: nothing is waited for but on logging steps, and the step is skipped all the same."""
+    """As on a GPU: there is a sync on logging steps only, and the bad step is still skipped."""
     monkeypatch.setattr(PendingRows, "travels", True)
     trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
     trainer.model.bad_at = {5}  # of step 2
@@ -170,7 +170,7 @@ def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pyte
 
 
 def saving(make: Make, strategy: str, steps: int) -> Trainer:
-    """One whose gradients are NaN in step 5; an epoch has four steps."""
+    """A Trainer whose gradients are NaN in step 5; an epoch has four steps."""
     settings = {"save_strategy": strategy, "save_steps": 2, "save_total_limit": 1}
     if strategy == "best":
         settings |= {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
@@ -182,7 +182,7 @@ def saving(make: Make, strategy: str, steps: int) -> Trainer:
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("strategy", ["no", "steps", "epoch", "best"])
 def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: bool) -> None:
-    """Parameters that are not finite are not saved, and push no good ones out."""
+    """Nonfinite parameters are not saved, and do not rotate out good checkpoints."""
     trainer = saving(make, strategy, 32)
     with install(trainer, on_anomaly=["skip", "stop"] if skips else "stop"):
         words = told(trainer.train)

@@ -1,4 +1,4 @@
-"""Steps leave nothing behind: no objects by the hundred, no memory by the thousand; `make leaks` takes more of each."""
+"""Steps do not leak objects or tensors in hundreds of steps, or memory in thousands; `make leaks` runs more steps."""
 
 import functools
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import tables
 from programs import output_of
 
-# In a process of its own, for here others have objects that come and go. A monitor holds the steps since the last
-# review, which comes 64 steps after the one before or when a step is bad, as every 160th is: at both ends equally many.
+# In a separate process, since other tests' objects come and go in this one. A monitor holds the steps since its last
+# review, which happens every 64 steps and at bad steps, every 160th: it holds equally many at both measurements.
 GROWTH = """
 import gc, leaks, torch
 
@@ -27,7 +27,7 @@ for kind in ("check", "clip_grad_norm_", "guarded_step"):  # what C++ code keeps
 
 @functools.cache
 def growth() -> dict[str, tuple[int, int]]:
-    """By kind of step, the objects and tensors left behind by 160 of them."""
+    """For each kind of step, the objects and tensors left behind by 160 of them."""
     lines = [line.split("|") for line in output_of(GROWTH).splitlines()]
     return {kind: (int(objects), int(tensors)) for kind, objects, tensors in lines}
 

@@ -1,4 +1,4 @@
-"""Life with a monitor: programs do what comes to a random generator's mind, and know what should be recorded."""
+"""Life with a monitor: programs do random things to their training, and know what should be recorded."""
 
 import contextlib
 import io
@@ -20,18 +20,18 @@ from gradstat.monitor.recording import load
 from gradstat.monitor.segments import PendingRows
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
-# Others each day, and the same in all processes of a parallel run.
+# Different seeds each day, and the same in all processes of a parallel run.
 SEEDS = random.Random(date.today().toordinal()).sample(range(2**32), 500) if LONG else range(20)
 POLICIES = ("record", "skip", "rollback", "stop", "snapshot", "raise")
 WATCHED = ("parameters", "buffers", "optimizer", "outputs", "updates", "activations")
 
 
 class InTheMiddleError(Exception):
-    """What a forward pass raises now and then."""
+    """Raised by some forward passes."""
 
 
 class Shifting(nn.Module):
-    """Runs some of its branches; may get more of them, other ones, or lose one."""
+    """Runs some of its branches; branches may be added, replaced or removed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Shifting(nn.Module):
 
 
 class Seen(NamedTuple):
-    """What a step had; norms are of finite elements."""
+    """The true values of a step; norms are of finite elements."""
 
     loss: float
     gradients: dict[str, float]
@@ -62,7 +62,7 @@ class Seen(NamedTuple):
 
 
 class State(NamedTuple):
-    """A monitor's saved state, and what had been seen when it was saved."""
+    """A monitor's saved state, and the true values of the steps up to then."""
 
     saved: bytes
     steps: int
@@ -70,10 +70,10 @@ class State(NamedTuple):
 
 
 class Program:
-    """A program made of a seed. Its methods that are called ``do_...`` are what may come to mind.
+    """A random program. Its methods named ``do_...`` are the events that may happen.
 
     Args:
-        seed: Of all randomness.
+        seed: Determines all randomness.
         folder: For recordings.
         late: Whether numbers arrive a step later, as from a GPU.
     """
@@ -112,7 +112,7 @@ class Program:
         return gradstat.Monitor(self.model, self.optimizer, self.scaler, **self.options)  # type: ignore[arg-type]
 
     def run(self, steps: int) -> None:
-        """Runs some steps, and holds the monitor to what they had."""
+        """Runs some steps, and checks the monitor's recording."""
         events = [name for name in dir(self) if name.startswith("do_")]
         for _ in range(steps):
             event = self.random.choice(events) if self.random.random() < 0.5 else ""
@@ -157,7 +157,7 @@ class Program:
             elif any(p.grad is not None for p in stepped):
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-            elif unscaled:  # a rollback took the gradients along
+            elif unscaled:  # a rollback has dropped the gradients
                 self.scaler.update()
         if any(not p.isfinite().all() for p in self.model.parameters()) and self.random.random() < 0.5:
             self.heal()
@@ -187,7 +187,7 @@ class Program:
                     buffer.fill_(0.5)
         self.optimizer.state.clear()
 
-    # What may come to mind -------------------------------------------------------------------------------
+    # Events ----------------------------------------------------------------------------------------------
 
     def do_branches(self) -> None:
         self.model.taken = [self.random.randrange(4) for _ in range(self.random.randrange(3))]
@@ -248,7 +248,7 @@ class Program:
         assert str(self.monitor.diagnose())
 
     def elsewhere(self) -> None:
-        """These are done where the step makes what they are about."""
+        """Does nothing: the step itself implements these events."""
 
     do_batch = do_label = do_loss = do_gradient = do_spike = elsewhere
 
@@ -260,7 +260,7 @@ class Program:
         self.optimizer.add_param_group({"params": list(module.parameters())})
         return module
 
-    # What should be recorded -----------------------------------------------------------------------------
+    # Expected recordings ---------------------------------------------------------------------------------
 
     def note(self, loss: Tensor, scale: float) -> None:
         step, period = self.monitor.steps, self.watch["parameters"]
@@ -280,7 +280,7 @@ class Program:
     def compare(self) -> None:
         recording = self.monitor.recording()
         seen = sorted(self.seen)
-        if self.late and self.policy == "rollback":  # what was on its way is of a time that is gone
+        if self.late and self.policy == "rollback":  # a rollback drops numbers in transit
             seen = [step for step in seen if step in recording.steps]
             assert len(seen) == len(recording.steps)
         wanted = [step for step in seen if step > max(seen, default=0) - self.history]
@@ -313,7 +313,7 @@ def finite_norm(tensor: Tensor) -> float:
 
 
 def is_close(recorded: float, norm: float) -> bool:
-    """Whether a norm is the one of the finite elements; NaN and Inf stand for those of tensors that have others."""
+    """Whether a recorded norm is that of the finite elements; for tensors with nonfinite elements it is NaN or Inf."""
     return not math.isfinite(recorded) or math.isclose(recorded, norm, rel_tol=1e-5, abs_tol=1e-12)
 
 
@@ -322,7 +322,7 @@ def is_close(recorded: float, norm: float) -> bool:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_recorded_is_what_was_there(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = seed % 2 == 1
-    if late:  # all numbers say that they are on their way, and so are read a step later
+    if late:  # pretends that numbers are in transit, so that they are read a step later
         monkeypatch.setattr(PendingRows, "travels", True)
     program = Program(seed, tmp_path, late)
     try:

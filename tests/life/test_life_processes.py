@@ -1,4 +1,4 @@
-"""Life with a program: how processes begin and end. Forks, spawned workers, interrupts, the interpreter's end."""
+"""Life with a program: how processes begin and end. Forks, spawned workers, interrupts, interpreter shutdown."""
 
 import multiprocessing
 import os
@@ -10,16 +10,16 @@ from programs import output_of, run
 
 from gradstat.monitor.recording import load
 
-# All in one program, which takes seconds to import torch; in a file, which a worker that is not forked imports again.
+# All in one program, since importing torch takes seconds; in a file, since a spawned worker imports it again.
 #
-# - Recordings: a child outlives its parent, whose recording is on the disk by then. `backward()` is not possible behind
-#   a fork.
-# - Bits: a child has one thread; its pool of threads is that of its parent, whose threads it has not. 8 MiB are
-#   measured in parallel, although no tensor is so large that torch would work on it in parallel by itself, in which
-#   case it waits forever. A child that waits is killed by the alarm.
-# - Loaders: workers check what they load, in a process that has been measuring before.
-# - The end: the threads make and free no tensors and ask them nothing: torch gives the lock of the interpreter away for
-#   that, too, and when it cannot have it back it aborts by itself.
+# - Recordings: a child outlives its parent, whose recording is on disk by then. `backward()` is not possible after a
+#   fork.
+# - Bits: a child inherits the parent's thread pool, but not its threads. 8 MiB are measured in parallel, in tensors too
+#   small for torch to parallelize: torch itself would wait forever for the missing threads. The alarm kills a child
+#   that waits.
+# - Loaders: workers check what they load, in a process that has measured before.
+# - The end: the threads do not make, free or query tensors: torch releases the interpreter's lock for that, too, and
+#   aborts if it cannot get it back.
 PROGRAM = """
 import os, signal, sys, threading
 import torch
@@ -137,13 +137,13 @@ WAYS = [way for way in ("fork", "spawn") if way in multiprocessing.get_all_start
 
 
 def test_forks_workers_and_the_end_of_a_program_that_measures(tmp_path: Path) -> None:
-    """A forked child computes the same bits, waits for no thread that it has not, and leaves its parent's recording."""
+    """A forked child computes the same bits, does not wait for missing threads, and keeps its parent's recording."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    # With all its children, which have its output.
+    # Through a wrapper, so that the output includes that of all children.
     started = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
     ended = run(started, program, tmp_path, *WAYS)
-    # A measurement of coverage warns of what was imported before a fork.
+    # Coverage warns of modules imported before a fork.
     said = [line for line in ended.stderr.splitlines() if "CoverageWarning" not in line and "self.warn(" not in line]
     forked = ["same bits True"] if hasattr(os, "fork") else []
     assert (ended.returncode, said) == (0, [])
@@ -152,7 +152,7 @@ def test_forks_workers_and_the_end_of_a_program_that_measures(tmp_path: Path) ->
         assert len(load(tmp_path / f"{child_steps}.gradstat").steps) == expected
 
 
-# A timer interrupts the main thread at any place, as Ctrl-C does; what comes afterwards has to be right.
+# A timer interrupts the main thread at any place, as Ctrl-C does; later results have to be right.
 INTERRUPTED = """
 import random, signal
 import torch
@@ -219,6 +219,6 @@ print("right")
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a system with timers that send signals")
 def test_an_interrupt_at_any_place_leaves_everything_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What measures coverage holds a lock of its own now and then, and an interrupt there leaves it locked.
+    # An interrupt while coverage holds its own lock would leave it locked.
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
     assert output_of(INTERRUPTED) == "right"

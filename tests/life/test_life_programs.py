@@ -1,4 +1,4 @@
-"""Life with a program: what it does to modules, parameters and gradients between steps, and where it calls from."""
+"""Life with a program: changes to modules, parameters and gradients between steps, and unusual places of calls."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ import gradstat
 
 
 class Sized(nn.Module):
-    """Equal to every other one of its size."""
+    """Compares equal to every other one of its size."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_what_a_transform_works_on_is_refused_with_the_remedy(transform: str) ->
 
     TRANSFORMS[transform](inside)
     assert calls == 1
-    if transform == "grad":  # of which nothing is left around it
+    if transform == "grad":  # its tensors are not wrapped outside
         assert gradstat.check_tensors(left_behind)[0].sum == 3.0
 
 
@@ -157,7 +157,7 @@ def test_gradients_of_the_program_are_clipped_inside_of_a_transform(transform: s
 
 
 def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
-    # "meta" stands for a GPU: what would land there by mistake has no numbers, and pinned memory is not allowed there.
+    # "meta" stands for a GPU: tensors made there by mistake have no data, and cannot be pinned.
     model = nn.Linear(3, 2)
     optimizers = [torch.optim.AdamW(model.parameters(), fused=True), torch.optim.RMSprop(model.parameters())]
     monitor = gradstat.Monitor(model, optimizers[0])
@@ -242,7 +242,7 @@ def test_a_monitor_that_nobody_has_any_more_leaves_no_hook(kind: str, steps: int
             assert (monitor.step(), monitor.steps) == ([], steps)
         alive = weakref.ref(monitor)
         del monitor
-        assert alive() is None  # at once: no cycle that waits for the garbage collector
+        assert alive() is None  # at once, without a reference cycle that needs the garbage collector
         assert hooks_on(model, optimizer) == 0
     model(torch.randn(4, 3))
 
@@ -265,14 +265,14 @@ def test_copies_of_a_watched_model_are_not_watched(kind: str) -> None:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    gc.freeze()  # what is there already is not looked through each time
+    gc.freeze()  # collections skip existing objects
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
         objects = len(gc.get_objects())
         for _ in range(20):
             other(torch.randn(4, 3)).sum().backward()
         gc.collect()
-        assert len(gc.get_objects()) - objects < 20  # a copy that is watched keeps something of each forward pass
+        assert len(gc.get_objects()) - objects < 20  # a watched copy would keep objects of each forward pass
         own = gradstat.Monitor(other, torch.optim.SGD(other.parameters(), lr=0.1), **MONITORS[kind])
         own.step(1.0)
     gc.unfreeze()
@@ -303,7 +303,7 @@ def test_other_parameters_of_the_same_names_are_noticed_by_the_monitor_wherever_
     model, optimizer = net()
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
     train(model, optimizer, monitor)
-    for _ in range(20):  # a new parameter often gets the place of the last one
+    for _ in range(20):  # a new parameter often gets the address of the last one
         del model[2]
         model.append(nn.Linear(4, 2))
         train(model, optimizer, monitor)
@@ -338,7 +338,7 @@ Change = Callable[[nn.Module, random.Random], object]
 
 
 def some_linear(model: nn.Module, rng: random.Random) -> nn.Linear:
-    """One that is not parametrized."""
+    """A linear layer that is not parametrized."""
     found = [module for module in model.modules() if type(module) is nn.Linear]
     if not found:
         found = [nn.Linear(3, 3)]
@@ -494,7 +494,7 @@ def test_functional_calls_do_not_confuse_the_plan() -> None:
 
     class Spy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            # Here the parameters are others, which have no gradients.
+            # Inside, the parameters are replaced by others, which have no gradients.
             with pytest.raises(ValueError, match="none of the 4 tensors requires a gradient"):
                 gradstat.check(model)
             return x

@@ -15,7 +15,7 @@ SECONDS = 120
 
 
 def together(works: list[Callable[[], None]]) -> None:
-    """Runs functions in a thread each, begun at the same time; fails if one fails or does not end."""
+    """Runs each function in a thread, all started at the same time; fails if one fails or does not end."""
     begin = threading.Barrier(len(works))
 
     def run(work: Callable[[], None]) -> None:
@@ -27,7 +27,7 @@ def together(works: list[Callable[[], None]]) -> None:
 
 
 def trained_by_itself(number: int, width: int, device: str = "cpu") -> Callable[[], None]:
-    """A thread that trains a model of its own, whose numbers are known, in every way there is."""
+    """A thread's function: trains its own model, with known numbers, using all kinds of calls."""
 
     def work() -> None:
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1)).to(device)
@@ -57,7 +57,7 @@ def trained_by_itself(number: int, width: int, device: str = "cpu") -> Callable[
 
 
 def test_threads_train_models_of_their_own() -> None:
-    # From small ones to those that are measured by several threads themselves.
+    # From small models to those whose kernels use several threads.
     together([trained_by_itself(number, width) for number, width in enumerate((4, 4, 30, 600), 1)])
 
 
@@ -85,7 +85,7 @@ def test_threads_ask_about_one_model_while_it_changes() -> None:
         while not stop.is_set():
             try:
                 report = gradstat.check(model)
-            except RuntimeError as error:  # as torch's own walk over a module that changes meanwhile
+            except RuntimeError as error:  # as torch itself raises if a module changes while it is traversed
                 if "changed" not in str(error):
                     raise
                 continue

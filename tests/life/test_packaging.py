@@ -1,4 +1,4 @@
-"""What a user installs: source distribution, wheel from it, what they hold and ask for, and a first use of them."""
+"""What a user installs: source distribution and wheel, their contents and dependencies, and a first use."""
 
 import json
 import os
@@ -39,12 +39,12 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 @dataclass(frozen=True)
 class Demands:
-    """What has to be there when a compiled library is loaded, and what it gives in return."""
+    """The dynamic dependencies and exports of a compiled library."""
 
-    libraries: frozenset[str]  # that are loaded with it
-    symbols: dict[str, str]  # it takes from others, with the version of each, such as GLIBC_2.14, "" if it has none
-    exported: frozenset[str]  # to others, less what every C++ library has of templates and inline functions
-    paths: frozenset[str]  # all strings in the file that look like one
+    libraries: frozenset[str]  # needed libraries
+    symbols: dict[str, str]  # undefined symbols, each with its version, such as GLIBC_2.14, or "" if it has none
+    exported: frozenset[str]  # exported symbols, except those of templates and inline functions
+    paths: frozenset[str]  # all strings in the file that look like paths
 
 
 def demands_of(path: Path) -> Demands:
@@ -67,13 +67,13 @@ def sources() -> list[str]:
     """All files of the project."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: there is no list of the sources")
-    # Those that are new and not yet committed, too.
+    # Including new ones that are not committed yet.
     names = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
     return [name for name in names if name and (ROOT / name).exists()]
 
 
 def built(folder: Path, **environment: str) -> dict[str, Path]:
-    """Source distribution and wheel, by their suffixes, as `make wheel` makes them."""
+    """Source distribution and wheel, by suffix, as `make wheel` makes them."""
     script = str(ROOT / ".ci" / "distribution.py")
     printed = run(sys.executable, script, str(folder), cwd=folder, **{"GRADSTAT_CUDA": "0", **environment})
     return {Path(line).suffix: Path(line) for line in printed.splitlines()}
@@ -91,7 +91,7 @@ def wheel(distribution: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def pure(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What a machine without a compiler makes, with another folder for temporary files, in another time zone."""
+    """A build without a compiler, with another folder for temporary files, in another time zone."""
     folder, git = tmp_path_factory.mktemp("another folder"), shutil.which("git")
     assert git is not None
     (folder / "git").symlink_to(git)
@@ -106,7 +106,7 @@ def demands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Demands:
 
 @pytest.fixture(scope="module", params=["_C", "_C_cuda"])
 def library(request: pytest.FixtureRequest) -> tuple[str, Demands]:
-    """Each of both with its name; that of CUDA, which no test's wheel holds, as it was compiled in place."""
+    """Each of the two libraries, with its name; the CUDA one, which is in no test's wheel, as compiled in place."""
     if request.param == "_C":
         return "_C", request.getfixturevalue("demands")
     path = ROOT / "gradstat" / "_C_cuda.abi3.so"
@@ -116,11 +116,11 @@ def library(request: pytest.FixtureRequest) -> tuple[str, Demands]:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """The Python of a new environment in ``folder`` that holds the wheel, and sees torch and the rest of this one."""
+    """The Python of a new environment in ``folder`` with the wheel installed; it also finds this one's packages."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     packages = next((folder / "lib").glob("python3.*")) / "site-packages"
-    # A path, not the environment itself: an editable gradstat in there stays out of sight.
+    # As a path, not as a site directory, so that an editable gradstat in there is not found.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
     run(*pip, "--target", str(packages), str(wheel), cwd=folder)
@@ -128,7 +128,7 @@ def installed(wheel: Path, folder: Path) -> Path:
 
 
 def first_use(wheel: Path, folder: Path, *, hidden: str = "", warnings: str = "error") -> tuple[dict[str, str], str]:
-    """Runs the program with nothing on PATH, so without a compiler, and without the module ``hidden``; then `info`."""
+    """Runs the program with an empty PATH, so without a compiler, and without the module ``hidden``; then `info`."""
     python = installed(wheel, folder)
     code = (
         f"import runpy, sys; sys.modules[{hidden!r}] = None; runpy.run_path({str(FIRST_USE)!r})['main']()\n"
@@ -144,7 +144,7 @@ def first_use(wheel: Path, folder: Path, *, hidden: str = "", warnings: str = "e
 def test_the_source_distribution_holds_all_of_the_project(sources: list[str], distribution: dict[str, Path]) -> None:
     with tarfile.open(distribution[".gz"]) as archive:
         held = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
-    # The compiler of packages follows the symbolic link.
+    # setuptools follows the symbolic link.
     kernels = {f"gradstat/{name}" for name in sources if name.startswith("kernels/")}
     wanted = {name for name in sources if not name.startswith(".") and name != "gradstat/kernels"} | kernels
     made = {"PKG-INFO", "setup.cfg"} | {name for name in held if name.startswith("gradstat.egg-info/")}
@@ -176,7 +176,7 @@ def test_the_platform_tag_promises_no_older_system_than_the_library_needs(wheel:
 
 
 def test_a_second_build_elsewhere_is_the_same_to_the_byte(distribution: dict[str, Path], pure: dict[str, Path]) -> None:
-    """But for the compiled library, which the second lacks; paths in it are another test's."""
+    """Except for the compiled library, which the second lacks; another test checks the paths in it."""
     assert pure[".gz"].name == distribution[".gz"].name
     same = pure[".gz"].read_bytes() == distribution[".gz"].read_bytes()
     assert same, "the sdist depends on where or when it is built, or a source was changed meanwhile"
@@ -215,14 +215,14 @@ def test_the_library_takes_from_torch_only_its_stable_interface(library: tuple[s
     taken = {name for name in demands.symbols if re.match(r"(aoti_)?torch_", name)}
     assert taken
     assert {name for name in taken if not re.search(rf"\b{name}\(", declared)} == set()
-    # Everything else is the system's and says in which version: nothing may be bound to what torch leaks.
+    # All other symbols are the system's and versioned: nothing may bind to symbols that torch leaks.
     others = {name: version for name, version in demands.symbols.items() if name not in taken}
     unversioned = {name for name, version in others.items() if not version and not name.startswith(("Py", "_Py"))}
     assert unversioned == set()
     assert {version.split("_")[0] for version in others.values() if version} <= {"GLIBC", "GLIBCXX", "CXXABI", "GCC"}
     system = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}
     system.add("ld-linux-x86-64.so.2")  # of CUDA's runtime, which is linked in
-    # By libtorch a CUDA build of torch brings libtorch_cuda.
+    # With a CUDA build of torch, libtorch loads libtorch_cuda.
     assert {"libtorch.so", "libtorch_cpu.so", "libc10.so"} <= demands.libraries
     assert demands.libraries <= system | {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
 

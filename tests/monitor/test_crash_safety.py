@@ -1,4 +1,4 @@
-"""Everything gradstat writes to a disk: what a crash, a full disk, damage and ill will may do to it, and what not."""
+"""Everything gradstat writes to a disk: the effects of a crash, a full disk, damaged files and hostile content."""
 
 import dataclasses
 import io
@@ -37,7 +37,7 @@ from gradstat.monitor.command import view_main
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
 
-# Names that mean harm to pages, paths, terminals, lines and encodings.
+# Names that try to harm pages, paths, terminals, lines and encodings.
 NAMES = (
     *HOSTILE,
     "../../etc/passwd",
@@ -66,7 +66,7 @@ def saved(tmp_path: Path) -> Path:
 def test_round_trips_are_exact(seed: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(seed)
     made = recording(int(rng.integers(1, 60)), int(rng.integers(1, 30)), start=seed * 1000, incident=None, seed=seed)
-    for table in made.tables.values():  # any bits, NaN of every kind among them
+    for table in made.tables.values():  # random bits, including NaN of every kind
         table.values = rng.integers(0, 2**32, table.values.shape, np.uint32).view(np.float32)
     for values in made.scalars.values():
         values[:] = rng.integers(0, 2**64, values.shape, np.uint64).view(np.float64)
@@ -261,7 +261,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(saved: Path) -> None:
             assert tracemalloc.get_traced_memory()[1] < 10 << 20
         finally:
             tracemalloc.stop()
-    # A member that is all that its declared size says, and consistent with the header, but beyond the limit.
+    # A member of its declared size, and consistent with the header, but larger than the limit.
     n = 30_000
     large = rewritten(saved, {"steps.npy": npy(np.arange(n)), "scalars.npy": npy(np.zeros((7, n)))}, n_steps=n)
     with pytest.raises(RecordingFileError, match="larger than the limit"):
@@ -306,7 +306,7 @@ def test_a_bit_that_is_flipped_anywhere_is_noticed_or_without_effect(tiny: Path)
             harmless += 1
         except RecordingFileError:
             pass
-    assert harmless < len(data) / 2  # dates, versions of tools and attributes, which nobody reads
+    assert harmless < len(data) / 2  # dates, versions of tools and attributes, which are not read
 
 
 def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,11 +320,11 @@ def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def killed(program: Callable[[Callable[[str], None]], None], after: float = 0.0) -> None:
-    """Runs ``program`` in a process of its own, and kills that so long after it has said something."""
+    """Runs ``program`` in a child process, and kills it ``after`` seconds after its first message."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while there are threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about fork in a process with threads
         process = context.Process(target=program, args=(theirs.send,), daemon=True)
         process.start()
     assert ours.poll(30)
@@ -419,7 +419,7 @@ for kind, writer in (("jsonl", JsonlWriter), ("csv", CsvWriter)):
 
 
 def test_a_full_disk_costs_what_does_not_fit_and_nothing_else(tmp_path: Path) -> None:
-    """A limit of 64 KiB for each file stands for a disk that is full."""
+    """A file size limit of 64 KiB imitates a full disk."""
     *saved, lines, table = output_of(FULL, tmp_path).splitlines()
     assert saved == ["full", "full", "25 True"]
     assert lines == 'jsonl {"step": 7, "loss": 0.25, "norm": 2.5} {"step": 7, "loss": 0.5, "norm": 2.5} True'
@@ -455,7 +455,7 @@ def test_pipes_and_devices_are_written_to_and_not_replaced(tmp_path: Path) -> No
 
 
 class _Elements(HTMLParser):
-    """Counts elements and attributes of a page, and gathers its text."""
+    """Counts a page's elements and attributes, and collects its text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -498,7 +498,7 @@ def test_names_that_mean_harm_are_saved_read_and_told_without_harm(
     assert view_main([str(path), "--no-page"]) == 0
     assert view_main([str(path), "--no-page", "--json"]) == 0
     shown = capsys.readouterr().out
-    assert all(character.isprintable() or character == "\n" for character in shown)  # a terminal obeys the others
+    assert all(character.isprintable() or character == "\n" for character in shown)  # others may be terminal escapes
     made = named(NAMES)
     made.scalars |= {name: np.full(2, np.inf) for name in NAMES}
     made.tables |= dict.fromkeys(NAMES, made.tables["gradient"])
@@ -528,7 +528,7 @@ def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None
 
 def test_logs_keep_one_line_for_each_step_whatever_the_names(tmp_path: Path) -> None:
     values = dict.fromkeys(NAMES, 1.5)
-    for _ in range(2):  # the second time under the header that is there
+    for _ in range(2):  # the second time under the existing header
         with JsonlWriter(tmp_path / "log.jsonl") as lines, CsvWriter(tmp_path / "log.csv") as table:
             lines.write(values, 1)
             table.write(values, 1)
@@ -602,13 +602,13 @@ def test_loading_never_unpickles(tiny: Path, tmp_path: Path) -> None:
             load(tiny)
     assert not harmed.exists()
     pickle.loads(hostile[0])
-    assert harmed.exists()  # it would have
+    assert harmed.exists()  # unpickling would have made it
 
 
 def test_the_package_has_no_way_to_unpickle_a_file() -> None:
     ways = re.compile(
         r"^\s*(?:import|from)\s+(?:cPickle|dill|joblib|cloudpickle|shelve|marshal|yaml)\b"
-        r"|^\s*(?:from\s+pickle|import\s+pickle\s+as)\b|\bpickle\.(?:loads?|Unpickler)\b"  # what writes harms nobody
+        r"|^\s*(?:from\s+pickle|import\s+pickle\s+as)\b|\bpickle\.(?:loads?|Unpickler)\b"  # writing is harmless
         r"|\b(?:np|numpy)\.load\(|\btorch\.(?:jit\.load|package)\b|allow_pickle=(?!False)"
         r"|\btorch\.load\((?![^)]*weights_only=True)",
         re.MULTILINE,

@@ -1,4 +1,4 @@
-"""docs/diagnosis.md says what the code does: its rules are those there are, its faults those that are injected."""
+"""docs/diagnosis.md matches the code: it lists the existing rules and the injected faults."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Where two recordings part, and the commands view and diff."""
+"""Where two recordings diverge, and the commands view and diff."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ NORM, MEAN, NAN = (COLUMNS.index(name) for name in ("l2_norm", "mean", "nan_coun
 
 
 def run(m: int = 30, n: int = 8) -> Recording:
-    """A healthy run of gradients of like norms."""
+    """A healthy run with gradients of similar norms."""
     made = recording(m, n, incident=None)
     made.tables["gradient"].values[..., NORM] = 1 + np.random.default_rng(3).random((m, n))
     return made
@@ -51,7 +51,7 @@ def test_bits_and_what_matters_are_told_apart() -> None:
     assert not comparison.same
     assert (comparison.exact_step, comparison.step) == (7, 12)
     names = a.tables["gradient"].names
-    # The most upstream first, not the largest.
+    # Ordered from upstream to downstream, not by size.
     assert [(p.kind, p.name, p.step, p.column) for p in comparison.first] == [
         ("gradient", names[4], 12, "l2_norm"),
         ("gradient", names[5], 12, "l2_norm"),
@@ -121,7 +121,7 @@ def test_what_rounding_leaves_does_not_matter() -> None:
     a, b = run(), run()
     for r, left in ((a, 1.0), (b, 4.0)):
         r.tables["gradient"].values[:, 6] *= 0
-        r.tables["gradient"].values[:, 6, :5] = left * 1e-9  # of a bias that a norm cancels, say
+        r.tables["gradient"].values[:, 6, :5] = left * 1e-9  # for instance of a bias that a norm layer cancels
     comparison = compare(a, b)
     assert comparison.same
     assert comparison.exact_step == 0
@@ -168,7 +168,7 @@ WRAPPINGS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_names_do_not_depend_on_wrappers(wrapping: str) -> None:
-    """What belongs to a batch has none."""
+    """Names of a batch's tensors have no wrappers."""
     a, b = run(), run()
     wrap = WRAPPINGS[wrapping]
     for table in b.tables.values():
@@ -239,7 +239,7 @@ def test_findings_of_one_only_are_listed() -> None:
         Finding("rule", "warning", 99, "loss", {}),
     )
     comparison = compare(a, b)
-    assert comparison.same  # they are what rules made of equal numbers
+    assert comparison.same  # findings are derived from numbers, which are equal
     assert comparison.findings_b == b.findings[:1]
     assert "Found in the second only: [warning] step 3, rule: It rose." in str(comparison)
 

@@ -1,4 +1,4 @@
-"""What a monitor cannot measure is left out and named once; its own errors never reach the training."""
+"""Tensors that a monitor cannot measure are left out and named once; its own errors never reach the training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERYTHING = dict.fromkeys(("parameters", "buffers", "optimizer", "updates", "ac
 class Quantised(Tensor):
     """Integer codes and scales that look like one float tensor, as quantised weights and optimizer states do.
 
-    It knows the few operations that an optimizer needs, by way of a float tensor, and no other.
+    It implements only the few operations that an optimizer needs, via a float tensor.
     """
 
     codes: Tensor
@@ -57,7 +57,7 @@ class Quantised(Tensor):
 
 
 class Adapted(nn.Module):
-    """A frozen base of any kind, an adapter that is trained."""
+    """A frozen base of any kind, and an adapter that is trained."""
 
     def __init__(self, base: Tensor) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_an_error_of_its_own_is_told_once_and_ends_no_training(
         about = [text for text in texts if lost is None or lost in text]
         assert len(about) == fails, texts
         assert not fails or "Traceback (most recent call last)" in about[0]
-        # What comes after the error is watched again.
+        # Steps after the error are watched again.
         assert {4, 5} <= set(monitor.recording().steps.tolist()) or name == "keep"
         return [p.detach() for p in model.parameters()]
 
@@ -365,7 +365,7 @@ def test_a_replay_that_was_not_armed_runs_the_step_as_things_are_now() -> None:
 
 
 class Engine(nn.Module):
-    """What a monitor reads of DeepSpeed's without ZeRO, which cannot run a step again."""
+    """Imitates DeepSpeed's engine without ZeRO, as far as a monitor reads it; it cannot run a step again."""
 
     zero_optimization_stage = 0
 

@@ -1,6 +1,6 @@
-"""Of trainings that are healthy the monitor says nothing.
+"""The monitor finds nothing in healthy trainings.
 
-``GRADSTAT_LONG=1`` trains longer, with more seeds; ``python tools/diagnosis.py --only healthy`` shows more of it.
+``GRADSTAT_LONG=1`` trains longer, with more seeds; ``python tools/diagnosis.py --only healthy`` prints details.
 """
 
 import math
@@ -23,7 +23,7 @@ def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:
     assert found == []
     loss = monitor.recording().scalars["loss"]
     assert len(loss) == min(STEPS, 1000)
-    # Training that learns nothing would be no healthy training.
+    # A training that learns nothing would not be a healthy one.
     if not LONG:
         assert loss[-20:].mean() < 0.7 * loss[:20].mean()
     assert all(map(math.isfinite, loss))

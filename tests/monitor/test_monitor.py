@@ -49,7 +49,7 @@ def trained(
     bad: int | None = None,
     batch: Tensor | None = None,
 ) -> list[list[Finding]]:
-    """Some steps, on ``batch`` or random ones; in step ``bad`` one gradient gets a NaN. What each step found."""
+    """Trains on ``batch`` or random ones, with a NaN gradient in step ``bad``; returns the findings of each step."""
     found = []
     for _ in range(steps):
         step = monitor.steps
@@ -116,12 +116,12 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     ]
     assert tables["parameter"].steps.tolist() == [0, 10, 20]
     assert tables["buffer"].names == ("norm.running_mean", "norm.running_var")
-    assert tables["exp_avg"].steps.tolist() == [10, 20]  # there is none before the first step of the optimizer
-    assert tables["update"].steps.tolist() == [0, 10, 20]  # before they are made
+    assert tables["exp_avg"].steps.tolist() == [10, 20]  # it does not exist before the optimizer's first step
+    assert tables["update"].steps.tolist() == [0, 10, 20]  # measured before the optimizer steps
     assert tables["activation"].names == ("first", "norm", "second", "last")
     assert tables["activation"].steps.tolist() == [0, 10, 20]
     assert tables["output"].names == ("logits",)
-    left = 1 - 1e-3 * 1e-2  # by decoupled weight decay, which is no part of an update
+    left = 1 - 1e-3 * 1e-2  # decoupled weight decay, which does not count as part of the update
     expected = [(before[11][n] - left * before[10][n]).norm().item() for n in tables["update"].names]
     np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-3)
     expected = [before[10][n].norm().item() for n in tables["parameter"].names]
@@ -132,7 +132,7 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
 def test_numbers_that_travel_are_read_so_many_steps_later(
     monkeypatch: pytest.MonkeyPatch, travels: bool, lag: int
 ) -> None:
-    """Those of the CPU are read at once, whatever the lag."""
+    """On a CPU they are read at once, whatever the lag."""
     asked: set[PendingRows] = set()
     table = PendingRows.table
     monkeypatch.setattr(PendingRows, "table", lambda self: (asked.add(self), table(self))[1])
@@ -144,14 +144,14 @@ def test_numbers_that_travel_are_read_so_many_steps_later(
     assert not any(found[: 10 + late])
     assert late > 1 or found[10 + late][0].step == 10
     monitor.flush()
-    assert len(asked) > 12  # and a closer look
+    assert len(asked) > 12  # also measurements after the finding
     finding = monitor.findings[0]
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 10, "second.weight")
     assert (finding.evidence["first"], finding.about) == ([2, 3], "gradient")
 
 
 def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
-    """The bad gradient that was complete first is named, whatever the order in the model."""
+    """The bad gradient that was completed first is named, whatever the order in the model."""
     used_last, used_first = nn.Linear(4, 4), nn.Linear(4, 4)
     monitor = gradstat.Monitor(nn.Sequential(used_last, used_first), on_anomaly="record")
     for factor in (1.0, 1.0, math.nan):
@@ -167,7 +167,7 @@ def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> No
     def train() -> None:
         for step in range(60):
             trained(model, optimizer, monitor, 1, bad=step if step % 4 == 3 else None)
-            for p in model.parameters():  # the NaN came with the step of the optimizer
+            for p in model.parameters():  # the optimizer's step made them NaN
                 p.data.nan_to_num_()
             optimizer.state.clear()
 
@@ -205,7 +205,7 @@ def test_skips_the_bad_step_and_no_other(kind: Any, fused: bool) -> None:
         assert all(p.isfinite().all() for p in model.parameters())
         assert not hasattr(optimizer, "found_inf")
         if step == 4:
-            monitor.step()  # behind which the program makes no step
+            monitor.step()  # not followed by an optimizer step
     assert changed == [True, True, True, False, True, True]
     assert monitor.findings[0].step == 3
 
@@ -270,7 +270,7 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
     trained(model, optimizer, monitor, 3)
     with torch.no_grad():
         model.first.weight[0, 0] = math.inf
-    trained(model, optimizer, monitor, 1)  # the optimizer steps on no gradients, which changes nothing
+    trained(model, optimizer, monitor, 1)  # the optimizer steps without gradients, which changes nothing
     state, optimizer_state = model.state_dict(), optimizer.state_dict()
     for key, value in at_ten[0].items():
         if "num_batches" not in key and "running" not in key:  # the snapshot is from within step 10
@@ -291,7 +291,7 @@ def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
     before = copy.deepcopy(model.state_dict())
     with pytest.warns(RuntimeWarning, match="no healthy state of this model"):
         trained(model, optimizer, monitor, 1, bad=4)
-    assert torch.equal(model.norm.num_batches_tracked, before["norm.num_batches_tracked"] + 1)  # no half of it either
+    assert torch.equal(model.norm.num_batches_tracked, before["norm.num_batches_tracked"] + 1)  # not even in part
     monitor.detach()
 
 
@@ -359,7 +359,7 @@ def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> 
 
 
 def test_labels_out_of_range_are_told_before_the_forward_pass() -> None:
-    """They may be told from other integers by their place."""
+    """``classes`` may name the labels among other integers by their place in the batch."""
     labels = torch.tensor([0, 3, -100, 1, 2, 0])
     for classes, inputs in ((4, torch.randn(6, 8)), ({"batch['y']": 4}, torch.full((6, 8), 30_000))):
         _, _, monitor = made(classes=classes)
@@ -370,7 +370,7 @@ def test_labels_out_of_range_are_told_before_the_forward_pass() -> None:
 
 
 class Interrupted:
-    """What is added to it is there, and the user interrupts."""
+    """A container that raises KeyboardInterrupt after an item was added."""
 
     def append(self, item: Any) -> None:
         super().append(item)  # type: ignore[misc]
@@ -385,7 +385,7 @@ class Interrupted:
 def test_an_interrupt_loses_no_step_and_makes_no_two_of_one_number(at: str) -> None:
     model, optimizer, monitor = made(watch={"parameters": 2})
     trained(model, optimizer, monitor, 3)
-    monitor.recording()  # takes what has come, so that the next rows of a kind begin a new list
+    monitor.recording()  # takes all pending rows, so that the next rows of a kind begin a new list
     owner: Any = monitor if at == "_pending" else monitor._buffer
     kind = type(getattr(owner, at))
     setattr(owner, at, type("", (Interrupted, kind), {})(getattr(owner, at)))
@@ -426,7 +426,7 @@ def test_every_step_is_reviewed_once_in_order() -> None:
 
     model, optimizer, monitor = made(rules=[noting()], options={"review_every": 7})
     for _ in range(40):
-        monitor.batch(torch.randn(32, 8))  # one in which nothing is wrong is no reason to look
+        monitor.batch(torch.randn(32, 8))  # a healthy batch does not cause a review
         trained(model, optimizer, monitor, 1, bad=17)
     monitor.flush()
     assert [step for steps in looks for step in steps] == list(range(40))
@@ -466,7 +466,7 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     )
     trained(model, optimizer, monitor, 10)
     state = monitor.state_dict()
-    trained(model, optimizer, monitor, 3)  # nobody has looked at these yet
+    trained(model, optimizer, monitor, 3)  # not reviewed yet
     with pytest.warns(AnomalyWarning):
         trained(model, optimizer, monitor, 4, bad=15)
     monitor._to_act_on += monitor.findings  # as an interrupt leaves them
@@ -474,9 +474,9 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     assert monitor.latest() is None
     assert monitor.findings == []
     with pytest.warns(RuntimeWarning, match="no healthy state"), pytest.warns(AnomalyWarning, match="step 11"):
-        trained(model, optimizer, monitor, 2, bad=11)  # warned of anew, and no state is of a step that has not been
+        trained(model, optimizer, monitor, 2, bad=11)  # warns again, and no snapshot is from a later step
     assert monitor.recording().steps.tolist() == list(range(12))
-    monitor.save(tmp_path / "run.gradstat")  # which refuses steps that do not rise
+    monitor.save(tmp_path / "run.gradstat")  # this would raise if steps did not increase
 
 
 def test_an_update_that_is_not_finite_is_not_known() -> None:
@@ -500,7 +500,7 @@ class SignDescent(torch.optim.Optimizer):
 
 
 def test_no_update_is_measured_across_a_rollback() -> None:
-    """Of an optimizer that gradstat does not know: from copies, a step later."""
+    """For an optimizer that gradstat does not know, updates are measured from copies, a step later."""
     model = Net()
     optimizer = SignDescent(model.parameters())
     monitor = gradstat.Monitor(
@@ -514,7 +514,7 @@ def test_no_update_is_measured_across_a_rollback() -> None:
 
 
 def test_updates_are_those_of_unscaled_and_clipped_gradients() -> None:
-    """As far as the monitor is told."""
+    """As far as the monitor knows scale and limit."""
     found = {}
     for scale, limit in ((1.0, None), (1.0, 1e-3), (1024.0, 1e-3)):
         torch.manual_seed(3)
@@ -574,7 +574,7 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
     monitor = gradstat.Monitor(model, on_anomaly=policy, rules=[late()])
     raised = []
     for step in range(9):
-        if step == 7:  # a layout of its own, so that the steps before are looked at while this one is taken in
+        if step == 7:  # a new layout, so that the steps before are reviewed while this one is added
             model[0].bias = None
         model(torch.ones(3)).sum().backward()
         try:
@@ -628,7 +628,7 @@ pytest_plugins = ["gradstat.pytest_plugin"]
 
 
 class Rooted(nn.Module):
-    """Takes the root of what dropout leaves, so that its derivative at 0 is infinite if anything was dropped."""
+    """Takes the square root after dropout, whose derivative is infinite if anything was dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -723,7 +723,7 @@ def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
 
 
 def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
-    """Numpy warns of the overflow, which is an error here, and would end the rule."""
+    """numpy warns of the overflow, which is an error here and would switch the rule off."""
     model = nn.Linear(4, 4, dtype=torch.float64)
     monitor = gradstat.Monitor(model, on_anomaly="record")
     for step in range(60):

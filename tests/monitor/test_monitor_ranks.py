@@ -31,7 +31,7 @@ def test_sharded_training_is_told_of_whole_tensors() -> None:
     for layer in (model[0], model[2]):  # type: ignore[index]
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # both stay alike
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # both models stay equal
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
     expected = []
     for step in range(6):
@@ -45,7 +45,7 @@ def test_sharded_training_is_told_of_whole_tensors() -> None:
         assert isinstance(gradient, DTensor)
         last = dist.get_rank() == dist.get_world_size() - 1
         if step == 4 and last:
-            gradient._local_tensor[-1, 2] = math.nan  # the last row of the whole weight
+            gradient._local_tensor[-1, 2] = math.nan  # in the last row of the whole weight
         expected.append(math.nan if step == 4 else gradstat.check(whole).total_norm)
         found = monitor.step(loss)
         assert bool(found) == (step == 4)
@@ -85,7 +85,7 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("loss_is_known", [False, True])
 def test_experts_on_other_ranks_are_in_the_norm(loss_is_known: bool) -> None:
-    """Of gradients that do not tell of it; a rank alone steps on what others skip, and one has none at all."""
+    """For plain gradients with ``extra_groups``: ranks skip a step together, and one may have no gradients at all."""
     expert, last = nn.Linear(6, 3), dist.get_rank() == 1
     optimizer = torch.optim.SGD(expert.parameters(), 1e-3)
     options = {"extra_groups": [(dist.group.WORLD, list(expert.parameters()))]}

@@ -1,4 +1,4 @@
-"""find_culprit: which place it names as the first that made something bad, and which it does not."""
+"""find_culprit: which place it names as the first that made a NaN or Inf, and which places it does not blame."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ def line_of(mark: str) -> int:
 
 
 def assert_source(culprit: Culprit, where: str | types.FunctionType) -> None:
-    """Holds that it is in the line of a mark, or in that of a function of one line."""
+    """Checks that it names the line of a mark, or the line of a one-line function."""
     assert culprit.source is not None
     path, _, number = culprit.source.rpartition(":")
     assert Path(path).resolve() == Path(__file__).resolve()
@@ -62,7 +62,7 @@ def culprit_of(model: nn.Module, step: Callable[..., Any], **kwargs: Any) -> Cul
 
 
 def replayed(f: Callable[..., Tensor], x: Tensor | None = None) -> Culprit | None:
-    """What is found in a step whose innermost module, ``1.0``, is ``f``."""
+    """The culprit, if any, of a step whose innermost module, ``1.0``, computes ``f``."""
     x = torch.tensor([0.0, 1.0, 2.0]) if x is None else x
     model = model_of(f, x.shape[-1])
     return find_culprit(model, lambda x: model(x).sum().backward(), batch=x)
@@ -123,11 +123,11 @@ IN_A_LINE: list[tuple[str, str, str, Any]] = [
     ("forward", "nan", "sub", lambda h: h * (torch.full_like(h, math.inf) - torch.full_like(h, math.inf))),
     ("forward", "nan", "softmax", lambda h: h.expand(2, 3).masked_fill(ROW, -math.inf).softmax(-1)),
     ("forward", "nan", "mul", lambda h: h + torch.triu(torch.full((3, 3), -math.inf), 1) * 0),
-    ("forward", "inf", "exp", lambda h: (h * 100).masked_fill(FIRST, -math.inf).exp()),  # beside a mask
-    # An intention, but all there is to blame.
+    ("forward", "inf", "exp", lambda h: (h * 100).masked_fill(FIRST, -math.inf).exp()),  # in addition to a mask
+    # A deliberate mask, but there is nothing else to blame.
     ("forward", "inf", "masked_fill", lambda h: F.cross_entropy(h.masked_fill(FIRST, -math.inf), torch.tensor(0))),
     ("backward", "nan", "sqrt", lambda h: torch.where(h > 0, h.sqrt(), 0.0)),
-    ("backward", "nan", "BringsAlong", lambda h: BringsAlong.apply(h)),  # which no operation shows
+    ("backward", "nan", "BringsAlong", lambda h: BringsAlong.apply(h)),  # no operation makes this NaN
 ]
 
 
@@ -137,7 +137,7 @@ IN_A_LINE: list[tuple[str, str, str, Any]] = [
         *((*case, case[-1]) for case in IN_A_LINE),
         ("forward", "inf", "log", by_log, "log"),
         ("forward", "inf", "log_", in_place, "in place"),
-        ("backward", "inf", "sqrt", by_sqrt, "sqrt"),  # which anomaly mode does not see
+        ("backward", "inf", "sqrt", by_sqrt, "sqrt"),  # anomaly mode does not detect this
         ("backward", "nan", "div", BadBackward.apply, "own backward"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_second_derivative_leads_to_the_forward_line() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_an_overflow_when_gradients_of_two_uses_are_added(together: bool) -> None:
-    """By the engine in one backward pass, or in the gradient that is there from another one."""
+    """Either by the engine in one backward pass, or into the gradient of an earlier pass."""
     model = model_of(lambda h: h)
     weight = model[1][0].weight
     weight.data.fill_(0.1)
@@ -283,7 +283,7 @@ def test_hooks_on_activations_and_modules() -> None:
     model = model_of(by_sqrt)
     model[1][0].register_full_backward_hook(lambda m, gi, go: (gi[0] / 0,))  # module hook
     x = torch.ones(3, requires_grad=True)
-    assert find_culprit(model, lambda: model(x * 1).sum().backward()) is None  # the weight has no part in it
+    assert find_culprit(model, lambda: model(x * 1).sum().backward()) is None  # the weight is not affected
     model.insert(0, Inner(lambda h: h))
     culprit = culprit_of(model, lambda: model(x * 1).sum().backward())
     assert culprit.phase == "hook"
@@ -318,14 +318,14 @@ def test_a_bad_parameter_and_a_bad_buffer() -> None:
     assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("parameter", "inf", "1.running_mean", "1")
     model[1].running_mean.zero_()
     model[2].weight.data[0, 1] = math.nan
-    for run in (step, lambda: model[0](torch.ones(4, 3)).sum().backward()):  # which does not use it
+    for run in (step, lambda: model[0](torch.ones(4, 3)).sum().backward()):  # this does not use the weight
         culprit = culprit_of(model, run)
         assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
         assert culprit.output is not None
         assert culprit.output[0].first_nonfinite == (0, 1)
 
 
-# What is not to blame ---------------------------------------------------------------------------------------
+# No false culprits ------------------------------------------------------------------------------------------
 
 
 def attention_with_masks(h: Tensor) -> Tensor:
@@ -399,7 +399,7 @@ def test_of_two_bad_operations_the_one_whose_values_are_used() -> None:
 
 def reads_unwritten(h: Tensor) -> Tensor:
     memory = torch.empty(3)  # unwritten
-    memory.numpy().fill(math.inf)  # which torch does not see
+    memory.numpy().fill(math.inf)  # invisible to torch
     return h * memory
 
 
@@ -431,7 +431,7 @@ def test_a_mask_in_a_buffer_or_the_batch_is_no_bad_input() -> None:
     assert_source(culprit, "attention")
 
 
-# Steps as they are --------------------------------------------------------------------------------------------
+# Realistic steps ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gives_up", ["raises", "skips"])
@@ -524,7 +524,7 @@ def test_a_loss_scale_that_is_too_large() -> None:
     x = torch.randn(2, 4)
     culprit = culprit_of(model, step, batch=x, optimizer=optimizer, scaler=scaler)
     assert culprit.kind == "inf"
-    assert scaler.get_scale() in (65536.0, 2.0**24)  # as it was: lazily made on the first call
+    assert scaler.get_scale() in (65536.0, 2.0**24)  # unchanged: it is created on the first call
     assert scaler._scale is None
 
 
@@ -612,7 +612,7 @@ def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
 @pytest.mark.parametrize(
     ("file", "named"),
     [
-        ("/tmp/ipykernel_77/1570997521.py", "In[5]:2"),  # what a kernel calls a cell, and knows the number of
+        ("/tmp/ipykernel_77/1570997521.py", "In[5]:2"),  # a kernel's name for a cell whose number it knows
         ("/tmp/ipykernel_77/42.py", "a cell:2"),  # of another kernel
         ("C:\\Temp\\ipykernel_77\\1570997521.py", "In[5]:2"),
         ("<ipython-input-12-0123456789ab>", "In[12]:2"),  # IPython in a terminal, and older kernels

@@ -1,4 +1,4 @@
-"""StepStateKeeper, StepState and what find_culprit puts back: the same step is run again, and nothing remembers it."""
+"""StepStateKeeper, StepState and what find_culprit restores: the same step runs again and leaves no trace."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from gradstat.monitor.replay import StepStateKeeper, find_culprit
 
 
 def bits(value: Any) -> Any:
-    """Something that is equal only if every tensor in ``value`` has the same bits."""
+    """A copy of ``value`` that compares equal only if every tensor has the same bits."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.detach().contiguous().view(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -28,7 +28,7 @@ def bits(value: Any) -> Any:
 
 
 class Net(nn.Module):
-    """Everything that changes in a step: batch norm, dropout, a counter, a buffer that is replaced."""
+    """A model in which a step changes everything: batch norm, dropout, a counter, a buffer that is replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A model some steps into its training, with a gradient half accumulated, and all that a step touches."""
+    """A model some steps into its training, with a partly accumulated gradient, and everything that a step changes."""
 
     def __init__(self) -> None:
         self.model = Net()
@@ -201,7 +201,7 @@ def test_a_guarded_step_is_not_counted_and_a_scaler_of_gradstat_is_put_back() ->
 
 
 class Unlucky(nn.Module):
-    """Bad only if dropout takes all of a row, once in eight."""
+    """Bad only if dropout drops a whole row, with a probability of one in eight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_a_fault_that_depends_on_dropout_comes_again(device: str) -> None:
     for _ in range(60):
         keeper.begin_step()
         bad = not math.isfinite(model(x).item())
-        torch.rand(5, device=device)  # what came after must not matter
+        torch.rand(5, device=device)  # later random numbers must not matter
         before = generator.get_rng_state()
         culprit = find_culprit(model, lambda: model(x).backward(), state=keeper.states)
         assert torch.equal(generator.get_rng_state(), before)

@@ -1,6 +1,6 @@
-"""Each rule on windows made by hand: it fires when it must and not a little below, however the steps are cut up.
+"""Each rule on hand-made windows: it fires when it must and not slightly below, however steps are split into windows.
 
-A `Story` is what a monitor would have measured; `told` lets a rule look at it in windows of some size.
+A `Story` holds what a monitor would have measured; `told` runs a rule on it in windows of some size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradstat.monitor.observers import Outputs
 from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
 
-# Rules are asked while numpy warns of nothing.
+# The monitor runs rules with numpy's warnings off.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NAMES = ("a.weight", "a.bias", "b.weight")
@@ -38,7 +38,7 @@ NORMAL16 = float(torch.finfo(torch.float16).smallest_normal)
 def row(
     size: float = 1.0, numel: int = 64, zeros: int = 0, mean: float = 0.0, nan: int = 0, inf: int = 0
 ) -> list[float]:
-    """The row of a tensor whose elements are ±``size``, but for zeros and those that are not finite."""
+    """The row of a tensor whose elements are ±``size``, except for zeros and nonfinite ones."""
     left = numel - zeros - nan - inf
     first = 0.0 if nan or inf else math.inf
     values = {
@@ -71,7 +71,7 @@ class Table:
 
 @dataclass
 class Story:
-    """What was measured in some steps."""
+    """The measurements of some steps."""
 
     steps: int
     scalars: dict[str, Sequence[float]] = field(default_factory=dict)
@@ -101,12 +101,12 @@ class Story:
 
 
 def new(name: str, **thresholds: Any) -> Rule:
-    """A rule by its name."""
+    """Makes the rule of that name."""
     return next(kind for kind in RULES if kind.name == name)(**thresholds)
 
 
 def told(asked: Rule, windows: Sequence[Window]) -> list[tuple[str, int, str]]:
-    """What a rule finds."""
+    """The findings of a rule, as (rule, step, name)."""
     return [(finding.rule, finding.step, finding.name) for finding in findings(asked, windows)]
 
 
@@ -143,26 +143,26 @@ def with_nan(position: int = 2, count: int = 1) -> list[list[float]]:
 
 
 def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x") -> Story:
-    """A kind with one tensor of 64 elements of these sizes, every so many steps."""
+    """Rows of a kind, for one tensor of 64 elements of these sizes, every ``every`` steps."""
     return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)])
 
 
 def adam(kind: str, values: Sequence[float], every: int = 50) -> Story:
-    """The same, of an optimizer whose settings are known."""
+    """Like `one`, for an optimizer whose settings are known."""
     story = one(kind, values, every)
     story.facts = Facts(optimizer_eps=1e-8, second_moment_decay=0.95)
     return story
 
 
 def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: dict[int, float] | None = None) -> Story:
-    """The same (a norm is eight times the size), and the norms of gradients."""
+    """Like `one` (a norm is eight times the size), with norms of gradients."""
     story = one(kind, values)
     story.scalars["finite_norm"] = [(norms or {}).get(step, norm) for step in range(story.steps)]
     return story
 
 
 def shares(kind: str, values: Sequence[float], every: int = 50) -> Story:
-    """A kind with one number, every so many steps."""
+    """Rows of a kind, for one number, every ``every`` steps."""
     rows = {i * every: [row(v, 1, mean=v)] for i, v in enumerate(values)}
     return rows_of(kind, rows, names=("x",), shapes=[(1,)])
 
@@ -228,7 +228,7 @@ def beside_weights(
 
 
 def begun(weight: float, gradient: list[float] | None = None) -> Story:
-    """The first weight as large as this at both looks, and the bias larger yet."""
+    """The first weight has this size in both measurements, and the bias is even larger."""
     weights, gradients = [row(weight), row(1e9, 8), row()], [gradient or row(), row(0.1, 8), row()]
     table = Table(dict.fromkeys(range(51), gradients))
     return rows_of("parameter", {0: weights, 50: weights}, tables={"gradient": table})
@@ -240,7 +240,7 @@ def updated(*ratios: float) -> Story:
 
 
 def unchanged(looks: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1) -> Story:
-    """The first weight changes until the third look, and then does not for so many."""
+    """The first weight changes until its third measurement, and then stays the same for ``looks`` more."""
     weights = {i * apart: [row(1 + 0.01 * min(i, 2), zeros=zeros), row(1 + i, 8), row(1 + i)] for i in range(3 + looks)}
     gradients = {step: [row(gradient), row(0.1, 8), row()] for step in range(max(weights) + 1)}
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
@@ -258,7 +258,7 @@ report = SimpleNamespace
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, a story in which it has something to say, and others in which it just has not."""
+    """A rule, a story in which it fires, and stories in which it is just short of firing."""
 
     rule: str
     bad: Story
@@ -319,13 +319,13 @@ CASES = [
          (series("loss_nonfinite", [math.nan] * 9), series("loss", [1.0] * 9))),
     Case("lost-loss", series("loss_nonfinite", [math.nan] * 5 + [1.0, 2.0, 1.0, 1.0]), 5, "loss",
          (series("loss_nonfinite", [1.0, 1.0, math.nan, 1.0, 1.0, math.nan]),)),
-    # A single loss beyond those of the beginning, and four among five above the limit.
+    # A single loss far above the first ones, and four of five losses above the limit.
     Case("loss-spike", series("loss", [*LOSSES, 12.1]), 96, "loss",
          (series("loss", [*LOSSES, 11.9]), series("loss", [*LOSSES, math.nan, math.inf]),
           series("loss", [1.0] * 40 + [9.0]), series("loss", [-1.0] * 40 + [1e6]))),
     Case("loss-spike", series("loss", [*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), 96, "loss",
          (series("loss", [*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]), series("loss", [*LOSSES, 0.5, 0.5, 0.5, 0.5]))),
-    # A climb: never four of five.
+    # A rise without four of five losses above the limit.
     Case("loss-spike", series("loss", [*SETTLED, *[0.95, 0.95, 0.95, 0.1, 0.1] * 6]), 140, "loss",
          (series("loss", [*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
           series("loss", [1.0] * 20 + [0.5] * 108 + [3.0, 3.0, 3.0, 0.5, 0.5] * 6))),  # it never fell
@@ -348,7 +348,7 @@ CASES = [
     Case("exploding-gradient", series("norm", [*NORMS, 20.1]), 96, "norm",
          (series("norm", [*NORMS, 19.9]), series("norm", [*NORMS, math.nan, math.inf]),
           series("norm", [1.0] * 30 + [9.0]))),
-    # One that leaps does not excuse the next, and what has grown from step to step is no leap.
+    # A spike does not excuse the next one, and growth from step to step is not a spike.
     Case("exploding-gradient", series("norm", [*NORMS, 5.0, 30.0]), 97, "norm",
          (series("norm", [*NORMS, 0.9, 5.0, 30.0]),)),
     Case("exploding-gradient", series("norm", [*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), 96, "norm",
@@ -494,7 +494,7 @@ def test_what_rests_is_not_missed() -> None:
 
 
 def test_gradients_that_come_and_go_are_an_info() -> None:
-    """As those of experts; the second time that one is gone says that this is how the model is."""
+    """As in mixtures of experts: if a gradient is missing for the second time, that is how the model works."""
     gone = [*range(0, 2), *range(10, 45)]
     rows = {step: [ABSENT if step in gone else row(), row(0.1, 8), row()] for step in range(50)}
     story = rows_of("gradient", rows, observations=[Observation("missing", step, [0]) for step in gone])
@@ -505,7 +505,7 @@ def test_gradients_that_come_and_go_are_an_info() -> None:
 
 @pytest.mark.parametrize(("other", "shape", "after"), [("x.1.up", 8, 300), ("y.1.up", 8, 30), ("x.1.up", 4, 30)])
 def test_one_of_several_that_are_alike_is_missed_later(other: str, shape: int, after: int) -> None:
-    """As experts are, of which a router chooses."""
+    """Like experts, among which a router chooses."""
     names, shapes = ("x.0.up", other, "out"), [(8, 8), (shape, 8), (8, 8)]
     rows = {step: [ABSENT, row(), row()] for step in range(310)}
     weights = Table({0: [row()] * 3}, names, shapes)
@@ -532,9 +532,9 @@ ZERO = row(0.0, zeros=64)
     [
         ([[ZERO, row(0.0, 8, 8), row()]] * 30, [ZERO, row(0.0, 8, 8), row()], [5]),
         ([[ZERO, row(0.0, 8, 8), row()]] * 4, [ZERO, row(0.0, 8, 8), row()], []),
-        # As behind an output layer that begins at zero: its first update ends it.
+        # As before an output layer that is initialised to zero: its first update ends this.
         ([[ZERO, row(0.0, 8, 8), row()]] * 2 + [[row(), row(0.1, 8), row()]] * 28, [ZERO, row(0.0, 8), row()], []),
-        # Dead only later, when the weight is zero no more; and a weight that is not.
+        # The gradient is zero only later, when the weight no longer is; and a weight that is not zero.
         ([[row(), row(0.1, 8), row()]] * 9 + [[ZERO, row(0.1, 8), row()]] * 15, [ZERO, row(0.1, 8), row()], []),
         ([[ZERO, row(0.0, 8, 8), row()]] * 30, [row(), row(0.0, 8, 8), row()], [20]),
     ],
@@ -605,7 +605,7 @@ def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
 
 
 def test_a_series_with_heavy_tails_has_a_higher_limit() -> None:
-    values = [math.exp(1.5 * math.sin(i * 1.7)) for i in range(96)]  # factors of 20 between them
+    values = [math.exp(1.5 * math.sin(i * 1.7)) for i in range(96)]  # they vary by a factor of 20
     asked, calm = new("exploding-gradient"), new("exploding-gradient")
     assert told(asked, series("norm", values).windows(32)) == []
     assert told(calm, series("norm", wobbling(96)).windows(32)) == []
@@ -688,4 +688,4 @@ def test_a_rule_that_raises_is_switched_off_and_training_goes_on() -> None:
         monitor = trained([broken(), loss_negative()], -1.0, steps=70)
     assert len(calls) == 1
     assert monitor.steps == 70
-    assert monitor.findings  # the others are still asked
+    assert monitor.findings  # other rules still run

@@ -1,4 +1,4 @@
-"""Schedule: in which steps anomaly mode is on, and that it leaves the mode as it found it."""
+"""Schedule: in which steps anomaly mode is on, and that it restores the mode."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_triggers_without_a_catch_back_off() -> None:
     schedule.trigger()
     run(schedule, 2)
     assert [schedule.trigger(), run(schedule, 1), schedule.trigger(), run(schedule, 1)] == [False, ".", False, "."]
-    assert schedule.trigger()  # the pause is as short as in the beginning
+    assert schedule.trigger()  # the pause is as short as at the beginning
 
 
 def test_a_catch_ends_the_burst_and_the_backing_off() -> None:

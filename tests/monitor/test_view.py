@@ -1,4 +1,4 @@
-"""The page of a recording: what is written without a browser, and what it does in one, offline."""
+"""The page of a recording: its file, tested without a browser, and its behaviour in a browser without network."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_the_page_is_one_file_that_asks_for_no_other(tmp_path: Path) -> None:
     assert "&lt;/title&gt;&lt;script&gt;" in own
     assert "<pre>&lt;b&gt;</pre>" in own
     assert not [mark for mark in ("@DATA@", "@CODE@", "@STYLE@", "@RUN@") if mark in own]
-    made = recording(names=("@CODE@", "@DATA@"))  # which stay what they are
+    made = recording(names=("@CODE@", "@DATA@"))  # not replaced in names
     assert '"@CODE@","@DATA@"' in write_page(made, path, "@STYLE@").read_text()
 
 
@@ -70,7 +70,7 @@ def test_too_long_a_run_is_thinned_but_keeps_what_matters(bad: list[int]) -> Non
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One for all tests here."""
+    """A browser for all tests of this module."""
     started = offline_chromium()
     if started is None:
         pytest.skip("there is no chromium with chromedriver on the path")
@@ -79,12 +79,12 @@ def browser() -> Iterator[Any]:
 
 
 class Page:
-    """A page in the browser; what it holds is asked of it in JavaScript."""
+    """A page in the browser, inspected by JavaScript."""
 
     def __init__(self, browser: Any, path: Path) -> None:
         self.browser = browser
         for kind in ("browser", "performance"):
-            browser.get_log(kind)  # of the page before
+            browser.get_log(kind)  # drops the log of the previous page
         browser.get(path.as_uri())
         browser.execute_script(
             "window.$ = (s) => document.querySelector(s); window.$$ = (s) => document.querySelectorAll(s)"
@@ -133,7 +133,7 @@ class Page:
         return str(self("document.getElementById(arguments[0]).textContent", id))
 
     def fetched(self) -> set[str]:
-        """The schemes of what was asked for since the last call, each of which is one that needs no network."""
+        """The URL schemes requested since the last call; fails if one needs a network."""
         log = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
         sent = [entry["params"]["request"]["url"] for entry in log if entry["method"] == "Network.requestWillBeSent"]
         schemes = {url.split(":")[0] for url in sent}
@@ -141,7 +141,7 @@ class Page:
         return schemes
 
     def assert_clean(self) -> None:
-        """Nothing was complained about, nothing fetched and no name executed."""
+        """Checks that nothing was logged, nothing was fetched and no name was executed."""
         assert self("typeof window.harmed") == "undefined"
         assert self.browser.get_log("browser") == []
         self.fetched()
@@ -166,7 +166,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 @pytest.fixture
 def page(opened: Page) -> Iterator[Page]:
-    """The page at the incident, opened once; only how the table is sorted stays from test to test."""
+    """The page at the incident, opened once; only the table's sort order persists between tests."""
     opened.choose("kind", "gradient")
     opened.choose("column", "L2 norm")
     opened.click("#close")
@@ -243,7 +243,7 @@ def test_keys_and_buttons_move_the_step(page: Page) -> None:
         ("", Keys.ARROW_LEFT, 29),
         ("step", Keys.HOME, 0),
         ("", "i", 30),
-        ("incident", Keys.ARROW_RIGHT, 31),  # a button has no use for it
+        ("incident", Keys.ARROW_RIGHT, 31),  # buttons do not handle this key
         ("step", Keys.END, 39),
         ("step", Keys.ARROW_LEFT, 38),
     ):
@@ -324,7 +324,7 @@ def test_the_table_sorts(page: Page) -> None:
     page.click("#worst th[data-key=l2_norm] button")
     norms = [key(row[4]) for row in page.rows()]
     assert norms == sorted(norms, reverse=True)
-    assert len(norms) == 23  # of 24, one was never there
+    assert len(norms) == 23  # of 24, one never had a gradient
     assert page("$('th[aria-sort]').dataset.key") == "l2_norm"
     page.click("#worst th[data-key=l2_norm] button")
     norms = [key(row[4]) for row in page.rows()]
@@ -352,7 +352,7 @@ def test_dark_and_small_screens(page: Page) -> None:
         page.wait(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
         page.wait("$('#heat')._fullLayout.width < 400")
         assert page("document.documentElement.scrollWidth") <= 400
-        # The curtain begins where the map was measured up to, in its new size.
+        # At the new size, the curtain begins at the right edge of the current step.
         plot = "$('#heat')"
         edge = f"{plot}._fullLayout.xaxis._offset + {plot}._fullLayout.xaxis.d2p(30.5)"
         page.wait(f"Math.abs(parseFloat($('#curtain').style.left) - ({edge})) < 1")
@@ -367,7 +367,7 @@ def test_a_diagnosis_in_html_is_shown_but_not_run(browser: Any, tmp_path: Path) 
     markup += HOSTILE[1].replace("src=x", "src=data:,")
     page = Page(browser, write_page(recording(), tmp_path / "page.html", diagnosis_html=markup))
     assert page.text("mine") == "It was this."
-    refused = browser.get_log("browser")  # the policy is held, and said to be
+    refused = browser.get_log("browser")  # violations of the policy are blocked and logged
     assert len(refused) >= 2
     assert all("Content Security Policy" in entry["message"] for entry in refused)
     page.assert_clean()

@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
     "look": lambda scaler, optimizer: torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]),
 }
 CLIPPED = ("unscale", "clip", "step")
-# Calls of a step, and those that torch has for it.
+# The calls of a step, and torch's equivalents.
 WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "step": (("step",), ("step",)),
     "accumulate": (("step",), ("step",)),
@@ -120,7 +120,7 @@ def test_one_scaler_serves_several_optimizers(fused: bool, device: str) -> None:
 
 
 def passes_over_gradients(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the compiled functions that were handed the gradients."""
+    """Names of the compiled functions that were called with the gradients."""
     from gradstat._core import native
 
     module, seen = native.load_cpu(), []
@@ -158,7 +158,7 @@ def test_the_report_is_in_unscaled_units(way: str, fused: bool, device: str) -> 
     if way == "unscale":
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    scaler.update(4.0)  # what the report says is about then, not now
+    scaler.update(4.0)  # the report uses the loss scale of its step
     report = scaler.report(optimizer).result()
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     assert report.names == ("0.weight", "0.bias", "2.weight", "2.bias")
@@ -312,7 +312,7 @@ def test_half_gradients_are_refused_before_any_is_touched(way: str) -> None:
     with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\. 'group0\.1' is float16"):
         STEPS[way](scaler, optimizer)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
-    if way == "guarded step":  # a fused optimizer divides by itself
+    if way == "guarded step":  # a fused optimizer unscales in its step
         gradstat.guarded_step(torch.optim.SGD(parameters, lr=65536.0, fused=True), scaler=scaler)
         assert not any(parameter.any() for parameter in parameters)
 

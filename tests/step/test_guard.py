@@ -1,4 +1,4 @@
-"""`SpikeGuard`: its rules against plain Python, on every backend and a GPU's block; guarded steps that obey it."""
+"""`SpikeGuard`: its rules against plain Python, in every backend and in a CUDA block; guarded steps with it."""
 
 import copy
 import math
@@ -25,13 +25,13 @@ from gradstat.integrations import loggers as log
 kernels = pytest.fixture(params=["native", "dispatched", "triton", "reference", "emulated"])(kernels_on_the_cpu)
 
 
-# The rules in plain Python: which of the values stand out, and which series -----------------------------------------
+# The rules in plain Python, and series of values --------------------------------------------------------------------
 
 
 class Rule:
-    """Judges steps of several values, None or a number each; gives why each was refused.
+    """Judges steps of several values, each None or a number; returns why each was refused.
 
-    With sigmas as OLMo's SkipStepOptimizer.get_step_factor, whose mean and deviation leave the step itself out.
+    With ``sigmas`` like OLMo's SkipStepOptimizer.get_step_factor, whose mean and deviation exclude the step itself.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Rule:
 
 
 def series(steps: int, seed: int) -> list[list[float | None]]:
-    """Losses that fall below zero, norms and updates: spikes, repetitions, another level, and what is no number."""
+    """Losses that fall below zero, norms and updates, with spikes, repetitions, a change of level, NaN and None."""
     random = np.random.default_rng(seed)
     loss = np.linspace(1.0, -1.0, steps) + random.normal(0, 0.05, steps)
     norm, update = np.exp(random.normal(0, 0.2, (2, steps)))
@@ -98,7 +98,7 @@ GUARDS: list[tuple[Any, Any]] = [
 
 
 def judge(guard: SpikeGuard, kernels: Kernels, values: list[float | None], bad: bool = False) -> tuple[Tensor, Tensor]:
-    """What is decided about a step, and its numbers."""
+    """Decides about a step; returns the decision and the step's numbers."""
     loss, norm, update = (None if value is None else torch.tensor(value) for value in values)
     assert norm is not None
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64)
@@ -173,7 +173,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Training:
-    """A small model that is trained by guarded steps."""
+    """A small model trained with guarded steps."""
 
     def __init__(self, make: Any = OPTIMIZERS["fused"], device: str = "cpu") -> None:
         torch.manual_seed(1)
@@ -248,7 +248,7 @@ def test_scaling_down_multiplies_the_step(fused: bool) -> None:
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_loss_scaler_takes_a_refused_step_for_a_good_one(make: Any, unscaled: bool) -> None:
-    """Only an overflow says anything about the loss scale."""
+    """Only an overflow may change the loss scale."""
     training, guard = Training(make), SpikeGuard(window=8)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
     scales, skipped = [], []
@@ -383,7 +383,7 @@ def test_misuse_is_told_before_anything_changes() -> None:
 
 @pytest.mark.parametrize("after", [True, False])
 def test_a_monitor_and_loggers_are_told(after: bool) -> None:
-    """Of the step itself if the monitor is told of it behind the guarded step, else of the one before."""
+    """About the same step if the monitor is called after the guarded step, else about the step before."""
     training, guard = Training(), SpikeGuard(window=8)
     monitor = gradstat.Monitor(training.model, optimizer=training.optimizer, on_anomaly="record")
     logged = {}

@@ -26,7 +26,7 @@ from gradstat.amp import GradScaler
 
 Make = Callable[[Any], Optimizer]
 
-# Every optimizer of torch, and whether the device alone decides about its steps.
+# Every optimizer of torch, and whether its steps can be skipped on the device.
 OPTIMIZERS: dict[str, tuple[Make, bool]] = {
     "Adam fused": (lambda ps: torch.optim.Adam(ps, lr=0.01, fused=True), True),
     "AdamW fused": (lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True), True),
@@ -60,7 +60,7 @@ def network(device: str = "cpu") -> nn.Module:
 
 
 def model_for(kind: str, device: str = "cpu") -> nn.Module:
-    if kind == "LBFGS":  # whose estimate of curvature amplifies roundings
+    if kind == "LBFGS":  # its estimate of curvature amplifies roundings
         return network(device).double()
     return nn.Embedding(10, 4, sparse=True).to(device) if kind == "SparseAdam" else network(device)
 
@@ -94,7 +94,7 @@ def is_as_before(model: nn.Module, before: dict[str, Tensor]) -> bool:
 
 
 def assert_same_state(ours: Any, theirs: Any) -> None:
-    """State dictionaries of optimizers; those of ours may hold what has been prepared for a first step."""
+    """Compares state dicts of optimizers; ours may also have state prepared for a first step."""
     for index, state in theirs["state"].items():
         for name, value in state.items():
             if isinstance(value, (Tensor, float, int)):
@@ -196,7 +196,7 @@ def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch:
 
 @pytest.mark.usefixtures("_poisoned")
 def test_torch_itself_falls_into_that_trap() -> None:
-    """When this fails, torch has mended it and first_momentum_is_at_risk may go."""
+    """If this fails, torch has fixed it, and first_momentum_is_at_risk can be removed."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     for step, found in enumerate((1.0, 0.0)):
@@ -206,7 +206,7 @@ def test_torch_itself_falls_into_that_trap() -> None:
     assert any(parameter.isnan().any() for parameter in model.parameters())
 
 
-# What else may come along -----------------------------------------------------------------------------------
+# Other arguments, dtypes and backends -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD"])
@@ -386,7 +386,7 @@ def test_every_dtype_and_backend(dtype: torch.dtype, fused: bool, where: tuple[s
             torch.testing.assert_close(result.total_norm, norm, rtol=4 * torch.finfo(dtype).eps, atol=0)
             theirs.step()
         for a, b in zip(parameters, twins, strict=True):
-            # What a fused optimizer divides by is a float32 number.
+            # The divisor of a fused optimizer is a float32 number.
             slack = 4 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if fused else 0.0)
             torch.testing.assert_close(a, b, rtol=slack, atol=slack)
     assert result.counters.read(wait=True) == gradstat.StepCounts(3, 1, 0)
@@ -525,7 +525,7 @@ Decided = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @pytest.fixture(params=[*DEVICES, "emulated"])
 def decide(request: pytest.FixtureRequest) -> tuple[Callable[..., Decided], str]:
-    """The operator that measures for a step on a device, or its kernels on the CPU, with another number of blocks."""
+    """The operator that measures for a step, or the CUDA kernels on the CPU, which use another number of blocks."""
     if request.param != "emulated":
         return native.operators(torch.device(request.param)).measure, request.param
     kernels = request.getfixturevalue("emulated")
@@ -542,7 +542,7 @@ def decide(request: pytest.FixtureRequest) -> tuple[Callable[..., Decided], str]
 @pytest.mark.parametrize("max_norm", [1.0, 0.0, -1.0, 1e-30, 1e30, math.inf])
 @pytest.mark.parametrize("value", [0.0, 1e-20, 3.0, 1e30, math.inf, math.nan])
 def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: float, value: float, decide: Any) -> None:
-    """Whichever block comes last; every launch counts once."""
+    """Whichever block finishes last; every launch counts once."""
     measure, device = decide
     gradients = [torch.tensor([value, 1e-3 * (value if math.isfinite(value) else 1.0)], device=device)]
     gradients += [torch.zeros(count, device=device) for count in (30_001, 7, 20_000)]

@@ -1,4 +1,4 @@
-"""step_in_backward: the same as clipping and stepping after backward, with one gradient at a time, and misuse."""
+"""step_in_backward: equal to clipping and stepping after backward, with one gradient in memory at a time; misuse."""
 
 import copy
 import gc
@@ -55,7 +55,7 @@ CLIPS: dict[str, Callable[[], Any]] = {
 
 
 class Net(nn.Module):
-    """With a weight that is used twice, one that is frozen and one that has no gradient."""
+    """A model with a weight that is used twice, one that is frozen and one that gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_it_is_the_same_clip_and_step_as_after_backward(kind: str, clip_by: str,
         found = handle.report.result()
         assert [stats.name for stats in found.nonfinite] == ([bad] if bad else [])
         assert_same(dict(model.named_parameters()), dict(twin.named_parameters()))
-        # As it is, not nearly: from the same parameters come the same bits.
+        # Exactly: the same parameters give the same bits.
         assert found.names == report.names and found.missing == report.missing == ("idle",)  # noqa: PT018
         if clip is None and not bad:
             np.testing.assert_array_equal(found.to_numpy(), report.to_numpy())
@@ -132,14 +132,14 @@ def test_it_is_the_same_clip_and_step_as_after_backward(kind: str, clip_by: str,
         assert_same(handle.state_dict()["state"][position], state)
     if isinstance(clip, gradstat.AGC):
         assert_same(clip.state_dict()["tensors"], twins.state_dict()["tensors"])
-    elif isinstance(clip, gradstat.AdaGC):  # which has a mean for the idle ones, too
+    elif isinstance(clip, gradstat.AdaGC):  # it has a mean for parameters without gradients, too
         means = clip.state_dict()["tensors"]["means"]
         assert_same(means[means.isfinite()], twins.state_dict()["tensors"]["means"])
 
 
 @pytest.mark.parametrize("optimizer_class", [SGD, partial])
 def test_one_gradient_exists_at_a_time(optimizer_class: Any) -> None:
-    """Largest of eight is 1 MiB. `partial` stands for stepping after backward, which the measurement has to notice."""
+    """The largest of eight is 1 MiB. `partial` means stepping after backward, which the measurement has to detect."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(1 << 18 - i % 2)) for i in range(8)])
     if optimizer_class is SGD:
         gradstat.step_in_backward(SGD, model, 1.0, lr=0.1)
@@ -164,13 +164,13 @@ def test_states_go_to_and_from_an_ordinary_optimizer_and_removing_ends_it() -> N
     assert handle.state_dict()["param_groups"] == plain.state_dict()["param_groups"]
     twin.load_state_dict(model.state_dict())
     plain.load_state_dict(handle.state_dict())
-    # Torch's distributed checkpoints make the state that there is not yet, by gradients of zeros and a step.
+    # torch's distributed checkpoints create missing state by a step with gradients of zeros.
     into = gradstat.step_in_backward(AdamW, third := net(), lr=0.01)
     saved = get_optimizer_state_dict(model, handle.optimizer)
     loosely = StateDictOptions(strict=False)  # one parameter has no gradient
     set_optimizer_state_dict(third, into.optimizer, copy.deepcopy(saved), options=loosely)
     assert_same(into.state_dict()["state"], handle.state_dict()["state"])
-    handle.load_state_dict(copy.deepcopy(plain.state_dict()))  # puts other groups in the place of those there were
+    handle.load_state_dict(copy.deepcopy(plain.state_dict()))  # replaces the param groups
     restored = gradstat.AdaGC(warmup=0)
     restored.load_state_dict(clip.state_dict())
     again = gradstat.step_in_backward(AdamW, twin, restored, lr=0.01)
@@ -225,7 +225,7 @@ def test_a_model_keeps_its_handle_and_both_go_when_it_goes() -> None:
     assert not torch.equal(before.a.weight, model.a.weight)
     with pytest.raises(RuntimeError, match=r"'idle' is stepped in backward already.*call remove\(\)"):
         gradstat.step_in_backward(AdamW, model, lr=0.1)
-    for twin in (before, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # of which nobody steps the backward
+    for twin in (before, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # these are not stepped in backward
         backward(twin, 1)
         assert twin.a.weight.grad is not None
         twin.zero_grad()
@@ -268,13 +268,13 @@ def test_an_exception_in_backward_leaves_groups_whole_and_the_next_pass_is_right
         warnings.simplefilter("error")  # torch's, that no optimizer stepped before its scheduler
         scheduler = torch.optim.lr_scheduler.ExponentialLR(handle.optimizer, 0.5)
         backward(model, 2)
-        handle.optimizer.step()  # of a loop that still has it
+        handle.optimizer.step()  # as in a loop that still calls it
         scheduler.step()
     assert handle.optimizer.param_groups[0]["lr"] == 0.05
 
 
 class CountsGroups(SGD):
-    """As some optimizers outside of torch do."""
+    """Counts steps in its param groups, as some optimizers outside of torch do."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
@@ -333,7 +333,7 @@ def test_what_goes_wrong_in_backward_says_so_by_name() -> None:
 
 
 def spoil_the_last(parameter: Tensor) -> None:
-    """A hook: NaN in the last element of the gradient, where that is."""
+    """A hook that sets the last element of the gradient to NaN, on the ranks that have it."""
     gradient: Any = parameter.grad
     mesh = gradient.device_mesh
     places = zip(mesh.get_coordinate(), mesh.shape, gradient.placements, strict=True)
@@ -342,7 +342,7 @@ def spoil_the_last(parameter: Tensor) -> None:
 
 
 def steps_as_in_one_process(layout: str, kind: str, clip_by: str) -> None:
-    """With a monitor, and in the second of four steps a gradient that is bad on one rank alone."""
+    """Compares four steps, with a monitor; in the second step one rank's gradient is bad."""
     (optimizer_class, options), clip, twins = OPTIMIZERS[kind], CLIPS[clip_by](), CLIPS[clip_by]()
     (laid_out, batches), twin = made(layout), layouts.model()
     parameters, bad = laid_out.named_parameters(), "blocks.0.up.weight"
@@ -425,7 +425,7 @@ def test_passes_that_do_not_reduce_accumulate() -> None:
 
 @on_ranks(2)
 def test_gradients_that_are_complete_when_backward_is_over_belong_to_its_step() -> None:
-    """FSDP2 completes those of a module whose inputs need none in a callback, for each module that is a root."""
+    """FSDP2 completes gradients of a module whose inputs need none in a callback, one for each root module."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     for module in model:
@@ -445,7 +445,7 @@ def test_what_reduces_gradients_later_is_refused_before_a_step(wrapped: str) -> 
     if wrapped == "DDP later":
         gradstat.step_in_backward(SGD, model.parameters(), lr=0.1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the older FSDP says that it is old
+        warnings.simplefilter("ignore")  # the older FSDP warns that it is deprecated
         around: nn.Module = (
             FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
             if "FSDP" in wrapped

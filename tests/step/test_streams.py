@@ -1,6 +1,6 @@
-"""Numbers that are asked for later, on whatever stream: they come behind the step that they are about.
+"""Numbers that are read later, on any stream: the read is ordered after the step that they are about.
 
-Without a GPU torch's streams are stood in for; what a GPU makes of it is tested at the end.
+Without a GPU torch's streams are replaced by stand-ins; tests on a GPU are at the end.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 1)
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Makes a stream of that name current, as ``torch.cuda.stream``. `SEEN` are those on which numbers set out."""
+    """Makes a stream of that name current, as ``torch.cuda.stream``. `SEEN` lists the streams of transfers."""
     stack = ["default"]
     SEEN.clear()
 
@@ -67,7 +67,7 @@ def test_reports_and_counts_follow_the_stream_of_their_step(
             scaler.update()
         else:
             result = gradstat.guarded_step(optimizer, 1.0)
-    assert by == "scaler" or not SEEN  # nothing has set out
+    assert by == "scaler" or not SEEN  # no transfer has been started
     with current("of somebody who logs"):
         assert (scaler.report(optimizer) if by == "scaler" else result.report).result().ok
         assert (scaler.status(wait=True) if by == "scaler" else result.counters.read(wait=True)).steps == 1
@@ -86,7 +86,7 @@ def test_streams_are_remembered_for_each_device_but_not_those_of_a_capture(monke
 
 
 def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replay would zero it again."""
+    """Each replay would reset it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _, optimizer = trained()
     message = "made anew by each of its replays; run one step before the capture"
@@ -122,7 +122,7 @@ def test_a_report_asked_for_on_another_stream_waits_for_its_step(backend: str) -
     for step in range(1, 4):
         with torch.cuda.stream(stream):
             parameter.grad = torch.full_like(parameter, step)
-            busy()  # so that the kernel has not run when the report is asked for
+            busy()  # so that the kernel has not run yet when the report is read
             result = gradstat.guarded_step(optimizer, backend=backend)
         pending = result.report
         counts = result.counters.read(wait=True)

@@ -1,4 +1,4 @@
-"""The update to come, held against the step that a real optimizer then takes, and against float64 arithmetic."""
+"""Statistics of the coming update, against the step that the optimizer then takes, and against float64 arithmetic."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ import gradstat
 from gradstat import UpdateStats, _fields, update_stats
 from gradstat._core import backends
 
-# Triton's interpreter computes with numpy, which warns of what float32 sums provoke.
+# Triton's interpreter computes with numpy, which warns of overflows in float32 sums.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -61,10 +61,10 @@ def test_it_is_what_the_step_then_does(name: str, dtype: torch.dtype, where: tup
     backend, device = where
     parameters = [nn.Parameter(torch.randn(shape, dtype=dtype, device=device)) for shape in ((3, 5), (70,), ())]
     optimizer = OPTIMIZERS[name]([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.03}])
-    # torch keeps NAdam's product in float32, as the settings here, and rounds each weight to its dtype.
+    # torch keeps NAdam's product and settings that are tensors in float32, and rounds each weight to its dtype.
     in_float32 = "NAdam" in name or "tensors" in name
     tolerance = 1e-3 if dtype is torch.float32 else 1e-6 if in_float32 else 1e-11
-    for _ in range(7 if backend == "native" or name.startswith("RAdam") else 3):  # RAdam has no root before the sixth
+    for _ in range(7 if backend == "native" or name.startswith("RAdam") else 3):  # RAdam rectifies from the sixth on
         set_gradients(parameters)
         state = copy.deepcopy(optimizer.state_dict())
         report = update_stats(optimizer, backend=backend)
@@ -103,7 +103,7 @@ def cosine_of(gradient: Tensor, momentum: Tensor | None) -> float:
 
 
 def scaled_of(optimizer: Optimizer, group: dict, parameter: Tensor, gradient: Tensor) -> float:
-    """With the second moment that the step has left behind."""
+    """The scaled gradient's value, computed with the second moment after the step."""
     state = optimizer.state[parameter]
     if isinstance(optimizer, SGD):
         return math.nan
@@ -115,7 +115,7 @@ def scaled_of(optimizer: Optimizer, group: dict, parameter: Tensor, gradient: Te
     return (gradient / ((second / correction).sqrt() + eps)).square().mean().sqrt().item()
 
 
-# Backends held against the reference --------------------------------------------------------------------------
+# Backends against the reference -------------------------------------------------------------------------------
 
 RULES = range(len(_fields.UPDATE_RULES))
 
@@ -146,7 +146,7 @@ def assert_same(
 
 def assert_close_sums(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert found.shape == expected.shape
-    # A sum of products may cancel: what it is made of is the measure.
+    # A sum of products may cancel, so the tolerance is relative to the norms of its factors.
     by = dict(zip(_fields.UPDATE_SUMS, expected.unbind(1), strict=True))
     size = expected.abs()
     size[:, _fields.UPDATE_SUMS.index("product")] = (by["gradient"] * by["momentum"]).sqrt()
@@ -201,7 +201,7 @@ def test_magnitudes_beyond_float32s_squares(
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_finite_is_named(rule: int, bad: float, where: tuple[str, str]) -> None:
-    """At any place of any operand; each of them has its column."""
+    """At any place of any operand; each operand has its column."""
     backend, device = where
     operands, rules, expected = [], [], []
     of_operand = ["gradient", "weight", "momentum", "second_moment", "second_moment"]

@@ -1,8 +1,8 @@
-"""Compiles the CUDA kernels for every architecture and judges the machine code; needs nvcc, no GPU.
+"""Compiles the CUDA kernels for every architecture and checks the machine code; needs nvcc, no GPU.
 
-Fails if a kernel spills registers or has a stack frame, if reading or writing is not done 16 bytes at a time for
-every element type, or if the scale kernel reads memory before it has waited for the statistics kernel. Prints
-registers, shared memory and what that allows in parallel, and the length of the hot loops.
+Fails if a kernel spills registers or has a stack frame, if it does not read and write 16 bytes at a time for every
+element type, or if the scale kernel reads memory before it has waited for the statistics kernel. Prints registers,
+shared memory, the threads per multiprocessor that registers allow, and the length of the hot loops.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The ones setup.py builds for.
+# The architectures that setup.py builds for.
 ARCHITECTURES = re.findall(r'"(\d+)"', re.findall(r"CUDA_ARCHITECTURES = (.*)", (ROOT / "setup.py").read_text())[0])
 
-# 16-byte instructions a kernel must have. Statistics: eleven formats, each with four loads ahead of the loop,
-# four in it and four for a partial tile. Unscaling: the same, and stores of what was loaded in and behind the loop.
-# Scaling: five formats of four loads and four stores. Updates: three formats of all operands of five rules.
+# 16-byte instructions that a kernel must have. Statistics: eleven formats, each with four loads before the loop, four
+# in it and four for a partial tile. Unscaling: the same, and stores for the loads in and after the loop. Scaling: five
+# formats with four loads and four stores. Updates: three formats with all operands of five rules.
 EXPECTED = {
     "stats": {"LDG": 11 * 12, "STG": 0},
     "unscale": {"LDG": 11 * 12, "STG": 11 * 8},
@@ -35,14 +35,14 @@ EXPECTED = {
     "update_merge": {},
 }
 THREADS = 256
-# Per multiprocessor: registers, and threads at most.
+# Per multiprocessor: registers, and the maximum of threads.
 REGISTERS = 65536
 MOST_THREADS = {"80": 2048, "86": 1536, "89": 1536, "90": 2048, "100": 2048, "120": 1536}
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A hot loop: what one thread does for a tile of 64 bytes of its own."""
+    """A hot loop: the instructions of one thread for its 64 bytes."""
 
     dtype: str
     opcodes: Counter[str]
@@ -92,7 +92,7 @@ def opcode_of(line: str) -> str:
 
 
 def type_of(opcodes: Counter[str]) -> str:
-    """Whose loop it is, from the arithmetic that only one type needs."""
+    """The element type of a loop, identified by arithmetic that only this type needs."""
 
     def has(*beginnings: str) -> bool:
         return any(name.startswith(beginnings) for name in opcodes)
@@ -126,7 +126,7 @@ def hot_loops(lines: list[str]) -> list[Loop]:
             if target and target[1] in labels:
                 spans.append((labels[target[1]], len(instructions)))
     loads = [bool(re.search(r"LDG\S*\.128", line)) for line in instructions]
-    # The walk over a segment contains loads too; it is several times as long as any hot loop.
+    # The loop over segments contains loads, too, but is several times as long as any hot loop.
     fitting = [(begin, end) for begin, end in spans if sum(loads[begin:end]) == 4 and end - begin < 1000]
     inner = [s for s in fitting if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in fitting)]
     counted = [Counter(opcode_of(line) for line in instructions[begin:end]) for begin, end in inner]
@@ -134,7 +134,7 @@ def hot_loops(lines: list[str]) -> list[Loop]:
 
 
 def waits_too_late(lines: list[str]) -> bool:
-    """Whether memory is read before the instruction that waits for the kernel before."""
+    """Whether memory is read before the instruction that waits for the preceding kernel."""
     opcodes = [opcode_of(line) for line in lines if re.search(r"/\*[0-9a-f]{4,}\*/ ", line)]
     reads = [i for i, name in enumerate(opcodes) if name.startswith(("LDG", "LD."))]
     return "ACQBULK" not in opcodes or min(reads) < opcodes.index("ACQBULK")
@@ -166,7 +166,7 @@ def compile_and_read(nvcc: str, nvdisasm: str, source: Path, architecture: str, 
             for name in ("LDG", "STG"):
                 kernels[mangled].wide[name] = sum(bool(re.search(rf"{name}\S*\.128", line)) for line in lines)
             kernels[mangled].loops = hot_loops(lines)
-            # An uploaded table may be read sooner: such launches never overlap.
+            # An uploaded table may be read before the wait: such launches never overlap.
             if kernels[mangled].name.startswith("scale/") and "uploaded" not in kernels[mangled].name:
                 kernels[mangled].waits_too_late = int(architecture) >= 90 and waits_too_late(lines)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# A kernel defined under the interpreter could not be compiled.
+# Kernels defined under the interpreter cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -42,11 +42,11 @@ class Gate:
 
     Attributes:
         kernel: The kernel.
-        arguments: Its run-time arguments' types, in order.
-        loops: Where the load of a main loop, and if it has one its store, stands, and how many of them there are for
-            all element types together: (function, text of the line, number).
+        arguments: The types of its run-time arguments, in order.
+        loops: The source lines of the main loops' loads (and stores), as (function, text in the line, number of loads
+            for all element types together).
         warps: Warps per program.
-        constants: Its arguments that are compiled in.
+        constants: Its compile-time arguments.
     """
 
     kernel: Any
@@ -90,7 +90,7 @@ GATES = (
 
 
 def compiled(gate: Gate, architecture: int) -> Any:
-    # As the launcher finds them: torch's allocations are aligned, the coefficient may be any element.
+    # As in a launch: torch's allocations are aligned, while the coefficient may be any element of a tensor.
     aligned = [
         (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "coefficients"
     ]
@@ -113,7 +113,7 @@ def line_numbers(gate: Gate) -> set[int]:
 
 
 def accesses(ptx: str, file: str, lines: set[int]) -> list[str]:
-    """The global loads and stores that ptx attributes to the given lines of a file."""
+    """The global loads and stores that the PTX attributes to the given lines of a file."""
     number = next(
         (m[1] for m in re.finditer(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M) if m[2].endswith(file)), None
     )
@@ -125,7 +125,7 @@ def accesses(ptx: str, file: str, lines: set[int]) -> list[str]:
     for line in ptx.splitlines():
         location = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line)
         if location:
-            # Inside inline assembly only the first location is one of the source; the next count its lines.
+            # Inside inline assembly only the first location refers to the source; later ones count lines of assembly.
             if may_move:
                 here = location[1] == number and int(location[2]) in lines
                 may_move = not is_assembly
@@ -139,7 +139,7 @@ def accesses(ptx: str, file: str, lines: set[int]) -> list[str]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, stack and local memory of each thread, and spills, from the machine code."""
+    """Registers, stack and local memory per thread, and spills, from the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -152,7 +152,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def check(gate: Gate, architecture: int) -> list[str]:
-    """Prints what the kernel needs; returns what is wrong with it."""
+    """Prints the kernel's resources; returns its problems."""
     began = time.perf_counter()
     kernel = compiled(gate, architecture)
     seconds = time.perf_counter() - began
@@ -195,7 +195,7 @@ def main() -> int:
     began = time.perf_counter()
     problems = []
     with tempfile.TemporaryDirectory() as cache:
-        # Compile anew: what is checked is this source, and the time.
+        # Without cached kernels, so that this source is checked and the time is that of compiling.
         os.environ["TRITON_CACHE_DIR"] = cache
         for gate in GATES:
             for architecture in arguments.architectures:

@@ -1,6 +1,6 @@
-"""A short set of calls that reaches every path of the CUDA and Triton kernels, for compute-sanitizer to watch.
+"""A short set of calls that reaches every path of the CUDA and Triton kernels, for compute-sanitizer.
 
-Needs a GPU; run by `make gpu`. Results are held against the reference, so it also fails on wrong numbers.
+Needs a GPU; run by `make gpu`. Results are compared with the reference, so it also fails on wrong numbers.
 """
 
 import math
@@ -16,7 +16,7 @@ FIELDS = [
 
 
 def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Aligned and misaligned, empty, one element, several tiles, special values."""
+    """Tensors that are aligned, misaligned, empty, of one element, of several tiles, or have special values."""
     wide = torch.complex64 if dtype.is_complex else torch.float32
     base = torch.randn(70001, dtype=wide, device="cuda").to(dtype)
     special = base.clone()
