@@ -23,6 +23,10 @@
 #include <arm_neon.h>
 #endif
 
+#ifdef __SANITIZE_ADDRESS__
+extern "C" void __asan_loadN(const void* address, size_t size);
+#endif
+
 #define GRADSTAT_INLINE inline __attribute__((always_inline))
 
 namespace gradstat {

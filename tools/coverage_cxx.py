@@ -17,7 +17,8 @@ from instrumented import ROOT, step, tests
 BUILD = ROOT / "build" / "coverage-cxx"
 FLAGS = "-O0 -g --coverage -fprofile-update=atomic"
 KERNEL_TESTS = ("fuzz", "multiply")  # without the many tests of conformance, which reach no other lines
-OTHER_TESTS = ("ops", "host_path", "check", "clip", "clip_value", "total_norm", "step", "adaptive")
+DECISIONS = ("update", "guard", "decide")
+OTHER_TESTS = ("ops", "host_path", "check", "clip", "clip_value", "total_norm", "step", "adaptive", *DECISIONS)
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
 COMPILED = ("-k", "not (triton or reference or emulated)")
 LEAST_PERCENT = 90
@@ -35,7 +36,7 @@ def main() -> int:
     passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, *COMPILED), BUILD, environment)
     # Counts are written next to the library's object files, so that folder has to outlive the tests.
     on_host = tests(
-        (*HOST_TESTS, *KERNEL_TESTS, "update", "guard", "decide"),
+        (*HOST_TESTS, *KERNEL_TESTS, *DECISIONS),
         *("-k", "gpu_on_host or emulated", f"--basetemp={BUILD / 'host'}"),
     )
     passed &= step("the CUDA code on the host", on_host, BUILD, environment)

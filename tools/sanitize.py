@@ -23,7 +23,8 @@ FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast
 # With the sanitizers' checks gcc warns of variables that are in fact initialized.
 HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
 KERNEL_TESTS = ("conformance", "fuzz", "multiply")
-OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive")
+DECISIONS = ("update", "guard", "decide")
+OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive", *DECISIONS)
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
 COMPILED = ("-k", "not (triton or reference or emulated)")
 TENSORS, QUICK_TENSORS = 20_000, 600
@@ -59,7 +60,7 @@ def main() -> int:
     if not options.quick:
         passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, *COMPILED), BUILD, environment)
         passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
-        passed &= step("the CUDA kernels as a backend", tests(KERNEL_TESTS, "-k", "emulated"), BUILD, environment)
+        passed &= step("the CUDA kernels as a backend", tests((*KERNEL_TESTS, *DECISIONS), "-k", "emulated"), BUILD, environment)
     return 0 if passed else 1
 
 
