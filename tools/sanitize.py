@@ -60,7 +60,8 @@ def main() -> int:
     if not options.quick:
         passed &= step("tests of everything around the kernels", tests(OTHER_TESTS, *COMPILED), BUILD, environment)
         passed &= step("the CUDA code on the host", tests(HOST_TESTS), BUILD, environment)
-        passed &= step("the CUDA kernels as a backend", tests((*KERNEL_TESTS, *DECISIONS), "-k", "emulated"), BUILD, environment)
+        as_backend = tests((*KERNEL_TESTS, *DECISIONS), "-k", "emulated")
+        passed &= step("the CUDA kernels as a backend", as_backend, BUILD, environment)
     return 0 if passed else 1
 
 
