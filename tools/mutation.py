@@ -173,21 +173,26 @@ def main() -> int:
     sys.dont_write_bytecode = True
     for other in others:
         shutil.copytree(first, other)
-    found = {}
+    found: dict[str, list[str]] = {file: [] for file in tests}
     with workers([first, *others]) as pool:
-        for file in tests:
+        for file, lines in found.items():
             mutants = mutants_of(file)
-            print(f"{file}: {len(mutants)} mutants", flush=True)
-            lines = pool.map(survives, mutants, [tests[file]] * len(mutants))
-            found[file] = []
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(pool.map(survives, mutants, [tests[file]] * len(mutants)), 1):
                 if line is not None:
-                    found[file].append(line)
-                    print(f"{number}: {line}", flush=True)
-    wrong = [f"survived: {file}: {line}" for file, lines in found.items() for line in lines if line not in EXPLAINED]
+                    lines.append(line)
+                    print(f"survived: {line}", flush=True)
+                if number % 10 == 0 or number == len(mutants):
+                    print(f"{file}: {number} of {len(mutants)} mutants tried", flush=True)
+    wrong = [
+        f"not in EXPLAINED: {file}: {line}" for file, lines in found.items() for line in lines if line not in EXPLAINED
+    ]
     if not options.only:
-        wrong += [f"no such survivor: {line}" for line in EXPLAINED if line not in itertools.chain(*found.values())]
-    print("\n".join(wrong) or "all others were noticed")
+        wrong += [
+            f"did not survive, but is in EXPLAINED: {line}"
+            for line in EXPLAINED
+            if line not in itertools.chain(*found.values())
+        ]
+    print("\n".join(wrong) or "tests detect all mutants but those in EXPLAINED")
     return int(bool(wrong))
 
 
