@@ -183,15 +183,9 @@ def main() -> int:
                     print(f"survived: {line}", flush=True)
                 if number % 10 == 0 or number == len(mutants):
                     print(f"{file}: {number} of {len(mutants)} mutants tried", flush=True)
-    wrong = [
-        f"not in EXPLAINED: {file}: {line}" for file, lines in found.items() for line in lines if line not in EXPLAINED
-    ]
+    wrong = [f"unexplained: {file}: {line}" for file, lines in found.items() for line in lines if line not in EXPLAINED]
     if not options.only:
-        wrong += [
-            f"did not survive, but is in EXPLAINED: {line}"
-            for line in EXPLAINED
-            if line not in itertools.chain(*found.values())
-        ]
+        wrong += [f"did not survive: {line}" for line in EXPLAINED if line not in itertools.chain(*found.values())]
     print("\n".join(wrong) or "tests detect all mutants but those in EXPLAINED")
     return int(bool(wrong))
 
