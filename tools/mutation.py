@@ -107,7 +107,7 @@ def pass_all(tests: list[str]) -> bool:
             output = os.open(f"output.{os.getppid()}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", "not emulated", *tests])
         except BaseException:
             traceback.print_exc()
         finally:

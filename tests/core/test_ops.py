@@ -89,12 +89,16 @@ def test_clipping_compiles_without_a_break(backend: str, call: str, sizes: tuple
     torch.testing.assert_close([p.grad for p in parameters], [p.grad for p in expected])
 
 
-def test_what_clipping_cannot_do_inside_a_graph_is_refused() -> None:
+@pytest.mark.parametrize(
+    "options", [{"error_if_nonfinite": True}, {"norm_type": 3.0}, {"backend": "reference"}], ids=str
+)
+def test_what_clipping_cannot_do_inside_a_graph_is_refused(options: dict[str, Any]) -> None:
+    torch.compiler.reset()
     parameter = parameter_with(torch.ones(3))
 
     @torch.compile(fullgraph=True, backend="eager")
     def clip() -> torch.Tensor:
-        return gradstat.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+        return gradstat.clip_grad_norm_([parameter], 1.0, **options)
 
     with pytest.raises(Exception, match="call it outside of the compiled function"):
         clip()
