@@ -124,7 +124,7 @@ def main() -> None:
         made = [one for model in models for one in _measured(model, options.rounds, device)]
         if dist.is_initialized() and dist.get_rank():
             return
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         print(f"recorded in {append(made, 'backward_step', options.results)}")
 

@@ -98,7 +98,7 @@ def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            preexec_fn=_join_fate,
+            preexec_fn=_start_process_group,
         )
     except OSError as error:
         _say(f"{error}\n", log)
@@ -116,7 +116,7 @@ def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
     return Outcome(part.name, how, time.monotonic() - start)
 
 
-def _join_fate() -> None:
+def _start_process_group() -> None:
     """Runs in a part's process: makes a process group, so that all its processes can be ended together.
 
     On Linux the part is also killed if this program is. It stays in the session, so that killing the session ends it.

@@ -103,7 +103,7 @@ FAULTS = {
 NONE, ZCLIP, SIGMA, GUARD = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard"
 WITH_UPDATE, SCALING = "SpikeGuard, update", "SpikeGuard(scale=0.1), update"
 GUARDS = (NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE, SCALING)
-SPOILING = (SIGMA, GUARD, SCALING)  # also tried on healthy trainings
+GUARDS_ON_HEALTHY = (SIGMA, GUARD, SCALING)  # also tried on healthy trainings
 
 
 class Stepper:
@@ -175,7 +175,7 @@ def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outc
     return outcome
 
 
-def stands_out(losses: Sequence[float], since: int, window: int = 128, sigmas: float = 6.0) -> int | None:
+def first_outlier(losses: Sequence[float], since: int, window: int = 128, sigmas: float = 6.0) -> int | None:
     """The first step from ``since`` whose loss exceeds the mean of the last ``window`` by ``sigmas`` deviations."""
     for step in range(since, len(losses)):
         last = losses[max(0, step - window) : step]
@@ -199,7 +199,7 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
     """
     model, fault, seed = case
     plain = run(model, fault, NONE, seed)
-    due = stands_out(plain.losses, FAULT)
+    due = first_outlier(plain.losses, FAULT)
     found = {}
     for guard in GUARDS:
         outcome = plain if guard == NONE else run(model, fault, guard, seed)
@@ -210,7 +210,7 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
     return found
 
 
-def spoil(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
+def run_healthy(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
     """For a healthy training, by guard: steps, refused steps, and the final loss minus that without a guard.
 
     If gradstat cannot compute an optimizer's update, it is guarded without it.
@@ -218,12 +218,13 @@ def spoil(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
     number, seed, steps = case
     torch.set_num_threads(1)
     taken = {
-        guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps)) for guard in (NONE, *SPOILING)
+        guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps))
+        for guard in (NONE, *GUARDS_ON_HEALTHY)
     }
     ends = {guard: statistics.fmean(loss for _, loss, _ in of[-max(1, steps // 10) :]) for guard, of in taken.items()}
     return {
         guard: (steps, sum(is_refused for _, _, is_refused in taken[guard]), ends[guard] - ends[NONE])
-        for guard in SPOILING
+        for guard in GUARDS_ON_HEALTHY
     }
 
 
@@ -235,12 +236,12 @@ def measure(seeds: int, workers: int) -> list[Row]:
     healthy = [(number, seed, HEALTHY_STEPS) for number in unscaled for seed in range(max(1, seeds // 20))]
     with ProcessPoolExecutor(workers) as pool, progress_bar(len(cases) + len(healthy), "trainings") as bar:
 
-        def told(each: Any) -> Any:
+        def counted(each: Any) -> Any:
             bar.update()
             return each
 
-        compared = [told(found) for found in pool.map(compare, cases)]
-        spoiled = [told(found) for found in pool.map(spoil, healthy)]
+        compared = [counted(found) for found in pool.map(compare, cases)]
+        on_healthy = [counted(found) for found in pool.map(run_healthy, healthy)]
     for model, fault in dict.fromkeys(case[:2] for case in cases):
         those = [found for case, found in zip(cases, compared, strict=True) if case[:2] == (model, fault)]
         for guard in GUARDS:
@@ -260,8 +261,8 @@ def measure(seeds: int, workers: int) -> list[Row]:
                 for metric, value in values.items()
                 if not math.isnan(value)
             ]
-    for guard in SPOILING:
-        steps, refused, above = zip(*(each[guard] for each in spoiled), strict=True)
+    for guard in GUARDS_ON_HEALTHY:
+        steps, refused, above = zip(*(each[guard] for each in on_healthy), strict=True)
         for metric, value in (("steps", sum(steps)), ("refused", sum(refused)), ("last loss above", max(above))):
             made.append(rows_module.row(HEALTHY_GROUP, "healthy trainings", guard, metric, "", float(value), cpu))
     return made

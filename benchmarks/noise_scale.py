@@ -80,7 +80,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [options.model] if options.model else list(_SIZES)
     made = [one for name in models for one in _measured(name, options.rounds, device)]
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         print(f"recorded in {append(made, 'noise_scale', options.results)}")
 

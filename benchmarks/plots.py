@@ -249,7 +249,7 @@ def _figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tu
 
 def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None:
     last = members[-1]
-    where = machine.circumstance(last.driver, last.threads)
+    where = machine.driver_or_threads(last.driver, last.threads)
     figure.suptitle(f"{title}\n{last.device}, {where}, {last.time[:10]}", x=0.012, ha="left", fontsize=12, color=_INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})

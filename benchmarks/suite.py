@@ -421,7 +421,7 @@ def main() -> int:
     groups = options.only or (GROUPS if options.full else QUICK)
     if plan.device.type == "cpu" and not options.only:
         groups = [group for group in groups if group != counts.GROUP]  # a CPU has no launches or syncs
-    circumstance = machine.circumstance(machine.driver_version(plan.device), torch.get_num_threads())
+    circumstance = machine.driver_or_threads(machine.driver_version(plan.device), torch.get_num_threads())
     print(f"{machine.device_name(plan.device)}, {circumstance}; {machine.versions()}", flush=True)
     rows: list[Row] = []
     recorded = None

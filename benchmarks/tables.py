@@ -107,7 +107,7 @@ def guards(rows: Sequence[Row], short: bool = False) -> str:
 def where(rows: Sequence[Row]) -> str:
     """A line about machine, versions and date."""
     last = rows[-1]
-    return f"{last.device}, {machine.circumstance(last.driver, last.threads)}; {last.versions}; {last.time[:10]}."
+    return f"{last.device}, {machine.driver_or_threads(last.driver, last.threads)}; {last.versions}; {last.time[:10]}."
 
 
 def limits(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], Row]:
@@ -243,7 +243,7 @@ def leaks(rows: Sequence[Row]) -> str:
     return grid(["steps of", "number", "memory", "Python objects", "tensors"], lines)
 
 
-def leaks_in_words(rows: Sequence[Row]) -> str:
+def leaks_summary(rows: Sequence[Row]) -> str:
     """The largest growth of any kind of step, as a sentence."""
     values = {
         metric: {r.case: r.value for r in rows if r.metric == metric} for metric in ("steps", "objects", "tensors")
@@ -395,12 +395,12 @@ def plainly(rows: Sequence[Row]) -> str:
         for number, name in enumerate(_in_order(row.provider for row in found)):
             # Ratios taken round by round are more precise than the ratio of two medians.
             base = {} if "time ratio" in metrics else first
-            cells = [_plain(values.get((name, metric)), base.get(metric)) for metric in metrics]
+            cells = [_cell(values.get((name, metric)), base.get(metric)) for metric in metrics]
             lines.append([case * (number == 0), name, *cells])
     return grid(["case", "call", *metrics], lines, 2)
 
 
-def _plain(row: Row | None, first: Row | None) -> str:
+def _cell(row: Row | None, first: Row | None) -> str:
     if row is None or row.metric == "time ratio":
         return _added(row)
     if row.unit == "us":
@@ -475,7 +475,7 @@ def _of_largest(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.bytes == most and row.case.split(SEPARATOR)[1] == OPTIMIZERS[0].name]
 
 
-def _telling(rows: list[Row]) -> list[Row]:
+def _rows_for_document(rows: list[Row]) -> list[Row]:
     """Rows of float32 lists except two transformers', which resemble GPT-2's, and of the last list in every dtype."""
     shown = [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
     return [row for row in shown if not row.case.startswith(("Llama", "transformer"))]
@@ -494,7 +494,7 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
             ]
         return [*_steps(rows), "Peak memory added to it:\n", step_memory(rows)]
     if name == "lists":
-        shown = _telling(rows) if short else rows
+        shown = _rows_for_document(rows) if short else rows
         parts = ["From the call to the report, caches flushed (in brackets: times the fastest plain read):\n"]
         parts += [measuring(shown, short=short)]
         if on_device:

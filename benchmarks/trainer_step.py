@@ -59,12 +59,12 @@ class Clock(TrainerCallback):
 
     def time_clip(self, trainer: Trainer) -> None:
         """Patches the clip that ``trainer`` calls, to time it."""
-        below = trainer.accelerator.clip_grad_norm_
+        original = trainer.accelerator.clip_grad_norm_
 
         def clip(*args: Any, **kwargs: Any) -> Any:
             synchronize(self.device)
             start = time.perf_counter()
-            norm = below(*args, **kwargs)
+            norm = original(*args, **kwargs)
             synchronize(self.device)
             self.inside.append(time.perf_counter() - start)
             return norm
@@ -153,7 +153,7 @@ def main() -> None:
         made.append(row(GROUP, case, name, "wall time", "us", _micro(steps), device))
         made.append(row(GROUP, case, f"{name}: its clip", "time inside", "us", _micro(clips), device))
         made.append(row(GROUP, case, name, "time ratio", "", ratios(steps, plain), device))
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         print(f"recorded in {append(made, 'full')}")
 

@@ -193,7 +193,7 @@ def test_a_variant_that_raises_is_left_out_by_name(capsys: pytest.CaptureFixture
     for parameter in model.parameters():
         parameter.register_hook(lambda g: g.nan_to_num(1.0))
     step = steps.Step(model, lambda: (model(x) * 0).sqrt().sum(), torch.optim.SGD(model.parameters(), lr=1e-9), CPU)
-    names = [variant.name for variant in command._that_run(step, "here")]
+    names = [variant.name for variant in command._runnable_variants(step, "here")]
     assert names == [v.name for v in steps.variants() if v.name != steps.ANOMALY]
     assert not torch.is_anomaly_enabled()
     assert "left out: detect_anomaly, since it raised RuntimeError" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
-from gradstat.integrations._watch import Ranks as Votes
+from gradstat.integrations._watch import RankReductions
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
 
@@ -216,8 +216,8 @@ def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, opti
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             before = [p.grad.clone() for p in module.parameters()]
             module.zero_grad()
-            assert callback._again is not None
-            compared.append(len(callback._again()))
+            assert callback._step_replay is not None
+            compared.append(len(callback._step_replay()))
             torch.testing.assert_close([p.grad for p in module.parameters()], before, rtol=0, atol=0)
 
     class Dropping(Model):
@@ -324,7 +324,7 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
 
 
 def test_what_would_be_done_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*remove the other"):
+    with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
     made = lightning_trainer(GradstatCallback())
     made.callbacks.append(GradstatCallback())  # type: ignore[attr-defined]
@@ -334,14 +334,14 @@ def test_what_would_be_done_twice_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
-    with pytest.raises(ValueError, match="manual optimization"):
+    with pytest.raises(ValueError, match="replay needs a function that runs the step under manual optimization"):
         fit(GradstatCallback(on_anomaly="replay"), Two())
 
     class Iterating(Model):
         def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
             raise AssertionError
 
-    with pytest.raises(ValueError, match="dataloader_iter"):
+    with pytest.raises(ValueError, match="dataloader_iter, which cannot be rewound"):
         fit(GradstatCallback(on_anomaly="replay"), Iterating())
 
 
@@ -443,7 +443,7 @@ class _OneWants(pl.Callback):
             elif self.policy == "raise":
                 watch._error = AnomalyError("it is on this rank")
             else:
-                watch._noted.add(self.policy)
+                watch._requested.add(self.policy)
 
 
 @pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
@@ -452,7 +452,7 @@ def test_what_one_rank_wants_all_do(policy: str, tmp_path: Path) -> None:
     callback = GradstatCallback(on_anomaly="record", save_dir=tmp_path)
     callbacks = [_OneWants(callback, policy), callback]
     if policy == "raise":
-        words = ("another rank found an anomaly", "it is on this rank")[dist.get_rank()]
+        words = ("another rank found an anomaly; see the error on that rank", "it is on this rank")[dist.get_rank()]
         with pytest.raises(AnomalyError, match=words):
             fit_on_ranks(callbacks, Model())
         return
@@ -520,13 +520,21 @@ def test_the_rank_that_brought_it_is_named_on_all() -> None:
 
 
 @on_ranks(2)
-def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks() -> None:
+def test_the_mean_loss_is_that_of_the_ranks_with_a_loss() -> None:
+    reductions, rank = RankReductions(torch.device("cpu")), dist.get_rank()
+    assert reductions.mean(torch.tensor(3.0 + 2 * rank)) == 4.0
+    assert reductions.mean(torch.tensor(3.0) if rank == 1 else None) == (3.0 if rank == 1 else None)
+    assert reductions.mean(None) is None
+
+
+@on_ranks(2)
+def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     """As on a GPU, where calls do not wait for votes; a call that waits also gets those of the call before."""
     first = dist.get_rank() == 0
-    said = [([first, False], False), ([False, False], False), ([False, first], False)]
-    said += [([False, False], True)] * 2
+    calls = [([first, False], False), ([False, False], False), ([False, first], False)]
+    calls += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostCopy, "travels", True)
-        votes = Votes(torch.device("cpu"))
-        heard = [votes.any_of(wants, wait) for wants, wait in said]
-    assert heard == [[False, False], [True, False], [False, False], [False, True], [False, False]]
+        votes = RankReductions(torch.device("cpu"))
+        received = [votes.any_of(wants, wait) for wants, wait in calls]
+    assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]

@@ -95,9 +95,9 @@ def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
     before = (set(vars(trainer)), dict(vars(trainer.accelerator)), list(trainer.callback_handler.callbacks))
     install(trainer).remove()
     handle = install(trainer)
-    below = trainer.log
+    original = trainer.log
     seen = []
-    trainer.log = lambda logs, *a: (seen.append(logs), below(logs, *a))[1]  # type: ignore[method-assign]
+    trainer.log = lambda logs, *a: (seen.append(logs), original(logs, *a))[1]  # type: ignore[method-assign]
     handle.remove()
     # The optimizer is made earlier than without gradstat.
     assert {k for k in vars(trainer) if k not in before[0]} <= {"optimizer_cls_and_kwargs", "log"}
@@ -149,7 +149,7 @@ def test_a_hidden_loss_is_told(make: Make, hidden: bool) -> None:
     trainer.model.bad_at = {1}
     with install(trainer, on_anomaly="skip"):
         words = told(trainer.train)
-    assert sum("logging_nan_inf_filter=True puts the average" in one for one in words) == hidden
+    assert sum("logging_nan_inf_filter=True replaces it by the average" in one for one in words) == hidden
     assert torch.tensor(logged(trainer, "grad/loss")).isnan().tolist() == [False, True, False]
     assert torch.tensor(logged(trainer, "loss")).isnan().any() != hidden
 
@@ -186,8 +186,8 @@ def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: boo
     trainer = saving(make, strategy, 32)
     with install(trainer, on_anomaly=["skip", "stop"] if skips else "stop"):
         words = told(trainer.train)
-    how = "with the parameters of now" if skips else "without a checkpoint of what is poisoned"
-    assert sum(f"the Trainer stops behind step 6, {how}" in one for one in words) == 1
+    how = "with finite parameters" if skips else "without saving a checkpoint (Monitor.is_healthy is False)"
+    assert sum(f"the Trainer stops after step 6, {how}" in one for one in words) == 1
     assert trainer.state.global_step == 6
     found = {path.parent: load_file(path) for path in tmp_path.glob("checkpoint-*/model.safetensors")}
     expected = [] if strategy == "no" else ["checkpoint-6"] if skips else ["checkpoint-4"]
@@ -298,7 +298,7 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
 def test_a_monitor_that_comes_later(tmp_path: Path) -> None:
     trainer = InOrder(model_init=Net, args=training_arguments(tmp_path), train_dataset=dataset())
     handle = install(trainer)
-    with pytest.raises(RuntimeError, match="made when training begins"):
+    with pytest.raises(RuntimeError, match="does not exist yet: it is made when training begins"):
         _ = handle.monitor
     trainer.train()
     assert handle.monitor.steps == 5
