@@ -114,7 +114,7 @@ def _measured(model: str, rounds: int, device: torch.device) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of training steps.")
-    parser.add_argument("--model", choices=list(_SIZES), help="this one alone")
+    parser.add_argument("--model", choices=list(_SIZES), help="only this model")
     parser.add_argument("--rounds", type=int, default=15)
     add_arguments(parser)
     options = parser.parse_args()

@@ -430,22 +430,22 @@ def verify(provider: Provider, given: Input) -> float | None:
             rounding = torch.finfo(before.dtype).eps
             if not torch.allclose(after, wanted, rtol=provider.tolerance + 2 * rounding, atol=1e-6):
                 raise WrongAnswerError(f"{provider.name} did not multiply the gradients by {provider.factor}")
-    said = provider.answer(provider.run(given))
+    answer = provider.answer(provider.run(given))
     if provider.changes:
         given.restore()
-    for name, value in said.items():
+    for name, value in answer.items():
         truth = getattr(given.facts, name)
         if not math.isclose(value, truth, rel_tol=tolerance, abs_tol=0.0):
-            raise WrongAnswerError(f"{provider.name} says {name} is {value}, but it is {truth}")
-    if "nonfinite" in said:
+            raise WrongAnswerError(f"{provider.name} returned {name} {value}, expected {truth}")
+    if "nonfinite" in answer:
         last = given.gradients[-1].view(-1)[-1:]
         kept = last.clone()
         last.copy_(torch.full_like(last.float(), math.nan))
         found = provider.answer(provider.run(given))["nonfinite"]
         last.copy_(kept)
         if found != 1:
-            raise WrongAnswerError(f"{provider.name} found {found} bad gradients where there is one")
-    return abs(said["norm"] / given.facts.norm - 1) if "norm" in said else None
+            raise WrongAnswerError(f"{provider.name} found {found} nonfinite gradients, expected 1")
+    return abs(answer["norm"] / given.facts.norm - 1) if "norm" in answer else None
 
 
 def small_transformer() -> nn.Module:

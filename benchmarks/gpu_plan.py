@@ -174,11 +174,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "correctness": Command(
-        "the tests that reach a device, and random tensors held against an exact account",
+        "tests that run on a GPU, and random tensors compared with exact results",
         (Part("tests", 280, _tests), Part("random tensors", 30, _fuzz)),
     ),
     "costs": Command(
-        "what must cost nothing, launches and syncs counted, compute-sanitizer",
+        "counts of launches, syncs and allocations, and compute-sanitizer",
         (
             Part("test_gpu_costs", 50, lambda session: _pytest("tests/bench/test_gpu_costs.py")),
             Part("counts", 50, _suite("counts", seconds=1.0)),
@@ -190,7 +190,7 @@ COMMANDS = {
         ),
     ),
     "bandwidth": Command(
-        "every list of gradients in every dtype, growth in bytes and in tensors",
+        "all lists of gradients in all dtypes, growth in bytes and in tensors",
         (
             Part("lists", 170, _suite("lists", seconds=1.0)),
             Part("growth in tensors", 50, _suite("growth in tensors", seconds=0.5)),
@@ -199,7 +199,7 @@ COMMANDS = {
         ),
     ),
     "steps": Command(
-        "what is added to training steps, steps of optimizers, the host path, memory, ranks",
+        "time added to training steps, optimizer steps, the host path, memory, several ranks",
         (
             Part("training steps", 130, _suite("steps", seconds=6.0)),
             Part("backward passes", 20, _suite("in backward", seconds=1.0)),
@@ -214,11 +214,11 @@ COMMANDS = {
         ),
     ),
     "variants": Command(
-        "the kernels compiled with other constants, in turn",
+        "the kernels compiled with other constants, interleaved",
         (Part("CUDA", 190, _variants("cuda")), Part("Triton", 100, _variants("triton"))),
     ),
     "numerics": Command(
-        "norms of 6,000 vectors of each dtype against exact ones",
+        "norms of 6,000 vectors of each dtype compared with exact ones",
         (Part("numerics", 150, _numerics),),
     ),
 }

@@ -45,7 +45,7 @@ ENVIRONMENT = {
 
 
 class Outcome(NamedTuple):
-    """How a part ended: ``"passed"``, ``"FAILED"``, ``"STOPPED"`` at its limit, or ``"not begun"`` for lack of time."""
+    """How a part ended: ``"passed"``, ``"FAILED"``, ``"STOPPED"`` at its limit, ``"not started"`` for lack of time."""
 
     part: str
     how: str
@@ -86,7 +86,7 @@ def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
     left = end - time.monotonic() - GRACE_SECONDS
     seconds = min(part.seconds, session.most, left)
     if left < LEAST_SECONDS:
-        return Outcome(part.name, "not begun", 0.0)
+        return Outcome(part.name, "not started", 0.0)
     _say(f"\n== {part.name}, {seconds:.0f} s at most\n", log)
     start = time.monotonic()
     try:
@@ -156,7 +156,7 @@ def record(command: str, outcome: Outcome, session: Session) -> None:
     of = {"device": torch.device(session.device)}
     about = (f"gpu session, {command}", outcome.part, "make gpu")
     passed = row(*about, "passed", "", float(outcome.how == "passed"), **of)
-    stopped = row(*about, "stopped", "", float(outcome.how in ("STOPPED", "not begun")), **of)
+    stopped = row(*about, "stopped", "", float(outcome.how in ("STOPPED", "not started")), **of)
     append([passed, stopped, row(*about, "time", "s", outcome.seconds, **of)], "gpu_session", session.results)
 
 
@@ -169,7 +169,7 @@ def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
     parts, devices = [], rows.devices(session.results)
     if any(outcome.how == "STOPPED" for outcome in outcomes):  # otherwise the programs have printed their rows
         parts += [tables.everything(device) for device in devices]
-    parts += [f"\n== {name}: what came of it\n", tables.grid(["part", "outcome", "time"], lines, 2)]
+    parts += [f"\n== {name}: results\n", tables.grid(["part", "outcome", "time"], lines, 2)]
     for device in devices:
         parts += [goals.table(device), tables.where(device), ""]
     return "\n".join(parts)
@@ -185,11 +185,11 @@ def merge(folder: Path, results: Path = RESULTS) -> list[Path]:
 
     found = [(path, rows.read(path)) for path in sorted(folder.rglob("*.jsonl"))]
     if not any(listed for _, listed in found):
-        sys.exit(f"expected rows (*.jsonl) below {folder}, got none; give the folder that --results named")
+        sys.exit(f"expected rows (*.jsonl) below {folder}, got none; pass the folder given to --results")
     for path, listed in found:
         rehearsed = [row.device for row in listed if not row.driver]
         if rehearsed:
-            sys.exit(f"{path} holds rows of {rehearsed[0]}, which is no GPU; those of a rehearsal are no results")
+            sys.exit(f"{path} has rows of {rehearsed[0]}, which is not a GPU; rows of a rehearsal cannot be merged")
     grown = []
     for path, listed in found:
         target = results / rows.slug(listed[0].device) / path.name
@@ -210,10 +210,10 @@ def _merge_and_render(folder: Path) -> int:
 
 def plan(results: str) -> Iterator[str]:
     """The lines of the plan: instructions and the commands to type."""
-    yield "On a machine with a GPU, from the root of the checkout; all together take half an hour at most."
-    yield "Needed there: torch, Triton, numpy, pytest and hypothesis (pytest-xdist to be quick), and no network."
-    yield "What `make gpu-bundle` leaves in gpu-bundle/ is taken along, so that nothing is compiled there; what is in"
-    yield "the folder of results afterwards is brought back and merged: `make gpu-merge FOLDER=...`."
+    yield "Run these on a machine with a GPU, in the root of the checkout; together they take at most half an hour."
+    yield "They need torch, Triton, numpy, pytest and hypothesis (pytest-xdist makes them faster), and no network."
+    yield "Copy gpu-bundle/ (from `make gpu-bundle`) there as well, so that nothing has to be compiled; afterwards copy"
+    yield "the results folder back and merge it: `make gpu-merge FOLDER=...`."
     for number, (name, command) in enumerate(COMMANDS.items(), 1):
         most = sum(part.seconds for part in command.parts) / 60
         yield f"\n{number}. {command.what} ({most:.0f} min at most):"
@@ -223,16 +223,16 @@ def plan(results: str) -> Iterator[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["plan", *COMMANDS, "all", "merge"])
-    parser.add_argument("folder", nargs="?", type=Path, help="what to merge")
+    parser.add_argument("folder", nargs="?", type=Path, help="the folder to merge")
     parser.add_argument("--results", type=Path, default=Path("gpu-results"), help="the folder for rows and the log")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
-    parser.add_argument("--most", type=float, default=COMMAND_SECONDS, help="seconds for each part at most")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a rehearsal")
+    parser.add_argument("--most", type=float, default=COMMAND_SECONDS, help="time limit of each part in seconds")
     options = parser.parse_args(arguments)
     if options.command == "plan":
         print("\n".join(plan(str(options.results))))
         return 0
     if importlib.util.find_spec("torch") is None:
-        parser.error(f"{sys.executable} has no torch; use the Python that has, as in `make gpu PYTHON=python3.12`")
+        parser.error(f"{sys.executable} has no torch; use a Python that has it, as in `make gpu PYTHON=python3.12`")
     sys.path.insert(0, str(ROOT))
     if options.command == "merge":
         if options.folder is None:
@@ -240,11 +240,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _merge_and_render(options.folder)
     session = Session(options.results.resolve(), options.device, options.most)
     if session.results.is_relative_to(RESULTS):
-        parser.error(f"--results must not lie in {RESULTS}: rows get there by `merge` alone")
+        parser.error(f"--results must be outside of {RESULTS}; `merge` adds rows there")
     import torch
 
     if session.on_gpu and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here; `make gpu-code` proves what can be proven without one")
+        parser.error("torch sees no CUDA device; `make gpu-code` checks what can be checked without one")
     chosen = list(COMMANDS) if options.command == "all" else [options.command]
     passed = [run_command(name, session) for name in chosen]
     return 0 if all(passed) else 1

@@ -132,13 +132,13 @@ class Stepper:
     def train(self, training: Training, steps: int) -> Iterator[tuple[int, float, bool]]:
         """Trains, and yields after each step its number, its loss, and the result of `step`."""
         losses: list[Tensor] = []
-        said: list[bool] = []
+        refused: list[bool] = []
         self._with_update = self._with_update and is_known(training.optimizer)
-        training._update = lambda: said.append(self.step(training.optimizer, losses[-1]))  # type: ignore[method-assign]
+        training._update = lambda: refused.append(self.step(training.optimizer, losses[-1]))  # type: ignore[method-assign]
         watch: Any = SimpleNamespace(batch=lambda batch: None, step=losses.append)
         for step, begins in training.steps(watch, 0, steps):
             if not begins:
-                yield step, losses[-1].item(), said[-1]
+                yield step, losses[-1].item(), refused[-1]
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def measure(seeds: int, workers: int) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20, help="of each model and fault (default 20)")
+    parser.add_argument("--seeds", type=int, default=20, help="seeds of each model and fault (default 20)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
     rows_module.add_arguments(parser)
     arguments = parser.parse_args()

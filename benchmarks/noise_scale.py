@@ -73,8 +73,8 @@ def _measured(name: str, rounds: int, device: torch.device) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=list(_SIZES), help="this one alone")
-    parser.add_argument("--rounds", type=int, default=4, help="of four steps each")
+    parser.add_argument("--model", choices=list(_SIZES), help="only this model")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of four steps each")
     add_arguments(parser)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

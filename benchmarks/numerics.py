@@ -206,7 +206,7 @@ def judge(vectors: Tensor) -> Norms:
     """
     if np.finfo(np.longdouble).nmant < 63:
         raise RuntimeError(
-            "numpy's longdouble is no wider than float64 on this machine, so nothing here can judge norms"
+            "numpy's longdouble is no wider than float64 on this machine, so exact norms cannot be computed"
         )
     real = torch.view_as_real(vectors).flatten(1) if vectors.is_complex() else vectors
     return np.sqrt(np.square(real.double().numpy().astype(np.longdouble)).sum(axis=1))
@@ -381,7 +381,7 @@ def main() -> int:
     parser.add_argument(
         "--dtypes", nargs="*", default=DTYPES, type=lambda name: getattr(torch, name), help="e.g. float32"
     )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other vectors")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random vectors")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
     rows_module.add_arguments(parser)
     options = parser.parse_args()

@@ -246,9 +246,9 @@ def verify(provider: StepProvider, setting: Setting) -> None:
     wanted = _wanted(provider, setting)
     norm = provider.run(setting)
     if norm is not None and not math.isclose(float(norm), setting.facts.norm, rel_tol=provider.tolerance):
-        raise WrongAnswerError(f"{provider.name} says the norm is {float(norm)}, but it is {setting.facts.norm}")
+        raise WrongAnswerError(f"{provider.name} returned norm {float(norm)}, expected {setting.facts.norm}")
     # Second moments scale with the square of the coefficient, which scales with the norm.
     tolerance = _ROUNDING + 2 * provider.tolerance
     for (name, tensor), right in zip(setting.tensors(), wanted, strict=True):
         if not torch.allclose(_ends(tensor), right, rtol=tolerance, atol=1e-12):
-            raise WrongAnswerError(f"{provider.name} left {name} other than a step in float64 does")
+            raise WrongAnswerError(f"{provider.name} updated {name} differently from a step in float64")

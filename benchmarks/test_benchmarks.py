@@ -69,7 +69,7 @@ def setting_of(device: str, circumstance: Circumstance) -> tuple[Setting, Flush]
 def test_list(benchmark: Any, device: str, name: str, dtype: torch.dtype, provider: Provider) -> None:
     gradients, flush = given(device, name, dtype)
     if not provider.serves(gradients):
-        pytest.skip("does not serve such gradients")
+        pytest.skip("does not support such gradients")
     verify(provider, gradients)
 
     def call() -> object:
@@ -106,7 +106,7 @@ def test_step(benchmark: Any, device: str, name: str, variant: str) -> None:
 def test_optimizer_step(benchmark: Any, device: str, circumstance: Circumstance, provider: StepProvider) -> None:
     setting, flush = setting_of(device, circumstance)
     if not provider.serves(setting):
-        pytest.skip("does not go this way")
+        pytest.skip("does not support this setting")
     step_providers.verify(provider, setting)
 
     def call() -> None:

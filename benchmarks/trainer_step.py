@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time added to a step of the Trainer.")
     parser.add_argument("--model", choices=list(_SIZES), default="gpt2-1m")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=23, help="of each training")
+    parser.add_argument("--steps", type=int, default=23, help="steps of each training")
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

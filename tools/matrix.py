@@ -102,7 +102,7 @@ def tried(cell: Cell, wheel: Path, folder: Path) -> dict[str, str]:
         install("--no-deps", wheel)
         said = last_line(run(python, "-c", "import gradstat", cwd=folder, PYTHONPATH="").stderr)
         if f"ImportError: gradstat needs torch >= 2.10, found torch {cell.torch}" not in said:
-            raise CellError(f"an old torch is not named: {said}")
+            raise CellError(f"the error does not name the old torch: {said}")
         return {"torch": cell.torch, "says": said}
     elif cell.special == "no-triton":
         run(*uv, "pip", "uninstall", "--python", python, "triton", cwd=folder)

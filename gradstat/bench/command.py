@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", metavar="MODULE:FACTORY", help="what makes your model, see below; a built-in GPT if not given"
+        "--model", metavar="MODULE:FACTORY", help="makes your model, see below (default: a built-in GPT)"
     )
     parser.add_argument("--device", help="such as cpu, cuda or cuda:1 (default: the GPU if there is one)")
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of every variant (default %(default)s)")
@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--model {where}: {error}") from error
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise UsageError("the model has no parameter that requires a gradient, so there is no step to take")
+        raise UsageError("the model has no parameter that requires a gradient, so there is nothing to train")
     step = steps.Step(model, loss, OPTIMIZERS[options.optimizer](trained), device)
 
     setting = {
@@ -147,7 +147,7 @@ def _device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: can measure on cpu and cuda only")
+        raise UsageError(f"--device {name}: expected a cpu or cuda device")
     return device
 
 
@@ -258,7 +258,7 @@ def verdict(measured: list[steps.Cost]) -> str:
         return "gradstat.check did not run on this model."
     sentence = f"gradstat.check adds {check.added(measured[0]) * 100:.1f} % to a step"
     if check.inside is None and check.ratio.low <= 1:
-        sentence = "gradstat.check costs no more than steps differ by"
+        sentence = "the cost of gradstat.check is below the variation between steps"
     if anomaly is not None:
         sentence += f"; detect_anomaly makes it {anomaly.ratio.median:.2f} times as long"
     return f"{sentence}."

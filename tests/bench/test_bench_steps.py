@@ -84,12 +84,12 @@ def without_skipping(setting: Setting) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "circumstance", "run", "message"),
     [
-        (GUARDED, SCALED, lambda setting: torch.tensor(1.0), "says the norm is 1.0"),
-        (GUARDED, SCALED, lambda setting: torch.tensor(setting.facts.norm), "left parameter 0 other than"),
-        (GUARDED, PLAIN, unclipped, "left .* other than a step in float64 does"),
+        (GUARDED, SCALED, lambda setting: torch.tensor(1.0), "returned norm 1.0, expected"),
+        (GUARDED, SCALED, lambda setting: torch.tensor(setting.facts.norm), "updated parameter 0 differently"),
+        (GUARDED, PLAIN, unclipped, "updated .* differently from a step in float64"),
         (GUARDED, PLAIN, without_skipping, "changed parameter 0 although a gradient is NaN"),
-        (TORCH, PLAIN, twice, "says the norm is"),
-        (TORCH, SCALED, without_the_last_tensor, "left parameter 2 other than"),
+        (TORCH, PLAIN, twice, "returned norm"),
+        (TORCH, SCALED, without_the_last_tensor, "updated parameter 2 differently"),
         (ALONE, SCALED, step_providers._torch_step, "other than a step in float64 does"),
     ],
 )
@@ -120,7 +120,7 @@ def test_the_ends_of_large_tensors_are_looked_at(monkeypatch: pytest.MonkeyPatch
         return norm
 
     broken = dataclasses.replace(provider(GUARDED), run=spoiling, skips=lambda setting: False)
-    with pytest.raises(steps.WrongAnswerError, match="left exp_avg of parameter 2"):
+    with pytest.raises(steps.WrongAnswerError, match="updated exp_avg of parameter 2"):
         verify(broken, setting)
 
 
