@@ -61,8 +61,8 @@ def installed(session: Session) -> Part | None:
             return None
     except RuntimeError as error:  # the bundle is stale or damaged
         sys.exit(str(error))
-    words = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    return Part("build", 240, lambda session: words, {"GRADSTAT_CUDA": "1" if session.on_gpu else "0"})
+    argv = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return Part("build", 240, lambda session: argv, {"GRADSTAT_CUDA": "1" if session.on_gpu else "0"})
 
 
 def run_command(name: str, session: Session) -> bool:
@@ -84,14 +84,14 @@ def run_command(name: str, session: Session) -> bool:
 def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
     """Runs a part, at most until ``end``; its output goes to the terminal and to the log."""
     left = end - time.monotonic() - GRACE_SECONDS
-    seconds = min(part.seconds, session.most, left)
+    seconds = min(part.seconds, session.part_seconds, left)
     if left < LEAST_SECONDS:
         return Outcome(part.name, "not started", 0.0)
     _say(f"\n== {part.name}, {seconds:.0f} s at most\n", log)
     start = time.monotonic()
     try:
         process = subprocess.Popen(
-            part.words(session),
+            part.argv(session),
             cwd=ROOT,
             env={**ENVIRONMENT, **part.environment},
             stdout=subprocess.PIPE,
@@ -203,8 +203,8 @@ def merge(folder: Path, results: Path = RESULTS) -> list[Path]:
 def _merge_and_render(folder: Path) -> int:
     for path in dict.fromkeys(merge(folder)):
         print(f"appended to {path.relative_to(ROOT)}")
-    for words in (["benchmarks/plots.py"], ["benchmarks/render.py", "--write"]):
-        subprocess.run([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, check=True)
+    for argv in (["benchmarks/plots.py"], ["benchmarks/render.py", "--write"]):
+        subprocess.run([sys.executable, *argv], cwd=ROOT, env=ENVIRONMENT, check=True)
     return 0
 
 
@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", nargs="?", type=Path, help="the folder to merge")
     parser.add_argument("--results", type=Path, default=Path("gpu-results"), help="the folder for rows and the log")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a rehearsal")
-    parser.add_argument("--most", type=float, default=COMMAND_SECONDS, help="time limit of each part in seconds")
+    parser.add_argument("--part-seconds", type=float, default=COMMAND_SECONDS, help="time limit of each part")
     options = parser.parse_args(arguments)
     if options.command == "plan":
         print("\n".join(plan(str(options.results))))
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.folder is None:
             parser.error("merge needs the folder to merge, as in `make gpu-merge FOLDER=gpu-results`")
         return _merge_and_render(options.folder)
-    session = Session(options.results.resolve(), options.device, options.most)
+    session = Session(options.results.resolve(), options.device, options.part_seconds)
     if session.results.is_relative_to(RESULTS):
         parser.error(f"--results must be outside of {RESULTS}; `merge` adds rows there")
     import torch

@@ -220,14 +220,14 @@ class Provider:
         name: The displayed name.
         norms: Computes the norms of the rows of its argument.
         result: The dtype of the norms, for a dtype of vectors.
-        serves: Whether it takes vectors of a dtype.
+        supports: Whether it takes vectors of a dtype.
         sample: The most vectors of a batch, and the greatest length, that it is given; None for no limit.
     """
 
     name: str
     norms: Callable[[Tensor], npt.NDArray[np.float64]]
     result: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float64
-    serves: Callable[[torch.dtype], bool] = lambda dtype: True
+    supports: Callable[[torch.dtype], bool] = lambda dtype: True
     sample: tuple[int, int] | None = None
 
 
@@ -346,11 +346,11 @@ def measure(
     """Errors by dtype, kind of vectors and provider. Every provider sees the same vectors."""
     errors: dict[Key, Errors] = {}
     for dtype in dtypes:
-        served = [provider for provider in known if provider.serves(dtype)]
+        supported = [provider for provider in known if provider.supports(dtype)]
         for batch in batches(dtype, vectors, seed):
             progress.set_description(f"{dtype}, {batch.family}".removeprefix("torch."), refresh=False)
             exact = judge(batch.vectors)
-            for provider in served:
+            for provider in supported:
                 count, length = provider.sample or (len(exact), LONG)
                 if batch.vectors.shape[1] <= length:
                     got = provider.norms(batch.vectors[:count])

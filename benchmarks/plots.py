@@ -116,7 +116,7 @@ def time_vs_tensors(members: Sequence[Row], path: Path) -> None:
 
 
 def _growth(
-    members: Sequence[Row], path: Path, place: Callable[[Row], int], label: str, words: Callable[[float], str]
+    members: Sequence[Row], path: Path, place: Callable[[Row], int], label: str, formatter: Callable[[float], str]
 ) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -140,7 +140,7 @@ def _growth(
     bottom, top = ax.get_ylim()
     ends.sort()
     span, right = math.log(top / bottom), place(limit[-1])
-    heights = _apart([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
+    heights = _spread([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
     for (value, name, color), height in zip(ends, heights, strict=True):
         beside = (right * (right / place(limit[0])) ** 0.02, bottom * math.exp(height * span))
         ax.annotate(name, (right, value), beside, color=color, fontsize=9.5, va="center", annotation_clip=False)
@@ -149,7 +149,7 @@ def _growth(
     ax.set_ylabel("time of a call, caches flushed", fontsize=10)
     ax.xaxis.set_major_locator(LogLocator(10))
     ax.yaxis.set_major_locator(LogLocator(10))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value).replace(".0", "")))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formatter(value).replace(".0", "")))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short_time(value)))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.xaxis.set_minor_formatter(NullFormatter())
@@ -209,12 +209,12 @@ def norm_errors(members: Sequence[Row], path: Path) -> None:
     _finish(figure, "Norms against exact ones; lost: 0, Inf or NaN although there is a number for it", members, path)
 
 
-def _apart(heights: list[float], least: float) -> list[float]:
-    """Ascending ``heights``, moved as little as possible so that neighbours are ``least`` apart."""
+def _spread(heights: list[float], gap: float) -> list[float]:
+    """Ascending ``heights``, moved as little as possible so that neighbours are ``gap`` apart."""
     moved = list(heights)
     for _ in range(200):
         for i in range(len(moved) - 1):
-            lacking = least - (moved[i + 1] - moved[i])
+            lacking = gap - (moved[i + 1] - moved[i])
             if lacking > 0:
                 moved[i] -= lacking / 2
                 moved[i + 1] += lacking / 2

@@ -63,18 +63,18 @@ class Plan:
         device: The device to measure on.
         full: Everything, or the quick set.
         seconds: Time for the rounds of one comparison, which determines their number.
-        least, most: Bounds on the number of rounds.
+        min_rounds, max_rounds: Bounds on the number of rounds.
     """
 
     device: torch.device
     full: bool
     seconds: float
-    least: int = 7
-    most: int = 40
+    min_rounds: int = 7
+    max_rounds: int = 40
 
     def rounds(self, once: float) -> int:
         """The number of rounds, if one takes ``once`` seconds."""
-        return max(self.least, min(self.most, int(self.seconds / max(once, 1e-6))))
+        return max(self.min_rounds, min(self.max_rounds, int(self.seconds / max(once, 1e-6))))
 
     def holds(self, case: Case) -> bool:
         """Whether the case is part of the plan."""

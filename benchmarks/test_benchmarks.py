@@ -68,7 +68,7 @@ def setting_of(device: str, circumstance: Circumstance) -> tuple[Setting, Flush]
 @pytest.mark.parametrize(("device", "name", "dtype", "provider"), LISTS)
 def test_list(benchmark: Any, device: str, name: str, dtype: torch.dtype, provider: Provider) -> None:
     gradients, flush = given(device, name, dtype)
-    if not provider.serves(gradients):
+    if not provider.supports(gradients):
         pytest.skip("does not support such gradients")
     verify(provider, gradients)
 
@@ -105,7 +105,7 @@ def test_step(benchmark: Any, device: str, name: str, variant: str) -> None:
 @pytest.mark.parametrize(("device", "circumstance", "provider"), OPTIMIZER_STEPS)
 def test_optimizer_step(benchmark: Any, device: str, circumstance: Circumstance, provider: StepProvider) -> None:
     setting, flush = setting_of(device, circumstance)
-    if not provider.serves(setting):
+    if not provider.supports(setting):
         pytest.skip("does not support this setting")
     step_providers.verify(provider, setting)
 

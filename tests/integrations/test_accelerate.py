@@ -112,7 +112,7 @@ def test_several_models_have_a_monitor_each() -> None:
         forget_accelerators()
 
 
-def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
+def test_clips_outside_of_a_step_are_refused_or_reported() -> None:
     prepared = prepare(accumulated=2)
     accelerator, model, *_ = prepared
     with (

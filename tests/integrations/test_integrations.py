@@ -328,7 +328,7 @@ SCALED = pytest.mark.parametrize("name", ["lightning", "accelerate", "fabric"])
         ("foreach", 1, None, torch.amp.GradScaler),
     ],
 )
-def test_under_a_loss_scale_all_is_told_and_clipped_without_it(
+def test_statistics_and_clips_exclude_the_loss_scale(
     name: str, kind: str, accumulate: int, limit: Any, scaler: Any, tmp_path: Path
 ) -> None:
     case = Case(tmp_path, OPTIMIZERS[kind], accumulate=accumulate, clip=0.5, scaler=scaler)
@@ -415,7 +415,7 @@ def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp
         assert torch.equal(value, first)
 
 
-def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
+def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
     """The state of a stopped training, saved to a file and loaded, does not stop the next training."""
     case = Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": ["skip", "stop"]})
     first = under(case).handle
@@ -450,7 +450,7 @@ OWN_ERRORS = [
 
 
 @pytest.mark.parametrize(("name", "broken", "words"), OWN_ERRORS)
-def test_errors_of_its_own_are_told_once_and_end_no_training(
+def test_internal_errors_are_reported_once_and_do_not_end_training(
     name: str, broken: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
@@ -473,11 +473,11 @@ def test_errors_of_its_own_are_told_once_and_end_no_training(
         run = UNDER[name](case)
     forget_accelerators()
     torch.testing.assert_close(weights(run), weights(expected), rtol=1e-4, atol=1e-6)
-    (told,) = (str(one.message) for one in caught if "training goes on" in str(one.message))
-    assert told.startswith(f"gradstat: {words}; training goes on:\nTraceback")
+    (message,) = (str(one.message) for one in caught if "training goes on" in str(one.message))
+    assert message.startswith(f"gradstat: {words}; training goes on:\nTraceback")
 
 
-def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
+def test_advice_fits_the_framework(under: Any, tmp_path: Path) -> None:
     run = under(Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": "skip"}))
     advice = [one for finding in run.handle.monitor.findings for one in finding.advice if "replay" in one]
     assert len(advice) == 2
@@ -486,11 +486,11 @@ def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
     assert all(one.startswith("on_anomaly='replay'" + " names" * has_step) for one in advice)
 
 
-def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_warnings_point_at_the_users_line(under: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     under(Case(tmp_path, bad_at=frozenset({2})))
-    told = [warning for warning in recwarn if "gradstat" in str(warning.message)]
-    assert told
-    assert {warning.filename for warning in told} == {__file__}
+    warned = [warning for warning in recwarn if "gradstat" in str(warning.message)]
+    assert warned
+    assert {warning.filename for warning in warned} == {__file__}
 
 
 @pytest.mark.parametrize("name", UNDER)
@@ -538,7 +538,7 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
         ({"max_norm": True}, TypeError, "max_norm: expected a number"),
     ],
 )
-def test_options_without_sense_are_refused_before_there_is_a_model(options: Any, error: Any, words: str) -> None:
+def test_invalid_options_are_refused_before_a_model_exists(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         Options(options, "trainer", options.pop("max_norm", None), options.pop("runs_steps", False))
 

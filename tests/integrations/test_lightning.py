@@ -231,7 +231,7 @@ def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, opti
     assert made.callback_metrics["calls"] == 6  # a replay logs nothing
 
 
-def test_the_progress_bar_tells_the_finding() -> None:
+def test_the_progress_bar_shows_the_finding() -> None:
     shown: list[Any] = []
 
     class Watching(pl.Callback):
@@ -306,7 +306,7 @@ def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
     assert silent.experiment.metrics == []
 
 
-def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_where_it_stopped(tmp_path: Path) -> None:
     clip = gradstat.AutoClip(percentile=50)
     first = GradstatCallback(max_norm=clip, on_anomaly=["skip", "record"])
     made = fit(first, Model(spoil={3: "sqrt"}))
@@ -323,7 +323,7 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     assert again.summary().steps == 15  # the skipped step had nothing to clip
 
 
-def test_what_would_be_done_twice_is_refused() -> None:
+def test_duplicate_clips_and_callbacks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
     made = lightning_trainer(GradstatCallback())
@@ -345,7 +345,7 @@ def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
         fit(GradstatCallback(on_anomaly="replay"), Iterating())
 
 
-def test_arguments_without_sense_are_refused_at_once() -> None:
+def test_invalid_arguments_are_refused_at_once() -> None:
     for options, words in (
         ({"log_every": -1}, "log_every is -1"),
         ({"on_anomaly": "explode"}, "unknown policy 'explode'; known: record, .*checkpoint"),
@@ -369,7 +369,7 @@ def test_lbfgs_is_measured_in_every_evaluation() -> None:
     assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
 
 
-def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> None:
+def test_frameworks_are_imported_on_demand_and_missing_ones_are_named() -> None:
     printed = output_of(
         """
         import sys, warnings
@@ -448,7 +448,7 @@ class _OneWants(pl.Callback):
 
 @pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
 @on_ranks(2)
-def test_what_one_rank_wants_all_do(policy: str, tmp_path: Path) -> None:
+def test_policies_of_one_rank_are_carried_out_on_all(policy: str, tmp_path: Path) -> None:
     callback = GradstatCallback(on_anomaly="record", save_dir=tmp_path)
     callbacks = [_OneWants(callback, policy), callback]
     if policy == "raise":
@@ -473,7 +473,7 @@ def test_a_replay_finds_the_line_on_the_rank_that_made_it(accumulate: int) -> No
 
 
 @on_ranks(2)
-def test_the_micro_batch_is_told_on_the_rank_that_made_it() -> None:
+def test_the_micro_batch_is_reported_on_the_rank_that_caused_it() -> None:
     callback = GradstatCallback(on_anomaly="skip")
     fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
     # On the other rank it appears with the all-reduce of the last micro-batch.
@@ -510,7 +510,7 @@ def test_sharded_gradients_are_measured_and_clipped_as_a_whole() -> None:
 
 
 @on_ranks(2)
-def test_the_rank_that_brought_it_is_named_on_all() -> None:
+def test_the_rank_that_caused_it_is_named_on_all() -> None:
     callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
     fit_on_ranks([callback], Model(spoil=_bad_at(3)))
     (found,) = (finding for finding in callback.monitor.findings if finding.rule == "bad-rank")
