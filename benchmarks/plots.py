@@ -86,7 +86,7 @@ def step_overhead(members: Sequence[Row], path: Path) -> None:
         ax.set_axisbelow(True)
     title = "Time added to a training step (in brackets: peak memory added, where 0.1 MB or more)"
     if any(r.metric == "time inside" for r in members):
-        title += "\nan added call by its own time, anomaly mode by whole steps"
+        title += "\nadded calls timed alone, anomaly mode by whole steps"
     _finish(figure, title, members, path)
 
 
@@ -206,7 +206,7 @@ def norm_errors(members: Sequence[Row], path: Path) -> None:
         ax.grid(axis="x", color=_GRID, linewidth=0.8)
         ax.set_axisbelow(True)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    _finish(figure, "Norms against exact ones; lost: 0, Inf or NaN although there is a number for it", members, path)
+    _finish(figure, "Norms compared with exact ones; lost: 0, Inf or NaN instead of a finite norm", members, path)
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:

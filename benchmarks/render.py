@@ -33,7 +33,7 @@ TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
     "time-vs-bytes": "Time against bytes, with a plain read as the limit",
     "time-vs-tensors": "Time against the number of tensors, with a plain read as the limit",
-    "norm-errors": "The worst and the mean error of norms by dtype, gradstat beside torch and numpy",
+    "norm-errors": "Worst and mean error of norms by dtype: gradstat, torch, numpy",
 }
 
 

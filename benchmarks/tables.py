@@ -472,8 +472,7 @@ def _optimizer_steps(rows: list[Row], short: bool) -> list[str]:
     if any(row.metric == "device time" for row in rows):
         parts += ["Device time alone:\n", optimizer_steps(shown, "device time", short)]
     if not short:
-        title = "Calculated number of passes over as many bytes as there are gradients:\n"
-        parts += [title, optimizer_passes(rows)]
+        parts += ["Calculated passes over as many bytes as there are gradients:\n", optimizer_passes(rows)]
     return [*parts, "Guarded steps with adaptive clips, clipped to the same norm:\n", adaptive_steps(shown, short)]
 
 
