@@ -142,9 +142,7 @@ class Handle:
 
     def _check_version(self, state: Mapping[str, Any]) -> None:
         if state["version"] != 1:
-            raise ValueError(
-                f"expected a state of version 1, got version {state['version']}; upgrade gradstat, or resume without it"
-            )
+            raise ValueError(f"expected a state of version 1, got {state['version']}; upgrade gradstat, or omit it")
 
     def _load_clip(self, state: Mapping[str, Any]) -> None:
         if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
