@@ -114,7 +114,7 @@ def _measured(model: str, rounds: int, device: torch.device) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and memory of training steps.")
-    parser.add_argument("--model", choices=list(_SIZES), help="this one alone")
+    parser.add_argument("--model", choices=list(_SIZES), help="only this model")
     parser.add_argument("--rounds", type=int, default=15)
     add_arguments(parser)
     options = parser.parse_args()
@@ -124,7 +124,7 @@ def main() -> None:
         made = [one for model in models for one in _measured(model, options.rounds, device)]
         if dist.is_initialized() and dist.get_rank():
             return
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         print(f"recorded in {append(made, 'backward_step', options.results)}")
 

@@ -149,14 +149,14 @@ class Input:
         parameters: Parameters with gradients; their own data takes no memory.
         gradients: The gradients of the parameters, in order.
         facts: The gradients' true statistics.
-        words: One contiguous float32 tensor of as many bytes as the gradients, for plain reads.
+        buffer: One contiguous float32 tensor of as many bytes as the gradients, for plain reads.
         restore: Restores the gradients after they were clipped.
     """
 
     parameters: list[nn.Parameter]
     gradients: list[Tensor]
     facts: Facts
-    words: Tensor
+    buffer: Tensor
     restore: Callable[[], None] = lambda: None
 
     @property
@@ -212,8 +212,8 @@ def input_of(shapes: list[Shape], dtype: Dtypes = torch.float32, device: str = "
     restore()
     size = sum(g.numel() * g.element_size() for g in gradients)
     one_piece = len(gradients) == 1 and size % 4 == 0
-    words = gradients[0].view(-1).view(torch.float32) if one_piece else torch.ones(size // 4, device=device)
-    return Input([parameter_of(g) for g in gradients], gradients, facts_of(gradients), words, restore)
+    buffer = gradients[0].view(-1).view(torch.float32) if one_piece else torch.ones(size // 4, device=device)
+    return Input([parameter_of(g) for g in gradients], gradients, facts_of(gradients), buffer, restore)
 
 
 def bytes_of(shapes: list[Shape], dtype: Dtypes) -> int:
@@ -261,7 +261,7 @@ class Provider:
         rounded: Whether the norm is in the gradients' own dtype, whose rounding error is then allowed, too.
         factor: What ``run`` multiplies gradients by; None if it does not clip. If it is not 1, gradients are restored,
             untimed, before each call.
-        serves: Whether the provider runs on an input.
+        supports: Whether the provider runs on an input.
     """
 
     name: str
@@ -270,7 +270,7 @@ class Provider:
     tolerance: float = 1e-6
     rounded: bool = False
     factor: float | None = None
-    serves: Callable[[Input], bool] = lambda given: True
+    supports: Callable[[Input], bool] = lambda given: True
 
     @property
     def changes(self) -> bool:
@@ -323,7 +323,7 @@ def _not_float8(given: Input) -> bool:
     return given.widest.itemsize > 1
 
 
-def _naive_serves(given: Input) -> bool:
+def _naive_supports(given: Input) -> bool:
     # On a GPU it syncs five times for every gradient; thousands of them would take up the time of the whole run.
     return _not_float8(given) and (given.device.type == "cpu" or len(given.gradients) <= 1000)
 
@@ -336,7 +336,7 @@ def _gradstat_clip(name: str, share: float) -> Provider:
         _read_norm,
         rounded=True,
         factor=min(share, 1.0),
-        serves=_not_float8,
+        supports=_not_float8,
     )
 
 
@@ -347,7 +347,7 @@ def _torch_clip(name: str, share: float, foreach: bool | None = None) -> Provide
         _read_norm,
         TORCH_ERROR,
         factor=min(share, 1.0),
-        serves=_not_float8,
+        supports=_not_float8,
     )
 
 
@@ -357,34 +357,34 @@ PROVIDERS = (
         CHECK_TRITON,
         lambda given: _check(given, "triton"),
         _read_report,
-        serves=lambda given: given.device.type == "cuda",
+        supports=lambda given: given.device.type == "cuda",
     ),
     Provider(
         "gradstat.check, reference",
         lambda given: _check(given, "reference"),
         _read_report,
-        serves=lambda given: given.bytes <= _REFERENCE_LIMIT and len(given.gradients) <= 1000 and _not_float8(given),
+        supports=lambda given: given.bytes <= _REFERENCE_LIMIT and len(given.gradients) <= 1000 and _not_float8(given),
     ),
     Provider(STATS, lambda given: gradstat.stats(given.gradients), _read_table),
     Provider(
         STATS_TRITON,
         lambda given: gradstat.stats(given.gradients, backend="triton"),
         _read_table,
-        serves=lambda given: given.device.type == "cuda",
+        supports=lambda given: given.device.type == "cuda",
     ),
     Provider(
         FOREACH_NORM,
         lambda given: torch._foreach_norm(given.gradients),
         _read_norms,
         TORCH_ERROR,
-        serves=_not_float8,
+        supports=_not_float8,
     ),
     Provider(
         NAIVE,
         lambda given: naive_loop(given.gradients),
         lambda result: dict(zip(("nonfinite", "norm", "low", "high"), result, strict=True)),
         TORCH_ERROR,
-        serves=_naive_serves,
+        supports=_naive_supports,
     ),
     _gradstat_clip(CLIP, 2.0),
     _torch_clip(TORCH_CLIP, 2.0),
@@ -392,18 +392,18 @@ PROVIDERS = (
     _gradstat_clip(CLIPPED, 0.5),
     _torch_clip(TORCH_CLIPPED, 0.5),
     # The minimum work of a clip that scales: two torch operations on one contiguous tensor. It multiplies by one.
-    Provider(CLIP_LIMIT, lambda given: (given.words.amax(), given.words.mul_(1.0)), serves=_not_float8),
+    Provider(CLIP_LIMIT, lambda given: (given.buffer.amax(), given.buffer.mul_(1.0)), supports=_not_float8),
     # The minimum work of any provider: read every byte once. Which reduction is fastest differs by machine, so the
     # limit is the fastest of these. Results of dtypes reinterpreted as float32 are meaningless, and are not checked.
-    Provider(f"{LIMIT} (sum)", lambda given: given.words.view(given.widest).sum(), serves=_not_float8),
-    Provider(f"{LIMIT} (sum as float32)", lambda given: given.words.sum()),
-    Provider(f"{LIMIT} (max as float32)", lambda given: given.words.amax()),
+    Provider(f"{LIMIT} (sum)", lambda given: given.buffer.view(given.widest).sum(), supports=_not_float8),
+    Provider(f"{LIMIT} (sum as float32)", lambda given: given.buffer.sum()),
+    Provider(f"{LIMIT} (max as float32)", lambda given: given.buffer.amax()),
 )
 
 
 def providers_for(given: Input) -> list[Provider]:
     """The providers that run on this input."""
-    return [provider for provider in PROVIDERS if provider.serves(given)]
+    return [provider for provider in PROVIDERS if provider.supports(given)]
 
 
 _COPIED_AT_MOST = 2 << 30
@@ -424,28 +424,28 @@ def verify(provider: Provider, given: Input) -> float | None:
     tolerance = provider.tolerance + torch.finfo(given.widest).eps * provider.rounded
     if provider.factor is not None and given.bytes <= _COPIED_AT_MOST:
         copies = [gradient.clone() for gradient in given.gradients]
-        provider.run(Input([parameter_of(g) for g in copies], copies, given.facts, given.words))
+        provider.run(Input([parameter_of(g) for g in copies], copies, given.facts, given.buffer))
         for before, after in zip(given.gradients, copies, strict=True):
-            wanted = before * provider.factor if provider.factor != 1 else before
+            expected = before * provider.factor if provider.factor != 1 else before
             rounding = torch.finfo(before.dtype).eps
-            if not torch.allclose(after, wanted, rtol=provider.tolerance + 2 * rounding, atol=1e-6):
+            if not torch.allclose(after, expected, rtol=provider.tolerance + 2 * rounding, atol=1e-6):
                 raise WrongAnswerError(f"{provider.name} did not multiply the gradients by {provider.factor}")
-    said = provider.answer(provider.run(given))
+    answer = provider.answer(provider.run(given))
     if provider.changes:
         given.restore()
-    for name, value in said.items():
+    for name, value in answer.items():
         truth = getattr(given.facts, name)
         if not math.isclose(value, truth, rel_tol=tolerance, abs_tol=0.0):
-            raise WrongAnswerError(f"{provider.name} says {name} is {value}, but it is {truth}")
-    if "nonfinite" in said:
+            raise WrongAnswerError(f"{provider.name} returned {name} {value}, expected {truth}")
+    if "nonfinite" in answer:
         last = given.gradients[-1].view(-1)[-1:]
         kept = last.clone()
         last.copy_(torch.full_like(last.float(), math.nan))
         found = provider.answer(provider.run(given))["nonfinite"]
         last.copy_(kept)
         if found != 1:
-            raise WrongAnswerError(f"{provider.name} found {found} bad gradients where there is one")
-    return abs(said["norm"] / given.facts.norm - 1) if "norm" in said else None
+            raise WrongAnswerError(f"{provider.name} found {found} nonfinite gradients, expected 1")
+    return abs(answer["norm"] / given.facts.norm - 1) if "norm" in answer else None
 
 
 def small_transformer() -> nn.Module:

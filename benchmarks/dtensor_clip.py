@@ -56,7 +56,7 @@ def _measured(count: int, device: torch.device, rounds: int) -> list[Row]:
     assert isinstance(ours, torch.Tensor)
     assert isinstance(theirs, DTensor)
     if not math.isclose(float(ours), float(theirs.full_tensor()), rel_tol=1e-4):
-        raise WrongAnswerError(f"gradstat says {ours}, torch {theirs}")
+        raise WrongAnswerError(f"gradstat returned norm {ours}, torch {theirs}")
     case = f"{count:,} tensors of 16x8, {dist.get_world_size()} ranks"
     # All ranks draw the same order of calls, so their collectives match; a barrier starts each call together.
     samples = interleaved(calls, rounds, device=device, before=lambda _: dist.barrier())

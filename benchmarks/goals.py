@@ -35,14 +35,14 @@ class Goal(NamedTuple):
 
     Attributes:
         what: Its description.
-        wanted: The limit, in microseconds if it is a time.
+        limit: The limit, in microseconds if it is a time.
         at_least: Whether the limit is a lower bound; otherwise it is an upper bound.
         shown: Formats a value.
         values: Extracts the measurements from the current rows of one device.
     """
 
     what: str
-    wanted: float
+    limit: float
     at_least: bool
     shown: Callable[[float], str]
     values: Callable[[Sequence[Row]], list[Measured]]
@@ -131,13 +131,13 @@ def table(rows: Iterable[Row]) -> str:
     """The goals as a table, each with its measurement and whether it is met."""
     kept, lines = rows_module.current(rows), []
     for goal in GOALS:
-        wanted = f"{'≥' if goal.at_least else '≤'} {goal.shown(goal.wanted)}"
+        limit = f"{'≥' if goal.at_least else '≤'} {goal.shown(goal.limit)}"
         values = sorted(goal.values(kept))
         if not values:
-            lines.append([goal.what, wanted, "not yet measured", ""])
+            lines.append([goal.what, limit, "not yet measured", ""])
             continue
         worst = values[0] if goal.at_least else values[-1]
-        is_met = worst.value >= goal.wanted if goal.at_least else worst.value <= goal.wanted
+        is_met = worst.value >= goal.limit if goal.at_least else worst.value <= goal.limit
         measured = goal.shown(worst.value) + (f" ({worst.of})" if worst.of else "")
-        lines.append([goal.what, wanted, measured, "yes" if is_met else "no"])
-    return grid(["goal on an H100", "wanted", "measured", "met"], lines)
+        lines.append([goal.what, limit, measured, "yes" if is_met else "no"])
+    return grid(["goal on an H100", "limit", "measured", "met"], lines)

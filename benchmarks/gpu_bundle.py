@@ -24,7 +24,7 @@ from typing import Any
 from kernel_variants import compile_all
 
 ROOT = Path(__file__).resolve().parent.parent
-_REMEDY = "Make it again (`make gpu-bundle`), or delete gpu-bundle/ to compile here."
+_REMEDY = "Rebuild it (`make gpu-bundle`), or delete gpu-bundle/ to compile here."
 
 
 def install(root: Path = ROOT) -> bool:
@@ -69,12 +69,12 @@ def _made(root: Path) -> dict[str, Any] | None:
     made: dict[str, Any] = json.loads(manifest.read_text())
     if made["sources"] != hash_of_sources(root):
         raise RuntimeError(
-            "gpu-bundle/ is stale: expected libraries compiled from csrc/, setup.py, gradstat/_fields.py and "
-            f"benchmarks/kernel_variant* as they are here, got some compiled from others. {_REMEDY}"
+            "gpu-bundle/ is stale: it was compiled from other versions of csrc/, setup.py, gradstat/_fields.py or "
+            f"benchmarks/kernel_variant*. {_REMEDY}"
         )
     for name, expected in made["libraries"].items():
         if not (bundle / name).exists() or _hash(bundle / name) != expected:
-            raise RuntimeError(f"gpu-bundle/{name} is missing or damaged: it is not what was compiled. {_REMEDY}")
+            raise RuntimeError(f"gpu-bundle/{name} is missing or damaged. {_REMEDY}")
     return made
 
 
@@ -88,8 +88,8 @@ def _refuse_for_another_gpu(made: dict[str, Any]) -> None:
     major, minor = torch.cuda.get_device_capability()
     if _best_for((major, minor), made["architectures"].replace("sm_", "").split()) is None:
         raise RuntimeError(
-            f"gpu-bundle/ is for other GPUs: expected code for sm_{major}{minor}, as this GPU runs, "
-            f"got {made['architectures']}. Make it for that (`make gpu-bundle ARCHITECTURES={major}{minor}`), or "
+            f"gpu-bundle/ is for other GPUs: expected code for sm_{major}{minor}, which this GPU runs, "
+            f"got {made['architectures']}. Rebuild it (`make gpu-bundle ARCHITECTURES={major}{minor}`), or "
             "delete gpu-bundle/ to compile here."
         )
 

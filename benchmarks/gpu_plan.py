@@ -25,12 +25,12 @@ class Session(NamedTuple):
     Attributes:
         results: The folder for rows and the log.
         device: ``"cuda"``, or ``"cpu"`` for a rehearsal.
-        most: The most seconds for a part, whatever its own limit.
+        part_seconds: The most seconds for a part, whatever its own limit.
     """
 
     results: Path
     device: str = "cuda"
-    most: float = COMMAND_SECONDS
+    part_seconds: float = COMMAND_SECONDS
 
     @property
     def on_gpu(self) -> bool:
@@ -44,13 +44,13 @@ class Part:
     Attributes:
         name: The name in outcomes.
         seconds: The time limit, after which it is stopped.
-        words: The program and its arguments, for a session.
+        argv: The program and its arguments, for a session.
         environment: Environment variables for this part only.
     """
 
     name: str
     seconds: float
-    words: Callable[[Session], list[str]]
+    argv: Callable[[Session], list[str]]
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -96,12 +96,12 @@ def _fuzz(session: Session) -> list[str]:
 
 
 def _suite(*groups: str, seconds: float) -> Callable[[Session], list[str]]:
-    def words(session: Session) -> list[str]:
+    def argv(session: Session) -> list[str]:
         rest = ["--full", "--seconds", str(seconds)] if session.on_gpu else ["--seconds", "0.01"]
         recorded = ["--device", session.device, "--record", "--results", str(session.results)]
         return [sys.executable, "benchmarks/suite.py", "--only", *groups, *recorded, *rest]
 
-    return words
+    return argv
 
 
 # Substrings of the mangled names of torch's own kernels. Excluding them leaves gradstat's CUDA and Triton kernels. If
@@ -115,43 +115,43 @@ RANDOM_TENSORS = ("tools/fuzz.py", "--device", "cuda", "--seed", "1", "--tensors
 def _sanitized(tool: str, seconds: float, program: tuple[str, ...] = SHORT_SET) -> Part:
     """A program under one of compute-sanitizer's tools. Initcheck is not filtered: it has to see all writes."""
 
-    def words(session: Session) -> list[str]:
+    def argv(session: Session) -> list[str]:
         sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
         filtered = [] if tool == "initcheck" else ["--kernel-name-exclude", OF_TORCH]
         return [sanitizer, "--tool", tool, *filtered, "--error-exitcode", "9", sys.executable, *program]
 
     # torch's caching allocator would hide overruns between blocks of one allocation.
     name = f"{tool} of {Path(program[0]).stem}"
-    return Part(name, seconds, words, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    return Part(name, seconds, argv, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
 def _ranks(script: str) -> Callable[[Session], list[str]]:
     """A benchmark on as many ranks as there are GPUs, over NCCL; in a rehearsal on one rank."""
 
-    def words(session: Session) -> list[str]:
+    def argv(session: Session) -> list[str]:
         processes = "gpu" if session.on_gpu else "1"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes]
         return [*launcher, f"benchmarks/{script}", "--record", "--results", str(session.results)]
 
-    return words
+    return argv
 
 
 def _recorded(script: str) -> Callable[[Session], list[str]]:
     """A benchmark outside of the suite, with all its models; in a rehearsal with the smallest."""
 
-    def words(session: Session) -> list[str]:
+    def argv(session: Session) -> list[str]:
         rest = [] if session.on_gpu else ["--model", "gpt-0.9m", "--rounds", "1"]
         return [sys.executable, f"benchmarks/{script}", "--record", "--results", str(session.results), *rest]
 
-    return words
+    return argv
 
 
 def _variants(kernels: str) -> Callable[[Session], list[str]]:
-    def words(session: Session) -> list[str]:
+    def argv(session: Session) -> list[str]:
         how = ["--results", str(session.results)] if session.on_gpu else ["--compile", "90"]
         return [sys.executable, "benchmarks/gpu_variants.py", "--only", kernels, *how]
 
-    return words
+    return argv
 
 
 def _numerics(session: Session) -> list[str]:
@@ -174,11 +174,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "correctness": Command(
-        "the tests that reach a device, and random tensors held against an exact account",
+        "tests that run on a GPU, and random tensors compared with exact results",
         (Part("tests", 280, _tests), Part("random tensors", 30, _fuzz)),
     ),
     "costs": Command(
-        "what must cost nothing, launches and syncs counted, compute-sanitizer",
+        "counts of launches, syncs and allocations, and compute-sanitizer",
         (
             Part("test_gpu_costs", 50, lambda session: _pytest("tests/bench/test_gpu_costs.py")),
             Part("counts", 50, _suite("counts", seconds=1.0)),
@@ -190,7 +190,7 @@ COMMANDS = {
         ),
     ),
     "bandwidth": Command(
-        "every list of gradients in every dtype, growth in bytes and in tensors",
+        "all lists of gradients in all dtypes, growth in bytes and in tensors",
         (
             Part("lists", 170, _suite("lists", seconds=1.0)),
             Part("growth in tensors", 50, _suite("growth in tensors", seconds=0.5)),
@@ -199,7 +199,7 @@ COMMANDS = {
         ),
     ),
     "steps": Command(
-        "what is added to training steps, steps of optimizers, the host path, memory, ranks",
+        "time added to training steps, optimizer steps, the host path, memory, several ranks",
         (
             Part("training steps", 130, _suite("steps", seconds=6.0)),
             Part("backward passes", 20, _suite("in backward", seconds=1.0)),
@@ -214,11 +214,11 @@ COMMANDS = {
         ),
     ),
     "variants": Command(
-        "the kernels compiled with other constants, in turn",
+        "the kernels compiled with other constants, interleaved",
         (Part("CUDA", 190, _variants("cuda")), Part("Triton", 100, _variants("triton"))),
     ),
     "numerics": Command(
-        "norms of 6,000 vectors of each dtype against exact ones",
+        "norms of 6,000 vectors of each dtype compared with exact ones",
         (Part("numerics", 150, _numerics),),
     ),
 }

@@ -45,7 +45,7 @@ ENVIRONMENT = {
 
 
 class Outcome(NamedTuple):
-    """How a part ended: ``"passed"``, ``"FAILED"``, ``"STOPPED"`` at its limit, or ``"not begun"`` for lack of time."""
+    """How a part ended: ``"passed"``, ``"FAILED"``, ``"STOPPED"`` at its limit, ``"not started"`` for lack of time."""
 
     part: str
     how: str
@@ -61,8 +61,8 @@ def installed(session: Session) -> Part | None:
             return None
     except RuntimeError as error:  # the bundle is stale or damaged
         sys.exit(str(error))
-    words = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    return Part("build", 240, lambda session: words, {"GRADSTAT_CUDA": "1" if session.on_gpu else "0"})
+    argv = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return Part("build", 240, lambda session: argv, {"GRADSTAT_CUDA": "1" if session.on_gpu else "0"})
 
 
 def run_command(name: str, session: Session) -> bool:
@@ -84,21 +84,21 @@ def run_command(name: str, session: Session) -> bool:
 def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
     """Runs a part, at most until ``end``; its output goes to the terminal and to the log."""
     left = end - time.monotonic() - GRACE_SECONDS
-    seconds = min(part.seconds, session.most, left)
+    seconds = min(part.seconds, session.part_seconds, left)
     if left < LEAST_SECONDS:
-        return Outcome(part.name, "not begun", 0.0)
+        return Outcome(part.name, "not started", 0.0)
     _say(f"\n== {part.name}, {seconds:.0f} s at most\n", log)
     start = time.monotonic()
     try:
         process = subprocess.Popen(
-            part.words(session),
+            part.argv(session),
             cwd=ROOT,
             env={**ENVIRONMENT, **part.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            preexec_fn=_join_fate,
+            preexec_fn=_start_process_group,
         )
     except OSError as error:
         _say(f"{error}\n", log)
@@ -116,7 +116,7 @@ def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
     return Outcome(part.name, how, time.monotonic() - start)
 
 
-def _join_fate() -> None:
+def _start_process_group() -> None:
     """Runs in a part's process: makes a process group, so that all its processes can be ended together.
 
     On Linux the part is also killed if this program is. It stays in the session, so that killing the session ends it.
@@ -156,7 +156,7 @@ def record(command: str, outcome: Outcome, session: Session) -> None:
     of = {"device": torch.device(session.device)}
     about = (f"gpu session, {command}", outcome.part, "make gpu")
     passed = row(*about, "passed", "", float(outcome.how == "passed"), **of)
-    stopped = row(*about, "stopped", "", float(outcome.how in ("STOPPED", "not begun")), **of)
+    stopped = row(*about, "stopped", "", float(outcome.how in ("STOPPED", "not started")), **of)
     append([passed, stopped, row(*about, "time", "s", outcome.seconds, **of)], "gpu_session", session.results)
 
 
@@ -169,7 +169,7 @@ def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
     parts, devices = [], rows.devices(session.results)
     if any(outcome.how == "STOPPED" for outcome in outcomes):  # otherwise the programs have printed their rows
         parts += [tables.everything(device) for device in devices]
-    parts += [f"\n== {name}: what came of it\n", tables.grid(["part", "outcome", "time"], lines, 2)]
+    parts += [f"\n== {name}: results\n", tables.grid(["part", "outcome", "time"], lines, 2)]
     for device in devices:
         parts += [goals.table(device), tables.where(device), ""]
     return "\n".join(parts)
@@ -185,11 +185,11 @@ def merge(folder: Path, results: Path = RESULTS) -> list[Path]:
 
     found = [(path, rows.read(path)) for path in sorted(folder.rglob("*.jsonl"))]
     if not any(listed for _, listed in found):
-        sys.exit(f"expected rows (*.jsonl) below {folder}, got none; give the folder that --results named")
+        sys.exit(f"expected rows (*.jsonl) below {folder}, got none; pass the folder given to --results")
     for path, listed in found:
         rehearsed = [row.device for row in listed if not row.driver]
         if rehearsed:
-            sys.exit(f"{path} holds rows of {rehearsed[0]}, which is no GPU; those of a rehearsal are no results")
+            sys.exit(f"{path} has rows of {rehearsed[0]}, which is not a GPU; rows of a rehearsal cannot be merged")
     grown = []
     for path, listed in found:
         target = results / rows.slug(listed[0].device) / path.name
@@ -203,17 +203,17 @@ def merge(folder: Path, results: Path = RESULTS) -> list[Path]:
 def _merge_and_render(folder: Path) -> int:
     for path in dict.fromkeys(merge(folder)):
         print(f"appended to {path.relative_to(ROOT)}")
-    for words in (["benchmarks/plots.py"], ["benchmarks/render.py", "--write"]):
-        subprocess.run([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, check=True)
+    for argv in (["benchmarks/plots.py"], ["benchmarks/render.py", "--write"]):
+        subprocess.run([sys.executable, *argv], cwd=ROOT, env=ENVIRONMENT, check=True)
     return 0
 
 
 def plan(results: str) -> Iterator[str]:
     """The lines of the plan: instructions and the commands to type."""
-    yield "On a machine with a GPU, from the root of the checkout; all together take half an hour at most."
-    yield "Needed there: torch, Triton, numpy, pytest and hypothesis (pytest-xdist to be quick), and no network."
-    yield "What `make gpu-bundle` leaves in gpu-bundle/ is taken along, so that nothing is compiled there; what is in"
-    yield "the folder of results afterwards is brought back and merged: `make gpu-merge FOLDER=...`."
+    yield "Run these on a machine with a GPU, in the root of the checkout; together they take at most half an hour."
+    yield "They need torch, Triton, numpy, pytest and hypothesis (pytest-xdist makes them faster), and no network."
+    yield "Copy gpu-bundle/ (from `make gpu-bundle`) there as well, so that nothing has to be compiled; afterwards copy"
+    yield "the results folder back and merge it: `make gpu-merge FOLDER=...`."
     for number, (name, command) in enumerate(COMMANDS.items(), 1):
         most = sum(part.seconds for part in command.parts) / 60
         yield f"\n{number}. {command.what} ({most:.0f} min at most):"
@@ -223,28 +223,28 @@ def plan(results: str) -> Iterator[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["plan", *COMMANDS, "all", "merge"])
-    parser.add_argument("folder", nargs="?", type=Path, help="what to merge")
+    parser.add_argument("folder", nargs="?", type=Path, help="the folder to merge")
     parser.add_argument("--results", type=Path, default=Path("gpu-results"), help="the folder for rows and the log")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
-    parser.add_argument("--most", type=float, default=COMMAND_SECONDS, help="seconds for each part at most")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a rehearsal")
+    parser.add_argument("--part-seconds", type=float, default=COMMAND_SECONDS, help="time limit of each part")
     options = parser.parse_args(arguments)
     if options.command == "plan":
         print("\n".join(plan(str(options.results))))
         return 0
     if importlib.util.find_spec("torch") is None:
-        parser.error(f"{sys.executable} has no torch; use the Python that has, as in `make gpu PYTHON=python3.12`")
+        parser.error(f"{sys.executable} has no torch; use a Python that has it, as in `make gpu PYTHON=python3.12`")
     sys.path.insert(0, str(ROOT))
     if options.command == "merge":
         if options.folder is None:
             parser.error("merge needs the folder to merge, as in `make gpu-merge FOLDER=gpu-results`")
         return _merge_and_render(options.folder)
-    session = Session(options.results.resolve(), options.device, options.most)
+    session = Session(options.results.resolve(), options.device, options.part_seconds)
     if session.results.is_relative_to(RESULTS):
-        parser.error(f"--results must not lie in {RESULTS}: rows get there by `merge` alone")
+        parser.error(f"--results must be outside of {RESULTS}; `merge` adds rows there")
     import torch
 
     if session.on_gpu and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here; `make gpu-code` proves what can be proven without one")
+        parser.error("torch sees no CUDA device; `make gpu-code` checks what can be checked without one")
     chosen = list(COMMANDS) if options.command == "all" else [options.command]
     passed = [run_command(name, session) for name in chosen]
     return 0 if all(passed) else 1

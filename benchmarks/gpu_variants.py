@@ -147,7 +147,7 @@ def timed(
     shipped = next(iter(samples.values())).device
     for name, sample in samples.items():
         if not sample.device:
-            raise RuntimeError(f"{name}: the host did not get ahead of the device, so there is no device time")
+            raise RuntimeError(f"{name}: the host cannot queue calls ahead of the device, so there is no device time")
         time = Quartiles(*(1e6 * seconds for seconds in quartiles(sample.device)))
         made.append(make_row(name, "device time", "us", time))
         compared = ""
@@ -198,10 +198,10 @@ def measure_triton_here(name: str, rounds: int, results: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile, for instance for 90")
+    parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile for this architecture, such as 90")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=["cuda", "triton"], help="these kernels")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder of rows")
+    parser.add_argument("--only", choices=["cuda", "triton"], help="only these kernels")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder for rows")
     parser.add_argument("--triton", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.triton:

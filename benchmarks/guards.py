@@ -103,7 +103,7 @@ FAULTS = {
 NONE, ZCLIP, SIGMA, GUARD = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard"
 WITH_UPDATE, SCALING = "SpikeGuard, update", "SpikeGuard(scale=0.1), update"
 GUARDS = (NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE, SCALING)
-SPOILING = (SIGMA, GUARD, SCALING)  # also tried on healthy trainings
+GUARDS_ON_HEALTHY = (SIGMA, GUARD, SCALING)  # also tried on healthy trainings
 
 
 class Stepper:
@@ -132,13 +132,13 @@ class Stepper:
     def train(self, training: Training, steps: int) -> Iterator[tuple[int, float, bool]]:
         """Trains, and yields after each step its number, its loss, and the result of `step`."""
         losses: list[Tensor] = []
-        said: list[bool] = []
+        refused: list[bool] = []
         self._with_update = self._with_update and is_known(training.optimizer)
-        training._update = lambda: said.append(self.step(training.optimizer, losses[-1]))  # type: ignore[method-assign]
+        training._update = lambda: refused.append(self.step(training.optimizer, losses[-1]))  # type: ignore[method-assign]
         watch: Any = SimpleNamespace(batch=lambda batch: None, step=losses.append)
         for step, begins in training.steps(watch, 0, steps):
             if not begins:
-                yield step, losses[-1].item(), said[-1]
+                yield step, losses[-1].item(), refused[-1]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def run(model: str, fault: str, guard: str, seed: int, steps: int = END) -> Outc
     return outcome
 
 
-def stands_out(losses: Sequence[float], since: int, window: int = 128, sigmas: float = 6.0) -> int | None:
+def first_outlier(losses: Sequence[float], since: int, window: int = 128, sigmas: float = 6.0) -> int | None:
     """The first step from ``since`` whose loss exceeds the mean of the last ``window`` by ``sigmas`` deviations."""
     for step in range(since, len(losses)):
         last = losses[max(0, step - window) : step]
@@ -199,7 +199,7 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
     """
     model, fault, seed = case
     plain = run(model, fault, NONE, seed)
-    due = stands_out(plain.losses, FAULT)
+    due = first_outlier(plain.losses, FAULT)
     found = {}
     for guard in GUARDS:
         outcome = plain if guard == NONE else run(model, fault, guard, seed)
@@ -210,7 +210,7 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
     return found
 
 
-def spoil(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
+def run_healthy(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
     """For a healthy training, by guard: steps, refused steps, and the final loss minus that without a guard.
 
     If gradstat cannot compute an optimizer's update, it is guarded without it.
@@ -218,12 +218,13 @@ def spoil(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
     number, seed, steps = case
     torch.set_num_threads(1)
     taken = {
-        guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps)) for guard in (NONE, *SPOILING)
+        guard: list(Stepper(guard).train(HEALTHY[number].training(seed, steps), steps))
+        for guard in (NONE, *GUARDS_ON_HEALTHY)
     }
     ends = {guard: statistics.fmean(loss for _, loss, _ in of[-max(1, steps // 10) :]) for guard, of in taken.items()}
     return {
         guard: (steps, sum(is_refused for _, _, is_refused in taken[guard]), ends[guard] - ends[NONE])
-        for guard in SPOILING
+        for guard in GUARDS_ON_HEALTHY
     }
 
 
@@ -235,12 +236,12 @@ def measure(seeds: int, workers: int) -> list[Row]:
     healthy = [(number, seed, HEALTHY_STEPS) for number in unscaled for seed in range(max(1, seeds // 20))]
     with ProcessPoolExecutor(workers) as pool, progress_bar(len(cases) + len(healthy), "trainings") as bar:
 
-        def told(each: Any) -> Any:
+        def counted(each: Any) -> Any:
             bar.update()
             return each
 
-        compared = [told(found) for found in pool.map(compare, cases)]
-        spoiled = [told(found) for found in pool.map(spoil, healthy)]
+        compared = [counted(found) for found in pool.map(compare, cases)]
+        on_healthy = [counted(found) for found in pool.map(run_healthy, healthy)]
     for model, fault in dict.fromkeys(case[:2] for case in cases):
         those = [found for case, found in zip(cases, compared, strict=True) if case[:2] == (model, fault)]
         for guard in GUARDS:
@@ -260,8 +261,8 @@ def measure(seeds: int, workers: int) -> list[Row]:
                 for metric, value in values.items()
                 if not math.isnan(value)
             ]
-    for guard in SPOILING:
-        steps, refused, above = zip(*(each[guard] for each in spoiled), strict=True)
+    for guard in GUARDS_ON_HEALTHY:
+        steps, refused, above = zip(*(each[guard] for each in on_healthy), strict=True)
         for metric, value in (("steps", sum(steps)), ("refused", sum(refused)), ("last loss above", max(above))):
             made.append(rows_module.row(HEALTHY_GROUP, "healthy trainings", guard, metric, "", float(value), cpu))
     return made
@@ -269,7 +270,7 @@ def measure(seeds: int, workers: int) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20, help="of each model and fault (default 20)")
+    parser.add_argument("--seeds", type=int, default=20, help="seeds of each model and fault (default 20)")
     parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
     rows_module.add_arguments(parser)
     arguments = parser.parse_args()

@@ -53,13 +53,13 @@ def compile_all(architecture: str, folder: Path) -> dict[str, Path]:
     if not Path(nvcc).exists():
         sys.exit(
             "expected nvcc, to compile variants of the kernels, found none on PATH or in /usr/local/cuda; "
-            f"run `make gpu-bundle ARCHITECTURES={architecture}` where there is one"
+            f"run `make gpu-bundle ARCHITECTURES={architecture}` on a machine that has it"
         )
     folder.mkdir(parents=True, exist_ok=True)
     libraries = libraries_in(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for said in pool.map(partial(_compiled, nvcc, architecture), libraries, libraries.values()):
-            print(said, flush=True)
+        for line in pool.map(partial(_compiled, nvcc, architecture), libraries, libraries.values()):
+            print(line, flush=True)
     return libraries
 
 
@@ -73,11 +73,11 @@ def _compiled(nvcc: str, architecture: str, name: str, library: Path) -> str:
     run = subprocess.run([*command, "-o", str(library), str(SOURCE)], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         sys.exit(run.stderr)
-    said = []
+    used = []
     for kernel in ("stats", "scale"):
         found = re.search(
             rf"entry function '\w*\d{kernel}_kernel.*?(\d+) bytes spill stores.*?Used (\d+)", run.stderr, re.S
         )
         assert found is not None
-        said.append(f"{kernel} {found[2]} registers, {found[1]} bytes spilled")
-    return f"{name:<34} {'; '.join(said)}"
+        used.append(f"{kernel} {found[2]} registers, {found[1]} bytes spilled")
+    return f"{name:<34} {'; '.join(used)}"

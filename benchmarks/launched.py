@@ -34,7 +34,7 @@ def show(made: Sequence[Row], options: argparse.Namespace) -> None:
     """On rank 0 prints a table and, with ``--record``, appends rows, whose threads are those of all ranks."""
     if dist.get_rank() != 0:
         return
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         everywhere = [replace(row, threads=row.threads * dist.get_world_size()) for row in made]
         print(f"recorded in {append(everywhere, 'full', options.results)}")

@@ -241,7 +241,7 @@ def main() -> None:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         made = _lightning_rows(options.rounds, device, folder) + _logging_rows(5 * options.rounds, device, folder)
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         print(f"recorded in {append(made, 'full')}")
 

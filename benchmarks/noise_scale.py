@@ -73,14 +73,14 @@ def _measured(name: str, rounds: int, device: torch.device) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=list(_SIZES), help="this one alone")
-    parser.add_argument("--rounds", type=int, default=4, help="of four steps each")
+    parser.add_argument("--model", choices=list(_SIZES), help="only this model")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of four steps each")
     add_arguments(parser)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [options.model] if options.model else list(_SIZES)
     made = [one for name in models for one in _measured(name, options.rounds, device)]
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         print(f"recorded in {append(made, 'noise_scale', options.results)}")
 

@@ -206,7 +206,7 @@ def judge(vectors: Tensor) -> Norms:
     """
     if np.finfo(np.longdouble).nmant < 63:
         raise RuntimeError(
-            "numpy's longdouble is no wider than float64 on this machine, so nothing here can judge norms"
+            "numpy's longdouble is no wider than float64 on this machine, so exact norms cannot be computed"
         )
     real = torch.view_as_real(vectors).flatten(1) if vectors.is_complex() else vectors
     return np.sqrt(np.square(real.double().numpy().astype(np.longdouble)).sum(axis=1))
@@ -220,14 +220,14 @@ class Provider:
         name: The displayed name.
         norms: Computes the norms of the rows of its argument.
         result: The dtype of the norms, for a dtype of vectors.
-        serves: Whether it takes vectors of a dtype.
+        supports: Whether it takes vectors of a dtype.
         sample: The most vectors of a batch, and the greatest length, that it is given; None for no limit.
     """
 
     name: str
     norms: Callable[[Tensor], npt.NDArray[np.float64]]
     result: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float64
-    serves: Callable[[torch.dtype], bool] = lambda dtype: True
+    supports: Callable[[torch.dtype], bool] = lambda dtype: True
     sample: tuple[int, int] | None = None
 
 
@@ -346,11 +346,11 @@ def measure(
     """Errors by dtype, kind of vectors and provider. Every provider sees the same vectors."""
     errors: dict[Key, Errors] = {}
     for dtype in dtypes:
-        served = [provider for provider in known if provider.serves(dtype)]
+        supported = [provider for provider in known if provider.supports(dtype)]
         for batch in batches(dtype, vectors, seed):
             progress.set_description(f"{dtype}, {batch.family}".removeprefix("torch."), refresh=False)
             exact = judge(batch.vectors)
-            for provider in served:
+            for provider in supported:
                 count, length = provider.sample or (len(exact), LONG)
                 if batch.vectors.shape[1] <= length:
                     got = provider.norms(batch.vectors[:count])
@@ -381,7 +381,7 @@ def main() -> int:
     parser.add_argument(
         "--dtypes", nargs="*", default=DTYPES, type=lambda name: getattr(torch, name), help="e.g. float32"
     )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other vectors")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random vectors")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
     rows_module.add_arguments(parser)
     options = parser.parse_args()

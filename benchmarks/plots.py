@@ -86,7 +86,7 @@ def step_overhead(members: Sequence[Row], path: Path) -> None:
         ax.set_axisbelow(True)
     title = "Time added to a training step (in brackets: peak memory added, where 0.1 MB or more)"
     if any(r.metric == "time inside" for r in members):
-        title += "\nan added call by its own time, anomaly mode by whole steps"
+        title += "\nadded calls timed alone, anomaly mode by whole steps"
     _finish(figure, title, members, path)
 
 
@@ -116,7 +116,7 @@ def time_vs_tensors(members: Sequence[Row], path: Path) -> None:
 
 
 def _growth(
-    members: Sequence[Row], path: Path, place: Callable[[Row], int], label: str, words: Callable[[float], str]
+    members: Sequence[Row], path: Path, place: Callable[[Row], int], label: str, formatter: Callable[[float], str]
 ) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -140,7 +140,7 @@ def _growth(
     bottom, top = ax.get_ylim()
     ends.sort()
     span, right = math.log(top / bottom), place(limit[-1])
-    heights = _apart([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
+    heights = _spread([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
     for (value, name, color), height in zip(ends, heights, strict=True):
         beside = (right * (right / place(limit[0])) ** 0.02, bottom * math.exp(height * span))
         ax.annotate(name, (right, value), beside, color=color, fontsize=9.5, va="center", annotation_clip=False)
@@ -149,7 +149,7 @@ def _growth(
     ax.set_ylabel("time of a call, caches flushed", fontsize=10)
     ax.xaxis.set_major_locator(LogLocator(10))
     ax.yaxis.set_major_locator(LogLocator(10))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words(value).replace(".0", "")))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: formatter(value).replace(".0", "")))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short_time(value)))
     ax.yaxis.set_minor_formatter(NullFormatter())
     ax.xaxis.set_minor_formatter(NullFormatter())
@@ -206,15 +206,15 @@ def norm_errors(members: Sequence[Row], path: Path) -> None:
         ax.grid(axis="x", color=_GRID, linewidth=0.8)
         ax.set_axisbelow(True)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    _finish(figure, "Norms against exact ones; lost: 0, Inf or NaN although there is a number for it", members, path)
+    _finish(figure, "Norms compared with exact ones; lost: 0, Inf or NaN instead of a finite norm", members, path)
 
 
-def _apart(heights: list[float], least: float) -> list[float]:
-    """Ascending ``heights``, moved as little as possible so that neighbours are ``least`` apart."""
+def _spread(heights: list[float], gap: float) -> list[float]:
+    """Ascending ``heights``, moved as little as possible so that neighbours are ``gap`` apart."""
     moved = list(heights)
     for _ in range(200):
         for i in range(len(moved) - 1):
-            lacking = least - (moved[i + 1] - moved[i])
+            lacking = gap - (moved[i + 1] - moved[i])
             if lacking > 0:
                 moved[i] -= lacking / 2
                 moved[i + 1] += lacking / 2
@@ -249,7 +249,7 @@ def _figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tu
 
 def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None:
     last = members[-1]
-    where = machine.circumstance(last.driver, last.threads)
+    where = machine.driver_or_threads(last.driver, last.threads)
     figure.suptitle(f"{title}\n{last.device}, {where}, {last.time[:10]}", x=0.012, ha="left", fontsize=12, color=_INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})

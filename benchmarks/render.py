@@ -33,7 +33,7 @@ TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
     "time-vs-bytes": "Time against bytes, with a plain read as the limit",
     "time-vs-tensors": "Time against the number of tensors, with a plain read as the limit",
-    "norm-errors": "The worst and the mean error of norms by dtype, gradstat beside torch and numpy",
+    "norm-errors": "Worst and mean error of norms by dtype: gradstat, torch, numpy",
 }
 
 
@@ -83,7 +83,7 @@ def fuzzed(folder: Path) -> str:
 
 def leaks(folder: Path) -> str:
     """For docs/testing.md: the memory growth of a process."""
-    return _of_every_device("leaks", tables.leaks_in_words)
+    return _of_every_device("leaks", tables.leaks_summary)
 
 
 def backward_steps(folder: Path) -> str:
@@ -94,7 +94,7 @@ def backward_steps(folder: Path) -> str:
         ends = ("after backward", "limit of each")
         alone = ("clip_grad_norm_", *ends, "AGC")
         shown = [r for r in found if r.provider.endswith(ends if "ranks" in r.case else alone)]
-        return tables.plainly([row for row in shown if row.case == last[row.group]])
+        return tables.table_of_rows([row for row in shown if row.case == last[row.group]])
 
     return _of_every_device("backward_step", largest)
 

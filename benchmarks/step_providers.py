@@ -41,7 +41,7 @@ class StepProvider:
         name: The displayed name.
         run: The timed call; returns the norm of the gradients before clipping, None if it does not compute it.
         passes: Memory passes over gradients, parameters and state, including the optimizer's.
-        serves: Whether it can run in a setting.
+        supports: Whether it can run in a setting.
         skips: Whether it leaves everything unchanged if a gradient is NaN.
         tolerance: Relative error allowed for the norm.
         factor: The gradient that the optimizer has to see, as a multiple of the given, unscaled gradient.
@@ -50,7 +50,7 @@ class StepProvider:
     name: str
     run: Callable[[Setting], Tensor | None]
     passes: Callable[[Setting], int]
-    serves: Callable[[Setting], bool] = lambda setting: True
+    supports: Callable[[Setting], bool] = lambda setting: True
     skips: Callable[[Setting], bool] = lambda setting: True
     tolerance: float = 1e-6
     factor: Callable[[Setting, Tensor], Tensor | float] = _agreed_factor
@@ -146,7 +146,7 @@ def _adaptive(
         name,
         lambda setting: _guarded_step(setting, setting.made(make)),
         passes,
-        serves=lambda setting: setting.choice is OPTIMIZERS[0] and setting.circumstance.share < 1,
+        supports=lambda setting: setting.choice is OPTIMIZERS[0] and setting.circumstance.share < 1,
         factor=factor,
     )
 
@@ -176,9 +176,9 @@ PROVIDERS = (
         GUARD,
         lambda setting: _guarded_step(setting, setting.limit, **setting.made(_spike_guard)),
         _guarded_passes,
-        serves=lambda setting: setting.choice is OPTIMIZERS[0],
+        supports=lambda setting: setting.choice is OPTIMIZERS[0],
     ),
-    StepProvider(AMP, _amp_step, _amp_passes, serves=lambda setting: setting.circumstance.scaled),
+    StepProvider(AMP, _amp_step, _amp_passes, supports=lambda setting: setting.circumstance.scaled),
     StepProvider(
         TORCH, _torch_step, _torch_passes, skips=lambda setting: setting.circumstance.scaled, tolerance=_TORCH_ERROR
     ),
@@ -195,7 +195,7 @@ PROVIDERS = (
 
 def providers_for(setting: Setting) -> list[StepProvider]:
     """The providers that run in this setting."""
-    return [provider for provider in PROVIDERS if provider.serves(setting)]
+    return [provider for provider in PROVIDERS if provider.supports(setting)]
 
 
 _END = 1 << 16
@@ -208,9 +208,9 @@ def _ends(tensor: Tensor) -> Tensor:
     return (torch.cat([flat[:_END], flat[-_END:]]) if len(flat) > 2 * _END else flat).double().clone()
 
 
-def _wanted(provider: StepProvider, setting: Setting) -> list[Tensor]:
+def _expected(provider: StepProvider, setting: Setting) -> list[Tensor]:
     """The expected `Setting.tensors` after a step, computed in float64 by torch's loop over tensors."""
-    wanted = []
+    expected = []
     scale = LOSS_SCALE if setting.circumstance.scaled else 1.0
     for parameter, gradient in zip(setting.parameters, setting.gradients, strict=True):
         true = gradient.double() / scale
@@ -220,8 +220,8 @@ def _wanted(provider: StepProvider, setting: Setting) -> list[Tensor]:
         state = setting.optimizer.state[parameter]
         optimizer.state[wide] = {name: _ends(value) for name, value in state.items()}
         optimizer.step()
-        wanted += [wide.detach(), *optimizer.state[wide].values()]
-    return wanted
+        expected += [wide.detach(), *optimizer.state[wide].values()]
+    return expected
 
 
 def verify(provider: StepProvider, setting: Setting) -> None:
@@ -243,12 +243,12 @@ def verify(provider: StepProvider, setting: Setting) -> None:
                 raise WrongAnswerError(f"{provider.name} changed {name} although a gradient is NaN")
         setting.forget()
         setting.restore()
-    wanted = _wanted(provider, setting)
+    expected = _expected(provider, setting)
     norm = provider.run(setting)
     if norm is not None and not math.isclose(float(norm), setting.facts.norm, rel_tol=provider.tolerance):
-        raise WrongAnswerError(f"{provider.name} says the norm is {float(norm)}, but it is {setting.facts.norm}")
+        raise WrongAnswerError(f"{provider.name} returned norm {float(norm)}, expected {setting.facts.norm}")
     # Second moments scale with the square of the coefficient, which scales with the norm.
     tolerance = _ROUNDING + 2 * provider.tolerance
-    for (name, tensor), right in zip(setting.tensors(), wanted, strict=True):
+    for (name, tensor), right in zip(setting.tensors(), expected, strict=True):
         if not torch.allclose(_ends(tensor), right, rtol=tolerance, atol=1e-12):
-            raise WrongAnswerError(f"{provider.name} left {name} other than a step in float64 does")
+            raise WrongAnswerError(f"{provider.name} updated {name} differently from a step in float64")

@@ -63,18 +63,18 @@ class Plan:
         device: The device to measure on.
         full: Everything, or the quick set.
         seconds: Time for the rounds of one comparison, which determines their number.
-        least, most: Bounds on the number of rounds.
+        min_rounds, max_rounds: Bounds on the number of rounds.
     """
 
     device: torch.device
     full: bool
     seconds: float
-    least: int = 7
-    most: int = 40
+    min_rounds: int = 7
+    max_rounds: int = 40
 
     def rounds(self, once: float) -> int:
         """The number of rounds, if one takes ``once`` seconds."""
-        return max(self.least, min(self.most, int(self.seconds / max(once, 1e-6))))
+        return max(self.min_rounds, min(self.max_rounds, int(self.seconds / max(once, 1e-6))))
 
     def holds(self, case: Case) -> bool:
         """Whether the case is part of the plan."""
@@ -411,18 +411,18 @@ def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="everything; some twenty minutes")
-    parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="these groups")
+    parser.add_argument("--full", action="store_true", help="run everything; takes about twenty minutes")
+    parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="only these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, help="for the rounds of one comparison (default 3, full 4)")
+    parser.add_argument("--seconds", type=float, help="time for the rounds of one comparison (default 3, full 4)")
     add_arguments(parser)
     options = parser.parse_args()
     plan = Plan(torch.device(options.device), options.full, options.seconds or (4.0 if options.full else 3.0))
     groups = options.only or (GROUPS if options.full else QUICK)
     if plan.device.type == "cpu" and not options.only:
         groups = [group for group in groups if group != counts.GROUP]  # a CPU has no launches or syncs
-    circumstance = machine.circumstance(machine.driver_version(plan.device), torch.get_num_threads())
-    print(f"{machine.device_name(plan.device)}, {circumstance}; {machine.versions()}", flush=True)
+    details = machine.driver_or_threads(machine.driver_version(plan.device), torch.get_num_threads())
+    print(f"{machine.device_name(plan.device)}, {details}; {machine.versions()}", flush=True)
     rows: list[Row] = []
     recorded = None
     for made in measure(plan, groups):

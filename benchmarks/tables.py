@@ -40,7 +40,15 @@ _CLIPPING = [
     CLIP_LIMIT,
 ]
 _STEPPING = [GUARDED, AMP, TORCH, ALONE]
-_SETTING = ["gradients", "optimizer", "circumstance"]
+_SETTING = ["gradients", "optimizer", "scaler, clipping"]
+# Names in recorded rows that are displayed differently.
+_CAPTIONS = {
+    "one AdamW and hook for each, clip_grad_norm_": "one AdamW and hook per parameter, clip_grad_norm_",
+    "step_in_backward, limit of each": "step_in_backward, limit per tensor",
+    "updates to come": "coming updates",
+    "time ratio": "added time",
+    "time inside": "call alone",
+}
 _NOT_IN_SHORT = ("logging", "Weights & Biases steps", "Trainer steps", "DDP steps", "in backward")
 
 
@@ -96,18 +104,18 @@ def guards(rows: Sequence[Row], short: bool = False) -> str:
     for row in rows:
         if row.group == "guards, healthy":
             healthy.setdefault(row.provider, {})[row.metric] = row.value
-    told = [
+    rates = [
         [name, f"{of['refused']:.0f}", f"{of['steps']:,.0f}", f"{of['last loss above']:.2g}"]
         for name, of in healthy.items()
     ]
-    headers = ["healthy trainings", "refused", "of so many steps", "last loss above that without a guard, at most"]
-    return "\n".join([grid(["fault" if short else "model, fault", plain, *others], lines), grid(headers, told)])
+    headers = ["healthy trainings", "refused", "steps", "largest increase of the final loss over no guard"]
+    return "\n".join([grid(["fault" if short else "model, fault", plain, *others], lines), grid(headers, rates)])
 
 
 def where(rows: Sequence[Row]) -> str:
     """A line about machine, versions and date."""
     last = rows[-1]
-    return f"{last.device}, {machine.circumstance(last.driver, last.threads)}; {last.versions}; {last.time[:10]}."
+    return f"{last.device}, {machine.driver_or_threads(last.driver, last.threads)}; {last.versions}; {last.time[:10]}."
 
 
 def limits(rows: Iterable[Row], metric: str) -> dict[tuple[str, str], Row]:
@@ -167,12 +175,12 @@ def published(rows: Sequence[Row]) -> str:
     for (case, dtype), found in _by_case(rows, "wall time").items():
         theirs = [each for each in PUBLISHED if each.case == case]
         if theirs and CLIPPED in found:
-            said = [f"{each.who}: {each.milliseconds} ms ({each.device})" for each in theirs]
-            lines.append([case, dtype, in_time(found[CLIPPED].value), "; ".join(said)])
+            quoted = [f"{each.who}: {each.milliseconds} ms ({each.device})" for each in theirs]
+            lines.append([case, dtype, in_time(found[CLIPPED].value), "; ".join(quoted)])
     if not lines:
         return ""
     sources = ", ".join(dict.fromkeys(each.source for each in PUBLISHED))
-    title = f"Beside figures published by others, which nobody measured here ({sources}):\n\n"
+    title = f"Figures published by others, not measured here ({sources}):\n\n"
     return title + grid(["gradients", "dtype", CLIPPED, "published"], lines, 2)
 
 
@@ -204,15 +212,15 @@ def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
             cells = [_norm_error(metrics, dtype, provider, short) for provider in providers]
             vectors = max(row.value for row in of_kind if row.metric == "vectors" and row.dtype == dtype)
             lines.append([dtype, *([] if short else [f"{vectors:,.0f}"]), *cells])
-        mean = "" if short else " and (the mean)"
-        parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, the worst relative error{mean}:\n")
+        mean = "" if short else " (in brackets: the mean)"
+        parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, worst relative error{mean}:\n")
         parts.append(grid(["dtype", *([] if short else ["vectors"]), *providers], lines))
     return "\n".join(parts)
 
 
 def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider: str, short: bool) -> str:
     if (dtype, provider, "vectors") not in metrics:
-        return "not served"
+        return "unsupported"
     worst, mean, lost, count = (
         metrics[dtype, provider, metric] for metric in ("worst error", "mean error", "norms lost", "vectors")
     )
@@ -225,7 +233,7 @@ def fuzzed(rows: Sequence[Row]) -> str:
     counts = [row for row in rows if row.metric == "tensors"]
     batches, seconds = (next(row.value for row in rows if row.metric == metric) for metric in ("batches", "time"))
     listed = ";\n".join(f"`{row.case}` {row.value:,.0f}" for row in counts)
-    return f"In {batches:,.0f} batches and {seconds:,.0f} s, none wrong (tensors of each operation):\n{listed}.\n"
+    return f"{batches:,.0f} batches in {seconds:,.0f} s, none wrong (tensors per operation):\n{listed}.\n"
 
 
 def leaks(rows: Sequence[Row]) -> str:
@@ -240,10 +248,10 @@ def leaks(rows: Sequence[Row]) -> str:
         ]
         for kind in _in_order(row.case for row in rows)
     ]
-    return grid(["steps of", "number", "memory", "Python objects", "tensors"], lines)
+    return grid(["kind of step", "steps", "memory", "Python objects", "tensors"], lines)
 
 
-def leaks_in_words(rows: Sequence[Row]) -> str:
+def leaks_summary(rows: Sequence[Row]) -> str:
     """The largest growth of any kind of step, as a sentence."""
     values = {
         metric: {r.case: r.value for r in rows if r.metric == metric} for metric in ("steps", "objects", "tensors")
@@ -383,10 +391,10 @@ def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
         for name in names
     ]
     counts = [f"to {next(iter(found.values())).tensors:,}" for found in larger]
-    return grid(["for each further tensor of 64 elements", *counts], lines) if larger else ""
+    return grid(["per additional tensor of 64 elements", *counts], lines) if larger else ""
 
 
-def plainly(rows: Sequence[Row]) -> str:
+def table_of_rows(rows: Sequence[Row]) -> str:
     """All rows: a line for each case and call, a column for each metric, times with the ratio to the first call."""
     metrics, lines = _in_order(row.metric for row in rows), []
     for (case, _), found in _groups(rows).items():
@@ -395,12 +403,12 @@ def plainly(rows: Sequence[Row]) -> str:
         for number, name in enumerate(_in_order(row.provider for row in found)):
             # Ratios taken round by round are more precise than the ratio of two medians.
             base = {} if "time ratio" in metrics else first
-            cells = [_plain(values.get((name, metric)), base.get(metric)) for metric in metrics]
-            lines.append([case * (number == 0), name, *cells])
-    return grid(["case", "call", *metrics], lines, 2)
+            cells = [_cell(values.get((name, metric)), base.get(metric)) for metric in metrics]
+            lines.append([case * (number == 0), _CAPTIONS.get(name, name), *cells])
+    return grid(["case", "call", *(_CAPTIONS.get(metric, metric) for metric in metrics)], lines, 2)
 
 
-def _plain(row: Row | None, first: Row | None) -> str:
+def _cell(row: Row | None, first: Row | None) -> str:
     if row is None or row.metric == "time ratio":
         return _added(row)
     if row.unit == "us":
@@ -449,23 +457,22 @@ def _steps(rows: list[Row]) -> list[str]:
     parts = ["Time added to a training step (median of the ratios to the plain step, round by round):\n"]
     parts += [step_times(rows)]
     if any(row.metric == "time inside" for row in rows):
-        parts += ["The added call alone, timed within the step (in brackets: of the plain step):\n", step_calls(rows)]
+        parts += ["The added call alone, within a step (in brackets: share of the plain step):\n", step_calls(rows)]
     return parts
 
 
 def _optimizer_steps(rows: list[Row], short: bool) -> list[str]:
     shown, of = rows, ""
-    brackets = "times a guarded step"
+    brackets = "ratio to a guarded step"
     if short:
         shown = _of_largest(rows)
-        of, brackets = f" of {shown[0].case.split(SEPARATOR)[0]}", f"{brackets}; the same counted in passes"
+        of, brackets = f" of {shown[0].case.split(SEPARATOR)[0]}", f"{brackets}; ratio of passes"
     parts = [f"From gradients{of} to updated parameters, caches flushed (in brackets: {brackets}):\n"]
     parts += [optimizer_steps(shown, short=short)]
     if any(row.metric == "device time" for row in rows):
-        parts += ["The same on the device alone:\n", optimizer_steps(shown, "device time", short)]
+        parts += ["Device time alone:\n", optimizer_steps(shown, "device time", short)]
     if not short:
-        title = "Counted on paper, passes over as many bytes as there are gradients:\n"
-        parts += [title, optimizer_passes(rows)]
+        parts += ["Calculated passes over as many bytes as there are gradients:\n", optimizer_passes(rows)]
     return [*parts, "Guarded steps with adaptive clips, clipped to the same norm:\n", adaptive_steps(shown, short)]
 
 
@@ -475,7 +482,7 @@ def _of_largest(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.bytes == most and row.case.split(SEPARATOR)[1] == OPTIMIZERS[0].name]
 
 
-def _telling(rows: list[Row]) -> list[Row]:
+def _rows_for_document(rows: list[Row]) -> list[Row]:
     """Rows of float32 lists except two transformers', which resemble GPT-2's, and of the last list in every dtype."""
     shown = [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
     return [row for row in shown if not row.case.startswith(("Llama", "transformer"))]
@@ -485,23 +492,18 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     on_device = any(row.metric == "device time" for row in rows)
     if name == "steps":
         if short:
-            title = (
-                "The added call within a training step: its time, that as a share of the plain step, and what the whole"
-            )
-            return [
-                f"{title}\nstep took longer (median of the ratios to the plain step, round by round):\n",
-                step_table(rows),
-            ]
-        return [*_steps(rows), "Peak memory added to it:\n", step_memory(rows)]
+            title = "The added call in a training step: its time, its share of the plain step, and the time added to"
+            return [f"{title}\nthe step (median of the ratios to the plain step, round by round):\n", step_table(rows)]
+        return [*_steps(rows), "Peak memory added to the step:\n", step_memory(rows)]
     if name == "lists":
-        shown = _telling(rows) if short else rows
-        parts = ["From the call to the report, caches flushed (in brackets: times the fastest plain read):\n"]
+        shown = _rows_for_document(rows) if short else rows
+        parts = ["From the call to the report, caches flushed (in brackets: ratio to the fastest plain read):\n"]
         parts += [measuring(shown, short=short)]
         if on_device:
-            parts += ["The same on the device alone:\n", measuring(shown, "device time")]
-        parts += ["Clips, caches flushed (in brackets: times gradstat's):\n", clipping(shown, short=short)]
+            parts += ["Device time alone:\n", measuring(shown, "device time")]
+        parts += ["Clips, caches flushed (in brackets: ratio to gradstat's):\n", clipping(shown, short=short)]
         if on_device:
-            parts += ["The same on the device alone:\n", clipping(shown, "device time", short)]
+            parts += ["Device time alone:\n", clipping(shown, "device time", short)]
         beside = published(rows)
         parts += [beside] if beside else []
         if short:
@@ -510,10 +512,10 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     if name == GROUP:
         return _optimizer_steps(rows, short)
     if name == "growth in bytes":
-        return [] if short else ["One float32 tensor, as it grows, caches flushed:\n", growth(rows)]
+        return [] if short else ["One float32 tensor of growing size, caches flushed:\n", growth(rows)]
     if name.startswith("growth in tensors"):
         caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
-        title = f"Tensors of 64 float32 elements, as they become more, {caches}:\n"
+        title = f"A growing number of tensors of 64 float32 elements, {caches}:\n"
         return [] if short else [title, growth(rows), slopes(rows)]
     if name == "memory":
         return [] if short else ["Peak memory of a call:\n", memory(rows)]
@@ -523,8 +525,9 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         rows = [r for r in rows if r.case.startswith(rows[-1].case.split(",")[0]) and "AdamW" in r.case]
     if short:
         rows = [r for r in rows if not r.provider.startswith("of a check") and not r.provider.endswith("never logged")]
-    brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: times the first)"
-    return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [plainly(rows)]
+    brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: ratio to the first)"
+    name = _CAPTIONS.get(name, name)
+    return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [table_of_rows(rows)]
 
 
 def summary(rows: Iterable[Row]) -> str:
@@ -533,5 +536,5 @@ def summary(rows: Iterable[Row]) -> str:
     step_rows = [row for row in kept if row.group == "steps"]
     if not any(row.metric == "time inside" for row in step_rows):
         return everything(kept)
-    title = "What the added call takes within a step (in brackets: of the plain step), and what detect_anomaly adds:\n"
+    title = "Time of the added call (in brackets: share of the plain step), and time that detect_anomaly adds:\n"
     return "\n" + "\n".join([title, step_calls(step_rows, [steps.ANOMALY]), where(step_rows)]) + "\n"

@@ -68,8 +68,8 @@ def setting_of(device: str, circumstance: Circumstance) -> tuple[Setting, Flush]
 @pytest.mark.parametrize(("device", "name", "dtype", "provider"), LISTS)
 def test_list(benchmark: Any, device: str, name: str, dtype: torch.dtype, provider: Provider) -> None:
     gradients, flush = given(device, name, dtype)
-    if not provider.serves(gradients):
-        pytest.skip("does not serve such gradients")
+    if not provider.supports(gradients):
+        pytest.skip("does not support such gradients")
     verify(provider, gradients)
 
     def call() -> object:
@@ -105,8 +105,8 @@ def test_step(benchmark: Any, device: str, name: str, variant: str) -> None:
 @pytest.mark.parametrize(("device", "circumstance", "provider"), OPTIMIZER_STEPS)
 def test_optimizer_step(benchmark: Any, device: str, circumstance: Circumstance, provider: StepProvider) -> None:
     setting, flush = setting_of(device, circumstance)
-    if not provider.serves(setting):
-        pytest.skip("does not go this way")
+    if not provider.supports(setting):
+        pytest.skip("does not support this setting")
     step_providers.verify(provider, setting)
 
     def call() -> None:

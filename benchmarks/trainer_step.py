@@ -59,12 +59,12 @@ class Clock(TrainerCallback):
 
     def time_clip(self, trainer: Trainer) -> None:
         """Patches the clip that ``trainer`` calls, to time it."""
-        below = trainer.accelerator.clip_grad_norm_
+        original = trainer.accelerator.clip_grad_norm_
 
         def clip(*args: Any, **kwargs: Any) -> Any:
             synchronize(self.device)
             start = time.perf_counter()
-            norm = below(*args, **kwargs)
+            norm = original(*args, **kwargs)
             synchronize(self.device)
             self.inside.append(time.perf_counter() - start)
             return norm
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time added to a step of the Trainer.")
     parser.add_argument("--model", choices=list(_SIZES), default="gpt2-1m")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=23, help="of each training")
+    parser.add_argument("--steps", type=int, default=23, help="steps of each training")
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,7 +153,7 @@ def main() -> None:
         made.append(row(GROUP, case, name, "wall time", "us", _micro(steps), device))
         made.append(row(GROUP, case, f"{name}: its clip", "time inside", "us", _micro(clips), device))
         made.append(row(GROUP, case, name, "time ratio", "", ratios(steps, plain), device))
-    print(tables.plainly(made))
+    print(tables.table_of_rows(made))
     if options.record:
         print(f"recorded in {append(made, 'full')}")
 

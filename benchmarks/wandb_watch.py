@@ -43,7 +43,7 @@ def main() -> None:
         made += step_rows(GROUP, "gpt-0.9m", name, sample, samples["step"], device)
     if options.record:
         append(made, "full")
-    print(tables.everything(made))
+    print(tables.table_of_rows(made))
 
 
 def _calls(run: wandb.Run) -> dict[str, Callable[[], object]]:

@@ -43,10 +43,10 @@ def main() -> None:
     is_first = torch.distributed.get_rank() == 0
     bad = False
 
-    def spoil(gradient: Tensor) -> Tensor:
+    def corrupt(gradient: Tensor) -> Tensor:
         return torch.where(torch.arange(8, device=gradient.device) == 5, torch.nan, gradient) if bad else gradient
 
-    model[2].bias.register_hook(spoil)
+    model[2].bias.register_hook(corrupt)
     for step in range(options.steps):
         inputs = torch.randn(16, 32, device=engine.device)
         loss = (engine(inputs) - inputs[:, :8]).square().mean()

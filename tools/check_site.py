@@ -41,7 +41,7 @@ def in_files(site: Path) -> Iterator[str]:
         if path.suffix in (".html", ".css"):
             text = path.read_text(encoding="utf-8")
             for address in (found for pattern in FETCHED for found in pattern.findall(text)):
-                yield f"fetched from elsewhere: {path.relative_to(site)}: {address}"
+                yield f"loads from another site: {path.relative_to(site)}: {address}"
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
     documented = {name for kind, items in inventory.data.items() if kind.startswith("py:") for name in items}
     for names in public_names().values():
@@ -62,7 +62,7 @@ def in_browser(site: Path, browser: Any) -> Iterator[str]:
             width = browser.execute_script("return document.documentElement.scrollWidth")
             if width > PHONE["width"]:
                 yield f"{name} is {width} pixels wide on a phone of {PHONE['width']}"
-            yield from (f"{name}: no picture {source}" for source in browser.execute_script(_BROKEN))
+            yield from (f"{name}: image not loaded: {source}" for source in browser.execute_script(_BROKEN))
     yield from (entry["message"] for entry in browser.get_log("browser"))
     # The log is not checked after searches: the summaries below results need a server, so they fail for files.
     for words, wanted in SEARCHES.items():
@@ -80,11 +80,11 @@ def main(folder: str) -> int:
     problems = list(in_files(site))
     started = offline_chromium()
     if started is None:
-        print("there is no chromium with chromedriver on the path; pages and searches were not looked at")
+        print("there is no chromium with chromedriver on the path; pages and searches were not checked")
     else:
         with started as browser:
             problems += in_browser(site, browser)
-    print("\n".join(problems) or "the site keeps what it promises")
+    print("\n".join(problems) or "all checks passed")
     return int(bool(problems))
 
 

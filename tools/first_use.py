@@ -51,7 +51,7 @@ def check_and_clip(model: torch.nn.Module) -> None:
     expect(report.nonfinite[0].first_nonfinite == (1, 4), "its place")
     gradients(model, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    expect(not gradstat.guarded_step(optimizer, max_norm=1.0).skipped, "a step that need not be skipped")
+    expect(not gradstat.guarded_step(optimizer, max_norm=1.0).skipped, "a healthy step was skipped")
 
 
 def monitor_record_and_view(model: torch.nn.Module, folder: Path) -> None:

@@ -71,7 +71,7 @@ def cases(seed: int) -> Iterator[Case]:
 def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progress: bool = False) -> Counter[str]:
     """Runs at least ``tensors`` tensors through `stats`; returns the number of tensors that each operation got."""
     done: Counter[str] = Counter()
-    started = told = time.monotonic()
+    started = printed = time.monotonic()
     for case in cases(seed):
         if done["stats"] >= tensors:
             return done
@@ -84,9 +84,9 @@ def run(seed: int, tensors: int, device: str = "cpu", apart: bool = False, progr
         done["batches"] += 1
         for operation in case.operations:
             done[operation] += case.tensors
-        if progress and time.monotonic() - told > 10:
-            told = time.monotonic()
-            print(f"{done['stats']:>10,} tensors, {told - started:6.0f} s", flush=True)
+        if progress and time.monotonic() - printed > 10:
+            printed = time.monotonic()
+            print(f"{done['stats']:>10,} tensors, {printed - started:6.0f} s", flush=True)
     raise AssertionError("cases never end")
 
 
@@ -104,9 +104,9 @@ def as_rows(done: Counter[str], seconds: float, device: torch.device) -> list[Ro
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensors", type=int, default=MILLION, help="at least so many, %(default)s if not given")
-    parser.add_argument("--seed", type=int, help="what they are drawn from; another one each time if not given")
-    parser.add_argument("--batch", type=int, help="this batch alone")
+    parser.add_argument("--tensors", type=int, default=MILLION, help="test at least this many (default %(default)s)")
+    parser.add_argument("--seed", type=int, help="random seed (default: a new one)")
+    parser.add_argument("--batch", type=int, help="only this batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--apart", action="store_true", help="an allocation for each tensor, as AddressSanitizer needs")
     parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
@@ -126,7 +126,7 @@ def main() -> int:
     if options.record:
         path = rows.append(as_rows(done, seconds, torch.device(options.device)), GROUP)
         print(f"rows appended to {path}")
-    print(f"{done.pop('batches'):,} batches in {seconds:.0f} s, all as the account says:")
+    print(f"{done.pop('batches'):,} batches in {seconds:.0f} s, all correct:")
     for operation, count in done.most_common():
         print(f"{count:>12,} tensors through {operation}")
     return 0

@@ -28,7 +28,7 @@ def environment(folder: Path, host_flags: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "GRADSTAT_INSTRUMENTATION": host_flags}
 
 
-def said_by(program: str, folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_program(program: str, folder: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Runs a Python program with the package in ``folder``."""
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
@@ -39,11 +39,11 @@ def levels(folder: Path, variables: dict[str, str]) -> list[str]:
     found = []
     for level in LEVELS:
         program = "from gradstat._core import native; print(native.load_cpu().instructions(), native._PACKAGE)"
-        said = said_by(program, folder, {**variables, "GRADSTAT_CPU_INSTRUCTIONS": level})
-        if said.stdout.split() == [level, str(folder / "gradstat")]:
+        result = run_program(program, folder, {**variables, "GRADSTAT_CPU_INSTRUCTIONS": level})
+        if result.stdout.split() == [level, str(folder / "gradstat")]:
             found.append(level)
-        elif "is not available on this machine" not in said.stderr:
-            sys.exit(f"the library of {folder} does not load:\n{said.stdout}{said.stderr}")
+        elif "is not available on this machine" not in result.stderr:
+            sys.exit(f"the library of {folder} does not load:\n{result.stdout}{result.stderr}")
     print(f"levels of instructions on this machine: {', '.join(found)}", flush=True)
     return found
 

@@ -217,7 +217,7 @@ def main() -> int:
             failed.append(kind)
     print(tables.leaks(found))
     if failed:
-        print(f"memory is not flat: {', '.join(failed)}", file=sys.stderr)
+        print(f"memory grows: {', '.join(failed)}", file=sys.stderr)
     if options.record:
         print(f"rows appended to {rows.append(found, GROUP)}")
     return 1 if failed else 0

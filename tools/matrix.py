@@ -100,10 +100,10 @@ def tried(cell: Cell, wheel: Path, folder: Path) -> dict[str, str]:
         install_source(install, wheel)
     elif cell.special == "too-old":
         install("--no-deps", wheel)
-        said = last_line(run(python, "-c", "import gradstat", cwd=folder, PYTHONPATH="").stderr)
-        if f"ImportError: gradstat needs torch >= 2.10, found torch {cell.torch}" not in said:
-            raise CellError(f"an old torch is not named: {said}")
-        return {"torch": cell.torch, "says": said}
+        message = last_line(run(python, "-c", "import gradstat", cwd=folder, PYTHONPATH="").stderr)
+        if f"ImportError: gradstat needs torch >= 2.10, found torch {cell.torch}" not in message:
+            raise CellError(f"the error does not name the old torch: {message}")
+        return {"torch": cell.torch, "says": message}
     elif cell.special == "no-triton":
         run(*uv, "pip", "uninstall", "--python", python, "triton", cwd=folder)
         install("--no-deps", wheel)

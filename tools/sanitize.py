@@ -96,10 +96,10 @@ def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
         (BEHIND_AN_ARRAY.format(library=library), "heap-buffer-overflow"),
         (TOO_FAR.format(library=library), "shift exponent 32 is too large"),
     ):
-        said = instrumented.said_by(program, BUILD, environment)
-        if said.returncode == 0 or report not in said.stderr:
-            sys.exit(f"an error made on purpose was not reported as {report!r}:\n{program}\n{said.stdout}{said.stderr}")
-    print("errors made on purpose are reported", flush=True)
+        result = instrumented.run_program(program, BUILD, environment)
+        if result.returncode == 0 or report not in result.stderr:
+            sys.exit(f"a deliberate error was not reported as {report!r}:\n{program}\n{result.stdout}{result.stderr}")
+    print("deliberate errors are reported", flush=True)
 
 
 def watch_threads() -> bool:
@@ -114,7 +114,7 @@ def watch_threads() -> bool:
     subprocess.run([*command, str(ROOT / "tests" / "cpu_threads" / "threads.cpp"), "-o", str(program)], check=True)
     raced = subprocess.run([str(program), "race"], capture_output=True, text=True, check=False)
     if raced.returncode == 0 or "data race" not in raced.stderr:
-        sys.exit(f"a race made on purpose was not reported:\n{raced.stdout}{raced.stderr}")
+        sys.exit(f"a deliberate race was not reported:\n{raced.stdout}{raced.stderr}")
     return step("the threads of the CPU kernels", [str(program)], BUILD, dict(os.environ))
 
 

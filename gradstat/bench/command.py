@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from gradstat._core.files import replacing
 from gradstat._core.importing import ImportedError, attribute_of, trace_of
 from gradstat.bench import steps
-from gradstat.bench.machine import circumstance, device_name, driver_version, versions
+from gradstat.bench.machine import device_name, driver_or_threads, driver_version, versions
 from gradstat.bench.timing import progress_bar
 
 BUILT_IN = "gradstat.demo.model:example"
-CONTRACT = """\
+FACTORY_HELP = """\
 FACTORY is called without arguments, with --device as torch's default device, and returns
 
   (model, batch)     the loss is what model(batch) returns: its .loss, its ["loss"], or the mean of the
@@ -69,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m gradstat bench",
         description="Time a training step of your model, plain and with gradstat, torch's clip, a naive .item() loop\n"
         "and detect_anomaly, and measure the memory each adds.",
-        epilog=CONTRACT,
+        epilog=FACTORY_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", metavar="MODULE:FACTORY", help="what makes your model, see below; a built-in GPT if not given"
+        "--model", metavar="MODULE:FACTORY", help="makes your model, see below (default: a built-in GPT)"
     )
     parser.add_argument("--device", help="such as cpu, cuda or cuda:1 (default: the GPU if there is one)")
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of every variant (default %(default)s)")
@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--model {where}: {error}") from error
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise UsageError("the model has no parameter that requires a gradient, so there is no step to take")
+        raise UsageError("the model has no parameter that requires a gradient, so there is nothing to train")
     step = steps.Step(model, loss, OPTIMIZERS[options.optimizer](trained), device)
 
     setting = {
@@ -124,9 +124,9 @@ def _run(options: argparse.Namespace) -> int:
     print(
         f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
         f"{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}\n"
-        f"on {setting['device']}, {circumstance(setting['driver'], setting['threads'])}; {setting['versions']}"
+        f"on {setting['device']}, {driver_or_threads(setting['driver'], setting['threads'])}; {setting['versions']}"
     )
-    compared = _that_run(step, where)
+    compared = _runnable_variants(step, where)
     with progress_bar(steps.WARMUP + options.rounds, "measuring") as progress:
         measured = steps.costs(step, options.rounds, compared=compared, progress=lambda: progress.update(1))
     print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
@@ -147,12 +147,12 @@ def _device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: can measure on cpu and cuda only")
+        raise UsageError(f"--device {name}: expected a cpu or cuda device")
     return device
 
 
 def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
-    """Calls the factory ``"module:attribute"``, described in `CONTRACT`; returns its model and the forward pass."""
+    """Calls the factory ``"module:attribute"``, described in `FACTORY_HELP`; returns its model and the forward pass."""
     try:
         factory = attribute_of(where, "MODULE:FACTORY, such as bench_me:factory")
     except ImportedError as error:
@@ -231,7 +231,7 @@ def _scalar(loss: Callable[[], Any], device: torch.device, autocast: torch.dtype
     return forward
 
 
-def _that_run(step: steps.Step, where: str) -> list[steps.Variant]:
+def _runnable_variants(step: steps.Step, where: str) -> list[steps.Variant]:
     """The variants that run on this step. Checks their results against float64, then runs one step of each."""
     try:
         steps.verify(step)
@@ -258,7 +258,7 @@ def verdict(measured: list[steps.Cost]) -> str:
         return "gradstat.check did not run on this model."
     sentence = f"gradstat.check adds {check.added(measured[0]) * 100:.1f} % to a step"
     if check.inside is None and check.ratio.low <= 1:
-        sentence = "gradstat.check costs no more than steps differ by"
+        sentence = "the cost of gradstat.check is below the variation between steps"
     if anomaly is not None:
         sentence += f"; detect_anomaly makes it {anomaly.ratio.median:.2f} times as long"
     return f"{sentence}."

@@ -67,6 +67,6 @@ def versions() -> str:
     )
 
 
-def circumstance(driver: str, threads: int) -> str:
+def driver_or_threads(driver: str, threads: int) -> str:
     """What else matters about a device besides its name: a GPU's driver, or the number of CPU threads."""
     return f"driver {driver}" if driver else f"{threads} thread{'s' * (threads != 1)}"

@@ -121,19 +121,19 @@ def verify(step: Step) -> None:
     wide = (_dense(g).to(torch.complex128 if g.is_complex() else torch.float64) for g in gradients)
     exact = math.sqrt(sum(float(g.abs().square().sum()) for g in wide))
     if not math.isfinite(exact):
-        raise ValueError(f"the model's gradients are not finite, so there is nothing fair to time:\n{report}")
+        raise ValueError(f"the model's gradients are not finite, so timings would be meaningless:\n{report}")
     coarse = 1e-3 if all(_dense(g).dtype in (torch.float32, torch.float64) for g in gradients) else 2e-2
-    said = {
+    norms = {
         CHECK: (report.total_norm, 1e-6),
         CHECK_ASYNC: (gradstat.check_async(step.model).result().total_norm, 1e-6),
         CLIP: (float(gradstat.clip_grad_norm_(parameters, math.inf)), coarse),
     }
     if not any(g.is_sparse for g in gradients):
-        said[NAIVE] = (naive_loop(gradients)[1], coarse)
-        said[TORCH_CLIP] = (float(nn.utils.get_total_norm(gradients)), coarse)
-    for name, (norm, tolerance) in said.items():
+        norms[NAIVE] = (naive_loop(gradients)[1], coarse)
+        norms[TORCH_CLIP] = (float(nn.utils.get_total_norm(gradients)), coarse)
+    for name, (norm, tolerance) in norms.items():
         if not math.isclose(norm, exact, rel_tol=tolerance, abs_tol=1e-30):
-            raise WrongAnswerError(f"{name} says the norm is {norm}, but it is {exact}")
+            raise WrongAnswerError(f"{name} returned norm {norm}, expected {exact}")
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def costs(
 
 def table(measured: list[Cost]) -> str:
     """Costs as text: median, ratio to the plain step with quartiles, the added call alone, extra peak memory."""
-    lines = [f"  {'':<32} {'median':>11}   {'times the plain step':<24} {'the call alone':>17} {'extra memory':>13}"]
+    lines = [f"  {'':<32} {'median':>11}   {'ratio to the plain step':<24} {'the call alone':>17} {'extra memory':>13}"]
     for number, cost in enumerate(measured):
         line = f"  {cost.name:<32} {cost.seconds.median * 1e3:8.2f} ms"
         if number:

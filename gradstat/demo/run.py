@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gradstat demo",
         description="Train a small byte-level GPT on the Python standard library's sources with every gradient checked "
-        "on every step, corrupt one activation, see who is named and what the checks cost.",
+        "on every step, corrupt one activation, see which layer is named and what the checks cost.",
     )
     parser.add_argument("--steps", type=int, help="training steps (default 300; 40 with --quick)")
     parser.add_argument(
@@ -93,14 +93,14 @@ def _run(options: argparse.Namespace) -> int:
 
     recording, incident = train(model, data, steps, corrupted_step, layer, options.seed, device)
     losses = recording.scalars["loss"]
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; what it writes by now:")
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; a sample of its output:")
     print("\n".join(f"  | {line}" for line in _printable(model.write(b"def ", 120))) + "\n")
 
     tokens = corpus.batch(data, size.batch, size.context + 1, torch.Generator().manual_seed(1), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=variants.LEARNING_RATE)
     step = variants.Step(model, lambda: model.loss(tokens), optimizer, tokens.device)
     rounds = 5 if options.quick else 20
-    print(f"What a step costs ({where}, this very model, median of {rounds} interleaved rounds):")
+    print(f"Cost of a training step ({where}, this model, median of {rounds} interleaved rounds):")
     print(variants.table(variants.costs(step, rounds)))
 
     picture = options.output / "gradient-norms.png"
@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     named = [stats.name for stats in incident.nonfinite] if incident is not None else []
     if named == [f"{culprit}.weight"]:
         return 0
-    found = f"but named were: {named or 'none'}"
+    found = f"but gradstat named: {named or 'none'}"
     print(f"\nFAILED: {culprit}.weight was corrupted at step {corrupted_step}, {found}", file=sys.stderr)
     return 1
 

@@ -62,7 +62,7 @@ def train(
             if step == corrupted_step:  # another nonfinite step would not show that the corruption was found
                 incident = report
             progress.clear()
-            _tell(report, step, loss.item())
+            _print_incident(report, step, loss.item())
 
         progress.set_postfix(loss=f"{loss.item():.3f}", grad_norm=f"{norm:.3f}", refresh=False)
         if not interactive and step % max(1, steps // 6) == 0:
@@ -71,13 +71,13 @@ def train(
     return monitor.recording(), incident
 
 
-def _tell(report: gradstat.Report, step: int, loss: float) -> None:
-    print(f"\nstep {step}: the loss is {loss:.3f}, nothing to see there. But:\n\n{report}\n", flush=True)
+def _print_incident(report: gradstat.Report, step: int, loss: float) -> None:
+    print(f"\nstep {step}: the loss is {loss:.3f}, which looks normal. But:\n\n{report}\n", flush=True)
     worst = report.nonfinite[0]
     element = ", ".join(map(str, worst.first_nonfinite or ()))
     print(
-        f"{worst.name} is where it is: {worst.nan_count + worst.inf_count} bad elements, the first at [{element}]; "
+        f"the fault is in {worst.name}: {worst.nan_count + worst.inf_count} bad elements, the first at [{element}]; "
         f"the other {len(report) - len(report.nonfinite)} gradients are clean.\n"
-        "The step is skipped, training goes on.\n",
+        "The step is skipped and training continues.\n",
         flush=True,
     )

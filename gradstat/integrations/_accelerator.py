@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradstat._step import loss_scale
 from gradstat.clip import clip_grad_norm_
-from gradstat.integrations._clipping import clip_known
+from gradstat.integrations._clipping import clip_with_norm
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
@@ -30,7 +30,7 @@ class AcceleratorBase(Handle):
     def __init__(self, accelerator: Any, options: Options, micro_batches: Callable[[], int]) -> None:
         super().__init__(options)
         self._micro_batches = micro_batches
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._attach(accelerator)
 
     def _attach(self, accelerator: Any) -> None:
@@ -40,15 +40,15 @@ class AcceleratorBase(Handle):
             self._options,
             self._options.max_norm,
             accelerator.num_processes,
-            "set its own clip in its configuration, or pass a number to clip_grad_norm_",
+            "set its clip in its configuration, or pass a number to clip_grad_norm_",
         )
         self._accelerator, self._engine = accelerator, None
-        self._take(accelerator)
+        self._mark_watched(accelerator)
         self._device = accelerator.device if accelerator.num_processes > 1 else None
         self._patch(accelerator, "clip_grad_norm_", self._in_clip)
         self._patch(accelerator, "backward", self._in_backward)
 
-    def _in_backward(self, below: Any, loss: Any, **options: Any) -> Any:
+    def _in_backward(self, original: Any, loss: Any, **options: Any) -> Any:
         engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         if engine is not None:  # DeepSpeed: Accelerate's backward() also calls the engine's step()
             if engine is not self._engine:
@@ -58,16 +58,18 @@ class AcceleratorBase(Handle):
             is_divided = isinstance(loss, Tensor) and options.get("scale_wrt_gas") is False
             steps = self._accelerator.gradient_accumulation_steps
             self._saw_backward(loss.detach() * steps if is_divided else loss, False)
-            return below(loss, **options)
-        result = below(loss, **options)
+            return original(loss, **options)
+        result = original(loss, **options)
         self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
         return result
 
-    def _in_engine_step(self, below: Any, *args: Any, **kwargs: Any) -> Any:
+    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
-        return below(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    def _in_clip(self, below: Any, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Any:
+    def _in_clip(
+        self, original: Any, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         limit = self._limit(max_norm, "clip_grad_norm_")
         norm = None
@@ -77,26 +79,26 @@ class AcceleratorBase(Handle):
                 norm = clip_grad_norm_(listed, math.inf, norm_type)  # only measures
         is_complete = self._engine_clips or self._accelerator.sync_gradients
         if is_complete:
-            self._measure(self._those_with(listed), self._accelerator.gradient_accumulation_steps)
+            self._measure(self._watches_of(listed), self._accelerator.gradient_accumulation_steps)
         else:
-            self._tell_once(
-                "unfinished",
-                "clip_grad_norm_ was called while gradients are still being accumulated: an unfinished gradient is "
-                "clipped, and not measured. Call it under `if accelerator.sync_gradients:`",
+            self._warn_once(
+                "partial",
+                "clip_grad_norm_ was called while gradients are still being accumulated: the partial gradients are "
+                "clipped but not measured. Call it under `if accelerator.sync_gradients:`",
             )
         if norm is None:
-            return below(listed, limit if isinstance(limit, float) else max_norm, norm_type)
+            return original(listed, limit if isinstance(limit, float) else max_norm, norm_type)
         if is_complete or isinstance(limit, float):
-            clip_known(listed, limit, norm)
+            clip_with_norm(listed, limit, norm)
         return norm
 
-    def _those_with(self, parameters: Sequence[Tensor]) -> list[Watch]:
+    def _watches_of(self, parameters: Sequence[Tensor]) -> list[Watch]:
         ids = [id(parameter) for parameter in parameters]
         those = [watch for watch in self.watches if watch.holds(ids)]
         if not those and ids and self.watches and not self._engine_clips:
-            self._tell_once(
+            self._warn_once(
                 "unknown",
-                "clip_grad_norm_ was called with parameters of no model that is watched; they are clipped, and not "
+                "clip_grad_norm_ was called with parameters that belong to no watched model; they are clipped but not "
                 "measured. Prepare all models before gradstat's install()",
             )
         return those
@@ -120,7 +122,7 @@ class AcceleratorBase(Handle):
         if chosen:
             self._accelerator.unscale_gradients(optimizer=chosen)
 
-    def _tell_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
-        if key not in self._told:
-            self._told.add(key)
+    def _warn_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
             warn(text, category)

@@ -28,7 +28,7 @@ def checked_limit(max_norm: Any) -> Limit | None:
     return number
 
 
-def clip_known(parameters: list[Tensor], limit: Limit, norm: Tensor) -> Tensor:
+def clip_with_norm(parameters: list[Tensor], limit: Limit, norm: Tensor) -> Tensor:
     """Clips gradients to ``limit``, given their ``norm``; since that was computed, skipping may have dropped them."""
     if isinstance(limit, AdaptiveClip):
         limit.clip_(parameters)
@@ -46,7 +46,7 @@ class OptimizerClip:
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._told: list[Optimizer] = []
+        self._with_divisor: list[Optimizer] = []
 
     def leaves_scaled(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer itself unscales the gradients in its step."""
@@ -76,10 +76,10 @@ class OptimizerClip:
             return norm
         # torch's scaler multiplies this by its scale, and the optimizer divides by the product in its step.
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-        self._told.append(optimizer)
+        self._with_divisor.append(optimizer)
         return norm
 
     def forget(self) -> None:
         """Removes the divisor from optimizers that did not step and so have not consumed it."""
-        while self._told:
-            self._told.pop().__dict__.pop("grad_scale", None)
+        while self._with_divisor:
+            self._with_divisor.pop().__dict__.pop("grad_scale", None)

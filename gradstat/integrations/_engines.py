@@ -21,20 +21,20 @@ _NAMES = {
 }
 
 _REFUSED = {
-    "Megatron-LM": "expected gradients that torch sees, got Megatron-LM, whose engine runs backward and step itself "
-    "and shows none. Use gradstat.Monitor inside of the engine's training loop",
+    "Megatron-LM": "expected gradients visible to torch, got Megatron-LM, whose engine runs backward and step itself "
+    "and exposes none. Use gradstat.Monitor inside the engine's training loop",
     "XLA": "expected gradients on a CPU or a CUDA device, got XLA, for which gradstat has no kernels. Use torch's own "
     "clip_grad_norm_, and gradstat on another device",
 }
 
-_OUT_OF_SIGHT = {
-    "FSDP 1": "FSDP version 1 shows every rank its piece of flattened parameters. Statistics are those of this rank's "
-    "piece, under flattened names; the total norm is FSDP's own. With FSDP version 2 (fully_shard) all are whole",
+_PARTLY_VISIBLE = {
+    "FSDP 1": "FSDP version 1 gives each rank a shard of flattened parameters, so statistics are those of this rank's "
+    "shard, under flattened names; the total norm is FSDP's own. Use FSDP version 2 (fully_shard) for whole parameters",
 }
 
 _POLICIES = {
-    "DeepSpeed": ({"skip", "rollback", "replay"}, "whose engine steps by itself"),
-    "FSDP 1": ({"skip", "rollback"}, "where each rank sees only its piece, so that ranks would decide differently"),
+    "DeepSpeed": ({"skip", "rollback", "replay"}, "whose engine runs the optimizer step itself"),
+    "FSDP 1": ({"skip", "rollback"}, "where each rank sees only its shard, so ranks would decide differently"),
 }
 
 
@@ -54,8 +54,8 @@ def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size
         raise NotImplementedError(_REFUSED[engine])
     if world_size > 1 and "rollback" in options.policies:
         raise NotImplementedError(
-            f"on_anomaly='rollback' on {world_size} ranks: going back is not agreed upon between ranks. Use 'skip', or "
-            "'stop', on which they agree"
+            f"on_anomaly='rollback' on {world_size} ranks: ranks do not coordinate a rollback; use 'skip' or 'stop', "
+            "which they do"
         )
     if engine is None:
         return False
@@ -66,6 +66,6 @@ def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size
         )
     if max_norm is not None:
         raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
-    if engine in _OUT_OF_SIGHT:
-        warn(_OUT_OF_SIGHT[engine], UserWarning)
+    if engine in _PARTLY_VISIBLE:
+        warn(_PARTLY_VISIBLE[engine], UserWarning)
     return True

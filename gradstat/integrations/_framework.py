@@ -13,23 +13,23 @@ from torch.optim import Optimizer
 from gradstat.monitor.replay.step_state import is_replaying
 
 
-def require(name: str, least: tuple[int, int], extra: str = "") -> ModuleType:
+def require(name: str, minimum: tuple[int, int], extra: str = "") -> ModuleType:
     """Imports the framework ``name``; ``extra`` is gradstat's extra that installs it, by default of the same name.
 
-    Raises ImportError, which says what to install, if it is missing or older than ``least``.
+    Raises ImportError, which says what to install, if it is missing or older than ``minimum``.
     """
     extra = extra or name
-    wanted = f"{name}>={least[0]}.{least[1]}"
+    wanted = f"{name}>={minimum[0]}.{minimum[1]}"
     remedy = f"pip install -U '{wanted}', or 'gradstat[{extra}]'"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise ImportError(f"gradstat.integrations.{extra} expected {wanted}, and found none: {remedy}") from None
+        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, which is not installed: {remedy}") from None
     found = str(getattr(module, "__version__", "0.0"))
-    if version_of(found) < least:
-        raise ImportError(f"gradstat.integrations.{extra} expected {wanted}, got {found}: {remedy}")
+    if version_of(found) < minimum:
+        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, found {found}: {remedy}")
     return module
 
 
@@ -48,20 +48,20 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 class PatchedMethod:
-    """Replaces a method of one instance by ``instead``, which gets the original as first argument; the class is intact.
+    """Replaces a method of one instance by ``replacement``, whose first argument is the original. The class is intact.
 
     During a replay calls go to the original, so that the repeated step does not count as one.
     """
 
-    def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name = owner, name
         self._had = vars(owner).get(name)
-        self._below = getattr(owner, name)
+        self._original = getattr(owner, name)
         self._active = True
 
         def method(_owner: Any, *args: Any, **kwargs: Any) -> Any:
             is_used = self._active and not is_replaying()
-            return instead(self._below, *args, **kwargs) if is_used else self._below(*args, **kwargs)
+            return replacement(self._original, *args, **kwargs) if is_used else self._original(*args, **kwargs)
 
         # A bound method, because torch's schedulers expect an optimizer's `step` to be one.
         self._method = MethodType(method, owner)

@@ -48,12 +48,12 @@ class Handle:
         Raises:
             RuntimeError: There is none yet, or there are several.
         """
-        return self._only.monitor
+        return self._single_watch.monitor
 
     @property
     def micro_batch_reports(self) -> dict[int, AccumulationReport]:
         """A `gradstat.AccumulationReport` for each step in which something was found; raises as `monitor` does."""
-        return self._only.micro_batch_reports
+        return self._single_watch.micro_batch_reports
 
     @property
     def should_stop(self) -> bool:
@@ -61,14 +61,13 @@ class Handle:
         return any(watch.should_stop for watch in self.watches)
 
     @property
-    def _only(self) -> Watch:
+    def _single_watch(self) -> Watch:
         if not self.watches:
             raise RuntimeError(
-                "the monitor is made when training begins, as model and optimizer may be; look at it afterwards, or in "
-                "a callback"
+                "the monitor does not exist yet: it is made when training begins; use it afterwards or in a callback"
             )
         if len(self.watches) > 1:
-            raise RuntimeError(f"there are {len(self.watches)} models or optimizers with a monitor each: .monitors")
+            raise RuntimeError(f"there are {len(self.watches)} monitors; use .monitors")
         return self.watches[0]
 
     def scalars(self, **choice: Any) -> dict[str, float]:
@@ -143,16 +142,13 @@ class Handle:
 
     def _check_version(self, state: Mapping[str, Any]) -> None:
         if state["version"] != 1:
-            raise ValueError(
-                f"the state has version {state['version']}, this gradstat knows 1; upgrade gradstat, or resume without "
-                "it"
-            )
+            raise ValueError(f"expected a state of version 1, got {state['version']}; upgrade gradstat, or omit it")
 
     def _load_clip(self, state: Mapping[str, Any]) -> None:
         if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
             self._options.max_norm.load_state_dict(state["clip"])
 
-    def _take(self, owner: Any) -> None:
+    def _mark_watched(self, owner: Any) -> None:
         """Marks ``owner`` as watched. A handle it already has, as when a notebook cell runs again, is removed."""
         known = getattr(owner, _MARK, None)
         if known is not None:
@@ -160,8 +156,8 @@ class Handle:
         self._owner = owner
         setattr(owner, _MARK, self)
 
-    def _patch(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        self._patches.append(PatchedMethod(owner, name, instead))
+    def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self._patches.append(PatchedMethod(owner, name, replacement))
 
     def _detach(self) -> None:
         """Restores the methods of the framework. May be called twice."""

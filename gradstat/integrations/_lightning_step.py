@@ -12,7 +12,7 @@ from torch import Tensor
 from gradstat.monitor.replay import RngState
 
 
-class StepAgain:
+class StepReplay:
     """Runs ``training_step`` and the backward pass of the newest step again, accumulated micro-batches included.
 
     This rank runs alone, outside of DDP: a NaN of another rank is found by the replay there. Nothing is logged
@@ -26,7 +26,7 @@ class StepAgain:
         if "dataloader_iter" in parameters:
             raise ValueError(
                 "on_anomaly='replay' needs training_step(batch, batch_idx); this module's takes dataloader_iter, which "
-                "cannot be gone back in"
+                "cannot be rewound"
             )
         positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._takes_index = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
@@ -44,7 +44,7 @@ class StepAgain:
         module, plugin = self._module, self._trainer.precision_plugin
         scaler = getattr(plugin, "scaler", None)
         losses = []
-        with _replaced(module, log=_nothing, log_dict=_nothing):
+        with _replaced(module, log=_no_op, log_dict=_no_op):
             for batch, batch_idx, rng in self._held:
                 rng.restore()
                 with plugin.train_step_context():
@@ -87,5 +87,5 @@ def _replaced(module: Any, **methods: Any) -> Iterator[None]:
         module.__dict__.update(held)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _no_op(*_: Any, **__: Any) -> None:
     return None

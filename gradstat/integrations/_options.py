@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from gradstat.integrations._clipping import checked_limit
 from gradstat.monitor import POLICIES, Finding, Monitor, MonitorOptions, default_rules
 from gradstat.monitor.policies import PolicyTable
 
-NOTED = ("replay", "checkpoint")
-"""Policies that a monitor only notes; the adapter carries them out, on all ranks together."""
+COLLECTIVE_POLICIES = ("replay", "checkpoint")
+"""Policies that a monitor only requests; the adapter carries them out, on all ranks together."""
 
 
 class Options:
@@ -40,7 +40,7 @@ class Options:
             if name in given:
                 raise TypeError(f"{name} is taken from the {source}; leave it out")
         if runs_steps and MonitorOptions.of(given.get("options")).keep_batch:
-            raise TypeError(f"keep_batch is for loops; inputs of a step are kept by the {source}; leave it out")
+            raise TypeError(f"keep_batch is for plain loops; the {source} keeps the inputs of a step; leave it out")
         self.max_norm, self.runs_steps = checked_limit(max_norm), runs_steps
         self.given = dict(given)
         self.given["rules"] = default_rules() if given.get("rules") is None else list(given["rules"])
@@ -59,26 +59,26 @@ class Options:
         tried.setdefault("max_norm", self.max_norm)
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.0), **tried).detach()
         if "replay" in self.policies and not runs_steps and not callable(given.get("replay")):
-            raise TypeError("on_anomaly='replay' needs the function that does a step: install(..., replay=step_fn)")
+            raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
         self.replays = bool(given.get("replay")) or "replay" in self.policies
 
-    def on_anomaly(self, noted: set[str]) -> Any:
-        """``on_anomaly`` for a monitor; policies in `NOTED` become functions that add their names to ``noted``."""
+    def on_anomaly(self, requested: set[str]) -> Any:
+        """``on_anomaly`` for a monitor; `COLLECTIVE_POLICIES` become functions that add names to ``requested``."""
 
         def each(policies: Any) -> Any:
             if policies is None or policies == "record":  # "record" alone has a special meaning
                 return policies
             listed = [policies] if isinstance(policies, str) or callable(policies) else list(policies)
-            return [functools.partial(_note, noted, one) if one in NOTED else one for one in listed]
+            return [partial(_request, requested, one) if one in COLLECTIVE_POLICIES else one for one in listed]
 
         given = self.given.get("on_anomaly")
         return {key: each(value) for key, value in given.items()} if isinstance(given, Mapping) else each(given)
 
-    def leave_out(self, rules: Iterable[str]) -> None:
+    def remove_rules(self, rules: Iterable[str]) -> None:
         """Removes the rules with these names, which do not apply to what is watched."""
         self.given["rules"] = [rule for rule in self.given["rules"] if rule.name not in rules]
 
 
-def _note(noted: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:
+def _request(requested: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:
     if policy != "replay" or finding.step >= monitor.steps - 1:  # an older step cannot be run again
-        noted.add(policy)
+        requested.add(policy)

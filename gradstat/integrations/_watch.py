@@ -20,19 +20,19 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.integrations._clipping import Limit
-from gradstat.integrations._options import NOTED, Options
+from gradstat.integrations._options import COLLECTIVE_POLICIES, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.reporting import warn
 
 # Rules whose findings are caused by some micro-batch.
-_OF_MICRO_BATCHES = ("nonfinite-gradient", "nonfinite-loss")
+_MICRO_BATCH_RULES = ("nonfinite-gradient", "nonfinite-loss")
 # Number of steps after a replay without another one.
-_QUIET = 20
+_REPLAY_INTERVAL = 20
 # Number of parameters named for a micro-batch.
-_NAMED = 3
+_MAX_NAMES = 3
 
 
-class Ranks:
+class RankReductions:
     """Small collectives in each step, without a host sync on a GPU; every rank has to call them in the same order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -40,13 +40,14 @@ class Ranks:
         self._votes: HostCopy | None = None
 
     def mean(self, loss: Tensor | None) -> Tensor | None:
-        """The mean loss over ranks, so that all find the same; None on a rank without a loss, which counts as 0."""
+        """The mean loss over the ranks that have one, so that all find the same; None on a rank without a loss."""
         import torch.distributed as dist
 
-        mine = torch.zeros((), device=self._device) if loss is None else loss.to(self._device)
-        mean = mine.double() / dist.get_world_size()
-        dist.all_reduce(mean)
-        return None if loss is None else mean
+        sums = torch.full((2,), float(loss is not None), dtype=torch.float64, device=self._device)
+        if loss is not None:
+            sums[0].copy_(loss)  # the other element counts the losses
+        dist.all_reduce(sums)
+        return None if loss is None else sums[0] / sums[1]
 
     def any_of(self, wants: Sequence[bool], wait: bool) -> list[bool]:
         """For each element, whether it is True on any rank; on a GPU, unless ``wait``, as of the previous call."""
@@ -58,29 +59,29 @@ class Ranks:
                 votes[i].fill_(1.0)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         before, self._votes = self._votes, HostCopy(votes)
-        told = [self._votes] if wait or not self._votes.travels else []
+        due = [self._votes] if wait or not self._votes.travels else []
         if before is not None and before.travels:  # the previous call returned without its votes
-            told.append(before)
-        heard = [votes.wait() for votes in told]
+            due.append(before)
+        received = [votes.wait() for votes in due]
         if wait:
             self._votes = None
-        return [any(votes[i] > 0 for votes in heard) for i in range(len(wants))]
+        return [any(votes[i] > 0 for votes in received) for i in range(len(wants))]
 
 
-def _in_words(number: int, report: AccumulationReport, losses: list[float]) -> str:
+def _describe(number: int, report: AccumulationReport, losses: list[float]) -> str:
     total = report.micro_batches
     bad_losses = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
     if report.ok and not bad_losses:
-        return f"step {number}: no single micro-batch of {total} was bad"
+        return f"step {number}: none of the {total} micro-batches was bad by itself"
     if report.ok:
         first, names = bad_losses[0], []
     else:
         first = min(report.first_bad.values())
         names = [name for name, when in report.first_bad.items() if when == first]
-    words = [f"step {number}: micro-batch {first} of {total} (counted from 0) brought it"]
+    words = [f"step {number}: micro-batch {first} of {total} (counted from 0) was the first bad one"]
     if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        words.append(f"gradients not finite from then on: {', '.join(names[:_NAMED])}{more}")
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        words.append(f"gradients not finite from then on: {', '.join(names[:_MAX_NAMES])}{more}")
     if first < len(losses):
         words.append(f"its loss was {losses[first]:g}")
     return "; ".join(words)
@@ -106,12 +107,12 @@ class Watch:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._options = options
-        self._noted: set[str] = set()
+        self._requested: set[str] = set()
         given = dict(options.given)
         given["rules"] = copy.deepcopy(given["rules"])  # rules have state
         if number:  # the first watch uses the user's own guard
             given["guard"] = copy.deepcopy(given.get("guard"))
-        given["on_anomaly"] = options.on_anomaly(self._noted)
+        given["on_anomaly"] = options.on_anomaly(self._requested)
         given.setdefault("max_norm", limit)
         if options.replays and not callable(given.get("replay")):
             given["replay"] = step_fn or given.get("replay", False)
@@ -132,11 +133,11 @@ class Watch:
         self._checked: MicroBatches | None = None
         self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=self.monitor.options.lag + 2)
         self._ids = {id(parameter) for parameter in model.parameters()}
-        self._ranks = None if device is None else Ranks(device)
+        self._ranks = None if device is None else RankReductions(device)
         self._losses: list[Tensor] = []
-        self._known = 0
+        self._reported = 0
         self._error: AnomalyError | None = None
-        self._last_replay = -_QUIET
+        self._last_replay = -_REPLAY_INTERVAL
         self._is_withheld = False  # whether the last due checkpoint was withheld
         self.measured = self.should_stop = False
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
@@ -153,9 +154,9 @@ class Watch:
 
     def saw_batch(self, batch: Any) -> None:
         """Shows the monitor a batch, before the forward pass. Raises as `step`; with several ranks, in the step."""
-        self._look(lambda: self.monitor.batch(batch))
+        self._call_monitor(lambda: self.monitor.batch(batch))
         if self._ranks is None:  # now rather than in the step, as computing the loss may fail on this batch
-            self._act()
+            self._carry_out()
 
     def forget(self) -> None:
         """Drops losses and micro-batch checks that have not been measured: they belong to another model's step."""
@@ -165,7 +166,7 @@ class Watch:
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         """Notes a backward pass from the unscaled ``loss``, and checks gradients of a micro-batch; no host sync."""
         self.measured = False
-        with self.contained("a loss could not be noted"):
+        with self.contained("a loss could not be recorded"):
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
                 self._losses.append(loss.detach().reshape(()))
         checked, self._checked = self._checked, None
@@ -193,19 +194,19 @@ class Watch:
         self.measured = True
         if self._ranks is not None:
             loss = self._ranks.mean(loss)
-        self._look(lambda: self.monitor.step(loss))
-        self._act(in_step=True)
+        self._call_monitor(lambda: self.monitor.step(loss))
+        self._carry_out(in_step=True)
 
     def flush(self) -> None:
         """Waits for all numbers so far. Raises as `step` does; with several ranks, in the next step."""
-        self._look(self.monitor.flush)
+        self._call_monitor(self.monitor.flush)
         if self._ranks is None:
-            self._act()
+            self._carry_out()
 
     def end(self) -> None:
         """Reads all pending numbers when training has ended or paused, on all ranks together; raises as `step` does."""
-        self._look(self.monitor.flush)
-        self._act(wait=True)
+        self._call_monitor(self.monitor.flush)
+        self._carry_out(wait=True)
 
     def is_poisoned(self) -> bool:
         """Whether a checkpoint must not be saved now.
@@ -226,48 +227,49 @@ class Watch:
         self._is_withheld = is_poisoned
         return is_poisoned
 
-    def _look(self, call: Callable[[], object]) -> None:
+    def _call_monitor(self, call: Callable[[], object]) -> None:
         """Calls the monitor, and reports which micro-batch caused what it finds."""
         error: AnomalyError | None = None
         try:
             call()
         except AnomalyError as raised:
             error = raised
-        found = self.monitor.findings[self._known :]
-        self._known = len(self.monitor.findings)
-        blamed = [(finding, self._blame(finding)) for finding in found if finding.rule in _OF_MICRO_BATCHES]
-        told = [text for _, text in blamed if text]
+        found = self.monitor.findings[self._reported :]
+        self._reported = len(self.monitor.findings)
+        caused = [finding for finding in found if finding.rule in _MICRO_BATCH_RULES]
+        texts = [(finding, text) for finding in caused if (text := self._micro_batch_of(finding))]
         if error is None:
-            for finding, text in blamed:
-                if text and self._options.table.of(finding) != ("record",):
+            for finding, text in texts:
+                if self._options.table.of(finding) != ("record",):
                     warn(text)
         elif self._error is None:
-            self._error = AnomalyError("\n".join([str(error), *told]), error.finding)
+            self._error = AnomalyError("\n".join([str(error), *(text for _, text in texts)]), error.finding)
         if found:
-            with self.contained("what was found could not be shown"):
+            with self.contained("findings could not be shown"):
                 self.on_findings(found)
 
-    def _blame(self, finding: Finding) -> str:
+    def _micro_batch_of(self, finding: Finding) -> str:
         """Which micro-batch caused a finding, as text; empty if unknown, or already reported for its step."""
         text = ""
-        with self.contained("micro-batches could not be told apart"):
+        with self.contained("the bad micro-batch could not be determined"):
             known = next((step for step in self._history if step[0] == finding.step), None)
             if known is not None:
                 self._history.remove(known)
                 number, checked, losses = known
                 report = self.micro_batch_reports[number] = checked.result()
-                text = _in_words(number, report, [float(loss) for loss in losses])
+                text = _describe(number, report, [float(loss) for loss in losses])
                 text = text if self._ranks is None else f"{text} (on this rank)"
         return text
 
-    def _act(self, in_step: bool = False, wait: bool = False) -> None:
+    def _carry_out(self, in_step: bool = False, wait: bool = False) -> None:
         """Carries out what any rank asks for; raises last."""
-        wants = [*(name in self._noted for name in NOTED), self._error is not None, self.monitor.should_stop]
-        self._noted.clear()
+        wants = [name in self._requested for name in COLLECTIVE_POLICIES]
+        wants += [self._error is not None, self.monitor.should_stop]
+        self._requested.clear()
         if self._ranks is not None:
             wants = self._ranks.any_of(wants, wait or "replay" in self._options.policies)
         replays, saves, raises, stops = wants
-        said = self._replay() if replays and in_step else ""
+        outcome = self._replay() if replays and in_step else ""
         if saves:
             with self.contained("a checkpoint could not be saved"):
                 self.save_checkpoint()
@@ -275,18 +277,18 @@ class Watch:
         if raises:
             error, self._error = self._error, None
             if error is None:
-                raise AnomalyError("gradstat: another rank found an anomaly; its message tells which")
-            raise AnomalyError(f"{error}\n{said}", error.finding) if said else error
+                raise AnomalyError("gradstat: another rank found an anomaly; see the error on that rank")
+            raise AnomalyError(f"{error}\n{outcome}", error.finding) if outcome else error
 
     def _replay(self) -> str:
-        """Runs the newest step again, unless that was done in the last `_QUIET` steps; returns the outcome as text."""
+        """Replays the newest step, unless one of the last `_REPLAY_INTERVAL` was; returns the outcome as text."""
         step = self.monitor.steps - 1
-        if step - self._last_replay < _QUIET:
+        if step - self._last_replay < _REPLAY_INTERVAL:
             return ""
         self._last_replay = step
         try:
             culprit = self.monitor.replay()
-            text = str(culprit) if culprit is not None else "the replay was clean on this rank"
+            text = str(culprit) if culprit is not None else "the replay found nothing on this rank"
         except Exception as error:  # a failure of the monitor must not end the training
             text = f"the replay failed: {type(error).__name__}: {error}"
         warn(f"step {step}: {text}")
@@ -296,7 +298,7 @@ class Watch:
         """Loads the monitor's state. Its findings count as reported, and a ``should_stop`` in it is cleared."""
         self.monitor.load_state_dict(state)
         self.monitor.should_stop = self.should_stop = False
-        self._known = len(self.monitor.findings)
+        self._reported = len(self.monitor.findings)
 
     def remove(self, error: BaseException | None = None) -> None:
         """Ends the watch and saves the recording; ``error`` is the exception that ended the training, if any."""

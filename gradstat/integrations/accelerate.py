@@ -77,20 +77,20 @@ def install(
     options = Options(given, "accelerator", max_norm, healthy_checkpoints=healthy_checkpoints)
     if isinstance(max_norm, AdaptiveClip) and len(models) > 1:
         raise ValueError(
-            f"expected a number as max_norm for {len(models)} models, got {type(max_norm).__name__}, which has one "
-            "history; clip each model by a clip of its own"
+            f"expected a number as max_norm for {len(models)} models, got {type(max_norm).__name__}, which "
+            "keeps a single history; use a separate clip for each model"
         )
     pairs = [(model, _optimizer_of(model, optimizers, options)) for model in models]
     of_models = [wrapper for _, wrapper in pairs if wrapper is not None]
     distinct = len({id(wrapper) for wrapper in of_models})
     if "skip" in options.policies and distinct < len(of_models):
         raise ValueError(
-            f"expected an optimizer for each of {len(of_models)} models to skip steps of, got one for several; put the "
+            f"'skip' needs a separate optimizer for each of {len(of_models)} models, got one for several; put the "
             "models into one torch.nn.ModuleList and prepare that, or use another policy than 'skip'"
         )
     if not len(pairs) == distinct == len(optimizers):
         # Models and optimizers are not paired one to one, so the rule's findings about one model would be wrong.
-        options.leave_out(["optimizer-coverage"])
+        options.remove_rules(["optimizer-coverage"])
     return AccelerateHandle(accelerator, options, pairs, micro_batches)
 
 
@@ -120,11 +120,11 @@ class AccelerateHandle(AcceleratorBase):
         if options.healthy_checkpoints:
             self._patch(accelerator, "save_state", self._in_save_state)
 
-    def _in_save_state(self, below: Any, *args: Any, **kwargs: Any) -> Any:
+    def _in_save_state(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         is_poisoned = any(watch.is_poisoned() for watch in self.watches)
-        return None if is_poisoned else below(*args, **kwargs)
+        return None if is_poisoned else original(*args, **kwargs)
 
-    def _in_step(self, watch: Watch, below: Any, *args: Any, **kwargs: Any) -> Any:
+    def _in_step(self, watch: Watch, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._accelerator.sync_gradients:
             if not watch.measured:  # the loop does not clip
                 if self._options.max_norm is not None:
@@ -132,7 +132,7 @@ class AccelerateHandle(AcceleratorBase):
                 else:
                     self._measure([watch], self._accelerator.gradient_accumulation_steps)
             watch.measured = False
-        return below(*args, **kwargs)
+        return original(*args, **kwargs)
 
 
 def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options) -> Any:
@@ -145,7 +145,7 @@ def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options)
     ]
     if len(those) > 1 and "skip" in options.policies:
         raise ValueError(
-            f"expected one optimizer for {type(model).__name__} to skip steps of, got {len(those)}; use another policy "
-            "than 'skip', or gradstat.guarded_step on each"
+            f"'skip' needs a single optimizer for {type(model).__name__}, got {len(those)}; use another policy, or "
+            "gradstat.guarded_step on each"
         )
     return those[0] if those else None

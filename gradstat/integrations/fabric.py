@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradstat.adaptive import AdaptiveClip
 from gradstat.clip import clip_grad_norm_
-from gradstat.integrations._clipping import OptimizerClip, clip_known
+from gradstat.integrations._clipping import OptimizerClip, clip_with_norm
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._handle import Handle
@@ -67,7 +67,7 @@ def install(
         if not hasattr(thing, mark):
             raise TypeError(f"{what}: expected what fabric.setup() returned, got {type(thing).__name__}")
     if type(micro_batches) is not int or micro_batches < 1:
-        raise ValueError(f"micro_batches is {micro_batches!r}; expected how often a step calls fabric.backward")
+        raise ValueError(f"micro_batches is {micro_batches!r}; expected the number of fabric.backward calls per step")
     options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "fabric", max_norm)
     return FabricHandle(fabric, model, optimizer, options, micro_batches)
 
@@ -87,18 +87,18 @@ class FabricHandle(Handle):
         self._clip = OptimizerClip(scaler)
         device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
         self.watches = [Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)]
-        self._take(optimizer)
+        self._mark_watched(optimizer)
         self._patch(fabric, "backward", self._in_backward)
         self._patch(fabric, "clip_gradients", self._in_clip)
         self._patch(optimizer, "step", self._in_step)
 
-    def _in_backward(self, below: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        below(tensor, *args, **kwargs)
+    def _in_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        original(tensor, *args, **kwargs)
         self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
 
     def _in_clip(
         self,
-        below: Any,
+        original: Any,
         module: Any,
         optimizer: Any,
         clip_val: float | None = None,
@@ -108,10 +108,10 @@ class FabricHandle(Handle):
     ) -> Any:
         inner = unwrapped(optimizer)
         if inner is not self.watches[0].optimizer:
-            return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+            return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
         if self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
             self._measure(self.watches)
-            return below(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
+            return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
         limit = self._limit(max_norm, "clip_gradients")
         if self._clip.leaves_scaled(inner):
             self._measure(self.watches)
@@ -125,15 +125,15 @@ class FabricHandle(Handle):
         self._measure(self.watches)
         if norm is None:
             limit = limit if isinstance(limit, float) else max_norm
-            return below(module, optimizer, None, limit, norm_type, is_error)
+            return original(module, optimizer, None, limit, norm_type, is_error)
         if is_error and not norm.isfinite():
             raise RuntimeError(
                 f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
                 "error_if_nonfinite=False, or on_anomaly='skip' to install()"
             )
-        return clip_known(parameters, limit, norm)
+        return clip_with_norm(parameters, limit, norm)
 
-    def _in_step(self, below: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def _in_step(self, original: Any, closure: Callable[[], Any] | None = None) -> Any:
         def evaluated() -> Any:  # the closure computes the gradients
             loss = closure() if closure is not None else None
             self._before_step()
@@ -141,9 +141,9 @@ class FabricHandle(Handle):
 
         try:
             if closure is not None:
-                return below(evaluated)
+                return original(evaluated)
             evaluated()
-            return below()
+            return original()
         finally:
             self.watches[0].measured = False
             self._clip.forget()

@@ -21,7 +21,7 @@ from gradstat.integrations._clipping import Limit, OptimizerClip
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
-from gradstat.integrations._lightning_step import StepAgain
+from gradstat.integrations._lightning_step import StepReplay
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
@@ -108,7 +108,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._clip: OptimizerClip | None = None
         self._clips_to: Limit | None = None
         self._settings: tuple[Any, Any] | None = None  # the trainer's own
-        self._again: StepAgain | None = None
+        self._step_replay: StepReplay | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
         self._logged_at: dict[tuple[int, int], int] = {}
@@ -124,7 +124,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         engine = engine_of(trainer.strategy)
         # Lightning passes its gradient_clip_val to DeepSpeed's engine, so only max_norm matters.
         asked = own if engine == "DeepSpeed" else self._clips_to
-        remedy = "let Lightning hand Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
+        remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
         if not engine_clips(engine, self._options, asked, trainer.world_size, remedy):
             self._clip = OptimizerClip(_scaler_of(trainer))
             self._patch(trainer.precision_plugin, "clip_gradients", self._in_clip)
@@ -136,12 +136,12 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also rotate old files out
                 if hasattr(callback, name):
                     self._patch(callback, name, self._in_save)
-        self._again = StepAgain(trainer, pl_module) if self._runs_steps else None
+        self._step_replay = StepReplay(trainer, pl_module) if self._runs_steps else None
 
-    def _in_save(self, below: Any, *args: Any, **kwargs: Any) -> None:
+    def _in_save(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Replaces the saving methods of ``ModelCheckpoint``: saves nothing that is poisoned."""
         if not any(watch.is_poisoned() for watch in self.watches):
-            below(*args, **kwargs)
+            original(*args, **kwargs)
 
     @property
     def _runs_steps(self) -> bool:
@@ -160,13 +160,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             how = "norm" if _is_norm(trainer.gradient_clip_algorithm) else "value"
             raise ValueError(
                 f"clip configured twice: GradstatCallback(max_norm={own!r}) and "
-                f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}), by {how}. Expected one of them; remove the "
-                "other (the callback takes over a gradient_clip_val by norm by itself)"
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}), by {how}. Set only one of them "
+                "(the callback takes over a gradient_clip_val that clips by norm)"
             )
         if self._runs_steps and not module.automatic_optimization:
             raise ValueError(
-                "a replay with manual optimization: only you know which part of training_step may run again. Make the "
-                "callback with replay=your_function, or call gradstat.monitor.find_culprit(module, your_function)"
+                "replay needs a function that runs the step under manual optimization: give the callback "
+                "replay=your_function, or call gradstat.monitor.find_culprit(module, your_function)"
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -191,7 +191,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             _scaler_of(trainer),
             self._options,
             self._clips_to,
-            self._again,
+            self._step_replay,
             trainer.strategy.root_device if trainer.world_size > 1 else None,
             len(self.watches),
         )
@@ -219,16 +219,16 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             self._clip.forget()
             trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self._settings
         self._detach()
-        self._clip = self._settings = self._again = self._loss = None
+        self._clip = self._settings = self._step_replay = self._loss = None
         self._logged_at = {}
         for watch in self.watches:
             watch.remove(error)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
-        if self._again is not None:
+        if self._step_replay is not None:
             with self._gaps.contained(0, "a batch could not be kept for a replay"):
-                self._again.note(batch, batch_idx)
+                self._step_replay.note(batch, batch_idx)
         for watch in self.watches[:1]:
             watch.saw_batch(batch)
 
@@ -236,7 +236,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         """Notes the loss, undoing the division by the number of micro-batches and the loss scale."""
         scaler = _scaler_of(trainer)
         self._loss = None
-        with torch.no_grad(), self._gaps.contained(0, "a loss could not be noted"):
+        with torch.no_grad(), self._gaps.contained(0, "a loss could not be recorded"):
             several = trainer.accumulate_grad_batches
             self._loss = loss.detach() * several if several > 1 else loss.detach()
             if scaler is not None and scaler.is_enabled():
@@ -258,10 +258,10 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._measure([watch], trainer.accumulate_grad_batches)
         if watch.should_stop:
             trainer.should_stop = True
-        with self._gaps.contained(0, "numbers could not be logged"):
+        with self._gaps.contained(0, "statistics could not be logged"):
             self._log(trainer, watch)
-        if self._again is not None:
-            self._again.forget()
+        if self._step_replay is not None:
+            self._step_replay.forget()
         if not pl_module.automatic_optimization and self._clip is not None and self._clips_to is not None:
             self._clip.clip(optimizer, self._clips_to)
 
@@ -271,13 +271,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             self._clip.forget()
 
     def _in_clip(
-        self, below: Any, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
+        self, original: Any, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
         """Replaces the plugin's ``clip_gradients``, so that ``configure_gradient_clipping`` is honoured."""
         if not clip_val or clip_val <= 0:
             return
         if not _is_norm(gradient_clip_algorithm):
-            below(optimizer, clip_val, gradient_clip_algorithm)
+            original(optimizer, clip_val, gradient_clip_algorithm)
         elif self._clip is not None:
             own = self._options.max_norm
             self._clip.clip(optimizer, own if isinstance(own, AdaptiveClip) else float(clip_val))

@@ -84,8 +84,8 @@ def scalars_of(
         TypeError: ``source`` is neither. ValueError: A name is not known; the message lists them.
     """
     choice = Choice(aggregates, per_tensor, top, prefix).check()
-    told = _told(source, choice)
-    return {} if told is None else told[2]
+    newest = _newest_values(source, choice)
+    return {} if newest is None else newest[2]
 
 
 def log_report(
@@ -170,13 +170,13 @@ class ReportLogger:
             self._last = newest.step
         elif step is not None and step % self._every:
             return {}
-        told = _told(source, self._choice)
-        if told is None:
+        found = _newest_values(source, self._choice)
+        if found is None:
             return {}
-        at, report, values = told
+        at, report, values = found
         at = at if step is None else step
         if at is None:
-            raise ValueError("a report does not know its step: pass step=")
+            raise ValueError("a report has no step number; pass step=")
         for put, writer in self._targets:
             put(values, at)
             if self._histogram and writer is not None:
@@ -184,21 +184,21 @@ class ReportLogger:
         return values
 
 
-def _told(source: object, choice: Choice) -> tuple[int | None, Report, dict[str, float]] | None:
+def _newest_values(source: object, choice: Choice) -> tuple[int | None, Report, dict[str, float]] | None:
     """Step (None for a report), report and floats; None if a monitor has read no step yet."""
     if isinstance(source, Report):
         return None, source, choice.of(source)
     if not isinstance(source, Monitor):
         raise TypeError(
-            f"expected a gradstat.Report or a gradstat.Monitor, got {type(source).__name__}; of a pending report ask "
-            "for its result() first"
+            f"expected a gradstat.Report or a gradstat.Monitor, got {type(source).__name__}; call result() on a "
+            "pending report first"
         )
     newest = source.latest()
     if newest is None:
         return None
     values = choice.of(newest.report)
-    told = [name for name in ("loss", "lr", "loss_scale", "refused") if name in newest.scalars]
-    values.update({choice.prefix + name: newest.scalars[name] for name in told})
+    names = [name for name in ("loss", "lr", "loss_scale", "refused") if name in newest.scalars]
+    values.update({choice.prefix + name: newest.scalars[name] for name in names})
     values[f"{choice.prefix}missing"] = float(len(newest.report.missing))
     values[f"{choice.prefix}findings"] = float(len(source.findings))
     values[f"{choice.prefix}nonfinite_steps"] = float(source.nonfinite_steps)
@@ -233,7 +233,7 @@ def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], obj
         return [(target, None)]
     raise TypeError(
         f"cannot log to a {type(target).__name__}; expected a TensorBoard SummaryWriter, a wandb run, the module "
-        "mlflow, a logger of Lightning, gradstat's JsonlWriter or CsvWriter, or a function (values, step)"
+        "mlflow, a Lightning logger, gradstat's JsonlWriter or CsvWriter, or a function (values, step)"
     )
 
 

@@ -104,7 +104,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         """Made by `install`; RuntimeError if made otherwise."""
         if trainer is None or options is None:
             raise RuntimeError(
-                "a callback alone cannot watch gradients: no event of the Trainer sees them complete and unclipped, "
+                "a callback alone cannot watch gradients: no event of the Trainer has them complete and unclipped, "
                 "and callbacks get neither trainer nor accelerator. Build the Trainer without it, then call "
                 "gradstat.integrations.transformers.install(trainer), which adds it"
             )
@@ -116,7 +116,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if not (trainer.model_init is not None or engine or options.watches_origin):  # else train() makes it
             trainer.create_optimizer()
-            self.watches = [self._make()]
+            self.watches = [self._make_watch()]
         trainer.add_callback(self)
 
     def _attach(self, accelerator: Any) -> None:
@@ -130,7 +130,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         wrapped = self._options.watches_origin or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         return trainer.model_wrapped if wrapped else trainer.model
 
-    def _make(self) -> Watch:
+    def _make_watch(self) -> Watch:
         trainer = self.trainer
         made = Watch(
             self._model(),
@@ -138,10 +138,10 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             trainer.accelerator.scaler,
             self._options,
             float(trainer.args.max_grad_norm or 0.0) or self._options.max_norm,
-            self._again,
+            self._replay_step,
             self._device,
         )
-        made.on_findings = self._look_at
+        made.on_findings = self._on_findings
         return made
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -154,7 +154,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if known is None or known.model is not self._model() or known.optimizer is not unwrapped(trainer.optimizer):
             if known is not None:
                 known.remove()
-            self.watches = [self._make()]
+            self.watches = [self._make_watch()]
         resume, self._resume = self._resume, None
         if not state.global_step:
             return
@@ -169,7 +169,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Reads all pending numbers."""
         self._inputs = []
-        self._only.end()
+        self._single_watch.end()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Drops the kept inputs of the last step."""
@@ -177,22 +177,22 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measures the step if the Trainer has not clipped; some versions do not if ``max_grad_norm=0``."""
-        if self._only.measured:
+        if self._single_watch.measured:
             return
         if not (args.max_grad_norm or 0.0) > 0:
             self._accelerator.clip_grad_norm_(self.trainer.model_wrapped.parameters(), float("inf"))
             return
         if not self._engine_clips:
-            self._tell_once(
+            self._warn_once(
                 "bypass",
                 "this Trainer clips without accelerator.clip_grad_norm_ (gradients on mixed meshes, apex, or a "
-                "subclass), so statistics are those of clipped gradients",
+                "subclass), so gradients are measured after clipping",
             )
         self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Marks the coming step as not yet measured."""
-        self._only.measured = False
+        self._single_watch.measured = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stops if the policy ``"stop"`` applies, with a checkpoint if the Trainer saves any and it is not poisoned."""
@@ -202,11 +202,11 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         control.should_training_stop = True
         if not is_poisoned and args.save_strategy != "no":
             control.should_save = True
-        how = "without a checkpoint of what is poisoned" if is_poisoned else "with the parameters of now"
-        self._tell_once(
+        how = "without saving a checkpoint (Monitor.is_healthy is False)" if is_poisoned else "with finite parameters"
+        self._warn_once(
             "stop",
-            f"the Trainer stops behind step {state.global_step}, {how}, as the policy 'stop' says (it is also that of "
-            "the rule 'lost-loss', unless on_anomaly has another for it)",
+            f"the Trainer stops after step {state.global_step}, {how}, because of the policy 'stop' (the default for "
+            "the rule 'lost-loss')",
             AnomalyWarning,
         )
 
@@ -217,49 +217,49 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def _withholds(self, args: Any, control: Any) -> bool:
         """Cancels a checkpoint that is due but must not be saved; whether there was one."""
         saves_best = args.save_strategy == "best" and control.should_evaluate  # saves after the evaluation
-        if not (self.should_stop or control.should_save or saves_best) or not self._only.is_poisoned():
+        if not (self.should_stop or control.should_save or saves_best) or not self._single_watch.is_poisoned():
             return False
         control.should_save = False
         if saves_best or self.should_stop:
             control.should_evaluate = False
         return True
 
-    def _look_at(self, findings: list[Finding]) -> None:
+    def _on_findings(self, findings: list[Finding]) -> None:
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
         if lost is not None and self.trainer.args.logging_nan_inf_filter:
-            self._tell_once(
+            self._warn_once(
                 "filter",
-                f"the Trainer's log hides the loss of step {lost.step}, which was not finite: "
-                "logging_nan_inf_filter=True puts the average before it in its place. grad/loss shows it; or pass "
+                f"the Trainer does not log the loss of step {lost.step}, which was not finite: "
+                "logging_nan_inf_filter=True replaces it by the average of earlier losses. See grad/loss, or pass "
                 "TrainingArguments(logging_nan_inf_filter=False)",
                 AnomalyWarning,
             )
 
-    def _again(self) -> list[Any]:
+    def _replay_step(self) -> list[Any]:
         """Runs the newest step again, on this rank alone."""
         step = self.trainer.training_step
         return [step(without_ddp(args[0]), *args[1:], **kwargs) for args, kwargs in self._inputs]
 
-    def _in_training_step(self, below: Any, *args: Any, **kwargs: Any) -> Any:
+    def _in_training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._options.replays:
             self._inputs.append((args, kwargs))
         for watch in self.watches:
             watch.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
-        return below(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    def _in_train(self, below: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _in_train(self, original: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._resume = resume_from_checkpoint
-        return below(resume_from_checkpoint, *args, **kwargs)
+        return original(resume_from_checkpoint, *args, **kwargs)
 
-    def _in_log(self, below: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    def _in_log(self, original: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if self._log and self.watches and "loss" in logs:
-            self._only.flush()  # may raise, depending on policies
-            with self._gaps.contained(0, "numbers could not be logged"):
+            self._single_watch.flush()  # may raise, depending on policies
+            with self._gaps.contained(0, "statistics could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
                 logs = {**logs, **values}
                 if "grad/total_norm" in values and not self._engine_clips:
                     logs.setdefault("grad_norm", values["grad/total_norm"])
-        return below(logs, *args, **kwargs)
+        return original(logs, *args, **kwargs)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Writes the monitor's state into the newest checkpoint, on the rank that writes checkpoints."""
@@ -267,7 +267,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if not args.should_save or not folder.is_dir():
             return
         saved = folder / STATE_FILE
-        self._only.flush()
+        self._single_watch.flush()
         with self._gaps.contained(0, f"{saved} could not be saved"), replacing(saved) as file:
             torch.save(self.state_dict(), file)
 

@@ -106,7 +106,7 @@ def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
         ("--rounds 0", "--rounds must be at least 1"),
         ("--threads 0", "--threads must be at least 1"),
         ("--device nonsense", "--device nonsense"),
-        ("--device meta", "cpu and cuda only"),
+        ("--device meta", "expected a cpu or cuda device"),
         ("--json no/such/folder/x.json", "there is no folder"),
         ("bench_these", "expected MODULE:FACTORY"),
         ("no_such_module:f", "no module 'no_such_module' in the current folder or the environment"),
@@ -127,14 +127,12 @@ def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
         ("bench_these:infinite", "gradients are not finite"),
     ],
 )
-def test_what_cannot_be_measured_gets_a_sentence(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_measured_is_explained(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments.split() if arguments.startswith("--") else ["--model", arguments]
     assert main(["bench", "--rounds", "1", "--device", "cpu", *given]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "command.py" not in said
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "command.py" not in printed
 
 
 class Output(dict[str, Any]):
@@ -193,7 +191,7 @@ def test_a_variant_that_raises_is_left_out_by_name(capsys: pytest.CaptureFixture
     for parameter in model.parameters():
         parameter.register_hook(lambda g: g.nan_to_num(1.0))
     step = steps.Step(model, lambda: (model(x) * 0).sqrt().sum(), torch.optim.SGD(model.parameters(), lr=1e-9), CPU)
-    names = [variant.name for variant in command._that_run(step, "here")]
+    names = [variant.name for variant in command._runnable_variants(step, "here")]
     assert names == [v.name for v in steps.variants() if v.name != steps.ANOMALY]
     assert not torch.is_anomaly_enabled()
     assert "left out: detect_anomaly, since it raised RuntimeError" in capsys.readouterr().err
@@ -232,18 +230,18 @@ def test_costs_hold_every_variant() -> None:
         ("AMD EPYC 9654 96-Core Processor", "AMD EPYC 9654 96-Core Processor"),
     ],
 )
-def test_processors_are_told_apart(model_name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_are_distinguished(model_name: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: {model_name}\nstepping\t: 1\n"
     monkeypatch.setattr(Path, "read_text", lambda _: cpuinfo)
     assert machine.device_name.__wrapped__(CPU) == expected
 
 
 def test_turns_are_taken_and_caches_flushed() -> None:
-    said: list[str] = []
-    calls = {name: (lambda n=name: said.append(n)) for name in "abc"}
-    samples = timing.interleaved(calls, 5, 2, before=lambda name: said.append(f"before {name}"))
-    order = said[1::2]
-    assert said[::2] == [f"before {name}" for name in order]
+    called: list[str] = []
+    calls = {name: (lambda n=name: called.append(n)) for name in "abc"}
+    samples = timing.interleaved(calls, 5, 2, before=lambda name: called.append(f"before {name}"))
+    order = called[1::2]
+    assert called[::2] == [f"before {name}" for name in order]
     assert len(order) == 21
     turns = [order[i : i + 3] for i in range(0, 21, 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
@@ -285,18 +283,18 @@ def tiny(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def plan() -> suite.Plan:
-    return suite.Plan(CPU, full=True, seconds=0.0, least=2)
+    return suite.Plan(CPU, full=True, seconds=0.0, min_rounds=2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_axis_runs(case: Case, plan: suite.Plan) -> None:
     for dtype in case.dtypes:
         given = input_of(tiny(case.shapes()), dtype)
-        serving = cases.providers_for(given)
-        assert serving
+        supporting = cases.providers_for(given)
+        assert supporting
         made = suite.compare(plan, lambda: None, "lists", case.name, tiny(case.shapes()), dtype, cases.providers_for)
         timed = [row.provider for row in made if row.metric == "wall time"]
-        assert sorted(timed) == sorted(provider.name for provider in serving)
+        assert sorted(timed) == sorted(provider.name for provider in supporting)
         assert {row.dtype for row in made} == {rows.dtype_name(dtype)}
 
 
@@ -324,9 +322,9 @@ def provider(name: str) -> Provider:
 @pytest.mark.parametrize(
     ("name", "run", "message"),
     [
-        (cases.FOREACH_NORM, lambda given: [g.norm() * 1.2 for g in given.gradients], "says norm is"),
-        (cases.CHECK, lambda given: gradstat.check(given.parameters[:1]), "gradstat.check says"),
-        (cases.NAIVE, lambda given: (0, *given.facts[:3]), "found 0 bad gradients"),
+        (cases.FOREACH_NORM, lambda given: [g.norm() * 1.2 for g in given.gradients], "returned norm "),
+        (cases.CHECK, lambda given: gradstat.check(given.parameters[:1]), "gradstat.check returned "),
+        (cases.NAIVE, lambda given: (0, *given.facts[:3]), "found 0 nonfinite gradients, expected 1"),
         (cases.CLIPPED, lambda given: torch.tensor(given.facts.norm), "did not multiply the gradients by 0.5"),
         (
             cases.CLIP,
@@ -436,7 +434,7 @@ def test_the_limit_is_the_fastest_read() -> None:
     assert tables.limits(read, "wall time")[("case", "")].value == 1
 
 
-def test_rows_of_old_are_read_and_charts_in_the_documents_have_rows() -> None:
+def test_old_rows_are_read_and_charts_in_the_documents_have_rows() -> None:
     for path in rows.RESULTS.glob("*/*.jsonl"):
         assert rows.read(path)
     shown = {plots.file_of(n, m) for device in plots.drawn_devices() for n, m in plots.charts_of(device).items()}

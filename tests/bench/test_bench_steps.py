@@ -35,7 +35,7 @@ def provider(name: str) -> StepProvider:
 
 
 def measured(choice: OptimizerChoice, circumstance: Circumstance, case: str = "tiny") -> list[rows.Row]:
-    plan = suite.Plan(CPU, full=True, seconds=0.0, least=2)
+    plan = suite.Plan(CPU, full=True, seconds=0.0, min_rounds=2)
     name = case_name(case, choice, circumstance)
     return suite._steps_of_optimizer(plan, lambda: None, name, SHAPES, choice, circumstance)
 
@@ -44,15 +44,15 @@ def measured(choice: OptimizerChoice, circumstance: Circumstance, case: str = "t
 @circumstances
 def test_every_axis_runs(choice: OptimizerChoice, circumstance: Circumstance) -> None:
     made = measured(choice, circumstance)
-    serving = [each.name for each in providers_for(Setting(SHAPES, choice, circumstance))]
-    assert {GUARDED, TORCH, ALONE} <= set(serving)
+    supporting = [each.name for each in providers_for(Setting(SHAPES, choice, circumstance))]
+    assert {GUARDED, TORCH, ALONE} <= set(supporting)
     for metric in ("wall time", "bytes moved"):
-        assert sorted(row.provider for row in made if row.metric == metric) == sorted(serving)
+        assert sorted(row.provider for row in made if row.metric == metric) == sorted(supporting)
 
 
-def test_every_provider_serves_somewhere() -> None:
+def test_every_provider_supports_some_setting() -> None:
     settings = [Setting([(2,)], choice, circumstance) for choice in OPTIMIZERS for circumstance in CIRCUMSTANCES]
-    assert all(any(each.serves(setting) for setting in settings) for each in step_providers.PROVIDERS)
+    assert all(any(each.supports(setting) for setting in settings) for each in step_providers.PROVIDERS)
     ((case, choice),) = optimizer_steps.combinations(full=False)
     assert (case.name, choice.fused, case.quick) == (optimizer_steps.QUICK_CASE, True, True)
     assert len(optimizer_steps.STEP_CASES) == 3
@@ -84,13 +84,13 @@ def without_skipping(setting: Setting) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "circumstance", "run", "message"),
     [
-        (GUARDED, SCALED, lambda setting: torch.tensor(1.0), "says the norm is 1.0"),
-        (GUARDED, SCALED, lambda setting: torch.tensor(setting.facts.norm), "left parameter 0 other than"),
-        (GUARDED, PLAIN, unclipped, "left .* other than a step in float64 does"),
+        (GUARDED, SCALED, lambda setting: torch.tensor(1.0), "returned norm 1.0, expected"),
+        (GUARDED, SCALED, lambda setting: torch.tensor(setting.facts.norm), "updated parameter 0 differently"),
+        (GUARDED, PLAIN, unclipped, "updated .* differently from a step in float64"),
         (GUARDED, PLAIN, without_skipping, "changed parameter 0 although a gradient is NaN"),
-        (TORCH, PLAIN, twice, "says the norm is"),
-        (TORCH, SCALED, without_the_last_tensor, "left parameter 2 other than"),
-        (ALONE, SCALED, step_providers._torch_step, "other than a step in float64 does"),
+        (TORCH, PLAIN, twice, "returned norm"),
+        (TORCH, SCALED, without_the_last_tensor, "updated parameter 2 differently"),
+        (ALONE, SCALED, step_providers._torch_step, "updated .* differently from a step in float64"),
     ],
 )
 @pytest.mark.parametrize("choice", [OPTIMIZERS[0], OPTIMIZERS[-1]], ids=lambda choice: choice.name)
@@ -109,7 +109,7 @@ def test_a_wrong_step_is_never_timed(
         measured(choice, circumstance)
 
 
-def test_the_ends_of_large_tensors_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ends_of_large_tensors_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_providers, "_END", 4)
     setting = Setting(SHAPES, OPTIMIZERS[0], SCALED)
     verify(provider(GUARDED), setting)
@@ -120,7 +120,7 @@ def test_the_ends_of_large_tensors_are_looked_at(monkeypatch: pytest.MonkeyPatch
         return norm
 
     broken = dataclasses.replace(provider(GUARDED), run=spoiling, skips=lambda setting: False)
-    with pytest.raises(steps.WrongAnswerError, match="left exp_avg of parameter 2"):
+    with pytest.raises(steps.WrongAnswerError, match="updated exp_avg of parameter 2"):
         verify(broken, setting)
 
 

@@ -120,7 +120,7 @@ def test_a_healthy_step_of_a_monitor_is_one_launch_and_no_sync() -> None:
     assert monitor.flush() == []
 
 
-def test_a_monitor_skips_on_the_device_and_tells_a_step_later() -> None:
+def test_a_monitor_skips_on_the_device_and_reports_a_step_later() -> None:
     model = torch.nn.Linear(64, 64).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")})

@@ -80,14 +80,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 @pytest.mark.parametrize("host", [1e-6, 1e-3, 0.1])
-def test_device_time_has_nothing_of_the_hosts(host: float, clock: Clock) -> None:
+def test_device_time_excludes_host_time(host: float, clock: Clock) -> None:
     samples = interleaved({"call": clock.call(host, 2e-5)}, 3, 1, device=torch.device("cuda"))["call"]
     assert samples.device == pytest.approx([2e-5] * 3)
     assert samples.host == pytest.approx([host] * 3)
     assert device_timing._cycles_per_second() == pytest.approx(clock.RATE)
 
 
-def test_what_the_host_does_not_get_ahead_with_has_no_device_time(clock: Clock) -> None:
+def test_calls_that_cannot_be_queued_ahead_have_no_device_time(clock: Clock) -> None:
     calls = {"waits": clock.call(1e-4, 1e-5, waits=True), "takes long": clock.call(1.0, 1e-5)}
     runs: list[str] = []
     samples = interleaved(calls, 6, 1, device=torch.device("cuda"), before=runs.append)
@@ -181,7 +181,7 @@ def test_every_goal_has_a_case_that_is_measured_on_a_gpu() -> None:
 
 def test_what_others_published_is_shown_as_theirs() -> None:
     shown = tables.published([of_gpu(cases.CLIPPED, cases.LARGEST, 3000, dtype="bfloat16")])
-    assert "published by others, which nobody measured here" in shown
+    assert "published by others, not measured here" in shown
     assert " 3,000 µs | NeMo Automodel: 7.32 ms (H100); Transformer Engine: 7.89 ms (H100) |" in shown
     assert tables.published([of_gpu(cases.CLIPPED, "other", 1)]) == ""
     assert {each.case for each in cases.PUBLISHED} <= {case.name for case in CASES}

@@ -58,7 +58,7 @@ def test_a_part_that_fails_or_runs_over_does_not_stop_the_next(run: Run, capsys:
     shown = capsys.readouterr().out
     assert log in shown
     for line in ("| failing | FAILED", "| endless | STOPPED", "| last    | passed"):
-        assert line in shown.split("what came of it")[1]
+        assert line in shown.split(": results\n")[1]
 
 
 def test_what_a_stopped_part_has_started_ends_with_it(
@@ -84,8 +84,8 @@ from gpu_plan import COMMANDS, Command, Part, Session
 gpu_session.installed = lambda session: None
 endless = "import time, pathlib, sys; [(pathlib.Path(sys.argv[1]).touch(), time.sleep(0.1)) for _ in range(6000)]"
 programs = {"first": "print('measured')", "second": endless}
-words = lambda source: lambda session: [sys.executable, "-c", source, sys.argv[1] + "/alive"]
-COMMANDS["numerics"] = Command("", tuple(Part(name, 60, words(source)) for name, source in programs.items()))
+argv = lambda source: lambda session: [sys.executable, "-c", source, sys.argv[1] + "/alive"]
+COMMANDS["numerics"] = Command("", tuple(Part(name, 60, argv(source)) for name, source in programs.items()))
 gpu_session.run_command("numerics", Session(pathlib.Path(sys.argv[1]), "cpu"))
 """
 
@@ -112,7 +112,7 @@ def test_what_is_killed_keeps_what_it_had_and_leaves_nothing_running(tmp_path: P
     assert "measured\n" in (tmp_path / "log.txt").read_text()
 
 
-def test_no_part_is_begun_when_time_is_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_starts_without_time_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_session, "COMMAND_SECONDS", gpu_session.GRACE_SECONDS + 1)
     passed, recorded, log = run({"late": ("print('begun')", 60)})
     assert not passed
@@ -130,9 +130,9 @@ def test_libraries_are_taken_from_the_bundle_or_compiled(run: Run, monkeypatch: 
     monkeypatch.setitem(sys.modules, "gpu_bundle", SimpleNamespace(install=lambda: False))  # type: ignore[arg-type]
     build = gpu_session.installed(Session(Path(), "cuda"))
     assert build is not None
-    assert "build_ext" in build.words(Session(Path()))
+    assert "build_ext" in build.argv(Session(Path()))
     assert build.environment == {"GRADSTAT_CUDA": "1"}
-    failing = replace(build, words=lambda session: [sys.executable, "-c", "raise SystemExit(1)"])
+    failing = replace(build, argv=lambda session: [sys.executable, "-c", "raise SystemExit(1)"])
     monkeypatch.setattr(gpu_session, "installed", lambda session: failing)
     passed, recorded, _ = run({"pointless": ("pass", 60)})
     assert not passed
@@ -147,9 +147,9 @@ def test_every_part_is_a_program_that_is_there_and_the_limits_are_half_an_hour()
         total += limits
         for device in ("cuda", "cpu"):
             for part in command.parts:
-                words = part.words(Session(ROOT / "somewhere", device))
-                files = [word for word in words if word.endswith(".py")]
-                assert files or "tests" in words
+                argv = part.argv(Session(ROOT / "somewhere", device))
+                files = [word for word in argv if word.endswith(".py")]
+                assert files or "tests" in argv
                 assert all((ROOT / file).exists() for file in files)
     assert total <= 30 * 60
 
@@ -183,12 +183,12 @@ def test_every_tool_watches_ours_and_memory_is_not_cached(
         ended = [gpu_session.run_part(part, Session(tmp_path), log, end) for part in watched]
     assert [outcome.how == "FAILED" for outcome in ended] == [failing in part.name for part in watched]
     lines = [line.split() for line in asked.read_text().splitlines()]
-    assert {words[2] for words in lines} == {"memcheck", "racecheck", "initcheck", "synccheck"}
-    for words in lines:
-        assert words[0] == "1"
-        assert ("--kernel-name-exclude" in words) == (words[2] != "initcheck")
-        assert words[words.index("--error-exitcode") + 1 :][:2] == ["9", sys.executable]
-        assert words[words.index(sys.executable) + 1] in ("tools/gpu_gates/short_set.py", "tools/fuzz.py")
+    assert {argv[2] for argv in lines} == {"memcheck", "racecheck", "initcheck", "synccheck"}
+    for argv in lines:
+        assert argv[0] == "1"
+        assert ("--kernel-name-exclude" in argv) == (argv[2] != "initcheck")
+        assert argv[argv.index("--error-exitcode") + 1 :][:2] == ["9", sys.executable]
+        assert argv[argv.index(sys.executable) + 1] in ("tools/gpu_gates/short_set.py", "tools/fuzz.py")
 
 
 def measured(**others: object) -> rows.Row:
@@ -214,7 +214,7 @@ def test_a_rehearsal_is_not_merged(tmp_path: Path) -> None:
     back, results = tmp_path / "back", tmp_path / "results"
     rows.append([measured()], "full", back)
     rows.append([measured(device="a CPU", driver="")], "quick", back)
-    with pytest.raises(SystemExit, match="a CPU, which is no GPU"):
+    with pytest.raises(SystemExit, match="a CPU, which is not a GPU"):
         gpu_session.merge(back, results)
     assert not results.exists()
     with pytest.raises(SystemExit, match="expected rows"):

@@ -74,7 +74,7 @@ def test_many_tensors_from_a_seed_and_what_was_done_is_told(device: str) -> None
     done = run(seed=20240229, tensors=1000, device=device)
     assert done["stats"] >= 1000
     told = tables.fuzzed(as_rows(done, 12.3, torch.device("cpu")))
-    assert f"In {done['batches']:,} batches and 12 s, none wrong" in told
+    assert f"{done['batches']:,} batches in 12 s, none wrong" in told
     for operation, count in done.items():
         assert operation == "batches" or f"`{operation}`" in told
         assert f"{count:,}" in told

@@ -87,6 +87,6 @@ def test_rows_become_a_table_and_a_chart(tmp_path: Path) -> None:
     assert "4.0e-08 (5.0e-09)" in table
     assert "1.0e-05 (1.0e-06), lost 25.0 %" in table
     assert " lost 100.0 % |" in table
-    assert "not served" in table
+    assert "unsupported" in table
     plots.norm_errors(rows, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000

@@ -56,7 +56,7 @@ def name_of(cell: dict[str, Any]) -> str:
 
 @pytest.mark.usefixtures("_cells")
 @pytest.mark.filterwarnings("default::gradstat.monitor.AnomalyWarning")
-def test_its_cells_put_out_what_is_saved() -> None:
+def test_its_cells_print_what_is_saved() -> None:
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")

@@ -91,7 +91,7 @@ def test_several_models_have_a_monitor_each() -> None:
             maker, judge, torch.optim.AdamW(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.1)
         )
         handle = install(accelerator)
-        with pytest.raises(RuntimeError, match=r"there are 2 models or optimizers with a monitor each: .monitors"):
+        with pytest.raises(RuntimeError, match=r"there are 2 monitors; use .monitors"):
             _ = handle.monitor
         for _ in range(3):
             made = maker(torch.randn(4, 4))
@@ -112,7 +112,7 @@ def test_several_models_have_a_monitor_each() -> None:
         forget_accelerators()
 
 
-def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
+def test_clips_outside_of_a_step_are_refused_or_reported() -> None:
     prepared = prepare(accumulated=2)
     accelerator, model, *_ = prepared
     with (
@@ -121,13 +121,13 @@ def test_clips_that_are_no_clip_of_a_step_are_refused_or_told() -> None:
     ):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     handle = install(accelerator)
-    with pytest.warns(UserWarning, match=r"while gradients are still being accumulated") as told:
+    with pytest.warns(UserWarning, match=r"while gradients are still being accumulated") as warned:
         run(prepared)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert handle.monitor.steps == 3
     other = nn.Linear(2, 1)
     other(torch.ones(1, 2)).sum().backward()
-    with pytest.warns(UserWarning, match="parameters of no model that is watched"):
+    with pytest.warns(UserWarning, match="parameters that belong to no watched model"):
         norm = accelerator.clip_grad_norm_(other.parameters(), 0.1)
     assert float(norm) == pytest.approx(math.sqrt(3))
     assert float(gradstat.check(other).total_norm) == pytest.approx(0.1, rel=1e-4)
@@ -155,14 +155,14 @@ def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own() -> No
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 2)
     accelerator.prepare(model, torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias]))
-    with pytest.raises(ValueError, match="expected one optimizer for Linear to skip steps of, got 2"):
+    with pytest.raises(ValueError, match="'skip' needs a single optimizer for Linear, got 2"):
         install(accelerator, on_anomaly="skip")
     install(accelerator).remove()
     forget_accelerators()
     accelerator = Accelerator(cpu=True)
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     *prepared, optimizer = accelerator.prepare(*models, torch.optim.SGD([p for m in models for p in m.parameters()]))
-    with pytest.raises(ValueError, match="expected an optimizer for each of 2 models to skip steps of"):
+    with pytest.raises(ValueError, match="'skip' needs a separate optimizer for each of 2 models"):
         install(accelerator, on_anomaly="skip")
     with install(accelerator) as handle:
         accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in prepared))

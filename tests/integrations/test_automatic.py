@@ -83,7 +83,7 @@ def test_names_of_the_model_or_of_the_optimizer(given: bool) -> None:
     assert handle.monitor.findings[0].name == "0.weight"
 
 
-def test_clips_behind_the_check() -> None:
+def test_clips_after_the_check() -> None:
     model, optimizer = made()
     handle = gradstat.auto(optimizer, max_norm=1e-3, on_anomaly="record")
     list(program(optimizer, model, 3))
@@ -106,7 +106,7 @@ def test_skips_bad_steps(fused: bool) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
 @pytest.mark.parametrize("by_keyword", [True, False])
 @pytest.mark.parametrize("clips", [True, False])
-def test_a_closure_is_looked_at_once_in_a_step(kind: Any, by_keyword: bool, clips: bool) -> None:
+def test_a_closure_is_measured_once_per_step(kind: Any, by_keyword: bool, clips: bool) -> None:
     model, _ = made()
     optimizer = kind(model.parameters(), lr=0.1)
     handle = gradstat.auto(optimizer, on_anomaly="record")
@@ -235,7 +235,7 @@ def unnoticed_clip(parameters: Any) -> Tensor:
 @pytest.mark.parametrize("knows_loss", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("fault", ["batch", "weight", "gradient"])
-def test_what_made_every_gradient_nan_is_named_first(fault: str, clips: bool, knows_loss: bool, by_hand: bool) -> None:
+def test_the_cause_of_nan_gradients_is_named_first(fault: str, clips: bool, knows_loss: bool, by_hand: bool) -> None:
     """A clip comes first only if the loss is known to be finite, and gradstat may not have measured before the clip."""
     model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if knows_loss and not by_hand else None
@@ -284,7 +284,7 @@ def test_what_made_every_gradient_nan_is_named_first(fault: str, clips: bool, kn
 
 
 @pytest.mark.parametrize("memory", [0.0, math.nan])
-def test_layers_that_to_empty_left_as_they_were_are_told(memory: float) -> None:
+def test_layers_left_uninitialized_by_to_empty_are_reported(memory: float) -> None:
     """As in PyTorch's FSDP2 example, whose blocks are never reset; new GPU memory is often zero."""
 
     class Block(nn.Module):
@@ -315,7 +315,7 @@ def test_layers_that_to_empty_left_as_they_were_are_told(memory: float) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_scaler_that_is_off_excuses_nothing(given: bool) -> None:
+def test_a_disabled_scaler_hides_no_finding(given: bool) -> None:
     """Programs often make a scaler in any case, and enable it for float16 only."""
     model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -330,7 +330,7 @@ def test_a_scaler_that_is_off_excuses_nothing(given: bool) -> None:
     assert (found.name, found.severity) == ("0.weight", "error")
 
 
-def test_optimizers_with_one_scaler_are_seen_apart() -> None:
+def test_optimizers_that_share_a_scaler_are_distinguished() -> None:
     (first, one), (second, two) = made(), made()
     handles = [gradstat.auto(one, first, on_anomaly="record"), gradstat.auto(two, second, on_anomaly="record")]
     scaler = torch.amp.GradScaler("cpu")
@@ -347,7 +347,7 @@ def test_optimizers_with_one_scaler_are_seen_apart() -> None:
     assert (bad.findings[0].rule, bad.findings[0].step) == ("nonfinite-loss", 2)
 
 
-def test_a_clip_of_scaled_gradients_is_told() -> None:
+def test_a_clip_of_scaled_gradients_is_reported() -> None:
     model, optimizer = made()
     clipped = program(
         *(optimizer, model, 4, None, torch.amp.GradScaler("cpu")),
@@ -365,7 +365,7 @@ def test_a_clip_of_scaled_gradients_is_told() -> None:
 
 
 @pytest.mark.parametrize("way", ["step", "closure", "clip", "value", "scaler", "unscale", "schedule"])
-def test_what_is_told_points_at_the_program(way: str) -> None:
+def test_warnings_point_at_the_users_line(way: str) -> None:
     model, optimizer = made()
     gradstat.auto(optimizer, model)
     scaler = torch.amp.GradScaler("cpu", enabled=way in ("scaler", "unscale"))
@@ -399,7 +399,7 @@ def test_what_is_told_points_at_the_program(way: str) -> None:
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_removing_takes_everything_away_and_another_may_come() -> None:
+def test_remove_undoes_everything_and_a_second_call_works() -> None:
     """torch's functions are restored when the last handle is removed."""
 
     def functions() -> list[Any]:
@@ -426,7 +426,7 @@ def broken(*_: object, **__: object) -> Any:
 
 
 @pytest.mark.parametrize("way", ["source_of", "is_still_scaled", "_losses"])
-def test_errors_of_its_own_are_told_once_and_end_no_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     for watched in (False, True):
         torch.manual_seed(1)
@@ -438,21 +438,21 @@ def test_errors_of_its_own_are_told_once_and_end_no_training(way: str, monkeypat
             monkeypatch.setattr(automatic, way, broken)
             with pytest.warns(RuntimeWarning) as caught:
                 scaled_program("clipped", optimizer, model)
-            (told,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
-            assert "what clips and loss scalers do could not be followed; training goes on:\nTraceback" in told
+            (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
+            assert "what clips and loss scalers do could not be followed; training goes on:\nTraceback" in message
             assert [finding.rule for finding in handle.monitor.findings][:1] == ["not-watched"]
         trained.append([p.detach().clone() for p in model.parameters()])
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
 
 
-def test_a_closure_may_give_what_is_no_loss() -> None:
+def test_a_closure_need_not_return_a_loss() -> None:
     model, optimizer = made()
     with gradstat.auto(optimizer, model) as handle:
         optimizer.step(lambda: ("not", "a loss"))  # type: ignore[arg-type,return-value]
     assert handle.monitor.steps == 1
 
 
-def test_what_is_no_scaler_or_optimizer() -> None:
+def test_wrong_types_are_refused() -> None:
     model, optimizer = made()
     native = SimpleNamespace(_scaler=torch.amp.GradScaler("cpu"))  # as trainers wrap torch's
     assert gradstat.Monitor(model, optimizer, native).scaler is native._scaler

@@ -55,7 +55,7 @@ def test_a_norm_that_is_not_finite_is_an_error_unless_the_step_is_skipped() -> N
     assert [math.isfinite(norm) for norm in norms] == [True, True, False, True, True]
 
 
-def test_a_closure_is_measured_when_it_has_made_the_gradients() -> None:
+def test_gradients_are_measured_after_the_closure() -> None:
     fabric, model, optimizer = prepared(torch.optim.SGD)
     x = torch.ones(16, 4)
     losses: list[float] = []
@@ -74,7 +74,7 @@ def test_a_closure_is_measured_when_it_has_made_the_gradients() -> None:
     assert gradstat.check(model).total_norm == pytest.approx(0.05, rel=1e-3)
 
 
-def test_its_other_clips_are_its_own_and_remove_leaves_everything_as_it_was() -> None:
+def test_other_clips_of_fabric_are_unchanged_and_remove_restores_everything() -> None:
     fabric, model, optimizer = prepared()
     before = set(vars(fabric)), set(vars(optimizer))
     with install(fabric, model, optimizer, max_norm=1.0) as handle:
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_fabric_holds_the_state(tmp_path: Path) -> None:
         assert again.monitor.findings == handle.monitor.findings
 
 
-def test_what_is_not_fabrics_is_refused() -> None:
+def test_what_fabric_setup_did_not_return_is_refused() -> None:
     fabric, model, optimizer = prepared()
     with pytest.raises(TypeError, match=r"expected a lightning.Fabric, got Linear"):
         install(nn.Linear(1, 1), model, optimizer)

@@ -328,7 +328,7 @@ SCALED = pytest.mark.parametrize("name", ["lightning", "accelerate", "fabric"])
         ("foreach", 1, None, torch.amp.GradScaler),
     ],
 )
-def test_under_a_loss_scale_all_is_told_and_clipped_without_it(
+def test_statistics_and_clips_exclude_the_loss_scale(
     name: str, kind: str, accumulate: int, limit: Any, scaler: Any, tmp_path: Path
 ) -> None:
     case = Case(tmp_path, OPTIMIZERS[kind], accumulate=accumulate, clip=0.5, scaler=scaler)
@@ -370,7 +370,7 @@ def test_a_guard_is_one_argument(under: Any, tmp_path: Path) -> None:
 
 def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
     case = Case(tmp_path, accumulate=3, bad_at=frozenset({4}), watch={"on_anomaly": ["warn", "skip"]})
-    with pytest.warns(AnomalyWarning, match=r"step 1: micro-batch 1 of 3 \(counted from 0\) brought.*loss was nan"):
+    with pytest.warns(AnomalyWarning, match=r"step 1: micro-batch 1 of 3 \(.* 0\) was the first bad one.*loss was nan"):
         run = under(case)
     assert set(run.handle.micro_batch_reports) == {1}
     assert min(run.handle.micro_batch_reports[1].first_bad.values()) == 1
@@ -415,7 +415,7 @@ def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp
         assert torch.equal(value, first)
 
 
-def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
+def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
     """The state of a stopped training, saved to a file and loaded, does not stop the next training."""
     case = Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": ["skip", "stop"]})
     first = under(case).handle
@@ -433,24 +433,24 @@ def test_stopping_and_going_on(under: Any, tmp_path: Path) -> None:
     assert second.scalars()["grad/nonfinite_steps"] == 1
     with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
         Handle.load_state_dict(second, {**state, "monitors": []})
-    with pytest.raises(ValueError, match="version 2, this gradstat knows 1; upgrade"):
+    with pytest.raises(ValueError, match="expected a state of version 1, got 2; upgrade"):
         second.load_state_dict({**state, "version": 2})
 
 
 OWN_ERRORS = [
     *((name, "_watch.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
-    *((name, "_watch._in_words", "micro-batches could not be told apart") for name in UNDER),
-    *((name, "_watch.Watch.on_findings", "what was found could not be shown") for name in ("lightning", "trainer")),
+    *((name, "_watch._describe", "the bad micro-batch could not be determined") for name in UNDER),
+    *((name, "_watch.Watch.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
     ("accelerate", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
     ("trainer", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
     ("fabric", "fabric.clip_grad_norm_", "gradstat could not clip; Fabric does"),
-    ("trainer", "_handle.scalars_of", "numbers could not be logged"),
-    ("lightning", "lightning.StepAgain.note", "a batch could not be kept for a replay"),
+    ("trainer", "_handle.scalars_of", "statistics could not be logged"),
+    ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
 ]
 
 
 @pytest.mark.parametrize(("name", "broken", "words"), OWN_ERRORS)
-def test_errors_of_its_own_are_told_once_and_end_no_training(
+def test_internal_errors_are_reported_once_and_do_not_end_training(
     name: str, broken: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
@@ -459,11 +459,11 @@ def test_errors_of_its_own_are_told_once_and_end_no_training(
     def break_it(handle: Handle) -> None:
         if broken.endswith("on_findings"):
             monkeypatch.setattr("gradstat.integrations.lightning._show", fail)
-            monkeypatch.setattr("gradstat.integrations.transformers.GradstatCallback._look_at", fail)
+            monkeypatch.setattr("gradstat.integrations.transformers.GradstatCallback._on_findings", fail)
         else:
             monkeypatch.setattr(f"gradstat.integrations.{broken}", fail)
 
-    watch = {"on_anomaly": ["skip", "replay"] if "Again" in broken else "skip"}
+    watch = {"on_anomaly": ["skip", "replay"] if "StepReplay" in broken else "skip"}
     case = Case(tmp_path, clip=0.5, accumulate=2, bad_at=frozenset({2}), watch=watch, before=break_it)
     expected = plain(case, skip=1)
     if broken.endswith("on_findings"):
@@ -473,11 +473,11 @@ def test_errors_of_its_own_are_told_once_and_end_no_training(
         run = UNDER[name](case)
     forget_accelerators()
     torch.testing.assert_close(weights(run), weights(expected), rtol=1e-4, atol=1e-6)
-    (told,) = (str(one.message) for one in caught if "training goes on" in str(one.message))
-    assert told.startswith(f"gradstat: {words}; training goes on:\nTraceback")
+    (message,) = (str(one.message) for one in caught if "training goes on" in str(one.message))
+    assert message.startswith(f"gradstat: {words}; training goes on:\nTraceback")
 
 
-def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
+def test_advice_fits_the_framework(under: Any, tmp_path: Path) -> None:
     run = under(Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": "skip"}))
     advice = [one for finding in run.handle.monitor.findings for one in finding.advice if "replay" in one]
     assert len(advice) == 2
@@ -486,11 +486,11 @@ def test_advice_is_what_can_be_done_there(under: Any, tmp_path: Path) -> None:
     assert all(one.startswith("on_anomaly='replay'" + " names" * has_step) for one in advice)
 
 
-def test_what_is_told_points_at_the_program(under: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_warnings_point_at_the_users_line(under: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     under(Case(tmp_path, bad_at=frozenset({2})))
-    told = [warning for warning in recwarn if "gradstat" in str(warning.message)]
-    assert told
-    assert {warning.filename for warning in told} == {__file__}
+    warned = [warning for warning in recwarn if "gradstat" in str(warning.message)]
+    assert warned
+    assert {warning.filename for warning in warned} == {__file__}
 
 
 @pytest.mark.parametrize("name", UNDER)
@@ -527,18 +527,18 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
         ({"on_anomaly": {"error": ["skip", "explode"]}}, ValueError, "unknown policy 'explode'"),
         ({"on_anomaly": {"nonfinite-gradients": "skip"}}, ValueError, r"on_anomaly\['nonfinite-gradients'\]: expected"),
         ({"on_anomaly": "checkpoint"}, ValueError, "unknown policy 'checkpoint'"),
-        ({"on_anomaly": "replay"}, TypeError, r"needs the function that does a step: install\(..., replay=step_fn\)"),
+        ({"on_anomaly": "replay"}, TypeError, r"needs the function that runs a step: install\(..., replay=step_fn\)"),
         ({"watch": ["gradient"]}, ValueError, "cannot watch 'gradient'; known: gradients"),
         ({"watch": {"origin": 1}, "histroy": 5}, TypeError, "unexpected keyword argument 'histroy'"),
         ({"optimizer": None}, TypeError, "optimizer is taken from the trainer; leave it out"),
-        ({"options": {"keep_batch": True}, "runs_steps": True}, TypeError, "keep_batch is for loops"),
+        ({"options": {"keep_batch": True}, "runs_steps": True}, TypeError, "keep_batch is for plain loops; the t"),
         ({"max_norm": -1}, ValueError, "max_norm is -1"),
         ({"max_norm": math.nan}, ValueError, "max_norm is nan"),
         ({"max_norm": "1"}, TypeError, "max_norm: expected a number"),
         ({"max_norm": True}, TypeError, "max_norm: expected a number"),
     ],
 )
-def test_options_without_sense_are_refused_before_there_is_a_model(options: Any, error: Any, words: str) -> None:
+def test_invalid_options_are_refused_before_a_model_exists(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         Options(options, "trainer", options.pop("max_norm", None), options.pop("runs_steps", False))
 
@@ -563,9 +563,9 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
         with pytest.raises(NotImplementedError, match=rf"max_norm=1.0: expected None under {name}.*; set it there"):
             ask(engine, max_norm=1.0)
     assert ask(deepspeed) == (True, {rule.name for rule in gradstat.monitor.default_rules()})
-    with pytest.warns(UserWarning, match="this rank's piece"):
+    with pytest.warns(UserWarning, match="this rank's shard"):
         assert ask(fsdp) == (True, {rule.name for rule in gradstat.monitor.default_rules()})
-    with pytest.raises(NotImplementedError, match="'rollback' on 2 ranks"):
+    with pytest.raises(NotImplementedError, match="'rollback' on 2 ranks: ranks do not coordinate a rollback"):
         ask("MULTI_CPU", 2, on_anomaly="rollback")
     assert not ask("MULTI_CPU", 2, 1.0, on_anomaly="skip")[0]
     for engine, words in (("MEGATRON_LM", "got Megatron-LM"), (xla, "got XLA")):
@@ -607,7 +607,7 @@ def test_versions() -> None:
     assert _framework.version_of("5.23.0.dev0") == (5, 23)
     assert _framework.version_of("2.10.0rc1") == (2, 10)
     assert _framework.version_of("4") == (4, 0)
-    with pytest.raises(ImportError, match=r"expected transformers>=99.0, got .*pip install -U 'transformers>=99.0'"):
+    with pytest.raises(ImportError, match=r"needs transformers>=99.0, found .*pip install -U 'transformers>=99.0'"):
         _framework.require("transformers", (99, 0))
-    with pytest.raises(ImportError, match=r"expected no_such_framework>=1.0, and found none"):
+    with pytest.raises(ImportError, match=r"needs no_such_framework>=1.0, which is not installed"):
         _framework.require("no_such_framework", (1, 0))

@@ -26,7 +26,7 @@ from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
-from gradstat.integrations._watch import Ranks as Votes
+from gradstat.integrations._watch import RankReductions
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
 
@@ -216,8 +216,8 @@ def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, opti
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             before = [p.grad.clone() for p in module.parameters()]
             module.zero_grad()
-            assert callback._again is not None
-            compared.append(len(callback._again()))
+            assert callback._step_replay is not None
+            compared.append(len(callback._step_replay()))
             torch.testing.assert_close([p.grad for p in module.parameters()], before, rtol=0, atol=0)
 
     class Dropping(Model):
@@ -231,7 +231,7 @@ def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, opti
     assert made.callback_metrics["calls"] == 6  # a replay logs nothing
 
 
-def test_the_progress_bar_tells_the_finding() -> None:
+def test_the_progress_bar_shows_the_finding() -> None:
     shown: list[Any] = []
 
     class Watching(pl.Callback):
@@ -306,7 +306,7 @@ def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
     assert silent.experiment.metrics == []
 
 
-def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_resumed_training_continues_where_it_stopped(tmp_path: Path) -> None:
     clip = gradstat.AutoClip(percentile=50)
     first = GradstatCallback(max_norm=clip, on_anomaly=["skip", "record"])
     made = fit(first, Model(spoil={3: "sqrt"}))
@@ -323,8 +323,8 @@ def test_a_training_that_is_resumed_goes_on_where_it_was(tmp_path: Path) -> None
     assert again.summary().steps == 15  # the skipped step had nothing to clip
 
 
-def test_what_would_be_done_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*remove the other"):
+def test_duplicate_clips_and_callbacks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
     made = lightning_trainer(GradstatCallback())
     made.callbacks.append(GradstatCallback())  # type: ignore[attr-defined]
@@ -334,18 +334,18 @@ def test_what_would_be_done_twice_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
-    with pytest.raises(ValueError, match="manual optimization"):
+    with pytest.raises(ValueError, match="replay needs a function that runs the step under manual optimization"):
         fit(GradstatCallback(on_anomaly="replay"), Two())
 
     class Iterating(Model):
         def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
             raise AssertionError
 
-    with pytest.raises(ValueError, match="dataloader_iter"):
+    with pytest.raises(ValueError, match="dataloader_iter, which cannot be rewound"):
         fit(GradstatCallback(on_anomaly="replay"), Iterating())
 
 
-def test_arguments_without_sense_are_refused_at_once() -> None:
+def test_invalid_arguments_are_refused_at_once() -> None:
     for options, words in (
         ({"log_every": -1}, "log_every is -1"),
         ({"on_anomaly": "explode"}, "unknown policy 'explode'; known: record, .*checkpoint"),
@@ -369,7 +369,7 @@ def test_lbfgs_is_measured_in_every_evaluation() -> None:
     assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
 
 
-def test_frameworks_are_imported_when_asked_for_and_missing_ones_are_told() -> None:
+def test_frameworks_are_imported_on_demand_and_missing_ones_are_named() -> None:
     printed = output_of(
         """
         import sys, warnings
@@ -443,16 +443,16 @@ class _OneWants(pl.Callback):
             elif self.policy == "raise":
                 watch._error = AnomalyError("it is on this rank")
             else:
-                watch._noted.add(self.policy)
+                watch._requested.add(self.policy)
 
 
 @pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
 @on_ranks(2)
-def test_what_one_rank_wants_all_do(policy: str, tmp_path: Path) -> None:
+def test_policies_of_one_rank_are_carried_out_on_all(policy: str, tmp_path: Path) -> None:
     callback = GradstatCallback(on_anomaly="record", save_dir=tmp_path)
     callbacks = [_OneWants(callback, policy), callback]
     if policy == "raise":
-        words = ("another rank found an anomaly", "it is on this rank")[dist.get_rank()]
+        words = ("another rank found an anomaly; see the error on that rank", "it is on this rank")[dist.get_rank()]
         with pytest.raises(AnomalyError, match=words):
             fit_on_ranks(callbacks, Model())
         return
@@ -473,7 +473,7 @@ def test_a_replay_finds_the_line_on_the_rank_that_made_it(accumulate: int) -> No
 
 
 @on_ranks(2)
-def test_the_micro_batch_is_told_on_the_rank_that_made_it() -> None:
+def test_the_micro_batch_is_reported_on_the_rank_that_caused_it() -> None:
     callback = GradstatCallback(on_anomaly="skip")
     fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
     # On the other rank it appears with the all-reduce of the last micro-batch.
@@ -510,7 +510,7 @@ def test_sharded_gradients_are_measured_and_clipped_as_a_whole() -> None:
 
 
 @on_ranks(2)
-def test_the_rank_that_brought_it_is_named_on_all() -> None:
+def test_the_rank_that_caused_it_is_named_on_all() -> None:
     callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
     fit_on_ranks([callback], Model(spoil=_bad_at(3)))
     (found,) = (finding for finding in callback.monitor.findings if finding.rule == "bad-rank")
@@ -520,13 +520,20 @@ def test_the_rank_that_brought_it_is_named_on_all() -> None:
 
 
 @on_ranks(2)
-def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks() -> None:
+def test_the_mean_loss_is_that_of_the_ranks_with_a_loss() -> None:
+    reductions, rank = RankReductions(torch.device("cpu")), dist.get_rank()
+    assert reductions.mean(torch.tensor(3.0 + 2 * rank)) == 4.0
+    assert reductions.mean(torch.tensor(3.0) if rank == 1 else None) == (3.0 if rank == 1 else None)
+
+
+@on_ranks(2)
+def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     """As on a GPU, where calls do not wait for votes; a call that waits also gets those of the call before."""
     first = dist.get_rank() == 0
-    said = [([first, False], False), ([False, False], False), ([False, first], False)]
-    said += [([False, False], True)] * 2
+    calls = [([first, False], False), ([False, False], False), ([False, first], False)]
+    calls += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostCopy, "travels", True)
-        votes = Votes(torch.device("cpu"))
-        heard = [votes.any_of(wants, wait) for wants, wait in said]
-    assert heard == [[False, False], [True, False], [False, False], [False, True], [False, False]]
+        votes = RankReductions(torch.device("cpu"))
+        received = [votes.any_of(wants, wait) for wants, wait in calls]
+    assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]

@@ -50,7 +50,7 @@ def trained(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
 
-def told(call: Callable[[], Any]) -> list[str]:
+def warnings_of(call: Callable[[], Any]) -> list[str]:
     """The warnings of ``call``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -95,9 +95,9 @@ def test_remove_leaves_the_trainer_as_it_was(make: Make) -> None:
     before = (set(vars(trainer)), dict(vars(trainer.accelerator)), list(trainer.callback_handler.callbacks))
     install(trainer).remove()
     handle = install(trainer)
-    below = trainer.log
+    original = trainer.log
     seen = []
-    trainer.log = lambda logs, *a: (seen.append(logs), below(logs, *a))[1]  # type: ignore[method-assign]
+    trainer.log = lambda logs, *a: (seen.append(logs), original(logs, *a))[1]  # type: ignore[method-assign]
     handle.remove()
     # The optimizer is made earlier than without gradstat.
     assert {k for k in vars(trainer) if k not in before[0]} <= {"optimizer_cls_and_kwargs", "log"}
@@ -144,12 +144,12 @@ def test_no_clipping_does_not_poison(make: Make) -> None:
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-def test_a_hidden_loss_is_told(make: Make, hidden: bool) -> None:
+def test_a_hidden_loss_is_reported(make: Make, hidden: bool) -> None:
     trainer = make(max_steps=3, logging_nan_inf_filter=hidden)
     trainer.model.bad_at = {1}
     with install(trainer, on_anomaly="skip"):
-        words = told(trainer.train)
-    assert sum("logging_nan_inf_filter=True puts the average" in one for one in words) == hidden
+        words = warnings_of(trainer.train)
+    assert sum("logging_nan_inf_filter=True replaces it by the average" in one for one in words) == hidden
     assert torch.tensor(logged(trainer, "grad/loss")).isnan().tolist() == [False, True, False]
     assert torch.tensor(logged(trainer, "loss")).isnan().any() != hidden
 
@@ -185,9 +185,9 @@ def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: boo
     """Nonfinite parameters are not saved, and do not rotate out good checkpoints."""
     trainer = saving(make, strategy, 32)
     with install(trainer, on_anomaly=["skip", "stop"] if skips else "stop"):
-        words = told(trainer.train)
-    how = "with the parameters of now" if skips else "without a checkpoint of what is poisoned"
-    assert sum(f"the Trainer stops behind step 6, {how}" in one for one in words) == 1
+        words = warnings_of(trainer.train)
+    how = "with finite parameters" if skips else "without saving a checkpoint (Monitor.is_healthy is False)"
+    assert sum(f"the Trainer stops after step 6, {how}" in one for one in words) == 1
     assert trainer.state.global_step == 6
     found = {path.parent: load_file(path) for path in tmp_path.glob("checkpoint-*/model.safetensors")}
     expected = [] if strategy == "no" else ["checkpoint-6"] if skips else ["checkpoint-4"]
@@ -201,14 +201,14 @@ def test_what_a_stop_saves(make: Make, tmp_path: Path, strategy: str, skips: boo
 def test_an_unhealthy_state_rotates_no_checkpoint_out(make: Make, tmp_path: Path, strategy: str) -> None:
     trainer = saving(make, strategy, 12)
     with install(trainer, on_anomaly=["skip", "record"], healthy_checkpoints=True):
-        words = told(trainer.train)
+        words = warnings_of(trainer.train)
     assert trainer.state.global_step == 12
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert sum("checkpoints are not saved until" in one for one in words) == 1
 
 
 @QUIET
-def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_restores_the_monitor(make: Make, tmp_path: Path) -> None:
     trainer = make(max_steps=4, save_strategy="steps", save_steps=2)
     trainer.model.bad_at = {1}
     install(trainer, on_anomaly="skip")
@@ -224,9 +224,7 @@ def test_a_checkpoint_brings_the_monitor_back(make: Make, tmp_path: Path) -> Non
 
 @QUIET
 @pytest.mark.filterwarnings("ignore:gradstat.*could not be saved")
-def test_what_becomes_of_a_state_that_is_not_there_or_damaged(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_or_damaged_state(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -250,7 +248,7 @@ def test_what_becomes_of_a_state_that_is_not_there_or_damaged(
             again.train(resume_from_checkpoint=str(folder))
 
 
-def test_labels_are_looked_at_before_the_loss_fails_on_them(make: Make) -> None:
+def test_labels_are_checked_before_the_loss_fails_on_them(make: Make) -> None:
     def no_classes(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {**sample, "labels": torch.tensor([7])}
 
@@ -268,7 +266,7 @@ def test_clipping_twice_is_refused(make: Make) -> None:
     install(trainer, max_norm=1.0).remove()
 
 
-def test_a_trainer_that_clips_otherwise_is_measured_and_told(make: Make) -> None:
+def test_a_trainer_with_its_own_clip_is_measured_with_a_warning(make: Make) -> None:
     class Own(InOrder):
         def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
             return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -295,10 +293,10 @@ def test_bad_arguments_are_refused_before_training(make: Make) -> None:
         trainer.add_callback(GradstatCallback)
 
 
-def test_a_monitor_that_comes_later(tmp_path: Path) -> None:
+def test_a_monitor_made_later(tmp_path: Path) -> None:
     trainer = InOrder(model_init=Net, args=training_arguments(tmp_path), train_dataset=dataset())
     handle = install(trainer)
-    with pytest.raises(RuntimeError, match="made when training begins"):
+    with pytest.raises(RuntimeError, match="does not exist yet: it is made when training begins"):
         _ = handle.monitor
     trainer.train()
     assert handle.monitor.steps == 5

@@ -43,7 +43,7 @@ def test_thousands_of_steps_take_no_more_memory(kind: str) -> None:
     assert growth()[f"memory of {kind}"][0] < 1 << 19
 
 
-def test_what_grows_is_seen() -> None:
+def test_growth_is_detected() -> None:
     assert growth()["kept"][0] >= 150
 
 

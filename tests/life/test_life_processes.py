@@ -144,9 +144,9 @@ def test_forks_workers_and_the_end_of_a_program_that_measures(tmp_path: Path) ->
     started = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
     ended = run(started, program, tmp_path, *WAYS)
     # Coverage warns of modules imported before a fork.
-    said = [line for line in ended.stderr.splitlines() if "CoverageWarning" not in line and "self.warn(" not in line]
+    printed = [line for line in ended.stderr.splitlines() if "CoverageWarning" not in line and "self.warn(" not in line]
     forked = ["same bits True"] if hasattr(os, "fork") else []
-    assert (ended.returncode, said) == (0, [])
+    assert (ended.returncode, printed) == (0, [])
     assert ended.stdout.splitlines() == [*forked, *(f"{way} True" for way in WAYS), "the end"]
     for child_steps, expected in ((0, 4), (2, 5)) if forked else ():
         assert len(load(tmp_path / f"{child_steps}.gradstat").steps) == expected

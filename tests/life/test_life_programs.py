@@ -42,7 +42,7 @@ def test_equal_modules_are_not_taken_for_each_other() -> None:
         assert [gradstat.check(model)["weight"].max for model in models] == [1.0, 2.0]
 
 
-def test_a_module_that_lists_what_it_likes_is_asked_each_time() -> None:
+def test_a_module_with_its_own_parameter_list_is_asked_each_time() -> None:
     class Trainable(nn.Sequential):
         def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
             return ((n, p) for n, p in super().named_parameters(*arguments, **named) if p.requires_grad)
@@ -230,7 +230,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: gradstat.
 
 @pytest.mark.parametrize("kind", MONITORS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_monitor_that_nobody_has_any_more_leaves_no_hook(kind: str, steps: int) -> None:
+def test_a_deleted_monitor_leaves_no_hook(kind: str, steps: int) -> None:
     model, optimizer = net()
     for detached in (True, False):
         monitor = gradstat.Monitor(model, optimizer, **MONITORS[kind])
@@ -247,7 +247,7 @@ def test_a_monitor_that_nobody_has_any_more_leaves_no_hook(kind: str, steps: int
     model(torch.randn(4, 3))
 
 
-def test_a_monitor_that_goes_before_the_step_takes_its_verdict_along() -> None:
+def test_a_monitor_deleted_before_the_step_removes_its_verdict() -> None:
     model, optimizer = net()
     monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")})
     model(torch.full((4, 3), math.nan)).sum().backward()

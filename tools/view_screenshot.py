@@ -1,6 +1,6 @@
 """Trains the demo's GPT with one fault and a monitor, writes the page and takes a screenshot of it for the documents.
 
-    python tools/view_picture.py [--output docs/view.png] [--page FOLDER]
+    python tools/view_screenshot.py [--output docs/view.png] [--page FOLDER]
 
 Needs chromium and chromedriver on the path.
 """
@@ -23,7 +23,7 @@ STEPS, FAULT, LAYER = 80, 64, 2
 WIDTH, HEIGHT = 1400, 1470
 
 
-def photograph(page: Path, picture: Path) -> None:
+def take_screenshot(page: Path, picture: Path) -> None:
     browser = offline_chromium()
     if browser is None:
         raise FileNotFoundError("there is no chromium with chromedriver on the path")
@@ -48,11 +48,10 @@ def main() -> None:
         folder = (options.page or Path(temporary)).resolve()
         torch.manual_seed(0)
         data = corpus.read(corpus.standard_library())
-        recording = train(GPT(SMALL), data, STEPS, FAULT, LAYER, seed=0, device="cpu").recording
-        assert recording is not None
+        recording, _ = train(GPT(SMALL), data, STEPS, FAULT, LAYER, seed=0, device="cpu")
         saved = save(recording, folder / "run.gradstat")
         page = write_page(recording, folder / "run.html", "The demo's GPT, one activation overwritten")
-        photograph(page, options.output)
+        take_screenshot(page, options.output)
         print(f"{saved}: {saved.stat().st_size:,} bytes; {page}: {page.stat().st_size:,} bytes")
     print(f"{options.output}: {options.output.stat().st_size:,} bytes")
 

@@ -25,8 +25,8 @@ import gradstat
 from gradstat.integrations import accelerate, fabric, transformers
 from gradstat.integrations.lightning import GradstatCallback
 
-Way = Callable[[nn.Module, torch.optim.Optimizer], Any]
-WAYS: dict[str, Way] = {
+Watcher = Callable[[nn.Module, torch.optim.Optimizer], Any]
+WATCHERS: dict[str, Watcher] = {
     "auto": lambda model, optimizer: gradstat.auto(optimizer, model),
     "Monitor": gradstat.Monitor,
     "Monitor that watches everything": lambda model, optimizer: gradstat.Monitor(
@@ -74,7 +74,7 @@ FRAMEWORKS: dict[str, Callable[..., Callable[[], Any]]] = {
     "Trainer": _trainer,
 }
 
-DEEDS: dict[str, Callable[[nn.Module], Any]] = {
+OPERATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "load": loaded,
     "copy": copy.deepcopy,
     "script": torch.jit.script,
@@ -107,16 +107,16 @@ def _steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], watche
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("deed", DEEDS)
-@pytest.mark.parametrize("way", [*WAYS, *FRAMEWORKS])
-def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", [*WATCHERS, *FRAMEWORKS])
+def test_a_watched_model_can_be_saved_copied_and_compiled(kind: str, operation: str, tmp_path: Path) -> None:
     model, optimizer = made()
-    watcher = FRAMEWORKS[way](model, optimizer, tmp_path)() if way in FRAMEWORKS else WAYS[way](model, optimizer)
+    watcher = FRAMEWORKS[kind](model, optimizer, tmp_path)() if kind in FRAMEWORKS else WATCHERS[kind](model, optimizer)
     for _ in range(2):  # before and during a training
-        another = DEEDS[deed](model)
+        another = OPERATIONS[operation](model)
         torch.testing.assert_close(another(torch.ones(1, 4)), model(torch.ones(1, 4)))
         _steps(model, [optimizer], [watcher], 2)
-    torch.testing.assert_close(DEEDS[deed](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    torch.testing.assert_close(OPERATIONS[operation](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
     getattr(watcher, "remove", lambda: None)()
     forget_accelerators()
 
@@ -124,10 +124,10 @@ def test_a_watched_model_can_be_handed_on(way: str, deed: str, tmp_path: Path) -
 # Programs that do something between steps: each is given a function that watches, and returns its result.
 
 
-def _through(wrap: Callable[[nn.Module], Any], watched: bool = False) -> Callable[[Way], nn.Module]:
+def _through(wrap: Callable[[nn.Module], Any], watched: bool = False) -> Callable[[Watcher], nn.Module]:
     """Trains the model through a wrapper, which may be what is watched."""
 
-    def program(watch: Way) -> nn.Module:
+    def program(watch: Watcher) -> nn.Module:
         model, optimizer = made()
         wrapped = wrap(model)
         _steps(wrapped, [optimizer], [watch(wrapped if watched else model, optimizer)], 20)
@@ -136,7 +136,7 @@ def _through(wrap: Callable[[nn.Module], Any], watched: bool = False) -> Callabl
     return program
 
 
-def _averaged(watch: Way) -> nn.Module:
+def _averaged(watch: Watcher) -> nn.Module:
     """Averages as torch makes them, and as trainers do, which copy the model and then its state."""
     model, optimizer = made()
     watcher = watch(model, optimizer)
@@ -150,7 +150,7 @@ def _averaged(watch: Way) -> nn.Module:
     return nn.Sequential(average, copied)
 
 
-def _tied(watch: Way) -> nn.Module:
+def _tied(watch: Watcher) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -161,21 +161,21 @@ def _tied(watch: Way) -> nn.Module:
     return model
 
 
-def _several_optimizers(watch: Way) -> nn.Module:
+def _several_optimizers(watch: Watcher) -> nn.Module:
     model, _ = made()
     optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.01)]
     _steps(model, optimizers, [watch(model, optimizer) for optimizer in optimizers], 60)
     return model
 
 
-def _two_trainings(watch: Way) -> nn.Module:
+def _two_trainings(watch: Watcher) -> nn.Module:
     trainings = [made(), made()]
     for model, optimizer in trainings:
         _steps(model, [optimizer], [watch(model, optimizer)], 20)
     return nn.ModuleList(model for model, _ in trainings)
 
 
-def _resumed(watch: Way) -> nn.Module:
+def _resumed(watch: Watcher) -> nn.Module:
     model, optimizer = made()
     watcher = watch(model, optimizer)
     _steps(model, [optimizer], [watcher], 20)
@@ -194,7 +194,7 @@ def _resumed(watch: Way) -> nn.Module:
     return again
 
 
-def _cell_run_twice(watch: Way) -> nn.Module:
+def _cell_run_twice(watch: Watcher) -> nn.Module:
     model, optimizer = made()
     for _ in range(2):
         watcher = watch(model, optimizer)
@@ -203,7 +203,7 @@ def _cell_run_twice(watch: Way) -> nn.Module:
     return model
 
 
-PROGRAMS: dict[str, Callable[[Way], nn.Module]] = {
+PROGRAMS: dict[str, Callable[[Watcher], nn.Module]] = {
     "compiled and watched": _through(partial(torch.compile, backend="eager"), watched=True),
     "watched below a compiled one": _through(partial(torch.compile, backend="eager")),
     "replicated": _through(nn.DataParallel),
@@ -219,10 +219,10 @@ PROGRAMS: dict[str, Callable[[Way], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*is no parameter of the model")  # true after weights were tied
 @pytest.mark.filterwarnings("error::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("way", [*WAYS, "patch"])
-def test_a_program_goes_on_as_if_nobody_watched(way: str, program: str) -> None:
+@pytest.mark.parametrize("kind", [*WATCHERS, "patch"])
+def test_a_watched_program_gives_the_same_results(kind: str, program: str) -> None:
     def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        watcher = gradstat.patch_torch() if way == "patch" else WAYS[way](model, optimizer)
+        watcher = gradstat.patch_torch() if kind == "patch" else WATCHERS[kind](model, optimizer)
         made.append(watcher)
         return watcher
 
@@ -237,12 +237,12 @@ def test_a_program_goes_on_as_if_nobody_watched(way: str, program: str) -> None:
         assert torch.equal(value, other), name
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_file_of_a_watched_model_and_optimizer_is_that_of_any_other(way: str) -> None:
+@pytest.mark.parametrize("kind", WATCHERS)
+def test_saved_files_of_a_watched_model_and_optimizer_are_unchanged(kind: str) -> None:
     files = []
     for watched in (False, True):
         model, optimizer = made()
-        watcher = WAYS[way](model, optimizer) if watched else None
+        watcher = WATCHERS[kind](model, optimizer) if watched else None
         _steps(model, [optimizer], [watcher], 2)
         whole = {"model": model, "optimizer": optimizer.state_dict(), "all of it": optimizer}
         files.append(saved(whole))  # type: ignore[arg-type]
@@ -268,19 +268,19 @@ def global_state() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("way", [*WAYS, "patch", "Accelerate", "Fabric", "Lightning", "Trainer"])
-def test_nothing_global_is_touched(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*WATCHERS, "patch", "Accelerate", "Fabric", "Lightning", "Trainer"])
+def test_global_state_is_unchanged(kind: str, tmp_path: Path) -> None:
     """Random numbers, flags, warning filters and threads are as without gradstat."""
     states = []
     for watched in (False, False, True):  # frameworks set variables on first use
         random.seed(0)
         numpy.random.seed(0)  # noqa: NPY002
         model, optimizer = made()
-        enter = FRAMEWORKS[way](model, optimizer, tmp_path) if way in FRAMEWORKS else None
+        enter = FRAMEWORKS[kind](model, optimizer, tmp_path) if kind in FRAMEWORKS else None
         before = global_state()
         watcher = None
         if watched:
-            watcher = enter() if enter is not None else WAYS[way](model, optimizer)
+            watcher = enter() if enter is not None else WATCHERS[kind](model, optimizer)
         if enter is None:
             _steps(model, [optimizer], [watcher], 2)
         within = global_state()
@@ -290,7 +290,7 @@ def test_nothing_global_is_touched(way: str, tmp_path: Path) -> None:
     assert states[1] == states[2]
 
 
-def test_hooks_of_others_stay_in_the_file() -> None:
+def test_other_hooks_are_saved() -> None:
     model, optimizer = made()
     handle = model.register_forward_hook(print)
     gradstat.auto(optimizer, model)
@@ -302,9 +302,9 @@ def test_hooks_of_others_stay_in_the_file() -> None:
     assert print not in model._forward_hooks.values()
 
 
-@pytest.mark.parametrize("way", ["Accelerate", "Fabric", "Trainer"])
-def test_a_second_install_takes_the_place_of_the_first(way: str, tmp_path: Path) -> None:
-    enter = FRAMEWORKS[way](*made(), tmp_path)
+@pytest.mark.parametrize("kind", ["Accelerate", "Fabric", "Trainer"])
+def test_a_second_install_replaces_the_first(kind: str, tmp_path: Path) -> None:
+    enter = FRAMEWORKS[kind](*made(), tmp_path)
     first = enter()
     with enter() as second:
         assert not first._patches
