@@ -72,14 +72,14 @@ class AcceleratorBase(Handle):
         limit = self._limit(max_norm, "clip_grad_norm_")
         norm = None
         if not self._engine_clips:
-            with self._gaps.contained(0, "gradstat could not clip; accelerate does"):
+            with self._gaps.suppress_errors(0, "gradstat could not clip; accelerate does"):
                 self._unscale(listed)
                 norm = clip_grad_norm_(listed, math.inf, norm_type)  # only measures
         is_complete = self._engine_clips or self._accelerator.sync_gradients
         if is_complete:
             self._measure(self._those_with(listed), self._accelerator.gradient_accumulation_steps)
         else:
-            self._tell_once(
+            self._warn_once(
                 "unfinished",
                 "clip_grad_norm_ was called while gradients are still being accumulated: an unfinished gradient is "
                 "clipped, and not measured. Call it under `if accelerator.sync_gradients:`",
@@ -94,7 +94,7 @@ class AcceleratorBase(Handle):
         ids = [id(parameter) for parameter in parameters]
         those = [watch for watch in self.watches if watch.holds(ids)]
         if not those and ids and self.watches and not self._engine_clips:
-            self._tell_once(
+            self._warn_once(
                 "unknown",
                 "clip_grad_norm_ was called with parameters of no model that is watched; they are clipped, and not "
                 "measured. Prepare all models before gradstat's install()",
@@ -120,7 +120,7 @@ class AcceleratorBase(Handle):
         if chosen:
             self._accelerator.unscale_gradients(optimizer=chosen)
 
-    def _tell_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
+    def _warn_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._told:
             self._told.add(key)
             warn(text, category)

@@ -183,7 +183,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             self._accelerator.clip_grad_norm_(self.trainer.model_wrapped.parameters(), float("inf"))
             return
         if not self._engine_clips:
-            self._tell_once(
+            self._warn_once(
                 "bypass",
                 "this Trainer clips without accelerator.clip_grad_norm_ (gradients on mixed meshes, apex, or a "
                 "subclass), so statistics are those of clipped gradients",
@@ -203,7 +203,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if not is_poisoned and args.save_strategy != "no":
             control.should_save = True
         how = "without a checkpoint of what is poisoned" if is_poisoned else "with the parameters of now"
-        self._tell_once(
+        self._warn_once(
             "stop",
             f"the Trainer stops behind step {state.global_step}, {how}, as the policy 'stop' says (it is also that of "
             "the rule 'lost-loss', unless on_anomaly has another for it)",
@@ -227,7 +227,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def _look_at(self, findings: list[Finding]) -> None:
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
         if lost is not None and self.trainer.args.logging_nan_inf_filter:
-            self._tell_once(
+            self._warn_once(
                 "filter",
                 f"the Trainer's log hides the loss of step {lost.step}, which was not finite: "
                 "logging_nan_inf_filter=True puts the average before it in its place. grad/loss shows it; or pass "
@@ -254,7 +254,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def _in_log(self, below: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if self._log and self.watches and "loss" in logs:
             self._only.flush()  # may raise, depending on policies
-            with self._gaps.contained(0, "numbers could not be logged"):
+            with self._gaps.suppress_errors(0, "numbers could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
                 logs = {**logs, **values}
                 if "grad/total_norm" in values and not self._engine_clips:
@@ -268,7 +268,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             return
         saved = folder / STATE_FILE
         self._only.flush()
-        with self._gaps.contained(0, f"{saved} could not be saved"), replacing(saved) as file:
+        with self._gaps.suppress_errors(0, f"{saved} could not be saved"), replacing(saved) as file:
             torch.save(self.state_dict(), file)
 
     def remove(self) -> None:

@@ -200,7 +200,7 @@ class Facts:
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
         initial_lr: The learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Number of classes of labels, if the monitor was told.
-        is_called_by_hand: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
+        is_user_called: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
     """
 
@@ -211,7 +211,7 @@ class Facts:
     second_moment_decay: float = 0.0
     initial_lr: float = 0.0
     classes: int | None = None
-    is_called_by_hand: bool = True
+    is_user_called: bool = True
     origin_is_unknown: bool = False
 
     def first_in_backward(self, names: Sequence[str]) -> str:
