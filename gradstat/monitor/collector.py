@@ -76,7 +76,7 @@ class Collector:
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
         given: list[Any] = list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in given):
-            raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or such integers by path")
+            raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
         self.classes: int | None = max(given, default=None)
         self._ignore_index = options.ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})

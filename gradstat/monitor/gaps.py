@@ -31,11 +31,11 @@ class Gaps:
         if not new:
             return
         self._reported |= new.keys()
-        told = [
+        reasons = [
             f"the {kind} {refusals[0]}" + f" (and {len(refusals) - 1} more)" * (len(refusals) > 1)
             for kind, refusals in new.items()
         ]
-        text = "; ".join(told)
+        text = "; ".join(reasons)
         self._findings.append(Finding(RULE, "info", step, "monitor", {k: len(r) for k, r in new.items()}, text=text))
         warn(f"not watched: {text}", UserWarning)
 

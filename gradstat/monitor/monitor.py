@@ -396,7 +396,7 @@ class Monitor:
         if raising:
             first = raising[0]
             replayed = f"\n{self._replayed}" if self._replayed else ""
-            raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
+            raise AnomalyError(f"{first}{replayed}\n{_causes_and_advice(first)}", first)
 
     def _run_rules(self) -> None:
         """Runs all rules on the steps since the last review."""
@@ -708,7 +708,7 @@ def _feasible_advice(advice: Iterable[str], replays: bool) -> Iterator[str]:
             yield "watch={'activations': 1} names the first module whose output is not finite"
 
 
-def _in_words(finding: Finding) -> str:
+def _causes_and_advice(finding: Finding) -> str:
     causes = "".join(f"\n  - {cause}" for cause in finding.causes)
     advice = "".join(f"\n  - {advice}" for advice in finding.advice)
     return f"likely causes:{causes}\nwhat to try:{advice}"

@@ -76,16 +76,16 @@ class Rows:
         infos = [self.layout.infos[place[name]] if name in place else None for name in names]
         return Rows(Layout.of(names, infos), self.steps, raw)
 
-    def first_nonfinite(self, look: int, position: int) -> list[int] | None:
+    def first_nonfinite(self, row: int, position: int) -> list[int] | None:
         """Index of the first NaN or Inf of one tensor, as in `gradstat.TensorStats`; None if all are finite.
 
         Args:
-            look: Position in `steps`.
+            row: Position in `steps`.
             position: Position in `names`.
         """
         info = self.layout.infos[position]
-        row = None if info is None else TensorStats(self.names[position], self.raw[look, position], info)
-        return None if row is None or row.first_nonfinite is None else list(row.first_nonfinite)
+        stats = None if info is None else TensorStats(self.names[position], self.raw[row, position], info)
+        return None if stats is None or stats.first_nonfinite is None else list(stats.first_nonfinite)
 
     def field(self, name: str) -> Floats:
         """A measured column: ``name`` is one of `gradstat.FIELDS`."""

@@ -47,8 +47,8 @@ class Culprit:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; a report as the list of its tensors."""
         reports = {"inputs": self.inputs, "output": self.output}
-        told = {key: None if report is None else [s.to_dict() for s in report] for key, report in reports.items()}
-        return {**values_of(self), **told, "stack": list(self.stack)}
+        values = {key: None if report is None else [s.to_dict() for s in report] for key, report in reports.items()}
+        return {**values_of(self), **values, "stack": list(self.stack)}
 
     def _headline(self) -> str:
         what = {"nan": "NaN", "inf": "Inf"}[self.kind]

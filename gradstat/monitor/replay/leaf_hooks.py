@@ -70,5 +70,5 @@ class LeafHooks:
             if origin is None:
                 module = name.rpartition(".")[0]
                 origin = self._watch.add(gradient, called="gradient", phase="backward", module=module, name=name)
-            origin.settle(gradient)
+            origin.complete(gradient)
             self._watch.reached.append(origin)

@@ -104,7 +104,7 @@ class NonfiniteMode(TorchDispatchMode):
             # ``scores[mask] = inf`` makes a tensor of the number without dispatching an operation.
             number = tensor.dim() == 0 and not has_nan(tensor)
             origin = self.add(tensor, called="tensor", intended=number or looks_like_mask(tensor), **here)
-        origin.settle(tensor)
+        origin.complete(tensor)
         return origin
 
     # The operations ---------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class NonfiniteMode(TorchDispatchMode):
             if not is_bad(values):
                 continue
             source = first(origins) or self.origin_of(tensor)
-            source.settle(values)
+            source.complete(values)
             at = call.bad_elements_from(name, values, result)
             if bool(at.any()):
                 inherited.append(source)

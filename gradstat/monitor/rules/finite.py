@@ -32,7 +32,7 @@ def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
     return counted if first is None else {**counted, "first": first}
 
 
-def _in_words(counted: dict[str, Any]) -> str:
+def _described(counted: dict[str, Any]) -> str:
     kinds = [f"{counted[key]:,} {kind}" for key, kind in (("nan_count", "NaN"), ("inf_count", "Inf")) if counted[key]]
     where = f", the first at {counted['first']}" if "first" in counted else ""
     return f"{' and '.join(kinds)} in {counted['numel']:,} elements{where}"
@@ -88,7 +88,7 @@ class NonfiniteGradient(Rule):
                 continue
             name = window.facts.first_in_backward(bad)
             counted = _counts(rows, row, name)
-            text = f"the gradient of {name} has {_in_words(counted)}; {len(bad)} of {len(rows.names)} gradients "
+            text = f"the gradient of {name} has {_described(counted)}; {len(bad)} of {len(rows.names)} gradients "
             text += "are not finite" if len(bad) > 1 else "is not finite"
             severity: Severity = self.severity
             if window.facts.is_scaled:
@@ -199,7 +199,7 @@ class _NonfiniteTensor(Rule):
                     continue
                 counted = _counts(rows, row, bad[0])
                 more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""
-                text = f"the {self.what.format(kind=kind)} {bad[0]} has {_in_words(counted)}{more}"
+                text = f"the {self.what.format(kind=kind)} {bad[0]} has {_described(counted)}{more}"
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
                 yield self.found(step, bad[0], text, kind, causes=causes, **evidence)

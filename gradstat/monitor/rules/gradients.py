@@ -283,7 +283,7 @@ class MissingGradient(_AbsentGradientRule):
 
     Args:
         in_a_row: Number of steps in a row.
-        chosen: Number of steps if each of them has a twin with a gradient: one of the same shape whose name differs
+        expert_steps: Number of steps if each has a twin with a gradient: one of the same shape whose name differs
             only in digits. A router may leave out some of its experts for long.
     """
 
@@ -297,9 +297,9 @@ class MissingGradient(_AbsentGradientRule):
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
 
-    def __init__(self, in_a_row: int = 30, chosen: int = 300) -> None:
+    def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
         super().__init__(in_a_row)
-        self.chosen = chosen
+        self.expert_steps = expert_steps
         self._resting: list[str] = []  # such as a target network's: `OptimizerCoverage` reports these
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
@@ -320,7 +320,7 @@ class MissingGradient(_AbsentGradientRule):
             missing &= ~np.isin(rows.names, self._resting)
         needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
         if missing.any():
-            needed = np.where(_have_twins(window, rows, missing), max(self.chosen, self.in_a_row), needed)
+            needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, self.in_a_row), needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
                 yield self._finding_of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)

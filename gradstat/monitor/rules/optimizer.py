@@ -139,7 +139,7 @@ class SmallSecondMoment(LastingRule):
             for row, fresh, _, since in self.lasting(rows, low, self.measurements, names):
                 i = fresh[0]
                 name, value = rows.names[i], largest[row, i]
-                text = f"all elements of {kind} of {name} are at most {value:.3g}, too small beside eps, {eps:g}"
+                text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"
                 text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
                 evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
                 yield self.found(since[i], name, text, about=kind, **evidence)
