@@ -246,7 +246,7 @@ def test_what_the_engine_does_itself_is_refused() -> None:
         for policy in ("skip", "rollback", "replay"):
             with pytest.raises(NotImplementedError, match=f"'{policy}' is not supported with DeepSpeed"):
                 gradstat.Monitor(engine, on_anomaly=policy)
-        with pytest.raises(TypeError, match="optimizer: expected None beside DeepSpeed's engine"):
+        with pytest.raises(TypeError, match="optimizer: expected None with DeepSpeed's engine"):
             gradstat.Monitor(engine, torch.optim.SGD(parameters, lr=0.1))
         with gradstat.patch_torch():  # calls of torch's clip still work
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -261,7 +261,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     for policy in ("skip", "rollback", "replay"):
         with pytest.raises(NotImplementedError, match=f"'{policy}' is not supported with Megatron-Core's Distributed"):
             gradstat.Monitor(model, on_anomaly=policy)
-    with pytest.raises(TypeError, match=r"torch's, .* got megatron\.core\..*DistributedDataParallel"):
+    with pytest.raises(TypeError, match=r"model of torch, .* got megatron\.core\..*DistributedDataParallel"):
         gradstat.Monitor(model, watch={"origin": 1})
-    with pytest.raises(TypeError, match="optimizer: expected None beside Megatron-Core's DistributedDataParallel"):
+    with pytest.raises(TypeError, match="optimizer: expected None with Megatron-Core's DistributedDataParallel"):
         gradstat.Monitor(model, torch.optim.SGD(parameters, lr=0.1))
