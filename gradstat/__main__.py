@@ -21,7 +21,7 @@ COMMANDS = {
     "bench": ("gradstat.bench", "main", "what checks, clips and detect_anomaly cost on your own model and machine"),
     "view": ("gradstat.monitor.command", "view_main", "what a recording of a run says, and a page to look at it"),
     "norms": ("gradstat.distributed.norms", "main", "whether a clip has the norm of one process, in thirteen layouts"),
-    "diff": ("gradstat.monitor.command", "diff_main", "in which step two recorded runs part, and what parts first"),
+    "diff": ("gradstat.monitor.command", "diff_main", "in which step two recorded runs diverge, and what is first"),
 }
 
 

@@ -43,7 +43,7 @@ class AutoHandle:
 
     def __init__(self, optimizer: Optimizer, monitor: Monitor, max_norm: float | None) -> None:
         self.monitor = monitor
-        monitor._is_called_by_hand = False
+        monitor._is_user_called = False
         self._optimizer = optimizer
         self._max_norm = max_norm
         # One of the measured gradients and its version; another backward pass changes it.
@@ -59,7 +59,9 @@ class AutoHandle:
 
     def _contained(self) -> AbstractContextManager[None]:
         """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
-        return self.monitor._gaps.contained(self.monitor.steps, "what clips and loss scalers do could not be followed")
+        return self.monitor._gaps.suppress_errors(
+            self.monitor.steps, "what clips and loss scalers do could not be followed"
+        )
 
     def _after(self, *_: object) -> None:
         self._measured, self._is_over = None, False

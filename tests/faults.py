@@ -316,9 +316,9 @@ FAULTS: tuple[Fault, ...] = (
     # NaN and Inf
     Fault("log of a softmax that is 0", "MLP", "nonfinite-loss", "loss", loss(_log_of_softmax),
           also=("nonfinite-gradient",)),
-    Fault("root of 0 in pairwise distances: its derivative is infinite", "MLP", "nonfinite-gradient", "0.bias",
+    Fault("square root of 0 in pairwise distances: its derivative is infinite", "MLP", "nonfinite-gradient", "0.bias",
           loss(_pairwise_distances)),
-    Fault("softmax written by hand overflows", "MLP", "nonfinite-loss", "loss", loss(_softmax_by_hand)),
+    Fault("hand-written softmax overflows", "MLP", "nonfinite-loss", "loss", loss(_softmax_by_hand)),
     Fault("division by the norm of a vector that is 0", "MLP", "nonfinite-loss", "loss", loss(_cosine)),
     Fault("a batch with everything masked out", "MLP", "nonfinite-loss", "loss",
           next_batch(lambda batch: (batch[0], torch.full_like(batch[1], -100)))),
@@ -343,7 +343,7 @@ FAULTS: tuple[Fault, ...] = (
           lambda: train_mlp(accumulate=2)),
     Fault("log of a negative output of a module", "MLP", "nonfinite-activation", "2",
           replaced_forward("2", lambda module, out: out.log()), watch={"activations": 1}),
-    Fault("NaN in changing places, every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
+    Fault("NaN in another parameter every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
           policy={"nonfinite-gradient": "skip", **RECORD}),
     # Half precision
     Fault("float16 gradients overflow under a fixed loss scale", "MLP in float16", "nonfinite-gradient", "4.bias",
@@ -368,7 +368,7 @@ FAULTS: tuple[Fault, ...] = (
           step=120, late=30, further=40),
     Fault("exp_avg_sq is zeroed", "MLP", "second-moment-drop", "2.weight",
           state("2.weight", "exp_avg_sq", lambda s: s.zero_()), step=120, late=30, further=60),
-    Fault("a backward written by hand gives 1000 times too much", "MLP", "exploding-gradient", "0.weight",
+    Fault("a hand-written backward returns 1000 times too much", "MLP", "exploding-gradient", "0.weight",
           replaced_forward("2", lambda module, out: (out.register_hook(lambda g: g * 1e3), out)[1])),
     Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
           lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
@@ -405,7 +405,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
           lambda: train_mlp(torch.distributed.get_rank(), shown=False), step=20, ranks=2, bad_ranks=(1,),
           watch={"origin": 1}, also=("nonfinite-gradient",)),
-    Fault("a weight is changed on one rank alone", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
+    Fault("a weight is changed on one rank only", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
           multiplied("module.0.weight", 1.0001), lambda: train_mlp(shown=False), step=12, late=8, further=12, ranks=2,
           watch={"replicas": 10}),
     Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", lambda training: None,
@@ -417,7 +417,7 @@ FAULTS: tuple[Fault, ...] = (
           next_batch(lambda batch: (batch[0], batch[1] - 1)), train_gpt, classes=TOKENS),
     Fault("a batch that was not normalised", "MLP", "batch-range", "batch[0]",
           next_batch(lambda batch: (batch[0] * 1e3, batch[1]))),
-    Fault("the same sample throughout every batch", "MLP", "constant-feature", "batch[0]",
+    Fault("every batch is one sample, repeated", "MLP", "constant-feature", "batch[0]",
           every_batch(lambda batch: (batch[0][:1].expand_as(batch[0]), batch[1])), late=50, further=200, step=10),
 )  # fmt: skip
 

@@ -148,7 +148,7 @@ HEALTHY: tuple[Healthy, ...] = (
 )  # fmt: skip
 
 
-def silence(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
+def serious_findings(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
     """Trains; returns the findings above severity info, and the monitor."""
     training = healthy.training(seed, steps)
     monitor = training.monitor(watch=healthy.watch, classes=TOKENS, max_norm=training.max_norm)

@@ -18,7 +18,7 @@ from gradstat.monitor import RULES, Finding, Rule
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from faults import FAULTS, inject, is_found
-from healthy import HEALTHY, silence
+from healthy import HEALTHY, serious_findings
 from public_programs import PROGRAMS, run
 from ranks import Ranks
 
@@ -70,7 +70,7 @@ def healthy(seeds: int, steps: int) -> str:
     for each in HEALTHY:
         found = []
         for seed in range(seeds):
-            new, monitor = silence(each, seed, steps)
+            new, monitor = serious_findings(each, seed, steps)
             found += new
             loss = monitor.recording().scalars["loss"]
             course = f"loss {loss[:20].mean():.3g} to {loss[-20:].mean():.3g}"
@@ -127,9 +127,9 @@ def listed(document: str, region: str) -> tuple[str, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="rewrite docs/diagnosis.md instead of printing")
-    parser.add_argument("--only", choices=("rules", "faults", "healthy", "programs"), help="one table")
-    parser.add_argument("--seeds", type=int, default=5, help="of healthy trainings and programs")
-    parser.add_argument("--steps", type=int, default=2000, help="of healthy trainings")
+    parser.add_argument("--only", choices=("rules", "faults", "healthy", "programs"), help="render only this table")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds of healthy trainings and programs")
+    parser.add_argument("--steps", type=int, default=2000, help="number of steps of healthy trainings")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     regions: dict[str, Callable[[], str]] = {

@@ -125,9 +125,9 @@ class Watch:
         watched = model if options.watches_origin else without_ddp(model)
         # An engine brings its own optimizer.
         self.monitor = Monitor(watched, None if engine_of(watched) else optimizer, scaler=scaler, **given)
-        self.monitor._is_called_by_hand = False
-        if options.runs_steps and self.monitor._replays_with is not None:
-            self.monitor._replays_with = ""
+        self.monitor._is_user_called = False
+        if options.runs_steps and self.monitor._replay_argument is not None:
+            self.monitor._replay_argument = ""
         # Checks of micro-batches, read only if something was found: `_checked` of the current step; `_history` of the
         # newest steps, each with its number and losses.
         self._checked: MicroBatches | None = None
@@ -146,7 +146,7 @@ class Watch:
 
     def contained(self, what: str) -> AbstractContextManager[None]:
         """Turns gradstat's own errors inside the context into one warning that begins with ``what``."""
-        return self.monitor._gaps.contained(self.monitor.steps, what)
+        return self.monitor._gaps.suppress_errors(self.monitor.steps, what)
 
     def holds(self, ids: Iterable[int]) -> bool:
         """Whether any of these ids is that of a parameter of the model."""

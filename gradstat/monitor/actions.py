@@ -28,7 +28,7 @@ class Skipping:
         self._optimizer = optimizer
         self._flags: list[Tensor] = []  # the flag set on the optimizer, if any
         handle = optimizer.register_step_post_hook(Hook(self.disarm))
-        self.remove = weakref.finalize(self, _let_go, weakref.ref(optimizer), self._flags, handle)
+        self.remove = weakref.finalize(self, _release, weakref.ref(optimizer), self._flags, handle)
         self.remove.atexit = False
 
     def arm(self, flag: Tensor | None, scaler: Any) -> None:
@@ -48,19 +48,19 @@ class Skipping:
 
     def disarm(self, *_: object) -> None:
         """Removes the flag from the optimizer, if it is still there."""
-        _take_back(self._optimizer, self._flags)
+        _remove_flag(self._optimizer, self._flags)
 
 
-def _take_back(optimizer: Optimizer, flags: list[Tensor]) -> None:
+def _remove_flag(optimizer: Optimizer, flags: list[Tensor]) -> None:
     if flags:
         optimizer.__dict__.pop("found_inf", None)
         flags.clear()
 
 
-def _let_go(known: weakref.ref[Optimizer], flags: list[Tensor], handle: Any) -> None:
+def _release(known: weakref.ref[Optimizer], flags: list[Tensor], handle: Any) -> None:
     optimizer = known()
     if optimizer is not None:
-        _take_back(optimizer, flags)
+        _remove_flag(optimizer, flags)
     handle.remove()
 
 
@@ -90,7 +90,7 @@ class Snapshots:
         """Drops all snapshots."""
         self._good = self._next = None
 
-    def go_back(self) -> int | None:
+    def restore(self) -> int | None:
         """Restores the last good state; returns its step, or None if there is none that fits the model."""
         self._next = None
         if self._good is None or not self._fits(self._good[1]):

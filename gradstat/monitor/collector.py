@@ -42,7 +42,7 @@ class Pending(NamedTuple):
     scalars: dict[str, float]  # known on the host
     is_scaled: bool  # whether the gradients carry the loss scale
     origin: Callable[[], Any] | None  # asks all ranks which of them produced NaN, if that is watched
-    seen_at_once: list[Observation]  # what is known without reading numbers
+    observations: list[Observation]  # what is known without reading numbers
 
     def kinds(self) -> set[str]:
         """The kinds of tensors that were measured."""
@@ -65,8 +65,8 @@ class Collector:
         max_norm: float | None = None,
     ) -> None:
         # Updates of known optimizers are predicted. For others they are measured afterwards, from copied parameters.
-        is_ahead = optimizer is not None and handle_of(optimizer) is None  # False if it steps in backward
-        self._foretells = bool(watch["updates"]) and is_ahead and updates.is_known(optimizer)
+        steps_after_backward = optimizer is not None and handle_of(optimizer) is None  # False if it steps in backward
+        self._predicts_updates = bool(watch["updates"]) and steps_after_backward and updates.is_known(optimizer)
         self._max_norm = max_norm
         self._wanted, self._gaps = wanted, gaps
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
@@ -76,7 +76,7 @@ class Collector:
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
         given: list[Any] = list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in given):
-            raise ValueError(f"classes is {classes!r}; expected a number of at least 1, or several by place")
+            raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
         self.classes: int | None = max(given, default=None)
         self._ignore_index = options.ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
@@ -84,7 +84,7 @@ class Collector:
         self._engine = source.engine
         inner = model if source.engine is None else source.engine.module
         self.backward_order: tuple[str, ...] = ()
-        self._learning: observers.BackwardOrder | None = observers.BackwardOrder(
+        self._order_recorder: observers.BackwardOrder | None = observers.BackwardOrder(
             list(zip(source.names(), source.parameters, strict=True))
         )
         self._buffers = observers.Buffers(inner)
@@ -94,7 +94,7 @@ class Collector:
         self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
-        self._before: dict[str, Tensor] | None = None  # copies of parameters before the update
+        self._old_parameters: dict[str, Tensor] | None = None  # copies of parameters before the update
         self._known: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
         self._switch_hooks(0)
 
@@ -123,19 +123,19 @@ class Collector:
                 segments.append(Segment("scalars", tuple(on_device)))
         others: list[PendingRows] = []
         self._notice_change(step, source.parameters, segments[0].names, observations)
-        if self._batch or self._before is not None or 0 in [step % n for n in self._sampled]:
+        if self._batch or self._old_parameters is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
             # Gradients are measured even if this fails: other ranks wait in their collectives.
-            with self._gaps.contained(step, "parameters, buffers, optimizer and what else was due are not watched"):
-                for segment, more in self._due(step, self._held(source), segments[0].names, observations):
+            with self._gaps.suppress_errors(step, "parameters, buffers or optimizer states could not be measured"):
+                for segment, more in self._due(step, self._local_parameters(source), segments[0].names, observations):
                     segments.append(segment)
                     tensors += more
             if self._activations is not None:
                 segment, measured = self._activations.take()
                 others = [PendingRows([segment], measured)] if measured.tables else []
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
-        if self._foretells and self.is_due("updates", step):
-            with self._gaps.contained(step, "what the optimizer is about to change is not watched"):
+        if self._predicts_updates and self.is_due("updates", step):
+            with self._gaps.suppress_errors(step, "the coming update could not be predicted"):
                 scale = on_device["loss_scale"] if is_scaled else None
                 others += self._updates(source.parameters, segments[0].names, gradients.tensors, scale)
         left_out = self._gaps.left_out
@@ -148,11 +148,11 @@ class Collector:
             if tensors:
                 numbers += measure_segments(segments[1:], tensors, None, self._backend, None, left_out)
         if left_out:
-            self._gaps.tell_left_out(step)
+            self._gaps.report_left_out(step)
         is_scaled = is_scaled or engine_scale is not None
         origin = None if self._origin is None else self._origin.take()
-        if self._learning is not None:
-            self.backward_order, self._learning = self._learning.end(), None
+        if self._order_recorder is not None:
+            self.backward_order, self._order_recorder = self._order_recorder.end(), None
         self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
@@ -164,7 +164,7 @@ class Collector:
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
     @staticmethod
-    def _held(source: Source) -> list[Any]:
+    def _local_parameters(source: Source) -> list[Any]:
         """The parameters, or with an engine this rank's shards of them."""
         return source.parameters if source.engine is None else source.engine.parameters(source.parameters)
 
@@ -178,21 +178,21 @@ class Collector:
         self._known = names, list(map(weakref.ref, parameters))
         if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
             return
-        self._before = None  # the difference to another parameter is no update
+        self._old_parameters = None  # the difference to another parameter is no update
         if self._optimizer is not None and self._watch["optimizer"]:
             observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
 
     def resume(self, step: int) -> None:
         """Prepares for ``step`` of a resumed run, whose backward order is known."""
-        if self._learning is not None:
-            self._learning.remove()
-            self._learning = None
+        if self._order_recorder is not None:
+            self._order_recorder.remove()
+            self._order_recorder = None
         self.forget()
         self._switch_hooks(step)
 
     def forget(self) -> None:
         """Drops what was kept for the next step, because the parameters were changed from outside."""
-        self._batch, self._before = [], None
+        self._batch, self._old_parameters = [], None
 
     @property
     def origin_is_unknown(self) -> bool:
@@ -223,13 +223,13 @@ class Collector:
             elif isinstance(value, Tensor):
                 if value.numel() != 1 or not value.dtype.is_floating_point:
                     raise ValueError(
-                        f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating "
-                        f"number, such as {name}.mean()"
+                        f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating-"
+                        f"point number, such as {name}.mean()"
                     )
                 on_device[name] = value.detach()
             elif value is not None:
                 if not isinstance(value, Real):
-                    raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor of one number, or a number")
+                    raise TypeError(f"{name} is a {type(value).__name__}; expected a number or a tensor of one element")
                 known[name] = float(value)
         if self.scaler is not None:
             scale = getattr(self.scaler, "_scale", None)
@@ -240,7 +240,7 @@ class Collector:
             on_device["refused"] = guard.reason
         return known, on_device
 
-    def see_batch(self, step: int, batch: Any) -> list[Observation]:
+    def inspect_batch(self, step: int, batch: Any) -> list[Observation]:
         """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
         observations: list[Observation] = []
         self._batch = []
@@ -255,7 +255,7 @@ class Collector:
             elif self._classes_of(path) and tensor.layout is torch.strided and _is_integer(tensor):
                 low, high = torch.aminmax(torch.where(tensor == self._ignore_index, 0, tensor))
                 if tensor.device.type == "cpu":
-                    observations += self.judged_label(step, path, float(low), float(high))
+                    observations += self.check_label_range(step, path, float(low), float(high))
                 else:
                     self._batch.append(("label", path, torch.stack([low, high]).to(torch.float64)))
         if self.is_due("batches", step):
@@ -268,7 +268,7 @@ class Collector:
         """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
         return self._classes_by.get(path) if self._classes_by is not None else self.classes
 
-    def judged_label(self, step: int, path: str, low: float, high: float) -> list[Observation]:
+    def check_label_range(self, step: int, path: str, low: float, high: float) -> list[Observation]:
         """An observation if labels from ``low`` to ``high`` are outside of the classes."""
         classes = self._classes_of(path)
         if not classes or (low >= 0 and high < classes):
@@ -286,19 +286,19 @@ class Collector:
                 if of_kind:
                     yield Segment(kind, tuple(path for path, _ in of_kind)), [tensor for _, tensor in of_kind]
             self._batch = []
-        if self._before is not None:
-            before, self._before = self._before, None
+        if self._old_parameters is not None:
+            before, self._old_parameters = self._old_parameters, None
             now = [p.detach() for name, p in zip(names, parameters, strict=True) if name in before]
             copies = list(before.values())
             # Otherwise the parameters were moved, or given other data.
             if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
-                updates = self._made(step, now, lambda: list(torch._foreach_sub(now, copies)))
+                updates = self._make_or_meta(step, now, lambda: list(torch._foreach_sub(now, copies)))
                 yield Segment("update", tuple(before)), updates
-        if self.is_due("updates", step) and not self._foretells:
+        if self.is_due("updates", step) and not self._predicts_updates:
             named = [(n, p.detach()) for n, p in zip(names, parameters, strict=True) if observers.measurable(p)]
             now = [parameter for _, parameter in named]
-            copies = self._made(step, now, lambda: [parameter.clone() for parameter in now])
-            self._before = {name: copy for (name, _), copy in zip(named, copies, strict=True)}
+            copies = self._make_or_meta(step, now, lambda: [parameter.clone() for parameter in now])
+            self._old_parameters = {name: copy for (name, _), copy in zip(named, copies, strict=True)}
         if self._outputs is not None and self.is_due("outputs", step):
             share = self._outputs.take()
             if share is not None:
@@ -324,13 +324,13 @@ class Collector:
         segment, measured = observers.updates_of(self._optimizer, named, self._backend, scale)
         return [PendingRows([segment], measured)] if measured.tables else []
 
-    def _made(self, step: int, like: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def _make_or_meta(self, step: int, like: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """The tensors of ``make``; if it runs out of memory, meta tensors, so that no other rank waits in vain."""
         try:
             with torch.no_grad():
                 return make()
         except Exception:
-            self._gaps.tell_failure(step, "what the optimizer changes is not watched")
+            self._gaps.report_failure(step, "the last update could not be measured")
             return [torch.empty_like(tensor, device=_META) for tensor in like]
 
     def states(
@@ -346,10 +346,10 @@ class Collector:
         if wanted("optimizer") and self._optimizer is not None:
             yield from observers.states_of(self._optimizer, parameters, names)
 
-    def look_closer(self, step: int, known: set[str]) -> list[PendingRows]:
+    def measure_state(self, step: int, known: set[str]) -> list[PendingRows]:
         """Measures parameters, buffers and optimizer states now, except the kinds in ``known``; no collectives."""
         source = source_of(self._model)
-        parameters = self._held(source)
+        parameters = self._local_parameters(source)
         if is_distributed(parameters):
             return []  # would need collectives, which the other ranks would not join
         segments, tensors = [], []
@@ -361,14 +361,14 @@ class Collector:
         if not segments:
             return []
         numbers = measure_segments(segments, tensors, None, self._backend, None, self._gaps.left_out)
-        self._gaps.tell_left_out(step)
+        self._gaps.report_left_out(step)
         return numbers
 
     def is_finite(self) -> bool:
         """Whether parameters and optimizer states are finite now; only this rank's shards. Syncs with the device."""
         source = source_of(self._model)
         wanted = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
-        held = self.states(self._held(source), tuple(source.names()), wanted.__getitem__)
+        held = self.states(self._local_parameters(source), tuple(source.names()), wanted.__getitem__)
         shards = [shard_of(tensor).detach() for _, some in held for tensor in some]
         return check_tensors([shard for shard in shards if observers.measurable(shard)], backend=self._backend).ok
 
@@ -380,10 +380,10 @@ class Collector:
 
     def remove(self) -> None:
         """Removes all hooks and drops all tensors."""
-        for watch in (self._learning, self._outputs, self._activations, self._origin):
+        for watch in (self._order_recorder, self._outputs, self._activations, self._origin):
             if watch is not None:
                 watch.remove()
-        self._learning = None
+        self._order_recorder = None
         self.forget()
         self._outputs = self._activations = self._origin = None
 
@@ -396,8 +396,8 @@ def _is_integer(tensor: Tensor) -> bool:
 def _watch_origin(model: nn.Module, backend: str | None) -> Any:
     if not isinstance(uncompiled(model), DistributedDataParallel):
         raise TypeError(
-            f"watch={{'origin': 1}} needs a DistributedDataParallel model, torch's, which alone shows gradients before "
-            f"it reduces them; got {type(model).__module__}.{type(model).__qualname__}"
+            f"watch={{'origin': 1}} needs a DistributedDataParallel model of torch, the only wrapper that exposes "
+            f"gradients before they are reduced; got {type(model).__module__}.{type(model).__qualname__}"
         )
     from gradstat.distributed import watch_origin
 

@@ -21,7 +21,7 @@ FAILED = 2
 
 
 class _UsageError(Exception):
-    """The command would do damage; the message says what."""
+    """The command would overwrite the recording."""
 
 
 def describe(recording: Recording) -> str:
@@ -41,7 +41,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``view``; returns 0, or 2 if the recording cannot be read or the page cannot be written."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat view",
-        description="Print what a recording says and write it as one HTML page to look at, which needs no network.",
+        description="Print a summary of a recording and write it as one self-contained HTML page.",
         epilog='The page needs plotly: pip install "gradstat[view]". Exit status: 0, or 2 if a file cannot be read or '
         "written.",
     )
@@ -53,7 +53,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
     if options.no_page and options.output is not None:
-        parser.error("--output names a page that --no-page forbids")
+        parser.error("--output cannot be used with --no-page, which writes none")
     return _reporting("view", lambda: _view(options))
 
 
@@ -61,17 +61,17 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``diff``; returns 0 for no relevant difference, 1 for some, 2 if the recordings cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat diff",
-        description="Say in which step two recorded runs part, to the bit and in a way that matters, and what first.",
+        description="Find the first step in which two runs diverge, bitwise and beyond a tolerance, and what is first.",
         epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
         "cannot be read or have no step in common.",
     )
     parser.add_argument("first", type=Path, metavar="A", help="a recording")
-    parser.add_argument("second", type=Path, metavar="B", help="another one, of the same steps")
+    parser.add_argument("second", type=Path, metavar="B", help="another recording, of the same steps")
     parser.add_argument(
         "--tolerance",
         type=_tolerance,
         default=TOLERANCE,
-        help="relative difference up to which numbers count as equal (default %(default)s; 0: to the bit)",
+        help="relative difference up to which numbers count as equal (default %(default)s; 0: bitwise)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
@@ -101,7 +101,7 @@ def _view(options: argparse.Namespace) -> int:
         if options.output is None and page == options.file:
             page = options.file.with_name(options.file.name + ".page.html")
         if page.exists() and page.samefile(options.file):
-            raise _UsageError(f"--output {page} is the recording itself")
+            raise _UsageError(f"--output {page} is the recording itself; choose another file")
     if options.json:
         level, sentence, incident = verdict(recording)
         _print_json(

@@ -167,19 +167,19 @@ def _when(incident: Incident) -> str:
 def _entry(number: int, finding: Finding) -> list[str]:
     lines = [f"{number}. {finding.rule} ({finding.severity}), since step {finding.step}", f"   {finding.text}"]
     if finding.evidence:
-        told = [f"{key} {_word(value)}" for key, value in finding.evidence.items() if value is not None]
-        lines.append(f"   evidence: {', '.join(told)}")
+        values = [f"{key} {_formatted(value)}" for key, value in finding.evidence.items() if value is not None]
+        lines.append(f"   evidence: {', '.join(values)}")
     for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
         if items:
             lines += [f"   {title}:", *(f"     - {item}" for item in items)]
     return lines
 
 
-def _word(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_word, value[:5]))}{', ...' * (len(value) > 5)}]"
+        return f"[{', '.join(map(_formatted, value[:5]))}{', ...' * (len(value) > 5)}]"
     return str(value)
 
 

@@ -11,7 +11,7 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn, warn_of_failure
 
 # Any other error in a step is internal to gradstat, and must not end the training.
-NOT_OURS = (BackendUnavailableError, UnreachableRankError)
+PROPAGATED_ERRORS = (BackendUnavailableError, UnreachableRankError)
 RULE = "not-watched"
 """The rule name of findings about the monitor itself; no policy applies to them."""
 
@@ -21,37 +21,37 @@ class Gaps:
 
     def __init__(self, findings: list[Finding]) -> None:
         self._findings = findings
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.left_out: dict[str, list[str]] = {}  # by kind, why tensors could not be measured
 
-    def tell_left_out(self, step: int) -> None:
+    def report_left_out(self, step: int) -> None:
         """Reports the tensors left out in ``step``, once for each kind."""
-        new = {kind: refusals for kind, refusals in self.left_out.items() if kind not in self._told}
+        new = {kind: refusals for kind, refusals in self.left_out.items() if kind not in self._reported}
         self.left_out.clear()
         if not new:
             return
-        self._told |= new.keys()
-        told = [
+        self._reported |= new.keys()
+        reasons = [
             f"the {kind} {refusals[0]}" + f" (and {len(refusals) - 1} more)" * (len(refusals) > 1)
             for kind, refusals in new.items()
         ]
-        text = "; ".join(told)
+        text = "; ".join(reasons)
         self._findings.append(Finding(RULE, "info", step, "monitor", {k: len(r) for k, r in new.items()}, text=text))
         warn(f"not watched: {text}", UserWarning)
 
-    def tell_failure(self, step: int, what: str) -> None:
+    def report_failure(self, step: int, what: str) -> None:
         """Reports the exception being handled, once for each ``what``."""
-        if what not in self._told:
-            self._told.add(what)
-            self._findings.append(Finding(RULE, "warning", step, "monitor", {}, text=f"{what}: gradstat failed"))
+        if what not in self._reported:
+            self._reported.add(what)
+            self._findings.append(Finding(RULE, "warning", step, "monitor", {}, text=f"internal error: {what}"))
             warn_of_failure(what)
 
     @contextmanager
-    def contained(self, step: int, what: str) -> Iterator[None]:
-        """Catches errors inside, except `NOT_OURS`, and reports them by `tell_failure`."""
+    def suppress_errors(self, step: int, what: str) -> Iterator[None]:
+        """Catches errors inside, except `PROPAGATED_ERRORS`, and reports them by `report_failure`."""
         try:
             yield
-        except NOT_OURS:
+        except PROPAGATED_ERRORS:
             raise
         except Exception:
-            self.tell_failure(step, what)
+            self.report_failure(step, what)

@@ -16,7 +16,7 @@ from gradstat.monitor.recording.recording import Recording, Series
 from gradstat.monitor.rows import Floats, Rows, Window
 
 # Up to this many bytes, rows are kept unconverted: most are dropped before anyone asks for a series.
-_MOST_RAW = 16 * 2**20
+_MAX_RAW_BYTES = 16 * 2**20
 
 
 class History:
@@ -27,7 +27,7 @@ class History:
         self._max_bytes = max_bytes
         self._chunks: dict[str, deque[Any]] = {}  # `Series`, or `Rows` to be converted when needed
         self._scalars: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats]]] = deque()
-        self._held = 0  # bytes of the chunks
+        self._bytes = 0  # bytes of the chunks
         self.latest: dict[str, Rows] = {}
 
     def keep(self, window: Window) -> None:
@@ -35,32 +35,32 @@ class History:
         for kind, rows in window.tables.items():
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
-                is_small = self._held + rows.raw.nbytes <= _MOST_RAW
+                is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
                 chunk = Rows(rows.layout, rows.steps, rows.raw.copy("K")) if is_small else rows.series()
                 self._chunks.setdefault(kind, deque()).append(chunk)
-                self._held += _bytes_of(chunk)
+                self._bytes += _bytes_of(chunk)
         if self._length and len(window.steps):  # empty if a batch was reviewed before the first step
             self._scalars.append((window.steps, window.scalars))
             self._forget()
 
     def _forget(self) -> None:
         newest = int(self._scalars[-1][0][-1])
-        if self._held > self._max_bytes:
+        if self._bytes > self._max_bytes:
             self._condense()
         while self._scalars and (
             newest - int(self._scalars[0][0][-1]) >= self._length
-            or (self._held > self._max_bytes and len(self._scalars) > 1)
+            or (self._bytes > self._max_bytes and len(self._scalars) > 1)
         ):
             last = int(self._scalars.popleft()[0][-1])
             for chunks in self._chunks.values():
                 while chunks and int(chunks[0].steps[-1]) <= last:
-                    self._held -= _bytes_of(chunks.popleft())
+                    self._bytes -= _bytes_of(chunks.popleft())
 
     def _condense(self) -> None:
         """Converts all kept rows to series."""
         for kind, chunks in self._chunks.items():
             self._chunks[kind] = deque(chunk.series() if isinstance(chunk, Rows) else chunk for chunk in chunks)
-        self._held = sum(_bytes_of(chunk) for chunks in self._chunks.values() for chunk in chunks)
+        self._bytes = sum(_bytes_of(chunk) for chunks in self._chunks.values() for chunk in chunks)
 
     def recording(self) -> Recording:
         """Everything that is kept, without findings."""
@@ -79,13 +79,13 @@ class History:
 
     def load(self, recording: Recording) -> None:
         """Replaces what is kept by the history of another run."""
-        self._chunks, self._scalars, self._held, self.latest = {}, deque(), 0, {}
+        self._chunks, self._scalars, self._bytes, self.latest = {}, deque(), 0, {}
         if len(recording.steps):
             self._scalars.append((recording.steps, dict(recording.scalars)))
         for kind, series in recording.tables.items():
             if len(series.steps):
                 self._chunks[kind] = deque([series])
-                self._held += _bytes_of(series)
+                self._bytes += _bytes_of(series)
 
 
 def _bytes_of(chunk: Series | Rows) -> int:

@@ -77,5 +77,5 @@ def periods(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
             raise ValueError(f"watch[{name!r}] is {period}; expected 0 for never, 1 for every step, or more")
         chosen[name] = period
     if chosen["gradients"] != 1:
-        raise ValueError("gradients are what a monitor lives on; they are watched on every step")
+        raise ValueError(f"watch['gradients'] is {chosen['gradients']}; gradients must be measured in every step")
     return chosen

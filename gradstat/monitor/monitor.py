@@ -32,7 +32,7 @@ from gradstat.monitor.actions import Skipping, Snapshots
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.gaps import NOT_OURS, Gaps
+from gradstat.monitor.gaps import PROPAGATED_ERRORS, Gaps
 from gradstat.monitor.history import History, as_state, from_state
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
@@ -55,9 +55,9 @@ _QUIET = 20
 
 _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
 
-_UNARMED = (
-    "nothing of the step was kept, so it was run with parameters, buffers and random state as they are now, which may "
-    "hide what happened; gradstat.Monitor(..., replay=True) keeps what it takes to run it as it was"
+_NO_SAVED_STATE = (
+    "no state of the step was saved, so the replay used the current parameters, buffers and random state and may miss "
+    "the cause; gradstat.Monitor(..., replay=True) saves it"
 )
 
 # The argument that texts of advice name beside on_anomaly='replay'.
@@ -132,8 +132,8 @@ class Monitor:
         options: MonitorOptions | Mapping[str, Any] | None = None,
     ) -> None:
         rules = None if rules is None else list(rules)
-        _refuse_nonsense(model, optimizer, rules)
-        _refuse_guard(guard, optimizer, scaler)
+        _check_arguments(model, optimizer, rules)
+        _check_guard(guard, optimizer, scaler)
         self.options = options = MonitorOptions.of(options)
         known_name(options.backend)  # an unknown name raises here, not in a step
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
@@ -142,11 +142,11 @@ class Monitor:
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
         if engine is not None:
-            _refuse_under_engine(engine, optimizer, self._policies, replay, self._watch)
+            _check_engine_options(engine, optimizer, self._policies, replay, self._watch)
             optimizer = engine.optimizer
             self._watch["optimizer"] = 0  # its states are sharded as well, and not measured
         if handle_of(optimizer) is not None:
-            _refuse_in_backward(guard, self._policies, replay)
+            _check_stepping_in_backward(guard, self._policies, replay)
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer
         self._lag = options.lag
@@ -160,12 +160,12 @@ class Monitor:
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
         self._replayed = ""
-        self._is_called_by_hand = True
-        self._replays_with: str | None = (
+        self._is_user_called = True
+        self._replay_argument: str | None = (
             _FUNCTION if engine is None else None
         )  # the argument that `"replay"` needs; None if it cannot be used
         self._pending: deque[Pending] = deque()
-        self._looked_closer = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
+        self._last_state_check = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
         self._saved = self._last_replay = -_QUIET
         self._paused = False
         self.guard = guard
@@ -174,7 +174,7 @@ class Monitor:
         self._collector = Collector(
             model, optimizer, scaler, self._watch, classes, options, wanted, self._gaps, self._max_norm
         )
-        self._buffer = StepBuffer(self._collector.judged_label)
+        self._buffer = StepBuffer(self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skipping = Skipping(optimizer) if skips else None
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
@@ -183,7 +183,7 @@ class Monitor:
         if self._policies.uses("replay"):
             if step_fn is None:
                 raise TypeError(
-                    "on_anomaly='replay' needs the function that does a step: gradstat.Monitor(..., replay=step_fn)"
+                    "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
                 )
             self._lag = 0  # the next step would overwrite what a replay needs
         if replay:
@@ -233,11 +233,11 @@ class Monitor:
         try:
             pending = self._collector.collect(self.steps, *scalars)
             if self._replayer is not None:
-                self._replayer.note(list(self._model.parameters()))
-        except NOT_OURS:
+                self._replayer.end_step(list(self._model.parameters()))
+        except PROPAGATED_ERRORS:
             raise
         except Exception:
-            self._gaps.tell_failure(self.steps, "a step could not be measured and is not watched")
+            self._gaps.report_failure(self.steps, "a step could not be measured")
             self.steps += 1
             return self.findings[known:]
         self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
@@ -250,13 +250,13 @@ class Monitor:
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
         # On the CPU nothing is copied, so there is nothing to wait for.
-        self._read(self._lag if pending.numbers[0].travels else 0)
+        self._read(self._lag if pending.numbers[0].needs_copy else 0)
         return self.findings[known:]
 
     def _guarded(self, guard: SpikeGuard, flag: Tensor, norm: Any, loss: Tensor | float | None) -> Tensor:
         """The verdict as a flag, like those of `PendingRows`: 1 to skip the step, because of ``flag`` or the guard."""
         verdict = flag.reshape(1)
-        with self._gaps.contained(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
+        with self._gaps.suppress_errors(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
             if loss is not None and not isinstance(loss, Tensor):
                 loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
             numbers = torch.stack([torch.ones_like(norm), norm])
@@ -289,10 +289,10 @@ class Monitor:
             return []
         known = len(self.findings)
         if self._replayer is not None:
-            self._replayer.see_batch(batch)
+            self._replayer.keep_batch(batch)
         seen: list[Observation] = []
-        with self._gaps.contained(self.steps, "a batch could not be looked at"):
-            seen = self._collector.see_batch(self.steps, batch)
+        with self._gaps.suppress_errors(self.steps, "a batch could not be inspected"):
+            seen = self._collector.inspect_batch(self.steps, batch)
         if seen:
             self._buffer.observations += seen
             self._review()
@@ -349,7 +349,7 @@ class Monitor:
         if self._replayer is None and step_fn is None:
             raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
         if self._replayer is None:
-            warn(f"replay: {_UNARMED}", RuntimeWarning)
+            warn(f"replay: {_NO_SAVED_STATE}", RuntimeWarning)
         paused, self._paused = self._paused, True  # step_fn may call this monitor
         try:
             if self._replayer is not None:
@@ -360,7 +360,7 @@ class Monitor:
             self._paused = paused
         self._replayed = CLEAN if self.culprit is None else str(self.culprit)
         if self._replayer is None:
-            self._replayed += f"\n{_UNARMED}"
+            self._replayed += f"\n{_NO_SAVED_STATE}"
         return self.culprit
 
     # From numbers to findings ----------------------------------------------------------------------------
@@ -375,12 +375,12 @@ class Monitor:
                 odd = bad or self._rules.is_out_of_band(pending.scalars)
                 lost = "loss_nonfinite" in pending.scalars
                 # Measure parameters, buffers and optimizer states, if they are still those of the step.
-                if odd and pending.step + 1 == self.steps and pending.step - self._looked_closer[lost] >= _QUIET:
-                    self._looked_closer[lost] = pending.step
-                    pending.numbers.extend(self._collector.look_closer(pending.step, pending.kinds()))
-                self._buffer.take(pending, self._judge)
+                if odd and pending.step + 1 == self.steps and pending.step - self._last_state_check[lost] >= _QUIET:
+                    self._last_state_check[lost] = pending.step
+                    pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
+                self._buffer.take(pending, self._run_rules)
             except Exception:
-                self._gaps.tell_failure(pending.step, "a step could not be read and is not watched")
+                self._gaps.report_failure(pending.step, "the numbers of a step could not be read")
                 continue
             if odd or self._to_act_on or self._rules.is_due(pending.step):
                 self._review()
@@ -389,16 +389,16 @@ class Monitor:
 
     def _review(self) -> None:
         """Runs all rules on the steps since the last review, and acts on their findings."""
-        with self._gaps.contained(self.steps, "the last steps could not be judged and are not watched"):
-            self._judge()
+        with self._gaps.suppress_errors(self.steps, "the rules could not review the last steps"):
+            self._run_rules()
         found, self._to_act_on = self._to_act_on, []
         raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
         if raising:
             first = raising[0]
             replayed = f"\n{self._replayed}" if self._replayed else ""
-            raise AnomalyError(f"{first}{replayed}\n{_in_words(first)}", first)
+            raise AnomalyError(f"{first}{replayed}\n{_causes_and_advice(first)}", first)
 
-    def _judge(self) -> None:
+    def _run_rules(self) -> None:
         """Runs all rules on the steps since the last review."""
         if self._buffer.is_empty:
             return
@@ -406,20 +406,21 @@ class Monitor:
         facts = Facts(
             *(collector.backward_order, collector.is_scaled, self._max_norm),
             classes=collector.classes,
-            is_called_by_hand=self._is_called_by_hand,
+            is_user_called=self._is_user_called,
             origin_is_unknown=collector.origin_is_unknown,
             **facts_of(self._optimizer),
         )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
-        found = [self._as_it_is_here(finding) for finding in self._rules.review(window)]
+        found = [self._adapt_to_run(finding) for finding in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found
 
-    def _as_it_is_here(self, finding: Finding) -> Finding:
+    def _adapt_to_run(self, finding: Finding) -> Finding:
         """Drops advice that cannot be followed here, and adds shapes to names such as ``group0.1``."""
-        if self._replays_with != _FUNCTION:
-            finding = replace(finding, advice=tuple(_possible(finding.advice, self._replays_with is not None)))
+        if self._replay_argument != _FUNCTION:
+            advice = _feasible_advice(finding.advice, self._replay_argument is not None)
+            finding = replace(finding, advice=tuple(advice))
         if not _POSITIONAL.search(finding.text):
             return finding
         source = source_of(self._model)
@@ -474,9 +475,9 @@ class Monitor:
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
-        step = self._snapshots.go_back()
+        step = self._snapshots.restore()
         if step is None:
-            warn(f"no healthy state of this model to go back to, at {finding}", RuntimeWarning)
+            warn(f"cannot roll back: there is no healthy snapshot of this model; {finding}", RuntimeWarning)
         else:
             self._pending.clear()
             self._collector.forget()
@@ -568,7 +569,7 @@ class Monitor:
         if state["version"] != 1:
             raise ValueError(
                 f"this state has version {state['version']}, made by a newer gradstat; this is gradstat {__version__}, "
-                "which knows version 1. Upgrade gradstat: pip install -U gradstat"
+                "which reads version 1. Upgrade gradstat: pip install -U gradstat"
             )
         self._pending.clear()
         self._buffer.clear()
@@ -576,7 +577,7 @@ class Monitor:
         if self._snapshots is not None:
             self._snapshots.clear()
         self._warner = Warner()
-        self._looked_closer = [-_QUIET, -_QUIET]
+        self._last_state_check = [-_QUIET, -_QUIET]
         self._saved = self._last_replay = -_QUIET
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
@@ -621,8 +622,8 @@ class Monitor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            "a Monitor belongs to one model, on which it has hooks, and cannot be copied or pickled, nor can a model "
-            "with it as an attribute; keep it beside the model, save monitor.state_dict(), make a new one for a copy"
+            "a Monitor has hooks on its model, so neither it nor a module that has it can be copied or pickled; "
+            "keep it outside of the model, save monitor.state_dict(), and make a new Monitor for a copied model"
         )
 
     def __enter__(self) -> Self:
@@ -638,18 +639,18 @@ class Monitor:
             warn(str(found))
 
 
-def _refuse_nonsense(model: object, optimizer: object, rules: list[Any] | None) -> None:
+def _check_arguments(model: object, optimizer: object, rules: list[Any] | None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     for rule in rules or ():
         if not isinstance(rule, Rule):
-            hint = "; it is a class, make an instance of it" if isinstance(rule, type) else ""
+            hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
             raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
 
 
-def _refuse_guard(guard: object, optimizer: object, scaler: Any) -> None:
+def _check_guard(guard: object, optimizer: object, scaler: Any) -> None:
     if guard is None:
         return
     if not isinstance(guard, SpikeGuard):
@@ -657,43 +658,43 @@ def _refuse_guard(guard: object, optimizer: object, scaler: Any) -> None:
     if optimizer is None:
         raise TypeError("a guard needs the optimizer: gradstat.Monitor(model, optimizer, guard=...)")
     if guard.scales:
-        raise ValueError("a monitor skips steps and scales none down; make the guard without scale=")
+        raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
     scaler = inner_scaler(scaler)
     if scaler is not None and scaler.is_enabled():
         raise ValueError(
-            "a loss scaler decides by itself whether to step; use gradstat.guarded_step(optimizer, scaler=scaler, "
-            "loss=loss, guard=guard)"
+            "a monitor's guard cannot be used with a loss scaler, which skips steps by itself; use "
+            "gradstat.guarded_step(optimizer, scaler=scaler, loss=loss, guard=guard)"
         )
 
 
-def _refuse_under_engine(
+def _check_engine_options(
     engine: Engine, optimizer: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]
 ) -> None:
     for policy in ("skip", "rollback", "replay"):
         if policies.uses(policy) or (policy == "replay" and replay):
             raise NotImplementedError(
-                f"{policy!r} cannot be done under {engine.name}, which clips, skips and steps by itself; use "
+                f"{policy!r} is not supported with {engine.name}, which clips, skips and steps by itself; use "
                 "'warn', 'raise', 'stop' or 'snapshot'"
             )
     if watch["updates"]:
-        raise NotImplementedError(f"watch={{'updates': ...}} cannot be done under {engine.name}, which may cut them up")
+        raise NotImplementedError(f"watch={{'updates': ...}} is not supported with {engine.name}, which may shard them")
     if optimizer is not None:
         raise TypeError(
-            f"optimizer: expected None beside {engine.name}, which is watched alone: gradstat.Monitor(model)"
+            f"optimizer: expected None with {engine.name}, whose optimizer is used: gradstat.Monitor(model)"
         )
 
 
-def _refuse_in_backward(guard: object, policies: PolicyTable, replay: object) -> None:
+def _check_stepping_in_backward(guard: object, policies: PolicyTable, replay: object) -> None:
     chosen = [f"on_anomaly={policy!r}" for policy in ("skip", "replay") if policies.uses(policy)]
     chosen += ["guard"] * (guard is not None) + ["replay"] * bool(replay)
     if chosen:
         raise ValueError(
-            f"{chosen[0]}: the optimizer has stepped in backward, before the monitor sees a step, and left out what "
-            "was not finite; use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
+            f"{chosen[0]}: the optimizer steps during backward, before the monitor sees the gradients, and has skipped "
+            "non-finite ones; use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
         )
 
 
-def _possible(advice: Iterable[str], replays: bool) -> Iterator[str]:
+def _feasible_advice(advice: Iterable[str], replays: bool) -> Iterator[str]:
     """``advice`` without the function argument if ``replays``, else without the policy ``"replay"``."""
     for one in advice:
         before, policy, after = one.partition("on_anomaly='replay'")
@@ -707,7 +708,7 @@ def _possible(advice: Iterable[str], replays: bool) -> Iterator[str]:
             yield "watch={'activations': 1} names the first module whose output is not finite"
 
 
-def _in_words(finding: Finding) -> str:
+def _causes_and_advice(finding: Finding) -> str:
     causes = "".join(f"\n  - {cause}" for cause in finding.causes)
     advice = "".join(f"\n  - {advice}" for advice in finding.advice)
     return f"likely causes:{causes}\nwhat to try:{advice}"

@@ -153,14 +153,14 @@ class Activations:
         self.remove = removed_with(
             self,
             [
-                hook_forward(module, Hook(self.see, name))
+                hook_forward(module, Hook(self.measure, name))
                 for name, module in model.named_modules()
                 if name and next(module.children(), None) is None
             ],
         )
         self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
-    def see(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def measure(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """The hook of the module ``name``."""
         if not self.on:
             return
@@ -201,9 +201,9 @@ class Outputs:
     def __init__(self, model: nn.Module) -> None:
         self.on = False
         self._share: Tensor | None = None
-        self.remove = removed_with(self, [hook_forward(model, Hook(self.see))])
+        self.remove = removed_with(self, [hook_forward(model, Hook(self.measure))])
 
-    def see(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """The hook of the model."""
         if not self.on:
             return

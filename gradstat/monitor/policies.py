@@ -89,4 +89,4 @@ class Warner:
         held = self._held.pop(finding.rule, 0)
         more = f" ({held} more since the last warning)" if held else ""
         advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
-        warn(f"{finding}{more}.{advice}", insist=finding.severity == "error")
+        warn(f"{finding}{more}.{advice}", log_if_ignored=finding.severity == "error")

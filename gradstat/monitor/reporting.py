@@ -16,10 +16,10 @@ class AnomalyWarning(UserWarning):
     """Warns of a finding of a monitor."""
 
 
-def warn(text: str, category: type[Warning] = AnomalyWarning, *, insist: bool = False) -> None:
-    """Warns at the user's line; with ``insist``, logs an error if a filter not made for `AnomalyWarning` hides it."""
+def warn(text: str, category: type[Warning] = AnomalyWarning, *, log_if_ignored: bool = False) -> None:
+    """Warns at the user's line; ``log_if_ignored`` logs what is hidden by a filter not made for `AnomalyWarning`."""
     text = f"gradstat: {text}"
-    if insist:
+    if log_if_ignored:
         filters: list[Any] = list(warnings.filters)
         for action, pattern, kind, module, _ in filters:
             if issubclass(category, kind) and module is None and (pattern is None or pattern.match(text)):

@@ -76,16 +76,16 @@ class Rows:
         infos = [self.layout.infos[place[name]] if name in place else None for name in names]
         return Rows(Layout.of(names, infos), self.steps, raw)
 
-    def first_nonfinite(self, look: int, position: int) -> list[int] | None:
+    def first_nonfinite(self, row: int, position: int) -> list[int] | None:
         """Index of the first NaN or Inf of one tensor, as in `gradstat.TensorStats`; None if all are finite.
 
         Args:
-            look: Position in `steps`.
+            row: Position in `steps`.
             position: Position in `names`.
         """
         info = self.layout.infos[position]
-        row = None if info is None else TensorStats(self.names[position], self.raw[look, position], info)
-        return None if row is None or row.first_nonfinite is None else list(row.first_nonfinite)
+        stats = None if info is None else TensorStats(self.names[position], self.raw[row, position], info)
+        return None if stats is None or stats.first_nonfinite is None else list(stats.first_nonfinite)
 
     def field(self, name: str) -> Floats:
         """A measured column: ``name`` is one of `gradstat.FIELDS`."""
@@ -200,7 +200,7 @@ class Facts:
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
         initial_lr: The learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Number of classes of labels, if the monitor was told.
-        is_called_by_hand: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
+        is_user_called: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
     """
 
@@ -211,7 +211,7 @@ class Facts:
     second_moment_decay: float = 0.0
     initial_lr: float = 0.0
     classes: int | None = None
-    is_called_by_hand: bool = True
+    is_user_called: bool = True
     origin_is_unknown: bool = False
 
     def first_in_backward(self, names: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ class PendingRows:
         self._table: Floats | None = None
 
     @property
-    def travels(self) -> bool:
+    def needs_copy(self) -> bool:
         """Whether they have to be copied; not if they are on the CPU."""
         return self.rows.travels
 

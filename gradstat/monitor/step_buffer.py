@@ -27,7 +27,7 @@ _COUNTS = ("nonfinite", "missing")
 
 _UNKNOWN: tuple[Any, Any, Layout | None] = (None, None, None)
 
-JudgeLabel = Callable[[int, str, float, float], list[Observation]]
+CheckLabels = Callable[[int, str, float, float], list[Observation]]
 
 
 class LatestStep(NamedTuple):
@@ -53,7 +53,7 @@ class LatestStep(NamedTuple):
         scale = pending.scalars.get("loss_scale")
         if pending.is_scaled and scale:
             rows, total = without_scale(rows, scale), without_scale(total, scale)
-        missing = [position for seen in pending.seen_at_once if seen.kind == "missing" for position in seen.value]
+        missing = [position for seen in pending.observations if seen.kind == "missing" for position in seen.value]
         report = Report(
             lambda: names if positions is None else [names[position] for position in positions],
             rows,
@@ -68,8 +68,8 @@ class LatestStep(NamedTuple):
 class StepBuffer:
     """Holds steps until they are reviewed, and the newest; until `close` only the totals of a healthy one are used."""
 
-    def __init__(self, judge_label: JudgeLabel) -> None:
-        self._judge_label = judge_label
+    def __init__(self, check_labels: CheckLabels) -> None:
+        self._check_labels = check_labels
         self._steps: list[tuple[int, dict[str, float]]] = []
         self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
         self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
@@ -117,8 +117,8 @@ class StepBuffer:
             bad = True
         return bool(bad)
 
-    def take(self, pending: Pending, judge: Callable[[], None]) -> None:
-        """Adds a step that was read. If its tensors are not those held, ``judge`` is called first, to `close` them."""
+    def take(self, pending: Pending, review: Callable[[], None]) -> None:
+        """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
         names = pending.numbers[0].segments[0].names
         is_other = names is not self._names and names != self._names
         others: list[tuple[Segment, Floats, Layout]] = []
@@ -130,18 +130,18 @@ class StepBuffer:
                     held = self._others.get(segment.kind)
                     is_other = is_other or (held is not None and held[-1][1].names != segment.names)
         if is_other:
-            judge()
+            review()
         self._names = names
         self.newest = pending
         self._keep_gradients(pending)
         self._steps.append((pending.step, pending.scalars))
-        if pending.seen_at_once:
-            self.observations += pending.seen_at_once
+        if pending.observations:
+            self.observations += pending.observations
         for segment, rows, layout in others:
             kind = segment.kind
             if kind == "label":
                 for name, row in zip(segment.names, rows, strict=True):
-                    self.observations += self._judge_label(pending.step, name, float(row[_MIN]), float(row[_MAX]))
+                    self.observations += self._check_labels(pending.step, name, float(row[_MIN]), float(row[_MAX]))
             elif kind in self._others:
                 self._others[kind].append((pending.step, layout, rows))
             else:  # one assignment, so that an interrupt cannot leave an empty list

@@ -71,7 +71,7 @@ def assert_healthy(
         raise ValueError(f"severity is {severity!r}; expected one of {', '.join(SEVERITIES)}")
     if isinstance(steps, int):
         if step_fn is None:
-            raise TypeError("a number of steps needs step_fn, which does one; or pass an iterable that yields losses")
+            raise TypeError("a number of steps needs step_fn, which runs one; or pass an iterable that yields losses")
         steps = _counted(steps, step_fn, optimizer)
     elif step_fn is not None:
         raise TypeError("pass a number of steps with step_fn, or an iterable without it")
@@ -92,7 +92,7 @@ def assert_healthy(
     if loss_falls and quarter and not sum(losses[-quarter:]) < sum(losses[:quarter]):
         first, last = sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter
         raise UnhealthyTrainingError(
-            f"the loss does not fall: {first:.4g} on average of the first {quarter} steps, {last:.4g} of the last",
+            f"the loss does not fall: its mean is {first:.4g} in the first {quarter} steps and {last:.4g} in the last",
             diagnosis,
         )
     return diagnosis

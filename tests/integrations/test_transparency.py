@@ -216,7 +216,7 @@ PROGRAMS: dict[str, Callable[[Watcher], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is no parameter of the model")  # true after weights were tied
+@pytest.mark.filterwarnings("ignore:.*is not a parameter of the model")  # true after weights were tied
 @pytest.mark.filterwarnings("error::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kind", [*WATCHERS, "patch"])

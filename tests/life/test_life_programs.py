@@ -287,10 +287,10 @@ def test_a_monitor_says_why_it_cannot_be_copied() -> None:
     train(model, optimizer, monitor)
     copies: list[Callable[[object], object]] = [copy.copy, copy.deepcopy, pickle.dumps]
     for copied in copies:
-        with pytest.raises(TypeError, match=r"belongs to one model.*monitor\.state_dict\(\)"):
+        with pytest.raises(TypeError, match=r"has hooks on its model.*monitor\.state_dict\(\)"):
             copied(monitor)
     model.monitor = monitor  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="nor can a model"):
+    with pytest.raises(TypeError, match="nor a module that has it"):
         copy.deepcopy(model)
     del model.monitor
     other = copy.deepcopy(model)

@@ -134,8 +134,8 @@ def spoiled(numel: int, steps: list[int], values: tuple[int, ...]) -> dict[str, 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"steps": np.array([3, 3, 4])}, "steps must be counted from 0 and rise"),
-        ({"steps": np.array([-1, 3, 4])}, "steps must be counted from 0 and rise"),
+        ({"steps": np.array([3, 3, 4])}, "steps must be at least 0 and strictly increasing"),
+        ({"steps": np.array([-1, 3, 4])}, "steps must be at least 0 and strictly increasing"),
         ({"steps": np.array([0.5, 1, 2])}, "must be a list of integers"),
         (
             {"scalars": {"loss": np.zeros(2)}},
@@ -143,7 +143,7 @@ def spoiled(numel: int, steps: list[int], values: tuple[int, ...]) -> dict[str, 
         ),
         (spoiled(1, [0, 1, 2], (3, 2, 8)), "values has shape"),
         (spoiled(2, [0, 1, 2], (3, 1, 8)), "numel must hold 1"),
-        (spoiled(1, [1, 0], (2, 1, 8)), "rise"),
+        (spoiled(1, [1, 0], (2, 1, 8)), "strictly increasing"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_before_anything_is_written(

@@ -28,19 +28,19 @@ def run(m: int = 30, n: int = 8) -> Recording:
     return made
 
 
-def test_equal_runs_never_part() -> None:
+def test_equal_runs_do_not_diverge() -> None:
     for make in (run, recording, lambda: recording(names=HOSTILE)):
         comparison = compare(make(), make(), tolerance=0)
         assert comparison.same
-        assert comparison.partings == ()
+        assert comparison.divergences == ()
         assert comparison.exact_step is None
-        assert "never part: equal to the last bit in the" in str(comparison)
+        assert "do not diverge: bitwise equal in the" in str(comparison)
     for tolerance in (-1.0, math.nan):
         with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
             compare(run(), run(), tolerance)
 
 
-def test_bits_and_what_matters_are_told_apart() -> None:
+def test_bits_and_what_matters_are_distinguished() -> None:
     a, b = run(), run()
     values = b.tables["gradient"].values
     values[7, 3, NORM] = np.nextafter(values[7, 3, NORM], 9)
@@ -58,10 +58,11 @@ def test_bits_and_what_matters_are_told_apart() -> None:
     ]
     assert comparison.first[0].b == pytest.approx(comparison.first[0].a / 2)
     assert comparison.backward_first == names[5]
-    third = next(p for p in comparison.partings if p.name == names[3])
+    third = next(p for p in comparison.divergences if p.name == names[3])
     assert (third.exact_step, third.step) == (7, 20)
-    assert str(comparison).startswith("The runs part in step 12 by more than 0.001 (in single bits since step 7):")
-    assert f"the backward pass met {names[5]} first" in str(comparison)
+    text = str(comparison)
+    assert text.startswith("The runs diverge in step 12 by more than 0.001 (bitwise different since step 7):")
+    assert f"the first of these gradients in the backward pass: {names[5]}" in text
 
 
 def test_single_bits_alone_are_the_same_unless_every_bit_shall_matter() -> None:
@@ -70,11 +71,11 @@ def test_single_bits_alone_are_the_same_unless_every_bit_shall_matter() -> None:
     comparison = compare(a, b)
     assert comparison.same
     assert (comparison.exact_step, comparison.step) == (9, None)
-    assert "differ in single bits since step 9, but nowhere by more than 0.001" in str(comparison)
+    assert "are bitwise different since step 9, but nowhere by more than 0.001" in str(comparison)
     exact = compare(a, b, tolerance=0)
     assert not exact.same
     assert exact.step == 9
-    assert "equal to the last bit before" in str(exact)
+    assert "bitwise equal before" in str(exact)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +140,14 @@ def test_names_sizes_kinds_and_series_of_one_only_are_named() -> None:
     assert comparison.step is None
     text = str(comparison)
     for expected in (
-        "series of the first only: lr",
-        "tables of kind of the second only: update",
-        f"gradients of the first only: {a.tables['gradient'].names[0]}",
-        "gradients of the second only: other",
-        f"gradients of other sizes: {gradient.names[3]} (",
+        "series only in the first: lr",
+        "tables only in the second: update",
+        f"gradients only in the first: {a.tables['gradient'].names[0]}",
+        "gradients only in the second: other",
+        f"gradients of different sizes: {gradient.names[3]} (",
     ):
         assert expected in text
-    assert "equal to the last bit" in text
+    assert "bitwise equal" in text
 
 
 def test_tensors_are_compared_by_name() -> None:
@@ -185,7 +186,7 @@ def test_names_do_not_depend_on_wrappers(wrapping: str) -> None:
     assert compare(a, b).findings_a == compare(a, b).findings_b == ()
     b.tables["gradient"].values[12:, 4:6] *= 2
     comparison = compare(a, b)
-    assert [parting.name for parting in comparison.first] == list(names[4:6])
+    assert [divergence.name for divergence in comparison.first] == list(names[4:6])
     assert comparison.backward_first == names[5]
 
 
@@ -196,7 +197,7 @@ def test_names_that_would_become_one_are_kept() -> None:
     assert compare(a, b, tolerance=0).same
     b.tables["gradient"].names = ("module.weight", "weight")
     structure = compare(a, b).structure
-    assert structure == ("gradients of the first only: _orig_mod.weight", "gradients of the second only: module.weight")
+    assert structure == ("gradients only in the first: _orig_mod.weight", "gradients only in the second: module.weight")
 
 
 def test_only_common_steps_are_compared() -> None:
@@ -207,7 +208,7 @@ def test_only_common_steps_are_compared() -> None:
     assert comparison.same
     assert comparison.common_steps == 18
     later.scalars["loss"] += 1
-    assert "part in step 12 by more than 0.001 (the first that both have" in str(compare(a, later))
+    assert "diverge in step 12 by more than 0.001 (the first common step" in str(compare(a, later))
 
 
 def cut(r: Recording, start: int, stop: int) -> Recording:
@@ -241,7 +242,7 @@ def test_findings_of_one_only_are_listed() -> None:
     comparison = compare(a, b)
     assert comparison.same  # findings are derived from numbers, which are equal
     assert comparison.findings_b == b.findings[:1]
-    assert "Found in the second only: [warning] step 3, rule: It rose." in str(comparison)
+    assert "Found only in the second: [warning] step 3, rule: It rose." in str(comparison)
 
 
 def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
@@ -251,7 +252,7 @@ def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
     comparison = compare(a, b)
     content = comparison.to_dict()
     assert json.loads(json.dumps(content, allow_nan=False))["step"] == 2
-    assert content["partings"][0]["b"] == "nan"
+    assert content["divergences"][0]["b"] == "nan"
     assert all(line.isprintable() for line in str(comparison).split("\n"))
 
 
@@ -268,7 +269,7 @@ def test_diff_has_the_exit_status_of_diff(
     a, b = two
     assert main(["diff", a, a]) == 0
     assert main(["diff", a, b]) == 1
-    assert "The runs part in step 4" in capsys.readouterr().out
+    assert "The runs diverge in step 4" in capsys.readouterr().out
     assert main(["diff", a, b, "--tolerance", "0.1"]) == 0
     assert main(["diff", a, b, "--json"]) == 1
     capsys.readouterr()
@@ -296,7 +297,7 @@ def test_errors_are_one_line_without_a_traceback(
     assert "No such file" in told.err
 
 
-def test_view_tells_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(recording(names=HOSTILE), tmp_path / "run.gradstat")
     assert main(["view", str(path)]) == 0
     out = capsys.readouterr().out

@@ -221,20 +221,20 @@ def out_of_memory(*_: object, **__: object) -> Any:
 @pytest.mark.parametrize(
     ("target", "name", "lost"),
     [
-        ("gradstat.monitor.collector", "gradients_of", "could not be measured"),
-        ("gradstat.monitor.collector", "measure_segments", "could not be measured"),
-        ("gradstat.monitor.observers", "states_of", "what else was due"),
-        ("gradstat.monitor.observers.Buffers", "take", "what else was due"),
-        ("gradstat.monitor.observers", "update_sums", "what the optimizer is about to change"),
+        ("gradstat.monitor.collector", "gradients_of", "a step could not be measured"),
+        ("gradstat.monitor.collector", "measure_segments", "a step could not be measured"),
+        ("gradstat.monitor.observers", "states_of", "buffers or optimizer states could not be measured"),
+        ("gradstat.monitor.observers.Buffers", "take", "buffers or optimizer states could not be measured"),
+        ("gradstat.monitor.observers", "update_sums", "the coming update could not be predicted"),
         ("gradstat.monitor.step_buffer.StepBuffer", "read", "could not be read"),
-        ("gradstat.monitor.history.History", "keep", "could not be judged"),
-        ("gradstat.monitor.collector.Collector", "see_batch", "a batch could not be looked at"),
-        ("gradstat.monitor.observers", "stats", "the hook Activations.see of '0'"),
-        ("gradstat.monitor.observers.Outputs", "see", None),
+        ("gradstat.monitor.history.History", "keep", "the rules could not review the last steps"),
+        ("gradstat.monitor.collector.Collector", "inspect_batch", "a batch could not be inspected"),
+        ("gradstat.monitor.observers", "stats", "the hook Activations.measure of '0'"),
+        ("gradstat.monitor.observers.Outputs", "measure", None),
     ],
 )
 @pytest.mark.parametrize("way", ["Monitor", "auto"])
-def test_an_error_of_its_own_is_told_once_and_ends_no_training(
+def test_an_internal_error_is_reported_once_and_ends_no_training(
     way: str, target: str, name: str, lost: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(fails: bool) -> list[Tensor]:
@@ -342,7 +342,7 @@ def test_no_gradient_at_all_is_one_finding_that_says_where_the_call_belongs(way:
         handle.remove()
 
 
-def test_a_replay_that_was_not_armed_runs_the_step_as_things_are_now() -> None:
+def test_a_replay_without_saved_state_uses_the_current_one() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 6))
     x = torch.zeros(4, 6)
     monitor = gradstat.Monitor(model, on_anomaly="record")
@@ -353,11 +353,11 @@ def test_a_replay_that_was_not_armed_runs_the_step_as_things_are_now() -> None:
     step()
     (finding,) = monitor.step()
     assert any("replay=step_fn" in advice for advice in finding.advice)
-    with pytest.warns(RuntimeWarning, match=r"nothing of the step was kept.*Monitor\(..., replay=True\)"):
+    with pytest.warns(RuntimeWarning, match=r"no state of the step was saved.*Monitor\(..., replay=True\)"):
         culprit = monitor.replay(step)
     assert culprit is not None
     assert (culprit.phase, culprit.op) == ("backward", "sqrt")
-    assert "nothing of the step was kept" in str(monitor.diagnose())
+    assert "no state of the step was saved" in str(monitor.diagnose())
     with pytest.warns(RuntimeWarning):
         assert monitor.replay(lambda: model(x).sum().backward()) is None
     with pytest.raises(TypeError, match="no function to run"):

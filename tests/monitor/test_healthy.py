@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from healthy import HEALTHY, Healthy, silence
+from healthy import HEALTHY, Healthy, serious_findings
 from public_programs import PROGRAMS, Program, run
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
@@ -19,7 +19,7 @@ SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda healthy: healthy.name)
 def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:
-    found, monitor = silence(healthy, seed, STEPS)
+    found, monitor = serious_findings(healthy, seed, STEPS)
     assert found == []
     loss = monitor.recording().scalars["loss"]
     assert len(loss) == min(STEPS, 1000)

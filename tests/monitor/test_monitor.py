@@ -128,19 +128,19 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     np.testing.assert_allclose(tables["parameter"].column("l2_norm")[1], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("travels", "lag"), [(False, 0), (False, 3), (True, 1), (True, 2)])
-def test_numbers_that_travel_are_read_so_many_steps_later(
-    monkeypatch: pytest.MonkeyPatch, travels: bool, lag: int
+@pytest.mark.parametrize(("needs_copy", "lag"), [(False, 0), (False, 3), (True, 1), (True, 2)])
+def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
+    monkeypatch: pytest.MonkeyPatch, needs_copy: bool, lag: int
 ) -> None:
     """On a CPU they are read at once, whatever the lag."""
     asked: set[PendingRows] = set()
     table = PendingRows.table
     monkeypatch.setattr(PendingRows, "table", lambda self: (asked.add(self), table(self))[1])
-    monkeypatch.setattr(PendingRows, "travels", travels)
+    monkeypatch.setattr(PendingRows, "needs_copy", needs_copy)
     model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
-    late = lag if travels else 0
-    assert len(asked) == 12 - lag or not travels
+    late = lag if needs_copy else 0
+    assert len(asked) == 12 - lag or not needs_copy
     assert not any(found[: 10 + late])
     assert late > 1 or found[10 + late][0].step == 10
     monitor.flush()
@@ -289,7 +289,7 @@ def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
     model.second = nn.Linear(model.second.in_features, model.second.out_features, bias=False)
     optimizer.add_param_group({"params": [model.second.weight]})
     before = copy.deepcopy(model.state_dict())
-    with pytest.warns(RuntimeWarning, match="no healthy state of this model"):
+    with pytest.warns(RuntimeWarning, match="no healthy snapshot of this model"):
         trained(model, optimizer, monitor, 1, bad=4)
     assert torch.equal(model.norm.num_batches_tracked, before["norm.num_batches_tracked"] + 1)  # not even in part
     monitor.detach()
@@ -318,7 +318,7 @@ STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
         ({"watch": {"weights": 1}}, ValueError, "cannot watch 'weights'; known: gradients"),
         ({"watch": {"parameters": -1}}, ValueError, "expected 0 for never"),
         ({"watch": {"parameters": 0.5}}, TypeError, "expected a number of steps"),
-        ({"watch": {"gradients": 2}}, ValueError, "every step"),
+        ({"watch": {"gradients": 2}}, ValueError, "is 2; gradients must be measured in every step"),
         ({"watch": {"origin": 1}}, TypeError, "needs a DistributedDataParallel"),
         ({"on_anomaly": "explode"}, ValueError, "unknown policy 'explode'"),
         ({"on_anomaly": {"fatal": "warn"}}, ValueError, "expected a severity"),
@@ -358,7 +358,7 @@ def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> 
     assert monitor.recording().scalars["missing"].tolist() == [0, 8]
 
 
-def test_labels_out_of_range_are_told_before_the_forward_pass() -> None:
+def test_labels_out_of_range_are_reported_before_the_forward_pass() -> None:
     """``classes`` may name the labels among other integers by their place in the batch."""
     labels = torch.tensor([0, 3, -100, 1, 2, 0])
     for classes, inputs in ((4, torch.randn(6, 8)), ({"batch['y']": 4}, torch.full((6, 8), 30_000))):
@@ -416,11 +416,11 @@ def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
 
 
 def test_every_step_is_reviewed_once_in_order() -> None:
-    looks: list[list[int]] = []
+    reviewed: list[list[int]] = []
 
     @rule("noting")
     def noting(self: Rule, window: Any) -> tuple[()]:
-        looks.append(window.steps.tolist())
+        reviewed.append(window.steps.tolist())
         assert window.rows("gradient").steps.tolist() == window.steps.tolist()
         return ()
 
@@ -429,8 +429,8 @@ def test_every_step_is_reviewed_once_in_order() -> None:
         monitor.batch(torch.randn(32, 8))  # a healthy batch does not cause a review
         trained(model, optimizer, monitor, 1, bad=17)
     monitor.flush()
-    assert [step for steps in looks for step in steps] == list(range(40))
-    assert [len(steps) for steps in looks[:6]] == [1, 1, 2, 4, 7, 3]
+    assert [step for steps in reviewed for step in steps] == list(range(40))
+    assert [len(steps) for steps in reviewed[:6]] == [1, 1, 2, 4, 7, 3]
 
 
 def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
     monitor.load_state_dict(state)
     assert monitor.latest() is None
     assert monitor.findings == []
-    with pytest.warns(RuntimeWarning, match="no healthy state"), pytest.warns(AnomalyWarning, match="step 11"):
+    with pytest.warns(RuntimeWarning, match="no healthy snapshot"), pytest.warns(AnomalyWarning, match="step 11"):
         trained(model, optimizer, monitor, 2, bad=11)  # warns again, and no snapshot is from a later step
     assert monitor.recording().steps.tolist() == list(range(12))
     monitor.save(tmp_path / "run.gradstat")  # this would raise if steps did not increase

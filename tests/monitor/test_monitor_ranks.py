@@ -138,7 +138,7 @@ def test_an_error_on_one_rank_leaves_no_other_waiting() -> None:
     assert sorted(set(recording.tables) & {"parameter", "update"}) == ["parameter", "update"]
     assert not np.isnan(recording.tables["parameter"].values).any()
     if broken:
-        assert sum("what the optimizer is about to change" in text for text in texts) == 1, texts
+        assert sum("the coming update could not be predicted" in text for text in texts) == 1, texts
     assert sum("a step could not be" in text for text in texts) == 1, texts
 
 

@@ -302,7 +302,7 @@ def test_a_bad_batch_is_named_by_the_expression_that_reaches_it_or_by_the_line_t
 
     culprit = culprit_of(model, step, batch=batch)
     assert (culprit.phase, culprit.kind, culprit.name) == ("input", "nan", "batch['x'][1]")
-    assert "NaN came in from outside of the model: batch['x'][1]" in str(culprit)
+    assert "NaN was already in an input of the step: batch['x'][1]" in str(culprit)
     culprit = culprit_of(model, lambda: step(batch))
     assert (culprit.phase, culprit.name) == ("input", None)
     assert_source(culprit, "brought")
@@ -409,7 +409,7 @@ def test_memory_that_nobody_wrote() -> None:
     assert culprit.output is not None
     assert culprit.output["memory"].inf_count == 3
     assert_source(culprit, "unwritten")
-    assert "nothing wrote it" in str(culprit)
+    assert "torch.empty and was not written" in str(culprit)
 
 
 def test_a_mask_in_a_buffer_or_the_batch_is_no_bad_input() -> None:

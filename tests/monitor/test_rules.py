@@ -1,6 +1,6 @@
 """Each rule on hand-made windows: it fires when it must and not slightly below, however steps are split into windows.
 
-A `Story` holds what a monitor would have measured; `told` runs a rule on it in windows of some size.
+A `Story` holds what a monitor would have measured; `hits` runs a rule on it in windows of some size.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def new(name: str, **thresholds: Any) -> Rule:
     return next(kind for kind in RULES if kind.name == name)(**thresholds)
 
 
-def told(asked: Rule, windows: Sequence[Window]) -> list[tuple[str, int, str]]:
+def hits(asked: Rule, windows: Sequence[Window]) -> list[tuple[str, int, str]]:
     """The findings of a rule, as (rule, step, name)."""
     return [(finding.rule, finding.step, finding.name) for finding in findings(asked, windows)]
 
@@ -220,10 +220,10 @@ def halves(zeros: int, normals: float, steps: int = 10) -> Story:
 
 
 def beside_weights(
-    gradient: float, steps: int, weight: float = 1.0, looks: Sequence[int] = (0, 3), other: float = 1.0
+    gradient: float, steps: int, weight: float = 1.0, at: Sequence[int] = (0, 3), other: float = 1.0
 ) -> Story:
     rows = {step: [row(gradient if step < steps else 0.1), row(0.1, 8), row(other)] for step in range(steps + 5)}
-    weights = {step: [row(weight), row(1.0, 8), row()] for step in looks}
+    weights = {step: [row(weight), row(1.0, 8), row()] for step in at}
     return rows_of("gradient", rows, tables={"parameter": Table(weights)})
 
 
@@ -239,9 +239,9 @@ def updated(*ratios: float) -> Story:
     return rows_of("update", rows, tables={"parameter": Table({0: [row(), row(1.0, 8), row()]})})
 
 
-def unchanged(looks: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1) -> Story:
-    """The first weight changes until its third measurement, and then stays the same for ``looks`` more."""
-    weights = {i * apart: [row(1 + 0.01 * min(i, 2), zeros=zeros), row(1 + i, 8), row(1 + i)] for i in range(3 + looks)}
+def unchanged(times: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1) -> Story:
+    """The first weight changes until its third measurement, and then stays the same for ``times`` more."""
+    weights = {i * apart: [row(1 + 0.01 * min(i, 2), zeros=zeros), row(1 + i, 8), row(1 + i)] for i in range(3 + times)}
     gradients = {step: [row(gradient), row(0.1, 8), row()] for step in range(max(weights) + 1)}
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
 
@@ -357,7 +357,7 @@ CASES = [
          (series("norm", [1.0, 2.0, 1.0, 1.0, 1.0, 1999.0]), series("norm", [1.0, 1.0, 1.0, 1.0, 1e9]),
           series("norm", [1e6] * 60), series("norm", [0.0] * 40 + [1.0]))),
     Case("gradient-weight-ratio", beside_weights(101.0, 5), 0, "a.weight",
-         (beside_weights(101.0, 4), beside_weights(99.0, 9), beside_weights(101.0, 9, looks=[0]),
+         (beside_weights(101.0, 4), beside_weights(99.0, 9), beside_weights(101.0, 9, at=[0]),
           beside_weights(1.0, 9, weight=0.0), beside_weights(101.0, 9, other=1.1))),
     Case("gradient-weight-ratio", beside_weights(0.9e-5, 500), 0, "a.weight",
          (beside_weights(0.9e-5, 499), beside_weights(1.1e-5, 600), beside_weights(0.0, 600))),
@@ -385,45 +385,45 @@ def test_every_rule_has_a_case() -> None:
 @by_rule
 def test_it_fires_however_steps_are_cut_up(case: Case) -> None:
     for size in case.sizes:
-        assert told(new(case.rule), case.bad.windows(size)) == [(case.rule, case.step, case.name)], size
+        assert hits(new(case.rule), case.bad.windows(size)) == [(case.rule, case.step, case.name)], size
 
 
 @by_rule
 def test_it_is_silent_just_below(case: Case) -> None:
     for fine in case.fine:
         for size in case.sizes:
-            assert told(new(case.rule), fine.windows(size)) == []
+            assert hits(new(case.rule), fine.windows(size)) == []
 
 
 @by_rule
 def test_it_goes_on_from_a_saved_state(case: Case) -> None:
     windows = case.bad.windows(1)
-    whole = told(new(case.rule), windows)
+    whole = hits(new(case.rule), windows)
     for cut in {1, len(windows) // 3, len(windows) // 2, len(windows) - 1}:
         before, after = new(case.rule), new(case.rule)
-        found = told(before, windows[:cut])
+        found = hits(before, windows[:cut])
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
         assert after.bands() == before.bands()
-        assert found + told(after, windows[cut:]) == whole
+        assert found + hits(after, windows[cut:]) == whole
 
 
 @by_rule
 def test_it_survives_other_names_and_rows_that_are_not_there(case: Case) -> None:
     asked = new(case.rule)
     for kind in (*case.bad.tables, "gradient", "parameter"):
-        told(asked, rows_of(kind, {0: [row()]}, names=("z",), shapes=[(8, 8)]).windows(1))
-        told(asked, rows_of(kind, {1: [ABSENT, row()]}, names=("y", "z"), shapes=[(8, 8)] * 2).windows(2)[1:])
+        hits(asked, rows_of(kind, {0: [row()]}, names=("z",), shapes=[(8, 8)]).windows(1))
+        hits(asked, rows_of(kind, {1: [ABSENT, row()]}, names=("y", "z"), shapes=[(8, 8)] * 2).windows(2)[1:])
     windows = [w for w in case.bad.windows(7) if len(w.steps)]
-    assert (case.rule, case.name) in {(rule, name) for rule, _, name in told(asked, windows)}
-    told(asked, rows_of("gradient", {0: []}, names=(), shapes=()).windows(1))
+    assert (case.rule, case.name) in {(rule, name) for rule, _, name in hits(asked, windows)}
+    hits(asked, rows_of("gradient", {0: []}, names=(), shapes=()).windows(1))
 
 
 @pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.name)
-def test_an_empty_window_tells_nothing(kind: type[Rule]) -> None:
+def test_nothing_is_found_in_an_empty_window(kind: type[Rule]) -> None:
     empty = Window(np.empty(0, np.int64), {}, {})
     nothing = Window(np.arange(3), {"loss": np.full(3, math.nan), "norm": np.full(3, math.nan)}, {})
     asked = kind()
-    assert told(asked, [empty, nothing, empty]) == []
+    assert hits(asked, [empty, nothing, empty]) == []
     assert repr(asked).startswith(kind.__name__)
     assert kind.__doc__
     assert kind.causes
@@ -431,16 +431,16 @@ def test_an_empty_window_tells_nothing(kind: type[Rule]) -> None:
 
 
 def test_thresholds_are_arguments() -> None:
-    assert told(MissingGradient(in_a_row=3), missing(3).windows(32)) == [("missing-gradient", 4, "a.bias")]
-    assert told(new("lost-loss", in_a_row=1), series("loss_nonfinite", [1.0]).windows(1)) == [("lost-loss", 0, "loss")]
+    assert hits(MissingGradient(in_a_row=3), missing(3).windows(32)) == [("missing-gradient", 4, "a.bias")]
+    assert hits(new("lost-loss", in_a_row=1), series("loss_nonfinite", [1.0]).windows(1)) == [("lost-loss", 0, "loss")]
     assert "in_a_row=3" in repr(MissingGradient(in_a_row=3))
     (found,) = findings(ClipActivity(), series("norm", [0.5] * 500, facts=Facts(max_norm=1.0)).windows(500))
     assert (found.evidence["share"], found.evidence["suggested"]) == (0, pytest.approx(0.5))
 
 
-def test_an_episode_is_told_once_and_again_after_it_ended() -> None:
+def test_an_episode_is_reported_once_and_again_after_it_ended() -> None:
     bad = {step: with_nan() for step in (*range(3, 9), *range(20, 23))}
-    found = told(new("nonfinite-gradient"), rows_of("gradient", bad).windows(4))
+    found = hits(new("nonfinite-gradient"), rows_of("gradient", bad).windows(4))
     assert [step for _, step, _ in found] == [3, 20]
 
 
@@ -448,7 +448,7 @@ def test_the_first_gradient_in_the_backward_pass_is_named() -> None:
     story = rows_of(
         "gradient", {0: [row(nan=1), row(0.1, 8, nan=1), row()]}, facts=Facts(("b.weight", "a.bias", "a.weight"))
     )
-    assert told(new("nonfinite-gradient"), story.windows(1)) == [("nonfinite-gradient", 0, "a.bias")]
+    assert hits(new("nonfinite-gradient"), story.windows(1)) == [("nonfinite-gradient", 0, "a.bias")]
 
 
 def test_what_is_no_trouble_by_itself_is_an_info() -> None:
@@ -464,14 +464,14 @@ def test_what_is_no_trouble_by_itself_is_an_info() -> None:
     ):
         (found,) = new(name).review(story.windows(600)[0])
         assert (found.severity, found.name) == ("info", about)
-    assert told(new("sporadic-nonfinite"), Story(40, {}, incidents(0, 1, 2).tables, facts=scaled).windows(9)) == []
+    assert hits(new("sporadic-nonfinite"), Story(40, {}, incidents(0, 1, 2).tables, facts=scaled).windows(9)) == []
 
 
 def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
     story = adam("exp_avg_sq", [1.0, 0.2])
-    assert told(new("second-moment-drop"), story.windows(100)) == []
+    assert hits(new("second-moment-drop"), story.windows(100)) == []
     story.facts = Facts(second_moment_decay=0.999)
-    assert told(new("second-moment-drop"), story.windows(100)) == [("second-moment-drop", 50, "x")]
+    assert hits(new("second-moment-drop"), story.windows(100)) == [("second-moment-drop", 50, "x")]
 
 
 def test_what_rests_or_is_frozen_from_the_start_is_an_info() -> None:
@@ -490,7 +490,7 @@ def test_what_rests_is_not_missed() -> None:
     resting = covered(resting=["a.bias"])
     story.observations = [Observation("coverage", 0, resting), *story.observations]
     for size in (1, 100):
-        assert told(new("missing-gradient"), story.windows(size)) == []
+        assert hits(new("missing-gradient"), story.windows(size)) == []
 
 
 def test_gradients_that_come_and_go_are_an_info() -> None:
@@ -528,7 +528,7 @@ ZERO = row(0.0, zeros=64)
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize(
-    ("gradients", "parameters", "told_at"),
+    ("gradients", "parameters", "reported_at"),
     [
         ([[ZERO, row(0.0, 8, 8), row()]] * 30, [ZERO, row(0.0, 8, 8), row()], [5]),
         ([[ZERO, row(0.0, 8, 8), row()]] * 4, [ZERO, row(0.0, 8, 8), row()], []),
@@ -540,25 +540,25 @@ ZERO = row(0.0, zeros=64)
     ],
 )
 def test_a_weight_that_is_zero_and_has_no_gradient_was_never_initialised(
-    gradients: list[list[list[float]]], parameters: list[list[float]], told_at: list[int], size: int
+    gradients: list[list[list[float]]], parameters: list[list[float]], reported_at: list[int], size: int
 ) -> None:
     story = rows_of("gradient", dict(enumerate(gradients)))
     story.tables["parameter"] = rows_of("parameter", {0: parameters}).tables["parameter"]
     found = findings(new("dead-gradient"), story.windows(size))
-    assert [finding.evidence["in_a_row"] for finding in found] == told_at
-    assert ["never initialised" in finding.causes[0] for finding in found] == [steps == 5 for steps in told_at]
+    assert [finding.evidence["in_a_row"] for finding in found] == reported_at
+    assert ["never initialised" in finding.causes[0] for finding in found] == [steps == 5 for steps in reported_at]
 
 
 def test_a_weight_that_began_at_zero_may_be_small_beside_its_gradient() -> None:
-    story = beside_weights(1e6, 30, looks=range(0, 30, 5))
+    story = beside_weights(1e6, 30, at=range(0, 30, 5))
     story.tables["parameter"].rows[0][0] = row(0.0, zeros=64)
-    assert told(new("gradient-weight-ratio"), story.windows(4)) == []
+    assert hits(new("gradient-weight-ratio"), story.windows(4)) == []
 
 
 def test_a_series_that_changes_its_sign_is_judged_by_its_own_scatter() -> None:
     values = [math.exp(1.5 * math.sin(i * 1.7)) * (-1) ** (i // 5) for i in range(96)]
     for name, scalar in (("loss-spike", "loss"), ("exploding-gradient", "norm")):
-        assert told(new(name), series(scalar, [*values, *[15.0] * 5]).windows(32)) == []
+        assert hits(new(name), series(scalar, [*values, *[15.0] * 5]).windows(32)) == []
 
 
 def test_the_decay_of_a_second_moment_is_found_under_whatever_name() -> None:
@@ -588,27 +588,27 @@ def test_constant_features_of_sparse_inputs_and_masks_are_no_finding() -> None:
         return story
 
     for story in (beside(0.95, 40), beside(1.0, 0, low=1.0)):
-        assert told(new("constant-feature"), story.windows(32)) == []
+        assert hits(new("constant-feature"), story.windows(32)) == []
     for story in (beside(0.95, 10), beside(1.0, 40)):
-        assert told(new("constant-feature"), story.windows(32)) == [("constant-feature", 0, "x")]
+        assert hits(new("constant-feature"), story.windows(32)) == [("constant-feature", 0, "x")]
 
 
 def test_the_band_of_a_rule_leaves_out_what_it_would_report() -> None:
     asked = new("loss-spike")
-    told(asked, series("loss", LOSSES).windows(32))
+    hits(asked, series("loss", LOSSES).windows(32))
     _, high = asked.bands()["loss"]
     assert 0.4 < high < 1.2
     rate = new("learning-rate-jump")
     assert rate.bands() == {"lr": (0.0, math.inf)}
-    told(rate, series("lr", [1.0]).windows(1))
+    hits(rate, series("lr", [1.0]).windows(1))
     assert rate.bands() == {"lr": (0.05, 3.0)}
 
 
 def test_a_series_with_heavy_tails_has_a_higher_limit() -> None:
     values = [math.exp(1.5 * math.sin(i * 1.7)) for i in range(96)]  # they vary by a factor of 20
     asked, calm = new("exploding-gradient"), new("exploding-gradient")
-    assert told(asked, series("norm", values).windows(32)) == []
-    assert told(calm, series("norm", wobbling(96)).windows(32)) == []
+    assert hits(asked, series("norm", values).windows(32)) == []
+    assert hits(calm, series("norm", wobbling(96)).windows(32)) == []
     assert asked.bands()["norm"][1] > 2 * calm.bands()["norm"][1]
 
 
@@ -619,11 +619,11 @@ def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dt
     watch.on = True
     logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
     for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
-        watch.see(model, (), outputs.to(dtype))
+        watch.measure(model, (), outputs.to(dtype))
         measured = watch.take()
         assert measured is not None
         assert measured.item() == share
-    watch.see(model, (), torch.ones(3))
+    watch.measure(model, (), torch.ones(3))
     assert watch.take() is None
 
 

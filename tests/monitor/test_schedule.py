@@ -76,7 +76,7 @@ def test_a_trigger_inside_of_a_step_is_for_the_next_and_steps_do_not_nest() -> N
         schedule.trigger()
         assert not schedule.active
         assert not torch.is_anomaly_enabled()
-        with pytest.raises(RuntimeError, match="entered already"):
+        with pytest.raises(RuntimeError, match="already active"):
             schedule.__enter__()
     assert run(schedule, 2) == "x."
 

@@ -209,7 +209,7 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page(f"{Z}[0].length") == 8
     assert page.text("measured") == "parameter"
     page.scrub(33)
-    assert page.text("measured") == "parameter, measured last in step 30"
+    assert page.text("measured") == "parameter, last measured in step 30"
 
 
 CURTAIN = "$('#curtain').getBoundingClientRect()"
@@ -315,7 +315,7 @@ def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
     assert "<b>&amp;</b>" in labels
     assert page("$$('main img, main a, #heat a').length") == 0
     assert page.text("run") == HOSTILE[0]
-    assert page("$('#told pre').textContent") == HOSTILE[1]
+    assert page("$('#summary pre').textContent") == HOSTILE[1]
 
 
 def test_the_table_sorts(page: Page) -> None:

@@ -212,7 +212,7 @@ def test_a_monitor_sees_every_step_and_names_the_parameter() -> None:
     assert any("b.weight" in finding.text and finding.step == 2 for finding in monitors[0].findings)
     assert monitors[0].nonfinite_steps == 1
     for arguments in ({"on_anomaly": "skip"}, {"replay": True}, {"guard": gradstat.SpikeGuard()}):
-        with pytest.raises(ValueError, match="has stepped in backward"):
+        with pytest.raises(ValueError, match="the optimizer steps during backward"):
             gradstat.Monitor(model, handle.optimizer, **arguments)
 
 

@@ -1,6 +1,6 @@
 """The flight recorder: the last steps of a run as arrays, as a file, as a page, and compared to another run."""
 
-from gradstat.monitor.recording.diff import TOLERANCE, Comparison, Parting, compare
+from gradstat.monitor.recording.diff import TOLERANCE, Comparison, Divergence, compare
 from gradstat.monitor.recording.file import LIMIT, SUFFIX, VERSION, RecordingFileError, load, save
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 from gradstat.monitor.recording.view import ViewerMissingError, write_page
@@ -12,7 +12,7 @@ __all__ = [
     "TOLERANCE",
     "VERSION",
     "Comparison",
-    "Parting",
+    "Divergence",
     "Recording",
     "RecordingFileError",
     "Series",

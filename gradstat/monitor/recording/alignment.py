@@ -72,7 +72,7 @@ def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
     """What both have, in the order in which a step computes it, and sentences about what only one of them has."""
     structure = _one_sided("series", tuple(a.scalars), tuple(b.scalars))
-    structure += _one_sided("tables of kind", tuple(a.tables), tuple(b.tables))
+    structure += _one_sided("tables", tuple(a.tables), tuple(b.tables))
     gradient = place_of("gradient")
     rest = tuple(name for name in a.scalars if name not in (*_FIRST_SERIES, _LOSS))
     found: list[tuple[float, Measured]] = []
@@ -134,7 +134,7 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
 def _one_sided(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> list[str]:
     here, there = set(a), set(b)
     only = {"first": [name for name in a if name not in there], "second": [name for name in b if name not in here]}
-    return [f"{what} of the {which} only: {_some(names)}" for which, names in only.items() if names]
+    return [f"{what} only in the {which}: {_some(names)}" for which, names in only.items() if names]
 
 
 def _sizes(kind: str, a: Series, b: Series) -> list[str]:
@@ -143,7 +143,7 @@ def _sizes(kind: str, a: Series, b: Series) -> list[str]:
     size = dict(zip(b.names, b.numel.tolist(), strict=True))
     pairs = zip(a.names, a.numel.tolist(), strict=True)
     other = [f"{name} ({n:,} and {size[name]:,})" for name, n in pairs if name in size and size[name] != n]
-    return [f"{kind}s of other sizes: {_some(other)}"] if other else []
+    return [f"{kind}s of different sizes: {_some(other)}"] if other else []
 
 
 def _some(names: list[str]) -> str:

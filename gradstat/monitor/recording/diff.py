@@ -18,7 +18,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """Where one tensor or scalar diverges.
 
     Attributes:
@@ -54,7 +54,7 @@ class Comparison:
         common_steps: How many steps both have.
         exact_step: The first common step in which any bit differs; None if none does.
         step: The first one in which anything differs by more than ``tolerance``; None if none does.
-        partings: Everything that differs in any bit, by step, with differences beyond the tolerance first; within a
+        divergences: Everything that differs in any bit, by step, with differences beyond the tolerance first; within a
             step in the order of computation (learning rate, then ``gradstat.monitor.kinds.KINDS`` in order, the loss
             before the gradients and norms after them), tensors in the order of the model.
         structure: Sentences about what cannot be compared: kinds, names or sizes that only one has.
@@ -68,7 +68,7 @@ class Comparison:
     common_steps: int
     exact_step: int | None
     step: int | None
-    partings: tuple[Parting, ...]
+    divergences: tuple[Divergence, ...]
     structure: tuple[str, ...]
     findings_a: tuple[Finding, ...]
     findings_b: tuple[Finding, ...]
@@ -85,9 +85,9 @@ class Comparison:
         return self.comparable and self.step is None and not self.structure
 
     @property
-    def first(self) -> tuple[Parting, ...]:
+    def first(self) -> tuple[Divergence, ...]:
         """What diverges in `step`, in the order of computation."""
-        return tuple(parting for parting in self.partings if self.step is not None and parting.step == self.step)
+        return tuple(d for d in self.divergences if self.step is not None and d.step == self.step)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
@@ -97,7 +97,7 @@ class Comparison:
             **values_of(self),
             "steps_a": self.steps_a and list(self.steps_a),
             "steps_b": self.steps_b and list(self.steps_b),
-            "partings": [{**values_of(p), "a": _jsonable(p.a), "b": _jsonable(p.b)} for p in self.partings],
+            "divergences": [{**values_of(p), "a": _jsonable(p.a), "b": _jsonable(p.b)} for p in self.divergences],
             "structure": list(self.structure),
             "findings_a": [finding.to_dict() for finding in self.findings_a],
             "findings_b": [finding.to_dict() for finding in self.findings_b],
@@ -106,12 +106,12 @@ class Comparison:
     def __str__(self) -> str:
         lines = [self._headline()]
         if self.comparable:
-            lines += [f"  {line}" for line in self._what_parts()]
+            lines += [f"  {line}" for line in self._what_diverges()]
         lines += [one_line(f"Structure: {line}") for line in self.structure]
         for which, findings in (("first", self.findings_a), ("second", self.findings_b)):
-            lines += [one_line(f"Found in the {which} only: {finding}") for finding in findings[:_SHOWN]]
+            lines += [one_line(f"Found only in the {which}: {finding}") for finding in findings[:_SHOWN]]
             if len(findings) > _SHOWN:
-                lines.append(f"... and {len(findings) - _SHOWN} more findings in the {which} only")
+                lines.append(f"... and {len(findings) - _SHOWN} more findings only in the {which}")
         return "\n".join(lines)
 
     def _headline(self) -> str:
@@ -123,29 +123,29 @@ class Comparison:
         steps = f"{self.common_steps:,} steps" if self.common_steps > 1 else "step"
         if self.step is not None:
             if self.steps_a and self.steps_b and self.step == max(self.steps_a[0], self.steps_b[0]):
-                before = "the first that both have, so what parted them lies there, before it or in how they began"
+                before = "the first common step, so they diverged in it, before it or in their initial state"
             elif self.exact_step == self.step:
-                before = "equal to the last bit before"
+                before = "bitwise equal before"
             else:
-                before = f"in single bits since step {self.exact_step}"
-            return f"The runs part in step {self.step} by more than {self.tolerance:g} ({before}):"
+                before = f"bitwise different since step {self.exact_step}"
+            return f"The runs diverge in step {self.step} by more than {self.tolerance:g} ({before}):"
         if self.exact_step is not None:
             return (
-                f"The runs differ in single bits since step {self.exact_step}, but nowhere by more than "
+                f"The runs are bitwise different since step {self.exact_step}, but nowhere by more than "
                 f"{self.tolerance:g}, in the {steps} that both have:"
             )
         end = "" if self.structure else "."
-        return f"The runs never part: equal to the last bit in the {steps} that both have{end}"
+        return f"The runs do not diverge: bitwise equal in the {steps} that both have{end}"
 
-    def _what_parts(self) -> list[str]:
-        at = self.first or tuple(p for p in self.partings if p.exact_step == self.exact_step)
-        lines = [str(parting) for parting in at[:_SHOWN]]
+    def _what_diverges(self) -> list[str]:
+        at = self.first or tuple(p for p in self.divergences if p.exact_step == self.exact_step)
+        lines = [str(divergence) for divergence in at[:_SHOWN]]
         if len(at) > _SHOWN:
             lines.append(f"... and {len(at) - _SHOWN} more in this step")
         if self.backward_first is not None:
-            lines.append(f"the backward pass met {one_line(self.backward_first)} first")
-        later = [p for p in self.partings if self.step is not None and p.step not in (None, self.step)]
-        return lines + [f"later, in step {parting.step}: {parting}" for parting in later[:3]]
+            lines.append(f"the first of these gradients in the backward pass: {one_line(self.backward_first)}")
+        later = [p for p in self.divergences if self.step is not None and p.step not in (None, self.step)]
+        return lines + [f"later, in step {divergence.step}: {divergence}" for divergence in later[:3]]
 
 
 def _range(steps: tuple[int, int] | None) -> str:
@@ -178,27 +178,27 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
         raise ValueError(f"tolerance must be a number of at least 0, not {tolerance}")
     a, b = unwrapped(a), unwrapped(b)
     both, structure = measured_of(a, b)
-    partings = [parting for measured in both for parting in _partings(measured, tolerance)]
+    divergences = [divergence for measured in both for divergence in _divergences(measured, tolerance)]
     # The sort is stable: within a step they stay in the order of computation.
-    partings.sort(key=lambda p: (p.step is None, p.exact_step if p.step is None else p.step))
-    step = min((p.step for p in partings if p.step is not None), default=None)
+    divergences.sort(key=lambda p: (p.step is None, p.exact_step if p.step is None else p.step))
+    step = min((p.step for p in divergences if p.step is not None), default=None)
     common = np.intersect1d(a.steps, b.steps)
     return Comparison(
         tolerance,
         _extent(a.steps),
         _extent(b.steps),
         len(common),
-        min((p.exact_step for p in partings), default=None),
+        min((p.exact_step for p in divergences), default=None),
         step,
-        tuple(partings),
+        tuple(divergences),
         structure,
         _only_in(a, b, common),
         _only_in(b, a, common),
-        _backward_first(partings, step, a.backward_order or b.backward_order),
+        _backward_first(divergences, step, a.backward_order or b.backward_order),
     )
 
 
-def _partings(measured: Measured, tolerance: float) -> list[Parting]:
+def _divergences(measured: Measured, tolerance: float) -> list[Divergence]:
     """The differences in one kind, in the order of the model."""
     if not len(measured.steps):
         return []
@@ -216,9 +216,9 @@ def _partings(measured: Measured, tolerance: float) -> list[Parting]:
         exact = int(np.argmax(any_bit[:, j]))
         at = int(np.argmax(any_matter[:, j])) if any_matter[:, j].any() else None
         i = exact if at is None else at
-        c = _telling(measured.columns, (differs if at is None else matters)[i, j], excess[i, j])
+        c = _column_to_report(measured.columns, (differs if at is None else matters)[i, j], excess[i, j])
         found.append(
-            Parting(
+            Divergence(
                 measured.kind,
                 measured.names[j],
                 int(measured.steps[exact]),
@@ -231,7 +231,7 @@ def _partings(measured: Measured, tolerance: float) -> list[Parting]:
     return found
 
 
-def _telling(columns: tuple[str, ...], of: npt.NDArray[np.bool_], excess: npt.NDArray[np.float64]) -> int:
+def _column_to_report(columns: tuple[str, ...], of: npt.NDArray[np.bool_], excess: npt.NDArray[np.float64]) -> int:
     """The column to name: one with an infinite difference, else the norm if it differs, else what differs most."""
     c = int(np.argmax(np.where(of, excess, -1)))
     norm = columns.index("l2_norm") if "l2_norm" in columns else c
@@ -249,9 +249,9 @@ def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) ->
     return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in known)
 
 
-def _backward_first(partings: list[Parting], step: int | None, order: tuple[str, ...]) -> str | None:
+def _backward_first(divergences: list[Divergence], step: int | None, order: tuple[str, ...]) -> str | None:
     """If gradients are what diverges first, the one of them that was complete first; None if not known."""
-    tensors = [p for p in partings if step is not None and p.step == step and p.kind != "series"]
+    tensors = [p for p in divergences if step is not None and p.step == step and p.kind != "series"]
     if len(tensors) < 2 or tensors[0].kind != "gradient":
         return None
     names = {p.name for p in tensors if p.kind == "gradient"}

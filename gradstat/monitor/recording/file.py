@@ -97,8 +97,8 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
             # Hostile bytes may raise any exception in zipfile, zlib, json, ast and numpy; callers get one kind.
             reason = str(error) or type(error).__name__
             raise RecordingFileError(
-                f"{target} is not a gradstat recording, or is damaged: {reason}. Expected is a file that "
-                "gradstat.monitor.recording.save wrote; if it was copied, copy it again"
+                f"{target} is not a gradstat recording, or is damaged: {reason}. Expected a file written "
+                "by gradstat.monitor.recording.save; if it was copied, copy it again"
             ) from error
 
 
@@ -109,7 +109,7 @@ def _read(reader: archive.Reader) -> Recording:
     major, minor = map(int, header["version"])
     if major != VERSION[0]:
         raise RecordingFileError(
-            f"written by gradstat {header.get('gradstat', 'unknown')!s:.40} in version {major}.{minor} of the format, "
+            f"written by gradstat {header.get('gradstat', 'unknown')!s:.40} in version {major}.{minor} of the format; "
             f"this is gradstat {__version__}, which reads version {VERSION[0]}. "
             "Upgrade gradstat: pip install -U gradstat"
         )
@@ -138,16 +138,16 @@ def _read(reader: archive.Reader) -> Recording:
         dict(header["meta"]),
     )
     if any(abs(finding.step) >= 1 << 63 for finding in recording.findings):
-        raise ValueError("a finding is of no possible step")
+        raise ValueError("the step of a finding does not fit into 64 bits")
     if len(recording.scalars) != len(scalars) or len(tables) != len(header["tables"]):
-        raise ValueError("two of its series have one name")
+        raise ValueError("two of its series or tables have the same name")
     _check(recording)
     return recording
 
 
 def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError("a list of names is not one of strings")
+        raise ValueError("its names are not a list of strings")
     return tuple(values)
 
 
@@ -177,4 +177,4 @@ def _check_steps(what: str, steps: npt.NDArray[np.int64]) -> None:
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
         raise ValueError(f"{what} must be a list of integers, not {values.dtype} of shape {values.shape}")
     if values.size and (values[0] < 0 or np.any(values[1:] <= values[:-1])):
-        raise ValueError(f"{what} must be counted from 0 and rise from entry to entry")
+        raise ValueError(f"{what} must be at least 0 and strictly increasing")

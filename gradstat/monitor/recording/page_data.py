@@ -50,7 +50,7 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         "columns": list(COLUMNS),
         "findings": [_finding(finding, steps) for finding in recording.findings],
         "backwardOrder": list(recording.backward_order),
-        "meta": [[key, _word(value)] for key, value in recording.meta.items()],
+        "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,
     }
 
@@ -113,16 +113,16 @@ def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
     return {
         **finding.to_dict(),
         "at": _place(steps, finding.step) if len(steps) else -1,
-        "evidence": [[str(key), _word(value)] for key, value in finding.evidence.items()],
+        "evidence": [[str(key), _formatted(value)] for key, value in finding.evidence.items()],
     }
 
 
-def _word(value: Any) -> str:
+def _formatted(value: Any) -> str:
     """A value of ``meta`` or of evidence as it is displayed."""
     if isinstance(value, (float, np.floating)):
         return {"nan": "NaN", "inf": "Inf", "-inf": "\N{MINUS SIGN}Inf"}.get(str(float(value)), f"{value:.4g}")
     if isinstance(value, (bool, int, str)):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_word, value))
+        return ", ".join(map(_formatted, value))
     return json.dumps(archive.encoded(value))

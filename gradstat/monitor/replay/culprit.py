@@ -47,8 +47,8 @@ class Culprit:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; a report as the list of its tensors."""
         reports = {"inputs": self.inputs, "output": self.output}
-        told = {key: None if report is None else [s.to_dict() for s in report] for key, report in reports.items()}
-        return {**values_of(self), **told, "stack": list(self.stack)}
+        values = {key: None if report is None else [s.to_dict() for s in report] for key, report in reports.items()}
+        return {**values_of(self), **values, "stack": list(self.stack)}
 
     def _headline(self) -> str:
         what = {"nan": "NaN", "inf": "Inf"}[self.kind]
@@ -56,7 +56,7 @@ class Culprit:
         module = f" in module {self.module!r}" if self.module else " in the model itself" if self.module == "" else ""
         of_parameter = "" if self.name is None else f" of {self.name!r}"
         sentences = {
-            "input": f"came in from outside of the model: {self.name or 'a tensor that was there before the step'}",
+            "input": f"was already in an input of the step: {self.name or 'a tensor made before the step'}",
             "parameter": f"was in the parameter or buffer {self.name!r} before the step began",
             "hook": f"was first made by a hook{of_parameter}{module}",
             "accumulation": f"was first made when gradients{of_parameter} were added up{module}",
@@ -75,7 +75,7 @@ class Culprit:
             if report is not None:
                 lines += [f"  {title}: {_words(stats)}" for stats in report]
         if self.op == "empty":
-            lines.append("  Its memory came from torch.empty; nothing wrote it, or a kernel that torch cannot see did.")
+            lines.append("  Its memory came from torch.empty and was not written, or by a kernel unknown to torch.")
         if len(self.stack) > 1:
             lines += ["  called from, outermost first:", *(f"    {frame}" for frame in self.stack[:-1])]
         return "\n".join(lines)

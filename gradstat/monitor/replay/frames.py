@@ -1,4 +1,4 @@
-"""Locations in the user's code: from the running frames, and from the traceback kept with an autograd node."""
+"""Locations in the user's code: from the running_lines frames, and from the traceback kept with an autograd node."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _TRACEBACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<f
 
 
 class Line(NamedTuple):
-    """One line of code that was running."""
+    """One line of code that was running_lines."""
 
     file: str
     number: int
     function: str
 
     @property
-    def is_users(self) -> bool:
+    def is_user_code(self) -> bool:
         """Whether it is neither torch's nor gradstat's."""
         return not self.file.startswith((_TORCH, _GRADSTAT, "<frozen")) and not self.file.endswith(_PASSED_THROUGH)
 
@@ -64,15 +64,15 @@ def _cell(file: str) -> str | None:
     return "a cell" if named is None else str(named[1])
 
 
-def told(lines: list[Line]) -> dict[str, Any]:
+def culprit_fields(lines: list[Line]) -> dict[str, Any]:
     """The `Culprit` fields of the location at ``lines``, innermost first."""
     if not lines:
         return {}
     return {"source": lines[0].source, "line": lines[0].text, "stack": tuple(map(str, reversed(lines)))}
 
 
-def running() -> list[Line]:
-    """The lines of all running frames, innermost first, up to the replay and without its callers."""
+def running_lines() -> list[Line]:
+    """The lines of all running_lines frames, innermost first, up to the replay and without its callers."""
     frames = traceback.walk_stack(sys._getframe(1))
     return _up_to_replay(Line(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames)
 
@@ -81,13 +81,13 @@ def _up_to_replay(lines: Iterable[Line]) -> list[Line]:
     return list(itertools.takewhile(lambda line: line.file != _REPLAY, lines))
 
 
-def users(lines: list[Line]) -> dict[str, Any]:
+def user_fields(lines: list[Line]) -> dict[str, Any]:
     """The `Culprit` fields of the user's lines among ``lines``."""
-    return told([line for line in lines if line.is_users])
+    return culprit_fields([line for line in lines if line.is_user_code])
 
 
 def below_engine(lines: list[Line]) -> list[Line]:
-    """The lines called by the innermost running backward pass; on the engine's threads, all of them."""
+    """The lines called by the innermost running_lines backward pass; on the engine's threads, all of them."""
     return list(itertools.takewhile(lambda line: (line.file, line.function) != _ENGINE, lines))
 
 
@@ -96,7 +96,7 @@ def is_torch(line: Line, *path: str) -> bool:
     return line.file == os.path.join(_TORCH, *path)
 
 
-def of_node(node: Any) -> dict[str, Any]:
+def node_fields(node: Any) -> dict[str, Any]:
     """The `Culprit` fields of the user's lines that created an autograd node; torch keeps them in anomaly mode.
 
     A node created by a backward pass (for a second derivative) is followed to the node of the forward pass, unless a
@@ -107,7 +107,7 @@ def of_node(node: Any) -> dict[str, Any]:
     while (parent := metadata.get("parent_")) is not None and not is_recomputation(below_engine(lines)):
         metadata = parent.metadata
         lines = _traceback(metadata)
-    return users(lines)
+    return user_fields(lines)
 
 
 def _traceback(metadata: dict[str, Any]) -> list[Line]:

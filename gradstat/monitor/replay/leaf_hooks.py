@@ -24,8 +24,8 @@ class LeafHooks:
         for name, parameter in self._parameters:
             self._wrap(parameter._backward_hooks, name, lambda given, result: given if result is None else result)
             self._wrap(parameter._post_accumulate_grad_hooks, name, lambda given, result: given.grad)
-            self._handles.append(parameter.register_hook(partial(self._note, name)))
-            look = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._note(name, p.grad))
+            self._handles.append(parameter.register_hook(partial(self._check, name)))
+            look = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._check(name, p.grad))
             self._handles.append(look)
 
     def detach(self) -> None:
@@ -52,17 +52,17 @@ class LeafHooks:
                 code = getattr(getattr(hook, "__func__", hook), "__code__", None)
                 first_line = [frames.Line(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
                 was_written = gradient is given or given.grad is gradient
-                here = {"phase": "hook", "module": name.rpartition(".")[0], "name": name, **frames.told(first_line)}
+                here: dict[str, Any] = {"phase": "hook", "module": name.rpartition(".")[0], "name": name}
                 inputs = None if was_written else report_of({"gradient": given})
-                self._watch.add(gradient, called="gradient", inputs=inputs, **here)
+                self._watch.add(gradient, called="gradient", inputs=inputs, **here, **frames.culprit_fields(first_line))
         return result
 
-    def look(self) -> None:
+    def check_gradients(self) -> None:
         """Checks all gradients, for those that no hook was called with."""
         for name, parameter in self._parameters:
-            self._note(name, parameter.grad)
+            self._check(name, parameter.grad)
 
-    def _note(self, name: str, gradient: Tensor | None) -> None:
+    def _check(self, name: str, gradient: Tensor | None) -> None:
         with self._watch.paused():
             if gradient is None or not is_bad(gradient):
                 return
@@ -70,5 +70,5 @@ class LeafHooks:
             if origin is None:
                 module = name.rpartition(".")[0]
                 origin = self._watch.add(gradient, called="gradient", phase="backward", module=module, name=name)
-            origin.settle(gradient)
+            origin.complete(gradient)
             self._watch.reached.append(origin)

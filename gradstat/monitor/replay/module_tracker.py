@@ -51,7 +51,7 @@ class ModuleTracker:
         """The innermost module running on this thread; None outside of the model."""
         return self.names[self._stack[-1][0]] if self._stack else None
 
-    def maker_of(self, node: Any) -> str | None:
+    def creator_of(self, node: Any) -> str | None:
         """The innermost module that created ``node``; None if it was created outside of the model."""
         number = node._sequence_nr()
         if number >= _NO_NUMBER:

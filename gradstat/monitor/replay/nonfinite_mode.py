@@ -83,13 +83,13 @@ class NonfiniteMode(TorchDispatchMode):
         return tensor is not None and is_bad(tensor) and first(self.taint.of(tensor)) is None
 
     def add(
-        self, tensor: Tensor, called: str = "output", intended: bool = False, unwritten: bool = False, **told: Any
+        self, tensor: Tensor, called: str = "output", intended: bool = False, unwritten: bool = False, **fields: Any
     ) -> Origin:
-        """Adds an origin of the values in ``tensor``, named ``called`` in reports; ``told`` are `Culprit` fields."""
+        """Adds an origin of the values in ``tensor``, named ``called`` in reports; ``fields`` are `Culprit` fields."""
         if unwritten:
-            culprit = Culprit("nan", **told)
+            culprit = Culprit("nan", **fields)
         else:
-            culprit = Culprit(kind_of(tensor), output=report_of({called: tensor}), **told)
+            culprit = Culprit(kind_of(tensor), output=report_of({called: tensor}), **fields)
         origin = Origin(len(self.origins), culprit, intended, unwritten)
         self.origins.append(origin)
         self.taint.add(tensor, origin)
@@ -99,12 +99,12 @@ class NonfiniteMode(TorchDispatchMode):
         """The origin of the bad values in ``tensor``; if no operation produced them, they came from outside."""
         origin = first(self.taint.of(tensor))
         if origin is None:
-            here = self._here(Call(torch.ops.aten.detach.default, (tensor,), {}))
+            here = self._location(Call(torch.ops.aten.detach.default, (tensor,), {}))
             here.update(phase="hook" if here["phase"] == "hook" else "input", op=None)
             # ``scores[mask] = inf`` makes a tensor of the number without dispatching an operation.
             number = tensor.dim() == 0 and not has_nan(tensor)
             origin = self.add(tensor, called="tensor", intended=number or looks_like_mask(tensor), **here)
-        origin.settle(tensor)
+        origin.complete(tensor)
         return origin
 
     # The operations ---------------------------------------------------------------------------------------
@@ -120,48 +120,48 @@ class NonfiniteMode(TorchDispatchMode):
             if argument.written:
                 self.before_write(argument.tensor)
         node = _current_node()
-        self._meet(node)
+        self._hook_graph(node)
         # A backward pass begins with ones that torch makes.
-        starts = call.name == "ones_like" and any(line.function == "_make_grads" for line in frames.running()[:9])
+        starts = call.name == "ones_like" and any(line.function == "_make_grads" for line in frames.running_lines()[:9])
         if node is None and starts and is_bad(args[0]):
             self.reached.append(self.origin_of(args[0]))
         self.backward_ran |= starts or node is not None
-        inputs = [self._as_before(argument) for argument in call.arguments if argument.read]
+        inputs = [self._input_before(argument) for argument in call.arguments if argument.read]
         result = func(*args, **kwargs)
         if not call.is_view:
-            self._judge(call, inputs, result)
+            self._trace_results(call, inputs, result)
         return result
 
-    def _as_before(self, argument: Argument) -> _Input:
+    def _input_before(self, argument: Argument) -> _Input:
         keeps = argument.written and not argument.tensor.is_sparse
         values = argument.tensor.clone() if keeps else argument.tensor
         return _Input(argument.name, argument.tensor, values, list(self.taint.of(argument.tensor)))
 
-    def _judge(self, call: Call, inputs: list[_Input], result: Any) -> None:
+    def _trace_results(self, call: Call, inputs: list[_Input], result: Any) -> None:
         written = {id(argument.tensor) for argument in call.arguments if argument.written}
         for tensor, is_main in call.results(result):
             if call.is_unwritten:
                 if tensor.is_floating_point() or tensor.is_complex():
-                    self.add(tensor, unwritten=True, **self._here(call))
+                    self.add(tensor, unwritten=True, **self._location(call))
                 continue
-            origin = self._decide(call, inputs, tensor, is_main) if is_bad(tensor) else None
+            origin = self._origin_of_result(call, inputs, tensor, is_main) if is_bad(tensor) else None
             if id(tensor) in written:
                 self.taint.clear(tensor)
             if origin is not None:
                 self.taint.add(tensor, origin)
 
-    def _decide(self, call: Call, inputs: list[_Input], result: Tensor, is_main: bool) -> Origin:
+    def _origin_of_result(self, call: Call, inputs: list[_Input], result: Tensor, is_main: bool) -> Origin:
         """The origin of the bad values in ``result``: that of a bad input, or the call itself."""
         nan = has_nan(result)
         if call.is_constant:
-            return self._made_by(call, [], result, intended=not nan)
+            return self._new_origin(call, [], result, intended=not nan)
         explained = torch.zeros((), dtype=torch.bool, device=result.device)
         inherited = []
         for name, tensor, values, origins in inputs:
             if not is_bad(values):
                 continue
             source = first(origins) or self.origin_of(tensor)
-            source.settle(values)
+            source.complete(values)
             at = call.bad_elements_from(name, values, result)
             if bool(at.any()):
                 inherited.append(source)
@@ -170,21 +170,21 @@ class NonfiniteMode(TorchDispatchMode):
         if origin is not None and not origin.intended:
             return origin
         if not nan and (call.has_infinite_number or not is_main):
-            return origin or self._made_by(call, inputs, result, intended=True)
+            return origin or self._new_origin(call, inputs, result, intended=True)
         # Intended infinities may be passed on; turning them into NaN, or producing others, is a fault.
         if origin is not None and not nan and bool((explained | finite(result)).all()):
             return origin
-        return self._made_by(call, inputs, result)
+        return self._new_origin(call, inputs, result)
 
-    def _made_by(self, call: Call, inputs: list[_Input], result: Tensor, intended: bool = False) -> Origin:
+    def _new_origin(self, call: Call, inputs: list[_Input], result: Tensor, intended: bool = False) -> Origin:
         went_in = report_of({given.name: given.values for given in inputs})
-        return self.add(result, intended=intended, inputs=went_in, **self._here(call))
+        return self.add(result, intended=intended, inputs=went_in, **self._location(call))
 
     # The graphs of backward passes ------------------------------------------------------------------------
     # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and bad
     # values that a kernel has written behind torch's back or that a hook has produced.
 
-    def _meet(self, node: Any | None) -> None:
+    def _hook_graph(self, node: Any | None) -> None:
         """Hooks ``node`` and its graph, if it is new; None means that no backward pass runs, and removes all hooks."""
         if node is None:
             self.forget()
@@ -210,13 +210,13 @@ class NonfiniteMode(TorchDispatchMode):
         self._local.done = None
         with self.paused():
             for gradient in filter(self.is_new, grad_outputs):
-                self.add(gradient, called="gradient", **{**self._at_node(node), "phase": "hook", "op": None})
+                self.add(gradient, called="gradient", **{**self._node_location(node), "phase": "hook", "op": None})
 
     def _after_node(self, node: Any, grad_inputs: Any, grad_outputs: Any) -> None:
         with self.paused():
             for gradient in filter(self.is_new, grad_inputs):
                 inputs = {f"grad_outputs[{i}]": g for i, g in enumerate(grad_outputs) if g is not None}
-                self.add(gradient, inputs=report_of(inputs), **self._at_node(node))
+                self.add(gradient, inputs=report_of(inputs), **self._node_location(node))
             edges = zip(grad_inputs, node.next_functions, strict=False)
             self._local.done = node, [(_address(g), next_node) for g, (next_node, _) in edges if g is not None]
 
@@ -230,49 +230,49 @@ class NonfiniteMode(TorchDispatchMode):
 
     # Locations --------------------------------------------------------------------------------------------
 
-    def _here(self, call: Call) -> dict[str, Any]:
+    def _location(self, call: Call) -> dict[str, Any]:
         """Phase, module, operation, source line and name: the fields of a `Culprit` other than statistics."""
-        lines = frames.running()
+        lines = frames.running_lines()
         node = _current_node()
         here: dict[str, Any] = {"op": call.readable_name, "module": self.modules.current(), "phase": "forward"}
         if node is None:
-            return {**here, **frames.users(lines)}
+            return {**here, **frames.user_fields(lines)}
         inside = [line for line in frames.below_engine(lines) if not frames.is_machinery(line)]
         if not inside:
-            return self._in_node(node, [argument.tensor for argument in call.arguments])
-        place = frames.users(lines)
+            return self._location_in_node(node, [argument.tensor for argument in call.arguments])
+        place = frames.user_fields(lines)
         if here["module"] is None:
-            here["module"] = self._owner_of(node)
-        if not any(line.is_users for line in inside):
-            place = frames.of_node(node)
+            here["module"] = self._module_of(node)
+        if not any(line.is_user_code for line in inside):
+            place = frames.node_fields(node)
         if frames.is_recomputation(inside):
             return {**here, **place}
         if frames.is_torch(inside[-1], "autograd", "function.py"):
             return {**here, "phase": "backward", **place}
         return {**here, "phase": "hook", "name": getattr(self._local, "hook_on", None), **place}
 
-    def _in_node(self, node: Any, tensors: list[Tensor]) -> dict[str, Any]:
-        """As `_here`, inside of the engine and of torch's own derivatives."""
+    def _location_in_node(self, node: Any, tensors: list[Tensor]) -> dict[str, Any]:
+        """As `_location`, inside of the engine and of torch's own derivatives."""
         # A node that is done is still the current one while the engine accumulates its results.
         target = node if is_leaf_node(node) else self._accumulates_into(node, tensors)
         if target is None:
-            return self._at_node(node)
-        here = {"phase": "accumulation", "op": "add", "module": self._owner_of(target)}
+            return self._node_location(node)
+        here = {"phase": "accumulation", "op": "add", "module": self._module_of(target)}
         if is_leaf_node(target):
-            return {**here, "name": self.names.get(id(target.variable)), **frames.users(frames.running())}
-        return {**here, **frames.of_node(target)}
+            return {**here, "name": self.names.get(id(target.variable)), **frames.user_fields(frames.running_lines())}
+        return {**here, **frames.node_fields(target)}
 
-    def _at_node(self, node: Any) -> dict[str, Any]:
-        """As `_here`, for the derivative that ``node`` computes."""
-        here = {"phase": "backward", "op": node_name(node), "module": self.modules.maker_of(node)}
-        return {**here, **frames.of_node(node)}
+    def _node_location(self, node: Any) -> dict[str, Any]:
+        """As `_location`, for the derivative that ``node`` computes."""
+        here = {"phase": "backward", "op": node_name(node), "module": self.modules.creator_of(node)}
+        return {**here, **frames.node_fields(node)}
 
-    def _owner_of(self, node: Any) -> str | None:
+    def _module_of(self, node: Any) -> str | None:
         """The module that created a node, or that holds the parameter it accumulates into."""
         if is_leaf_node(node):
             name = self.names.get(id(node.variable))
             return None if name is None else name.rpartition(".")[0]
-        return self.modules.maker_of(node)
+        return self.modules.creator_of(node)
 
 
 def _address(tensor: Tensor) -> int:

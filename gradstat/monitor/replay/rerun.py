@@ -23,8 +23,8 @@ from gradstat.monitor.replay.taint import Origin, first, is_bad, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
 
 CLEAN = (
-    "the replay was clean: the same step gave finite values this time. So it depends on something that was not put "
-    "back (an iterator, other state of your own), or it was no fault of the program: hardware, or a race"
+    "the replay was clean: the same step gave finite values this time. The fault depends on state that was not "
+    "restored (an iterator, other state of your own), or is not a bug in the program: hardware, or a race"
 )
 
 
@@ -99,23 +99,23 @@ def find_culprit(
         afterwards.callback(watch.forget)
         leaves = LeafHooks(watch, named)
         afterwards.callback(leaves.detach)
-        with contextlib.ExitStack() as circumstances:
-            circumstances.enter_context(_as_it_was(model, states, watch))
-            circumstances.enter_context(torch.compiler.set_stance("force_eager"))
+        with contextlib.ExitStack() as context:
+            context.enter_context(_restoring_states(model, states, watch))
+            context.enter_context(torch.compiler.set_stance("force_eager"))
             # Anomaly mode keeps tracebacks with nodes. Warnings of the step are not repeated.
-            circumstances.enter_context(warnings.catch_warnings())
+            context.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            circumstances.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
-            _read(watch, "input", inputs, may_be_masks=True)
-            _read(watch, "parameter", named)
-            _read(watch, "parameter", model.named_buffers(), may_be_masks=True)
+            context.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            _mark(watch, "input", inputs, may_be_masks=True)
+            _mark(watch, "parameter", named)
+            _mark(watch, "parameter", model.named_buffers(), may_be_masks=True)
             try:
                 with torch.enable_grad(), watch, replaying():
                     returned = step_fn() if batch is None else step_fn(batch)
             except Exception as error:
                 failure = error
-        leaves.look()
-        origin = _verdict(watch, returned, failure is not None)
+        leaves.check_gradients()
+        origin = _blamed_origin(watch, returned, failure is not None)
     try:
         if failure is not None and origin is None:
             raise failure
@@ -124,7 +124,7 @@ def find_culprit(
     return None if origin is None else origin.culprit
 
 
-def _verdict(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None:
+def _blamed_origin(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None:
     """The origin to blame, if a result of the step is bad."""
     results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_bad(t)]
     final = [*watch.reached, *filter(None, results)]
@@ -138,7 +138,7 @@ def _verdict(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None
     return next(iter(final), None)
 
 
-def _read(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]], may_be_masks: bool = False) -> None:
+def _mark(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]], may_be_masks: bool = False) -> None:
     """Adds origins of bad values that are there before the step begins."""
     for name, tensor in named:
         if watch.is_new(tensor):
@@ -161,7 +161,7 @@ def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tupl
 
 
 @contextlib.contextmanager
-def _as_it_was(model: Module, states: list[StepState], watch: NonfiniteMode) -> Iterator[None]:
+def _restoring_states(model: Module, states: list[StepState], watch: NonfiniteMode) -> Iterator[None]:
     """Restores the i-th of ``states`` before the i-th forward pass of ``model``, and the first one at once, too."""
     todo = list(states)
 
@@ -169,7 +169,7 @@ def _as_it_was(model: Module, states: list[StepState], watch: NonfiniteMode) -> 
         if todo and not in_backward() and not is_evaluation(module):
             with watch.paused():
                 todo.pop(0).restore(model, watch.before_write)
-                _read(watch, "parameter", model.named_buffers(), may_be_masks=True)
+                _mark(watch, "parameter", model.named_buffers(), may_be_masks=True)
 
     if todo:
         todo[0].restore(model, watch.before_write)
@@ -198,12 +198,12 @@ class Replayer:
         self._batch: Any = None
         self._versions: list[int] = []
 
-    def see_batch(self, batch: Any) -> None:
+    def keep_batch(self, batch: Any) -> None:
         """Keeps the batch of the coming step, if asked to."""
         if self._keep_batch:
             self._batch = batch
 
-    def note(self, parameters: list[Tensor]) -> None:
+    def end_step(self, parameters: list[Tensor]) -> None:
         """Marks a step as complete: its gradients are there, and the optimizer has not stepped."""
         self._versions = [parameter._version for parameter in parameters]
         self._states.end_step()
@@ -217,7 +217,7 @@ class Replayer:
         # A fused optimizer increments versions even if it was told to skip.
         if self._versions and now != self._versions and not was_skipped:
             raise RuntimeError(
-                "the parameters have changed since that step, so it cannot be run again as it was. Call replay() "
+                "the parameters have changed since that step, so it cannot be replayed. Call replay() "
                 "before optimizer.step(); or let on_anomaly='replay' do it; or skip bad steps: on_anomaly='skip'"
             )
         held = {"batch": self._batch, "optimizer": self._optimizer, "scaler": self.scaler}

@@ -55,7 +55,7 @@ class Schedule:
         if isinstance(backoff, bool) or not isinstance(backoff, int | float):
             raise TypeError(f"backoff has to be a number, got {type(backoff).__name__}")
         if not 1 <= backoff < float("inf"):
-            raise ValueError(f"backoff has to be finite and at least 1, by which pauses grow; got {backoff}")
+            raise ValueError(f"backoff has to be finite and at least 1; got {backoff}")
         self.every = every
         self.after_trigger = after_trigger
         self.backoff = float(backoff)
@@ -103,7 +103,7 @@ class Schedule:
 
     def __enter__(self) -> Schedule:  # noqa: PYI034 (Self is not in Python 3.10)
         if self._inside:
-            raise RuntimeError("this Schedule has been entered already; a step has one, and steps do not nest")
+            raise RuntimeError("this Schedule is already active; enter it once per step, and do not nest steps")
         if self.active:
             mode = torch.autograd.set_detect_anomaly(True, self.check_nan)
             mode.__enter__()

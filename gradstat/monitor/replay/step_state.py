@@ -59,7 +59,7 @@ class _Buffer(NamedTuple):
     version: int
     copy: Tensor
 
-    def is_good_for(self, buffer: Tensor) -> bool:
+    def is_valid_for(self, buffer: Tensor) -> bool:
         """Whether ``buffer`` certainly has the values of the copy."""
         unchanged = self.original() is buffer and self.version == _version(buffer) >= 0
         return unchanged and buffer.numel() > ALWAYS_COPIED
@@ -88,7 +88,7 @@ class StepState:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 kept = self._buffers.get(name)
-                if kept is None or kept.copy.shape != buffer.shape or kept.is_good_for(buffer):
+                if kept is None or kept.copy.shape != buffer.shape or kept.is_valid_for(buffer):
                     continue
                 before_write(buffer)
                 # Graphs of earlier forward passes may have saved it, with the values that are restored here.
@@ -98,7 +98,7 @@ class StepState:
 
 
 def _copied(buffer: Tensor, known: _Buffer | None) -> _Buffer:
-    if known is not None and known.is_good_for(buffer):
+    if known is not None and known.is_valid_for(buffer):
         return known
     return _Buffer(weakref.ref(buffer), _version(buffer), buffer.detach().clone())
 

@@ -25,7 +25,7 @@ class Origin:
     intended: bool = False  # infinities written on purpose, such as those of a mask
     unwritten: bool = False  # memory without an observed write; it counts once bad values are read from it
 
-    def settle(self, tensor: Tensor) -> None:
+    def complete(self, tensor: Tensor) -> None:
         """Completes the culprit of unwritten memory by the bad ``tensor`` that was read from it."""
         if self.unwritten:
             self.culprit = replace(self.culprit, kind=kind_of(tensor), output=report_of({"memory": tensor}))

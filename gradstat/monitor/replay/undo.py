@@ -25,7 +25,7 @@ class Undo:
     def __init__(self) -> None:
         self._protected: dict[int, list[Tensor]] = {}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._then = contextlib.ExitStack()
+        self._on_restore = contextlib.ExitStack()
         self._optimizers: set[int] = set()
 
     def protect(self, tensor: Tensor) -> None:
@@ -48,7 +48,7 @@ class Undo:
     def restore(self) -> None:
         """Restores everything, even if something raises: tensors first, then the rest in reverse order."""
         self._protected.clear()
-        with self._then:
+        with self._on_restore:
             for tensor, copy in reversed(self._copies.values()):  # of shared memory, the first copy is right
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
                     tensor.copy_(copy)
@@ -56,7 +56,7 @@ class Undo:
     # What a training step changes -------------------------------------------------------------------------
 
     def rng(self) -> None:
-        self._then.callback(RngState.capture().restore)
+        self._on_restore.callback(RngState.capture().restore)
 
     def model(self, model: Module) -> None:
         """Buffers, parameters and training flags."""
@@ -74,17 +74,17 @@ class Undo:
             data = parameter.data  # an alias, in case the step gives the parameter other memory
             self.protect(data)
             self.attribute(parameter, "requires_grad")
-            self._then.callback(_set_data, parameter, data)
+            self._on_restore.callback(_set_data, parameter, data)
             self.gradient(parameter)
 
     def gradient(self, leaf: Tensor) -> None:
         """Sets the gradient of ``leaf`` to None until it is restored."""
         gradient = leaf.grad
-        self._then.callback(setattr, leaf, "grad", gradient)
+        self._on_restore.callback(setattr, leaf, "grad", gradient)
         leaf.grad = None
 
     def attribute(self, owner: Any, name: str) -> None:
-        self._then.callback(_set_attribute, owner, name, getattr(owner, name))
+        self._on_restore.callback(_set_attribute, owner, name, getattr(owner, name))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """State, hyperparameters and other attributes."""
@@ -98,7 +98,7 @@ class Undo:
         for state in optimizer.state.values():
             self._mapping(state)
         self._mapping(optimizer.state, tensors=False)
-        self._then.callback(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups))
+        self._on_restore.callback(optimizer.param_groups.__setitem__, slice(None), list(optimizer.param_groups))
         self._mapping(vars(optimizer), tensors=False)
 
     def scaler(self, scaler: GradScaler) -> None:
@@ -120,7 +120,7 @@ class Undo:
         for value in before.values() if tensors else ():
             if isinstance(value, Tensor):
                 self._tensor(value)
-        self._then.callback(_set_contents, mapping, before)
+        self._on_restore.callback(_set_contents, mapping, before)
 
     def _tensor(self, tensor: Tensor) -> None:
         if tensor.numel() <= ALWAYS_COPIED:
@@ -142,16 +142,16 @@ class Undo:
         for guard in guards.values():
             if guard._memory is not None:
                 self.copy(guard._memory)
-        self._then.callback(_forget_guards, guards)
-        self._then.callback(_set_contents, _counters, counts)
+        self._on_restore.callback(_forget_guards, guards)
+        self._on_restore.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
             optimizer.step = _no_step  # type: ignore[method-assign]
         handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.optimizer(optimizer))
-        self._then.callback(handle.remove)
+        self._on_restore.callback(handle.remove)
         for schedule in _subclasses(LRScheduler):
             if "step" in vars(schedule):
-                self._then.callback(setattr, schedule, "step", vars(schedule)["step"])
+                self._on_restore.callback(setattr, schedule, "step", vars(schedule)["step"])
                 schedule.step = lambda *args, **kwargs: None
 
 

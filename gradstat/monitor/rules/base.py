@@ -18,8 +18,8 @@ Band = tuple[float, float]
 
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
-    "causes": ("memory that was never initialised: to_empty() and no reset_parameters() of that module after",),
-    "advice": ("initialise it, or load a checkpoint that has it, and look which other modules were left out",),
+    "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
+    "advice": ("initialise it, or load a checkpoint that contains it; check which other modules were left out",),
 }
 
 
@@ -187,7 +187,7 @@ def runs(condition: Bools, before: Floats) -> Iterator[tuple[int, Floats]]:
 
 
 class LastingRule(Rule):
-    """Base of rules about a condition that holds for several measurements ("looks") of a tensor in a row."""
+    """Base of rules about a condition that holds for several measurements of a tensor in a row."""
 
     quiet = 1000
 
@@ -195,32 +195,32 @@ class LastingRule(Rule):
         super().__init__()
         self._lasts_for, self._since, self._times = PerName(0.0), PerName(0.0), PerName(0.0)
 
-    def come_and_go(self, names: tuple[str, ...]) -> bool:
+    def is_intermittent(self, names: tuple[str, ...]) -> bool:
         """Whether the condition has begun more than once for one of the tensors ``names``."""
         return bool((self._times.of(names) > 1).any())
 
     def lasting(
-        self, rows: Rows, condition: Bools, looks: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
+        self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
-        """Finds tensors whose ``condition``, ``[m, n]``, has held for ``looks`` rows and begins an episode.
+        """Finds tensors whose ``condition``, ``[m, n]``, has held for ``measurements`` rows and begins an episode.
 
         Yields the row, the positions of these tensors, and for all tensors for how many rows and since which step it
-        has held. ``looks`` is a number or broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
+        has held. ``measurements`` broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
         """
         names = rows.names if names is None else names
         before, since, times = self._lasts_for.of(names), self._since.of(names), self._times.of(names)
         if not condition.any():
             before[:] = 0
             return
-        needed = np.broadcast_to(looks, condition.shape)
-        for look, lengths in runs(condition, before):
-            step = int(rows.steps[look])
+        needed = np.broadcast_to(measurements, condition.shape)
+        for row, lengths in runs(condition, before):
+            step = int(rows.steps[row])
             since[lengths == 1] = step
             times += lengths == 1
-            due = np.flatnonzero(lengths == needed[look]).tolist()
+            due = np.flatnonzero(lengths == needed[row]).tolist()
             fresh = [i for i in due if self._episodes.begins(names[i], step)]
             if fresh:
-                yield look, fresh, lengths, since
+                yield row, fresh, lengths, since
 
 
 def rule(
@@ -250,7 +250,7 @@ def rule(
     if severity not in SEVERITIES:
         raise ValueError(f"severity is {severity!r}; expected one of {', '.join(SEVERITIES)}")
     if not name:
-        raise ValueError("a rule needs a name, which its findings carry")
+        raise ValueError("name is empty; a rule needs a name, by which its findings refer to it")
 
     def made(function: Callable[[Rule, Window], Iterable[Finding]]) -> type[Rule]:
         def review(self: Rule, window: Window) -> Iterable[Finding]:

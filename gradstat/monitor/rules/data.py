@@ -17,15 +17,15 @@ class BatchRange(Rule):
 
     Args:
         factor: Largest magnitude over the largest one before.
-        looks: Minimum number of earlier measurements.
+        measurements: Minimum number of earlier measurements.
     """
 
     name = "batch-range"
-    causes = ("inputs that were not normalised, or twice", "another data set, unit or encoding; a damaged file")
+    causes = ("inputs normalised twice or not at all", "another data set, unit or encoding; a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
-    def __init__(self, factor: float = 100.0, looks: int = 20) -> None:
-        self.factor, self.looks = factor, looks
+    def __init__(self, factor: float = 100.0, measurements: int = 20) -> None:
+        self.factor, self.measurements = factor, measurements
         self._largest: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         self._episodes = Episodes()
@@ -34,14 +34,14 @@ class BatchRange(Rule):
         rows = window.rows("batch")
         if rows is None:
             return
-        for look, step in enumerate(rows.steps.tolist()):
+        for row, step in enumerate(rows.steps.tolist()):
             for i, name in enumerate(rows.names):
-                value = float(rows.max_abs[look, i])
+                value = float(rows.max_abs[row, i])
                 if not np.isfinite(value):
                     continue
                 before, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
-                if seen >= self.looks and 0 < before * self.factor < value and self._episodes.begins(name, step):
-                    text = f"the largest magnitude in {name} is {value:.3g}; before it was {before:.3g}"
+                if seen >= self.measurements and 0 < before * self.factor < value and self._episodes.begins(name, step):
+                    text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {before:.3g}"
                     yield self.found(step, name, text, about="batch", largest=value, before=before)
                 else:
                     self._largest[name] = max(before, value)
@@ -56,15 +56,15 @@ class ConstantFeature(Rule):
 
     Args:
         share: Fraction of features.
-        looks: Number of measurements in a row.
+        measurements: Number of measurements in a row.
     """
 
     name = "constant-feature"
     causes = ("columns that were filled with a default, or lost in preprocessing", "one sample repeated many times")
     advice = ("look at these features in the data loader's output", "leave constant columns out")
 
-    def __init__(self, share: float = 0.9, looks: int = 3) -> None:
-        self.share, self.looks = share, looks
+    def __init__(self, share: float = 0.9, measurements: int = 3) -> None:
+        self.share, self.measurements = share, measurements
         self._run: dict[str, int] = {}
         self._since: dict[str, int] = {}
         self._episodes = Episodes(quiet=1000)
@@ -73,24 +73,24 @@ class ConstantFeature(Rule):
         rows = window.rows("constant")
         if rows is None:
             return
-        for look, step in enumerate(rows.steps.tolist()):
+        for row, step in enumerate(rows.steps.tolist()):
             for i, name in enumerate(rows.names):
-                share = float(rows.mean[look, i])
+                share = float(rows.mean[row, i])
                 odd = share > self.share and not _is_naturally_constant(window.rows("batch"), step, name, share)
                 self._run[name] = self._run.get(name, 0) + 1 if odd else 0
                 if self._run[name] == 1:
                     self._since[name] = step
-                if self._run[name] == self.looks and self._episodes.begins(name, step):
-                    text = f"{share:.0%} of the features of {name} are the same in every sample"
+                if self._run[name] == self.measurements and self._episodes.begins(name, step):
+                    text = f"{share:.0%} of the features of {name} are the same in every sample of a batch"
                     yield self.found(self._since[name], name, text, about="batch", share=share)
 
 
 def _is_naturally_constant(batches: Rows | None, step: int, name: str, share: float) -> bool:
     if batches is None or name not in batches.names or step not in batches.steps:
         return False
-    look, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
-    has_one_value = bool(batches.field("min")[look, i] == batches.field("max")[look, i])
-    return has_one_value or (share < 1 and bool(batches.zero_fraction[look, i] > 0.5))
+    row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
+    has_one_value = bool(batches.field("min")[row, i] == batches.field("max")[row, i])
+    return has_one_value or (share < 1 and bool(batches.zero_fraction[row, i] > 0.5))
 
 
 class LabelRange(Rule):
@@ -133,8 +133,8 @@ class RepeatedBatch(_RankRule):
 
     name = "repeated-batch"
     observed = "batches"
-    causes = ("a sampler that does not know its rank: no DistributedSampler, or one without set_epoch",)
-    advice = ("DistributedSampler(dataset), and a generator seeded by rank for what is drawn at random",)
+    causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
+    advice = ("use DistributedSampler(dataset); seed generators of random data differently on each rank",)
 
     def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
         repeated = [list(ranks) for ranks in report.repeated]
@@ -147,11 +147,11 @@ class ReplicaMismatch(_RankRule):
     name = "replica-mismatch"
     observed = "replicas"
     causes = (
-        "a rank that skipped or took a step alone: a decision on the host that not all ranks made",
+        "a rank that skipped or took a step alone, by a decision on the host that the others did not make",
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
         "memory that was overwritten on one rank",
     )
-    advice = ("broadcast parameters from a good rank, or go back to a checkpoint", "decide skips on reduced numbers")
+    advice = ("broadcast parameters from a good rank, or load a checkpoint", "decide on skips with all-reduced values")
 
     def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
         return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")

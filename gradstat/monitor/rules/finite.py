@@ -13,26 +13,26 @@ from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import Rule, series
 
 
-def _bad_looks(window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
+def _bad_rows(window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
     """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors."""
     rows = window.rows(kind)
     if rows is not None and rows.nonfinite.any():
-        for look in np.flatnonzero(rows.nonfinite.any(1)).tolist():
-            yield rows, look, int(rows.steps[look]), [rows.names[i] for i in np.flatnonzero(rows.nonfinite[look])]
+        for row in np.flatnonzero(rows.nonfinite.any(1)).tolist():
+            yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(rows.nonfinite[row])]
 
 
-def _counts(rows: Rows, look: int, name: str) -> dict[str, Any]:
+def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
     position = rows.names.index(name)
     counted: dict[str, Any] = {
-        "nan_count": int(rows.field("nan_count")[look, position]),
-        "inf_count": int(rows.field("inf_count")[look, position]),
+        "nan_count": int(rows.field("nan_count")[row, position]),
+        "inf_count": int(rows.field("inf_count")[row, position]),
         "numel": int(rows.layout.numel[position]),
     }
-    first = rows.first_nonfinite(look, position)
+    first = rows.first_nonfinite(row, position)
     return counted if first is None else {**counted, "first": first}
 
 
-def _in_words(counted: dict[str, Any]) -> str:
+def _described(counted: dict[str, Any]) -> str:
     kinds = [f"{counted[key]:,} {kind}" for key, kind in (("nan_count", "NaN"), ("inf_count", "Inf")) if counted[key]]
     where = f", the first at {counted['first']}" if "first" in counted else ""
     return f"{' and '.join(kinds)} in {counted['numel']:,} elements{where}"
@@ -48,16 +48,16 @@ class NonfiniteBatch(Rule):
     advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for rows, look, step, bad in _bad_looks(window, "batch"):
+        for rows, row, step, bad in _bad_rows(window, "batch"):
             for name in (name for name in bad if self._episodes.begins(name, step)):
-                counted = _counts(rows, look, name)
+                counted = _counts(rows, row, name)
                 del counted["numel"]
                 nan, inf, first = counted.values()
                 text = f"{name} has {nan:,} NaN and {inf:,} Inf, the first at {first}"
                 yield self.found(step, name, text, about="batch", **counted)
 
 
-_CLIP = "a clip before the gradients were measured: it multiplies all by its norm, which was NaN"
+_CLIP = "clipping before gradients were measured: if one is NaN, the norm is, and the clip multiplies all by it"
 
 
 class NonfiniteGradient(Rule):
@@ -74,7 +74,7 @@ class NonfiniteGradient(Rule):
         "an operation whose derivative is not finite: sqrt or norm at 0, log or division near 0, pow",
         "an overflow in the forward pass that reached the loss: exp, float16 beyond 65,504",
         "a batch, a weight or a saved activation that is not finite",
-        "a learning rate so high that the last updates blew up",
+        "a learning rate so high that the last updates were far too large",
     )
     advice = (
         "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation and its source line",
@@ -83,27 +83,27 @@ class NonfiniteGradient(Rule):
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for rows, look, step, bad in _bad_looks(window, "gradient"):
+        for rows, row, step, bad in _bad_rows(window, "gradient"):
             if not self._episodes.begins("", step):
                 continue
             name = window.facts.first_in_backward(bad)
-            counted = _counts(rows, look, name)
-            others = f"; {len(bad)} of {len(rows.names)} gradients are not finite" if len(bad) > 1 else ", in it alone"
-            text = f"the gradient of {name} has {_in_words(counted)}{others}"
+            counted = _counts(rows, row, name)
+            text = f"the gradient of {name} has {_described(counted)}; {len(bad)} of {len(rows.names)} gradients "
+            text += "are not finite" if len(bad) > 1 else "is not finite"
             severity: Severity = self.severity
             if window.facts.is_scaled:
                 severity = "info"
-                text += " (under a loss scale: an overflow now and then is normal)"
+                text += " (with a loss scaler, occasional overflows are normal)"
             evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
             causes: tuple[str, ...] = self.causes
             advice: tuple[str, ...] = self.advice
             if window.facts.origin_is_unknown:
                 advice = (
-                    'all ranks have it after DDP\'s reduction; watch={"origin": 1} names where it came from',
+                    'DDP\'s reduction spreads it to all ranks; watch={"origin": 1} names the rank that produced it',
                     *advice,
                 )
             is_whole = len(bad) == len(rows.names) > 1
-            if is_whole and (rows.field("nan_count")[look] == rows.layout.numel).all():
+            if is_whole and (rows.field("nan_count")[row] == rows.layout.numel).all():
                 words, causes, advice = self._all_nan(window, step, causes, advice)
                 text += words
             yield self.found(step, name, text, "gradient", severity, causes, advice, **evidence)
@@ -117,21 +117,21 @@ class NonfiniteGradient(Rule):
         """
         known = {name: values[window.steps == step] for name, values in window.scalars.items()}
         if (known.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
-            at <= step for _, _, at, _ in _bad_looks(window, "parameter")
+            at <= step for _, _, at, _ in _bad_rows(window, "parameter")
         ):
-            return "", ("the loss or a parameter, which has a finding of its own", *causes), advice
-        by_hand = window.facts.is_called_by_hand
+            return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
+        by_hand = window.facts.is_user_called
         if by_hand:
             causes = (_CLIP, *causes)
-            advice = ("measure before the clip, monitor.step() above clip_grad_norm_, to see which one it was", *advice)
+            advice = ("call monitor.step() before clip_grad_norm_, to see which gradient was NaN first", *advice)
         else:
             causes = (*causes, _CLIP)  # gradstat runs before the clips that it knows
         if np.isfinite(known.get("loss", np.empty(0))).any():
-            return "; every element is NaN" + ", as a clip leaves them if one was NaN before" * by_hand, causes, advice
-        causes = ("a loss that was NaN, because of the batch or in the forward pass", *causes)
+            return "; every element is NaN" + ", as after clipping if one was NaN before" * by_hand, causes, advice
+        causes = ("a loss that was NaN, because of the batch or of an operation in the forward pass", *causes)
         how = "monitor.step(loss)" if by_hand else "a Monitor's step(loss)"
-        advice = (f"look whether the loss of that step was NaN, and its batch; {how} says so by itself", *advice)
-        return "; every element is NaN, as a loss that is NaN leaves them", causes, advice
+        advice = (f"check whether the loss of that step was NaN, and its batch; {how} reports a NaN loss", *advice)
+        return "; every element is NaN, as after the backward pass of a NaN loss", causes, advice
 
 
 class NonfiniteLoss(Rule):
@@ -143,11 +143,11 @@ class NonfiniteLoss(Rule):
     causes = (
         "log of 0, division by 0 or an overflow in the loss or in the model before it",
         "a batch with NaN or Inf, or one in which everything is masked out, so that a mean is 0 / 0",
-        "parameters that are not finite since an earlier step",
+        "parameters that have not been finite since an earlier step",
     )
     advice = (
-        "look whether a parameter or the batch was bad first: they come first in diagnose()",
-        "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation that made it",
+        "check in diagnose() whether the batch or a parameter was not finite before the loss",
+        "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation that produced it",
         "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
     )
 
@@ -170,7 +170,7 @@ class LostLoss(Rule):
     causes = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
     advice = (
         "stop and go back to a checkpoint from before the first bad step; lower the learning rate, or skip the batches",
-        "let it not come to this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite",
+        "prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite",
     )
 
     def __init__(self, in_a_row: int = 3) -> None:
@@ -194,12 +194,12 @@ class _NonfiniteTensor(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
-            for rows, look, step, bad in _bad_looks(window, kind):
+            for rows, row, step, bad in _bad_rows(window, kind):
                 if not self._episodes.begins(kind, step):
                     continue
-                counted = _counts(rows, look, bad[0])
+                counted = _counts(rows, row, bad[0])
                 more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""
-                text = f"the {self.what.format(kind=kind)} {bad[0]} has {_in_words(counted)}{more}"
+                text = f"the {self.what.format(kind=kind)} {bad[0]} has {_described(counted)}{more}"
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
                 yield self.found(step, bad[0], text, kind, causes=causes, **evidence)
@@ -210,7 +210,7 @@ class NonfiniteParameter(_NonfiniteTensor):
 
     name = "nonfinite-parameter"
     kind = what = "parameter"
-    causes_at_first = ("memory that was never initialised: to_empty() or torch.empty, and no reset_parameters() after",)
+    causes_at_first = ("memory that was never initialised: to_empty() or torch.empty without reset_parameters()",)
     causes = (
         "a step of the optimizer on gradients that were not finite",
         "memory that was overwritten, or a checkpoint that was bad when it was loaded",
@@ -231,7 +231,7 @@ class NonfiniteBuffer(_NonfiniteTensor):
     kind = what = "buffer"
     causes = ("a forward pass with a bad batch updated running statistics", "memory that was overwritten")
     advice = (
-        "reset the running statistics (module.reset_running_stats()) and let some batches pass, or load a checkpoint",
+        "reset the running statistics (module.reset_running_stats()) and run some batches, or load a checkpoint",
         "check batches before the forward pass: monitor.batch(batch)",
     )
 
@@ -279,11 +279,11 @@ class SporadicNonfinite(Rule):
     name = "sporadic-nonfinite"
     severity = "error"
     causes = (
-        "a faulty GPU or memory: bit flips strike anywhere",
+        "a faulty GPU or memory: bit flips occur anywhere",
         "a race: memory written while it is read, a stream without synchronisation, an extension with a bug",
     )
     advice = (
-        "run the same steps from a checkpoint on another device, and memory and GPU diagnostics on this one",
+        "run the same steps from a checkpoint on another device, and diagnostics of GPU and memory on this one",
         "on_anomaly='replay', replay=step_fn: if the replay is clean, the step itself is not at fault",
         "switch off custom kernels and torch.compile one by one",
     )
@@ -295,7 +295,7 @@ class SporadicNonfinite(Rule):
         self._told = -within - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for _, _, step, bad in () if window.facts.is_scaled else _bad_looks(window, "gradient"):
+        for _, _, step, bad in () if window.facts.is_scaled else _bad_rows(window, "gradient"):
             going_on, self._last_bad = step == self._last_bad + 1, step
             if going_on:
                 continue
@@ -306,5 +306,5 @@ class SporadicNonfinite(Rule):
                 self._told = step
                 first, first_name = self._incidents[0]
                 listed = ", ".join(f"{name} at step {when}" for when, name in self._incidents[-5:])
-                text = f"{len(self._incidents)} separate steps with NaN or Inf, each beginning elsewhere: {listed}"
+                text = f"NaN or Inf in {len(self._incidents)} separate steps, first in different parameters: {listed}"
                 yield self.found(int(first), str(first_name), text, about="gradient", incidents=self._incidents)

@@ -25,7 +25,7 @@ class ExplodingGradient(SpikeRule):
 
     name = "exploding-gradient"
     causes = (
-        "a learning rate too high for this stage, or raised too soon: the steps before made things worse",
+        "a learning rate too high for this stage, or raised too soon",
         "an unusual batch, or a loss summed over a batch instead of averaged",
         "a recurrent or very deep model without normalisation or clipping",
     )
@@ -53,23 +53,23 @@ class ExplodingGradient(SpikeRule):
         return {"norm": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for look, (step, norm) in enumerate(series(window, "norm")):
+        for row, (step, norm) in enumerate(series(window, "norm")):
             if not math.isfinite(norm):
                 continue
             limit, median = self._high, self._median
-            began = self.leapt(step, norm)
+            began = self.detect_jump(step, norm)
             if began is not None:
-                yield self._finding(window, look, norm, began, median, limit)
+                yield self._finding(window, row, norm, began, median, limit)
 
-    def _finding(self, window: Window, look: int, norm: float, began: int, median: float, limit: float) -> Finding:
+    def _finding(self, window: Window, row: int, norm: float, began: int, median: float, limit: float) -> Finding:
         rows = window.rows("gradient")
         name, share = "norm", None
-        if rows is not None and window.steps[look] in rows.steps:
-            squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[look])]) ** 2
+        if rows is not None and window.steps[row] in rows.steps:
+            squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[row])]) ** 2
             largest = int(squares.argmax())
             name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
-        beside = f", {norm / median:.3g} times the median of {self.window} steps" if median > 0 else ""
-        text = f"the gradient norm is {norm:.4g}{beside}; most of it in {name}"
+        beside = f", {norm / median:.3g} times the median of the last {self.window} steps" if median > 0 else ""
+        text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
         known = None if math.isnan(median) else median
         return self.found(began, name, text, about, norm=norm, median=known, limit=limit, share=share)
@@ -94,8 +94,8 @@ class VanishingGradient(Rule):
         "training has converged",
     )
     advice = (
-        "residual connections, normalisation, ReLU-like activations, initialisation to match",
-        "look at what the loss is multiplied by",
+        "add residual connections or normalisation; use ReLU-like activations and an initialisation made for them",
+        "check what the loss is multiplied by",
     )
 
     def __init__(
@@ -115,7 +115,7 @@ class VanishingGradient(Rule):
         for step, norm in zip(window.steps.tolist(), norms.tolist(), strict=False):
             self._low = self._low + 1 if 0 < norm < self.limit else 0
             if self._low >= self.in_a_row and self._episodes.begins("norm", step):
-                text = f"the gradient norm is {norm:.3g}, for {self.in_a_row} steps"
+                text = f"the gradient norm is {norm:.3g}; it has been below {self.limit:g} for {self.in_a_row} steps"
                 yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
         rows = window.rows("gradient")
         if rows is not None:
@@ -142,7 +142,7 @@ class VanishingGradient(Rule):
             name = rows.names[weights[int(depth[smallest])]]
             other = rows.names[weights[int(depth[largest])]]
             ratio = math.exp(logs[smallest] - logs[largest])
-            text = f"gradients vanish layer by layer: those of {name} are {ratio:.2g} of those of {other}"
+            text = f"gradients vanish layer by layer: that of {name} is {ratio:.2g} times as large as that of {other}"
             began = max(0, step - self._decaying + 1)
             yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
 
@@ -155,33 +155,31 @@ def _module(parameter: str) -> str:
 _SOON = 5
 # By whether the user calls monitor.step(), rather than gradstat before the optimizer's step: where the call belongs,
 # causes, advice.
-_LOOKED_TOO_EARLY_OR_LATE = {
+_CALLED_TOO_EARLY_OR_LATE = {
     True: (
         "monitor.step() belongs between backward() and optimizer.step(), with no zero_grad() before it",
-        ("monitor.step() is called before backward(), or behind optimizer.zero_grad()", "backward() is never called"),
-        ("put it in this order: backward(), monitor.step(loss), the clip, optimizer.step(), optimizer.zero_grad()",),
+        ("monitor.step() is called before backward(), or after optimizer.zero_grad()", "backward() is never called"),
+        ("use this order: backward(), monitor.step(loss), the clip, optimizer.step(), optimizer.zero_grad()",),
     ),
     False: (
-        "there is nothing for the optimizer to step on",
+        "the optimizer gets no gradients to step with",
         (
             "optimizer.zero_grad() is called between backward() and optimizer.step()",
-            "backward() runs on another copy of the model, so the optimizer has parameters that nobody trains",
+            "backward() runs on another copy of the model, not on the parameters that the optimizer has",
         ),
         (
-            "put it in this order: backward(), the clip, optimizer.step(), optimizer.zero_grad()",
-            "make the optimizer behind everything that copies, wraps or replaces the model",
+            "use this order: backward(), the clip, optimizer.step(), optimizer.zero_grad()",
+            "make the optimizer after everything that copies, wraps or replaces the model",
         ),
     ),
 }
 
 
-class _GoneRule(LastingRule):
+class _AbsentGradientRule(LastingRule):
     """Base of rules about gradients that are zero or missing for ``in_a_row`` steps.
 
-    An info if gradients come and go, as for experts chosen by a router. ``others`` introduces further parameters.
+    An info if gradients come and go, as for experts chosen by a router.
     """
-
-    others = ""
 
     def __init__(self, in_a_row: int) -> None:
         super().__init__()
@@ -192,29 +190,29 @@ class _GoneRule(LastingRule):
     ) -> Finding:
         steps = int(lengths[rows.names.index(name)])
         every = [rows.names[i] for i in np.flatnonzero(lengths >= steps)]
-        text += f", {self.others} {len(every) - 1} others" * (len(every) > 1)
+        text += f"; the same holds for {len(every) - 1} more" * (len(every) > 1)
         began = since[rows.names.index(name)]
-        severity: Severity = "info" if not is_serious or self.come_and_go(rows.names) else self.severity
+        severity: Severity = "info" if not is_serious or self.is_intermittent(rows.names) else self.severity
         return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
 
-    def _of_all(self, window: Window, began: float, text: str, looks: int) -> Finding:
+    def _finding_of_all(self, window: Window, began: float, text: str, steps: int) -> Finding:
         """The finding if all are gone, which is due to where the monitor is called, not to a parameter."""
-        where, causes, advice = _LOOKED_TOO_EARLY_OR_LATE[window.facts.is_called_by_hand]
-        text = f"{text} for {looks} steps: {where}"
+        where, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.facts.is_user_called]
+        text = f"{text} for {steps} steps: {where}"
         all_causes, all_advice = (*causes, *self.causes), (*advice, *self.advice)
-        return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=looks)
+        return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=steps)
 
 
 _ALL_ZERO: dict[str, Any] = {
     **NEVER_INITIALISED,
     "causes": (
         *NEVER_INITIALISED["causes"],
-        "weights in series that were all initialised to zero, so that none of them has a gradient",
+        "consecutive weights that were all initialised to zero, so that no gradient reaches them",
     ),
 }
 
 
-class DeadGradient(_GoneRule):
+class DeadGradient(_AbsentGradientRule):
     """Gradients whose elements are all zero, step after step.
 
     Args:
@@ -223,15 +221,14 @@ class DeadGradient(_GoneRule):
     """
 
     name = "dead-gradient"
-    others = "as have"
     causes = (
-        "ReLU units that are never positive, so that nothing passes",
-        "a product with zero on the way to the loss: a mask, a gate, a weight initialised to zero",
+        "ReLU units that are never positive, so that no gradient passes",
+        "a multiplication by zero on the way to the loss: a mask, a gate, a weight initialised to zero",
         "a parameter whose result is not used, or only inside a branch that is not taken",
     )
     advice = (
         "look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})",
-        "a smaller learning rate, another initialisation, LeakyReLU or GELU",
+        "try a smaller learning rate, another initialisation, LeakyReLU or GELU",
     )
 
     def __init__(self, in_a_row: int = 20) -> None:
@@ -244,28 +241,28 @@ class DeadGradient(_GoneRule):
             return
         dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
         stuck = self._stuck(window, rows, dead)
-        looks = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
-        for look, fresh, lengths, since in self.lasting(rows, dead, looks):
-            if (lengths > 0).sum() == rows.present[look].sum() == len(fresh):
-                yield self._of_all(window, since[fresh[0]], "every gradient has been zero throughout", self.in_a_row)
+        needed = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
+        for row, fresh, lengths, since in self.lasting(rows, dead, needed):
+            if (lengths > 0).sum() == rows.present[row].sum() == len(fresh):
+                yield self._finding_of_all(window, since[fresh[0]], "all gradients have been zero", self.in_a_row)
                 continue
             if stuck[fresh].any():
                 name = window.facts.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
                 steps = int(lengths[fresh[0]])
                 for i in np.flatnonzero(lengths >= steps):  # reported in this finding
-                    self._episodes.begins(rows.names[i], int(rows.steps[look]))
-                text = f"{name} is zero throughout, and so has its gradient been for {steps} steps: it stays as it is"
+                    self._episodes.begins(rows.names[i], int(rows.steps[row]))
+                text = f"all elements of {name} and of its gradient have been zero for {steps} steps: it cannot change"
                 yield self._finding(rows, lengths, since, name, text, **_ALL_ZERO)
                 continue
             # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
             # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
-            alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[look])}
+            alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[row])}
             names = [rows.names[i] for i in fresh]
             whole = [name for name in names if _module(name) not in alive]
             name = window.facts.first_in_backward(whole or names)
             # The loss may not depend on a bias, for example that of a critic of which only differences count.
             is_serious = bool(whole or rows.layout.matrices[fresh].any())
-            text = f"the gradient of {name} has been zero throughout for {self.in_a_row} steps"
+            text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
             yield self._finding(rows, lengths, since, name, text, is_serious)
 
     def _stuck(self, window: Window, rows: Rows, dead: Bools) -> Bools:
@@ -281,35 +278,34 @@ class DeadGradient(_GoneRule):
         return never_alive > 0
 
 
-class MissingGradient(_GoneRule):
+class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
     Args:
         in_a_row: Number of steps in a row.
-        chosen: Number of steps if each of them has a twin with a gradient: one of the same shape whose name differs
+        expert_steps: Number of steps if each has a twin with a gradient: one of the same shape whose name differs
             only in digits. A router may leave out some of its experts for long.
     """
 
     name = "missing-gradient"
-    others = "with"
     causes = (
         "the parameter is not used in the forward pass",
-        "its result was cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax",
+        "its result is cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax",
     )
     advice = (
-        "follow the module's output to the loss and look for what cuts the graph",
-        "if it is meant to rest, requires_grad_(False) says so and saves its memory",
+        "follow the module's output to the loss and look for what detaches it",
+        "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
 
-    def __init__(self, in_a_row: int = 30, chosen: int = 300) -> None:
+    def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
         super().__init__(in_a_row)
-        self.chosen = chosen
+        self.expert_steps = expert_steps
         self._resting: list[str] = []  # such as a target network's: `OptimizerCoverage` reports these
 
-    def come_and_go(self, names: tuple[str, ...]) -> bool:
+    def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
         came_back = (self._times.of(names) > 0) & (self._lasts_for.of(names) == 0)
-        return super().come_and_go(names) or bool(came_back.any())
+        return super().is_intermittent(names) or bool(came_back.any())
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
@@ -322,15 +318,15 @@ class MissingGradient(_GoneRule):
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, self._resting)
-        looks = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
+        needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
         if missing.any():
-            looks = np.where(_have_twins(window, rows, missing), max(self.chosen, self.in_a_row), looks)
-        for look, fresh, lengths, since in self.lasting(rows, missing, looks):
-            if not rows.present[look].any():
-                yield self._of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)
+            needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, self.in_a_row), needed)
+        for row, fresh, lengths, since in self.lasting(rows, missing, needed):
+            if not rows.present[row].any():
+                yield self._finding_of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)
                 continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
-            text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: it is detached from the loss"
+            text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
             yield self._finding(rows, lengths, since, name, text)
 
 
@@ -346,7 +342,7 @@ def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:
         for name, shape in zip(rows.names, shapes, strict=True)
     ]
     alive = np.zeros((len(rows), len(numbers)), dtype=bool)
-    looks, which = rows.present.nonzero()
-    alive[looks, np.take(kinds, which)] = True
+    at, which = rows.present.nonzero()
+    alive[at, np.take(kinds, which)] = True
     every: Bools = np.logical_and.reduce(alive[:, kinds] | ~missing, axis=1, keepdims=True)
     return every

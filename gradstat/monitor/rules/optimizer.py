@@ -33,7 +33,7 @@ class MomentumDrift(Rule):
     name = "momentum-drift"
     causes = (
         "a state of the optimizer that was overwritten or restored wrongly",
-        "a momentum so close to 1 that gradients pile up",
+        "a momentum so close to 1 that gradients accumulate",
     )
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
@@ -47,21 +47,21 @@ class MomentumDrift(Rule):
         norms = np.maximum.accumulate(norms)
         self._largest = float(norms[-1])
         for kind, rows, names in _states(window, _MOMENTA):
-            for look, step in enumerate(rows.steps.tolist()):
+            for row, step in enumerate(rows.steps.tolist()):
                 largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
-                sizes = np.nan_to_num(rows.l2_norm[look], posinf=np.finfo(np.float64).max)
+                sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
                 due = np.flatnonzero((sizes > self.factor * largest) & (largest > 0)).tolist()
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:
                     i = max(fresh, key=lambda i: sizes[i])
-                    text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}, and all gradients "
-                    text += f"together never had more than {largest:.3g}"
+                    text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}; the norm of "
+                    text += f"all gradients together never exceeded {largest:.3g}"
                     evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
                     yield self.found(step, rows.names[i], text, about=kind, **evidence)
 
 
 class SecondMomentDrop(Rule):
-    """A second moment that has shrunk faster than it can: overwritten, cleared, or restored wrongly.
+    """A second moment that has shrunk faster than beta2 allows: overwritten, cleared, or restored wrongly.
 
     It is an average of squares whose weights decay by beta2 per step, so a fraction of at least ``beta2 ** steps``
     remains of it. Nothing is reported if beta2 is not known.
@@ -77,7 +77,7 @@ class SecondMomentDrop(Rule):
     )
     advice = (
         "restore the optimizer together with the model, from the same checkpoint",
-        "after clearing states on purpose, warm up anew",
+        "if states were cleared on purpose, warm up the learning rate again",
     )
 
     def __init__(self, factor: float = 0.5) -> None:
@@ -89,17 +89,17 @@ class SecondMomentDrop(Rule):
         decay = window.facts.second_moment_decay
         for kind, rows, names in _states(window, _SECOND_MOMENTS if decay else ()):
             before, when = self._norms.of(names), self._when.of(names)
-            for look, step in enumerate(rows.steps.tolist()):
-                norms = rows.l2_norm[look]
+            for row, step in enumerate(rows.steps.tolist()):
+                norms = rows.l2_norm[row]
                 dropped = norms < self.factor * decay ** (step - when) * before
-                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[look, i] == 0]
+                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:
                     i = min(fresh, key=lambda i: norms[i] / before[i])
                     name, steps = rows.names[i], step - int(when[i])
                     fallen = f"has fallen to {norms[i] / before[i]:.2g} of what it was {steps} steps before"
                     evidence = {"before": before[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
-                    text = f"the optimizer's {kind} of {name} {fallen}, faster than it can"
+                    text = f"the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
                     yield self.found(step, name, text, about=kind, **evidence)
                 there = np.isfinite(norms)
                 before[there], when[there] = norms[there], step
@@ -113,33 +113,33 @@ class SmallSecondMoment(LastingRule):
     more are judged: the gradient of a bias before a batch norm is rounding error, and no problem.
 
     Args:
-        beside_eps: The square roots of all elements are below this many times eps.
-        looks: Number of measurements in a row.
+        eps_multiple: The square roots of all elements are below this many times eps.
+        measurements: Number of measurements in a row.
     """
 
     name = "small-second-moment"
     quiet = 10_000
-    causes = ("gradients that are tiny for this parameter: a deep or wide model, or ones that have vanished",)
+    causes = ("gradients that are tiny for this parameter: a deep or wide model, or vanishing gradients",)
     advice = (
-        "a smaller eps of the optimizer, 1e-15 for example",
-        "look why its gradients are so small: see vanishing-gradient",
+        "use a smaller eps in the optimizer, 1e-15 for example",
+        "find out why its gradients are so small: see vanishing-gradient",
     )
 
-    def __init__(self, beside_eps: float = 1.0, looks: int = 3) -> None:
+    def __init__(self, eps_multiple: float = 1.0, measurements: int = 3) -> None:
         super().__init__()
-        self.beside_eps, self.looks = beside_eps, looks
+        self.eps_multiple, self.measurements = eps_multiple, measurements
 
     def review(self, window: Window) -> Iterable[Finding]:
         eps = window.facts.optimizer_eps
-        limit = (self.beside_eps * eps) ** 2
+        limit = (self.eps_multiple * eps) ** 2
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
             largest = rows.field("max")
             # All zero means no gradient yet, which other rules report.
             low = rows.layout.matrices & (largest < limit) & (largest > 0)
-            for look, fresh, _, since in self.lasting(rows, low, self.looks, names):
+            for row, fresh, _, since in self.lasting(rows, low, self.measurements, names):
                 i = fresh[0]
-                name, value = rows.names[i], largest[look, i]
-                text = f"no element of {kind} of {name} is above {value:.3g}"
-                text += f", nor in {len(fresh) - 1} other parameters" * (len(fresh) > 1)
+                name, value = rows.names[i], largest[row, i]
+                text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"
+                text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
                 evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
                 yield self.found(since[i], name, text, about=kind, **evidence)

@@ -30,7 +30,7 @@ class Underflow(LastingRule):
     """
 
     name = "underflow"
-    causes = ("gradients smaller than float16 can hold, and no loss scale, or one that is too small",)
+    causes = ("gradients too small for float16, without a loss scale or with one that is too small",)
     advice = (
         "scale the loss: gradstat.amp.GradScaler",
         "use bfloat16, which has the range of float32, or keep this part in float32",
@@ -49,13 +49,13 @@ class Underflow(LastingRule):
             return
         left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
         low = (floor > 0) & (rows.zero_fraction > self.share) & (left < self.normals * floor)
-        for look, fresh, _, since in self.lasting(rows, low, self.in_a_row):
-            worst = max(fresh, key=lambda i: rows.zero_fraction[look, i])
-            zeros = rows.zero_fraction[look, worst]
-            name, rest = rows.names[worst], left[look, worst]
-            text = f"{zeros:.0%} of the gradient of {name} are zero, and the rest is as small as its type can hold"
+        for row, fresh, _, since in self.lasting(rows, low, self.in_a_row):
+            worst = max(fresh, key=lambda i: rows.zero_fraction[row, i])
+            zeros = rows.zero_fraction[row, worst]
+            name, rest = rows.names[worst], left[row, worst]
+            text = f"{zeros:.0%} of the gradient of {name} is zero, and the rest is near the smallest normal number"
             evidence = {"zero_fraction": zeros, "rms_of_the_rest": rest, "parameters": len(fresh)}
-            yield self.found(since[worst], name, f"{text} ({rest:.2g})", about="gradient", **evidence)
+            yield self.found(since[worst], name, f"{text} (rms {rest:.2g})", about="gradient", **evidence)
 
     @staticmethod
     def _floors(rows: Rows, window: Window) -> tuple[Floats, Floats]:
@@ -79,10 +79,10 @@ class LossScale(Rule):
     name = "loss-scale"
     causes = (
         "something is not finite whatever the scale: NaN in the forward pass, activations beyond 65,504",
-        "a learning rate that blew parameters up",
+        "a learning rate so high that parameters diverged",
     )
     advice = (
-        "look for NaN: lowering the scale does not cure it. on_anomaly='replay', replay=step_fn names the operation",
+        "look for NaN: lowering the scale does not help. on_anomaly='replay', replay=step_fn names the operation",
         "train in bfloat16, which needs no scale, or keep the part that overflows in float32",
     )
 
@@ -102,7 +102,7 @@ class LossScale(Rule):
                 continue
             self._run = self._run + 1 if count > 0 else 0
             if self._run == self.in_a_row:
-                text = f"{self.in_a_row} steps in a row are skipped; the loss scale is down to {scale:g}"
+                text = f"{self.in_a_row} steps in a row were skipped; the loss scale is down to {scale:g}"
                 severity: Severity = "error" if self._settled else self.severity
                 evidence = {"in_a_row": self.in_a_row, "loss_scale": scale}
                 yield self.found(step - self.in_a_row + 1, "loss_scale", text, severity=severity, **evidence)
@@ -114,7 +114,7 @@ class LossScale(Rule):
                     "loss_scale",
                     f"the loss scale has grown to {scale:g} without an overflow",
                     causes=(
-                        "nothing is computed in float16, so that no scale is needed",
+                        "nothing is computed in float16, so no scale is needed",
                         "the loss does not depend on the parameters",
                     ),
                     advice=("leave out the scaler, or check that autocast is on",),

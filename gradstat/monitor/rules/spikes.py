@@ -59,7 +59,7 @@ class SpikeRule(Rule):
         self._high = self._beyond = math.inf
         self._episodes = Episodes(quiet)
 
-    def leapt(self, step: int, value: float) -> int | None:
+    def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""
         began = None
         alone, is_high = value > self._beyond, value > self._high

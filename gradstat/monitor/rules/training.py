@@ -27,8 +27,8 @@ class LossSpike(SpikeRule):
     name = "loss-spike"
     causes = (
         "an unusual or damaged batch",
-        "a learning rate too high: a step went across the valley",
-        "a change of data, of loss weights or of the mode of the model at this step",
+        "a learning rate too high: a step overshot the minimum",
+        "a change of data, of loss weights or of the model's mode (train or eval) at this step",
     )
     advice = (
         "look at that batch, and at the learning rate at that step",
@@ -73,9 +73,9 @@ class LossSpike(SpikeRule):
             if not math.isfinite(loss):
                 continue
             high, median = self._high, self._median
-            began = self.leapt(step, loss)
+            began = self.detect_jump(step, loss)
             if began is not None:
-                text = f"the loss leaps to {loss:.4g} from about {median:.4g}"
+                text = f"the loss jumps to {loss:.4g} from about {median:.4g}"
                 yield self.found(began, "loss", text, loss=loss, median=median, limit=high)
             if not 0 < self._lowest < math.inf:
                 continue
@@ -85,7 +85,7 @@ class LossSpike(SpikeRule):
                 continue
             least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.begins("climb", step):
-                text = f"the loss has climbed to {mean:.4g} on average of 20 steps; it was {self._lowest:.4g}"
+                text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
 
 
@@ -102,7 +102,7 @@ class LearningRateJump(Rule):
     name = "learning-rate-jump"
     causes = (
         "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
-        "warm-up and decay that do not meet: the one ends elsewhere than the other begins",
+        "warm-up and decay that do not meet: decay does not begin where warm-up ends",
         "a scheduler or optimizer restored without its state",
     )
     advice = (
@@ -161,7 +161,7 @@ class ClipActivity(Rule):
 
     name = "clip-activity"
     severity = "info"
-    causes = ("a limit that was taken over from another model",)
+    causes = ("a limit that was taken from another model",)
     advice = ("set max_norm to the suggested value", "let gradstat.AutoClip choose it from the history")
 
     def __init__(self, often: float = 0.9, window: int = 500) -> None:
@@ -182,8 +182,8 @@ class ClipActivity(Rule):
             return
         self._told = True
         suggested = float(np.percentile(self._norms, 90))
-        how = f"{share:.0%} of the last {self.window} steps are clipped" if share else "no step is ever clipped"
-        text = f"{how} at max_norm {limit:g}; the 90th percentile of the norms is {suggested:.3g}"
+        how = f"{share:.0%}" if share else "none"
+        text = f"{how} of {self.window} steps exceeded max_norm {limit:g}; 90% of the norms are below {suggested:.3g}"
         yield self.found(window.steps[-1], "norm", text, share=share, max_norm=limit, suggested=suggested)
 
 
@@ -196,7 +196,7 @@ class RefusedStep(Rule):
 
     name = "refused-step"
     severity = "info"
-    causes = ("an unusual or damaged batch", "a learning rate too high, or another level of the loss")
+    causes = ("an unusual or damaged batch", "a learning rate too high, or a lasting change of the loss")
     advice = ("look at the batches of refused steps", "guard.read() counts them, by loss, norm and update")
 
     def __init__(self, quiet: int = 100) -> None:
@@ -214,7 +214,7 @@ class RefusedStep(Rule):
 
 
 class SaturatedOutput(Rule):
-    """Predictions that are mostly certain, and wrong: a softmax of the logits is 0 or 1.
+    """Model outputs that are mostly saturated, and wrong: their softmax is 0 or 1.
 
     An info if the predictions are right, since training on separable data ends there, or if the monitor was not told
     the number of ``classes``, since the outputs may not be logits.
@@ -223,21 +223,21 @@ class SaturatedOutput(Rule):
         share: Fraction of predictions whose largest logit exceeds the next by more than 10; a single logit must exceed
             10 in magnitude.
         loss: Above it predictions count as wrong. A wrong one costs 10 nats, so 1.0 means a tenth of them.
-        looks: Number of measurements in a row.
+        measurements: Number of measurements in a row.
     """
 
     name = "saturated-logits"
     causes = (
-        "an output layer that grows without limit: no weight decay, a learning rate too high, a scale that is learned",
-        "labels that are wrong with certainty, which drives logits apart",
+        "an output layer that grows without limit: no weight decay, a learning rate too high, a learned scale",
+        "wrong labels, which drive logits apart",
     )
     advice = (
-        "a z-loss or label smoothing; weight decay on the output layer; a lower learning rate",
+        "add a z-loss or label smoothing; weight decay on the output layer; a lower learning rate",
         "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
-    def __init__(self, share: float = 0.5, loss: float = 1.0, looks: int = 3) -> None:
-        self.share, self.loss, self.looks = share, loss, looks
+    def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3) -> None:
+        self.share, self.loss, self.measurements = share, loss, measurements
         self._run = self._since = 0
         self._wrong = True
         self._told: list[str] = []
@@ -254,10 +254,10 @@ class SaturatedOutput(Rule):
             self._run = self._run + 1 if shares > self.share else 0
             self._wrong = self._wrong and loss > self.loss
             severity: Severity = "warning" if self._wrong else "info"
-            if self._run >= self.looks and severity not in self._told:
+            if self._run >= self.measurements and severity not in self._told:
                 self._told.append(severity)
-                text = f"{shares:.0%} of the predictions are certain, by more than 10 in the logits"
-                text += f", and the loss is {loss:.3g}" * (not math.isnan(loss))
+                text = f"{shares:.0%} of the predictions are saturated: one logit exceeds the others by more than 10"
+                text += f"; the loss is {loss:.3g}" * (not math.isnan(loss))
                 known = None if math.isnan(loss) else loss
                 yield self.found(self._since, rows.names[0], text, "output", severity, share=shares, loss=known)
 
@@ -276,7 +276,7 @@ class OptimizerCoverage(Rule):
     )
     advice = (
         "make the optimizer after the model is complete",
-        "give it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
+        "pass it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
     )
 
     def __init__(self) -> None:
@@ -292,11 +292,11 @@ class OptimizerCoverage(Rule):
                 ("absent", self.severity, "has a gradient and is not in the optimizer"),
                 ("resting", "info", "has no gradient and is not in the optimizer"),
                 ("frozen", frozen, "is frozen (requires_grad is False) and still in the optimizer"),
-                ("foreign", self.severity, "of the optimizer is no parameter of the model, and has no gradient"),
+                ("foreign", self.severity, "is not a parameter of the model, and has no gradient"),
             ):
                 names = [name for name in seen.value[key] if f"{key} {name}" not in self._told]
                 if names:
                     self._told += [f"{key} {name}" for name in names]
-                    more = f", and so {'is' if len(names) == 2 else 'are'} {len(names) - 1} more" * (len(names) > 1)
+                    more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])

@@ -66,21 +66,21 @@ class GradientWeightRatio(Rule):
         low = norms < smallest
         if low.any():
             low &= norms > 0
-        for condition, state, needed, words in (
-            (high, self._high_for, self.in_a_row, "as large as the weight's own spread"),
-            (low, self._low_for, self.long, "of the weight's norm"),
+        for condition, state, needed, measure in (
+            (high, self._high_for, self.in_a_row, "standard deviation"),
+            (low, self._low_for, self.long, "norm"),
         ):
-            for look, lengths in runs(condition, state.of(gradients.names)):
-                step = int(gradients.steps[look])
+            for row, lengths in runs(condition, state.of(gradients.names)):
+                step = int(gradients.steps[row])
                 began = step - lengths + 1
                 for i in np.flatnonzero((lengths >= needed) & (parameters.steps[-1] > began)):
                     name = gradients.names[i]
                     if not self._episodes.begins(name, step):
                         continue
                     is_high = condition is high
-                    value = gradients.std[look, i] / spread[i] if is_high else gradients.l2_norm[look, i] / size[i]
-                    times = " times" * is_high
-                    text = f"the gradient of {name} is {value:.3g}{times} {words}, for {lengths[i]:.0f} steps"
+                    value = gradients.std[row, i] / spread[i] if is_high else gradients.l2_norm[row, i] / size[i]
+                    text = f"the {measure} of the gradient of {name} is {value:.3g} times that of the weight, "
+                    text += f"for {lengths[i]:.0f} steps"
                     severity: Severity = self.severity if is_high else "info"
                     yield self.found(began[i], name, text, "gradient", severity, ratio=value, in_a_row=lengths[i])
 
@@ -93,16 +93,16 @@ class UpdateWeightRatio(LastingRule):
 
     Args:
         high, low: Limits of ``|update| / |weight|``.
-        looks: Number of measurements in a row.
+        measurements: Number of measurements in a row.
     """
 
     name = "update-weight-ratio"
     causes = ("a learning rate too high (or too low) for this weight", "an optimizer state that was restored wrongly")
-    advice = ("change the learning rate by the factor that the ratio is off from 1e-3",)
+    advice = ("multiply the learning rate by 1e-3 divided by the ratio",)
 
-    def __init__(self, high: float = 0.3, low: float = 1e-7, looks: int = 2) -> None:
+    def __init__(self, high: float = 0.3, low: float = 1e-7, measurements: int = 2) -> None:
         super().__init__()
-        self.high, self.low, self.looks = high, low, looks
+        self.high, self.low, self.measurements = high, low, measurements
 
     def review(self, window: Window) -> Iterable[Finding]:
         updates, parameters = window.rows("update"), window.latest.get("parameter")
@@ -112,11 +112,11 @@ class UpdateWeightRatio(LastingRule):
         judged = parameters.layout.matrices
         ratio = updates.l2_norm / parameters.l2_norm[-1]
         off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
-        for look, fresh, _, since in self.lasting(updates, off, self.looks):
-            worst = max(fresh, key=lambda i: abs(math.log(ratio[look, i])))
-            name, value = updates.names[worst], ratio[look, worst]
+        for row, fresh, _, since in self.lasting(updates, off, self.measurements):
+            worst = max(fresh, key=lambda i: abs(math.log(ratio[row, i])))
+            name, value = updates.names[worst], ratio[row, worst]
             evidence = {"ratio": value, "high": self.high, "low": self.low, "parameters": len(fresh)}
-            text = f"one step changes {name} by {value:.3g} of its norm"
+            text = f"one step changes {name} by {value:.3g} times its norm; expected {self.low:g} to {self.high:g}"
             yield self.found(since[worst], name, text, about="update", **evidence)
 
 
@@ -134,10 +134,10 @@ class ParameterJump(Rule):
     name = "parameter-jump"
     causes = (
         "memory that was overwritten: a bit flip in an exponent multiplies by a power of two",
-        "an update that was far too large: learning rate, or a state of the optimizer that is wrong",
+        "an update that was far too large: a learning rate or an optimizer state that is wrong",
     )
     advice = (
-        "compare with the last checkpoint; if a single element leapt, suspect the hardware",
+        "compare with the last checkpoint; if a single element jumped, suspect the hardware",
         "go back to the checkpoint: on_anomaly='rollback'",
     )
 
@@ -156,18 +156,18 @@ class ParameterJump(Rule):
             fresh = judged & np.isnan(known) & window.latest["gradient"].of(rows.names).present[-1]
             for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
                 self._episodes.begins(rows.names[i], rows.steps[0])
-                text = f"{rows.names[i]} has an element of {rows.max_abs[0, i]:.3g} from the start"
+                text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
                 more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
                 yield self.found(rows.steps[0], rows.names[i], text, "parameter", "error", **more)
-        for look, step in enumerate(rows.steps.tolist()):
-            largest = rows.max_abs[look]
-            leapt = judged & (known > 0) & (largest > self.factor * known)
-            leapt &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
-            if leapt.any():
-                i = int(np.nanargmax(np.where(leapt, largest / known, np.nan)))
+        for row, step in enumerate(rows.steps.tolist()):
+            largest = rows.max_abs[row]
+            jumped = judged & (known > 0) & (largest > self.factor * known)
+            jumped &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
+            if jumped.any():
+                i = int(np.nanargmax(np.where(jumped, largest / known, np.nan)))
                 if self._episodes.begins(rows.names[i], step):
-                    text = f"the largest element of {rows.names[i]} has leapt from {known[i]:.3g} to {largest[i]:.3g}"
-                    evidence = {"before": known[i], "now": largest[i], "parameters": int(leapt.sum())}
+                    text = f"the largest magnitude in {rows.names[i]} jumps from {known[i]:.3g} to {largest[i]:.3g}"
+                    evidence = {"before": known[i], "now": largest[i], "parameters": int(jumped.sum())}
                     yield self.found(step, rows.names[i], text, "parameter", "error", **evidence)
             np.copyto(known, largest, where=np.isfinite(largest))
 
@@ -176,7 +176,7 @@ class UnchangedParameter(Rule):
     """A parameter that has gradients and does not change at all.
 
     Args:
-        looks: Minimum number of measurements in a row without any change.
+        measurements: Minimum number of measurements in a row without any change.
         steps: Minimum number of steps without any change: after an incident, measurements are close together.
         rounding: Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the
             rounding error of sums that are zero, as for a bias before a batch norm.
@@ -193,8 +193,8 @@ class UnchangedParameter(Rule):
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
 
-    def __init__(self, looks: int = 2, steps: int = 50, rounding: float = 1e-5) -> None:
-        self.looks, self.steps, self.rounding = looks, steps, rounding
+    def __init__(self, measurements: int = 2, steps: int = 50, rounding: float = 1e-5) -> None:
+        self.measurements, self.steps, self.rounding = measurements, steps, rounding
         self._same_for, self._since = PerName(0.0), PerName(0.0)
         self._names: list[str] = []
         self._sums: Any = None
@@ -207,16 +207,16 @@ class UnchangedParameter(Rule):
         largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
         moved = largest > self.rounding * largest.max(initial=0.0)
         counts, since = self._same_for.of(rows.names), self._since.of(rows.names)
-        for look, step in enumerate(rows.steps.tolist()):
-            sums = rows.raw[look, :, _SUMS]
+        for row, step in enumerate(rows.steps.tolist()):
+            sums = rows.raw[row, :, _SUMS]
             same = np.zeros(len(rows.names), dtype=bool)
             if self._sums is not None and self._names == list(rows.names):
                 same = (sums == np.asarray(self._sums)).all(1) & moved
-                same &= rows.rms[look] < (1 - 1e-6) * rows.max_abs[look]  # otherwise all may be clamped to a bound
+                same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             self._names, self._sums = list(rows.names), sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            still = np.flatnonzero((counts >= self.looks) & (step - since >= self.steps))
+            still = np.flatnonzero((counts >= self.measurements) & (step - since >= self.steps))
             fresh = [rows.names[i] for i in still if self._episodes.begins(rows.names[i], step)]
             if fresh:
                 begun = int(since[rows.names.index(fresh[0])])

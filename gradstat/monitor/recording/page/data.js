@@ -2,7 +2,7 @@
 
 const COLUMN_LABELS = {
   l2_norm: "L2 norm", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
-  zero_fraction: "share of zeros", nan_count: "NaN elements", inf_count: "Inf elements",
+  zero_fraction: "fraction of zeros", nan_count: "NaN elements", inf_count: "Inf elements",
 };
 const MAGNITUDES = new Set(["l2_norm", "std", "max_abs"]);
 const SIGNED = new Set(["mean", "min", "max"]);

@@ -227,7 +227,7 @@ class HeatMap {
       inf = Math.max(inf, table.value("inf_count", j, i) || 0);
     }
     const steps = to - from > 1 ? `steps ${data.steps[table.at[from]]}\u2013${data.steps[table.at[to - 1]]}` : `step ${data.steps[table.at[from]]}`;
-    const what = table.absent(j, best) ? "not there" : `${COLUMN_LABELS[column]} ${shown(column, table.value(column, j, best))}`;
+    const what = table.absent(j, best) ? "missing" : `${COLUMN_LABELS[column]} ${shown(column, table.value(column, j, best))}`;
     const counts = [[nan, "NaN"], [inf, "Inf"]].filter(([n]) => n).map(([n, kind]) => `, ${short(n)} ${kind}`).join("");
     const tip = byId("tip");
     tip.replaceChildren(element("b", { textContent: table.names[j] }), `${steps}: ${what}${counts}`);

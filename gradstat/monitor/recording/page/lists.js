@@ -40,12 +40,12 @@ function drawFindings(data, { onStep, onName }) {
   all.hidden = made.length <= FINDINGS_SHOWN;
   all.textContent = `Show all ${made.length} findings`;
   all.onclick = () => { made.forEach((box) => { box.hidden = false; }); all.hidden = true; };
-  byId("diagnosis").hidden = !made.length && !byId("told").textContent.trim();
+  byId("diagnosis").hidden = !made.length && !byId("summary").textContent.trim();
 }
 
 // The columns of the table of the worst tensors, and their headings.
 const WORST = {
-  name: "Tensor", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 usual norm", l2_norm: "L2 norm", max_abs: "Largest |x|",
+  name: "Tensor", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 median norm", l2_norm: "L2 norm", max_abs: "Largest |x|",
   mean: "Mean", std: "Std", zero_fraction: "Zeros",
 };
 
@@ -82,7 +82,7 @@ class WorstTable {
     const { i } = this;
     byId("worst-title").textContent = i < 0 ? "Worst" : `Worst in step ${data.steps[table.at[i]]}`;
     byId("measured").textContent = i < 0 ? `No ${table.kind} had been measured by this step.`
-      : table.at[i] === step ? table.kind : `${table.kind}, measured last in step ${data.steps[table.at[i]]}`;
+      : table.at[i] === step ? table.kind : `${table.kind}, last measured in step ${data.steps[table.at[i]]}`;
     this.fill();
   }
 

@@ -12,7 +12,7 @@ async function main() {
   document.querySelector("main").hidden = false;
   byId("verdict").textContent = data.verdict;
   byId("verdict").dataset.level = data.level;
-  const left = data.leftOut ? `, ${plural(data.leftOut, "step")} left out to keep the page small, none of the bad ones unless all are` : "";
+  const left = data.leftOut ? `, ${plural(data.leftOut, "step")} left out to keep the page small; steps with NaN, Inf or findings are kept where possible` : "";
   byId("extent").textContent = data.steps.length ? `steps ${data.steps[0]}\u2013${data.steps[last]}${left}` : "no steps";
   byId("meta").replaceChildren(...described([...data.meta, ["viewed with", `gradstat ${data.gradstat}`]]));
 
