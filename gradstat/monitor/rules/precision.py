@@ -96,7 +96,7 @@ class LossScale(Rule):
         scales = window.scalars.get("loss_scale")
         if scales is None or not window.facts.is_scaled:
             return
-        bad = window.scalars.get("nonfinite", np.zeros(len(scales)))  # absent if all steps were finite
+        bad = window.scalars.get("nonfinite", np.zeros(len(scales)))  # only a window made by hand lacks it
         for step, scale, count in zip(window.steps.tolist(), scales.tolist(), bad.tolist(), strict=True):
             if math.isnan(scale):
                 continue

@@ -79,7 +79,8 @@ class LossSpike(SpikeRule):
                 yield self.found(began, "loss", text, loss=loss, median=median, limit=high)
             if not 0 < self._lowest < math.inf:
                 continue
-            mean = sum(self._values[-20:]) / 20
+            recent = self._values[-20:]
+            mean = sum(recent) / len(recent)
             # Skip a loss that never fell far below its initial level, such as an error of values that grow.
             if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
                 continue
