@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gradstat._core.engines import refuse_engine
-from gradstat._core.parameters import listed, source_of
+from gradstat._core.parameters import as_list, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
 from gradstat.monitor import Monitor
@@ -146,7 +146,7 @@ class AutoHandle:
             hook.remove()
         self._optimizer.__dict__.pop(_MARK, None)
         _handles.discard(self)
-        _take_off()
+        _remove_layers()
         self.monitor.detach()
 
     def __enter__(self) -> Self:
@@ -159,7 +159,7 @@ class AutoHandle:
 _layers: list[Layer] = []
 
 
-def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callable[[], Any]) -> Any:
+def _call_and_measure(handles: list[AutoHandle], scaler: GradScaler | None, call: Callable[[], Any]) -> Any:
     """Calls ``call``, a clip or a method of ``scaler``, which changes gradients; measures before, takes note after."""
     for handle in handles:
         if not handle._is_over:
@@ -176,15 +176,15 @@ def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callab
 def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return layer.below(parameters, *args, **kwargs)
-    given = listed(parameters)
+    given = as_list(parameters)
     concerned = [handle for handle in list(_handles) if handle._holds(given)]
-    return _changing(concerned, None, lambda: layer.below(given, *args, **kwargs))
+    return _call_and_measure(concerned, None, lambda: layer.below(given, *args, **kwargs))
 
 
 def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     handle = getattr(optimizer, _MARK, None)
     concerned = [] if handle is None or not scaler.is_enabled() else [handle]
-    return _changing(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
+    return _call_and_measure(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
 
 
 def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ def _scalers(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
         yield from _scalers(derived)
 
 
-def _lay_on() -> None:
+def _install_layers() -> None:
     """Patches torch's clips and scalers so that they notify the handles."""
     with lock:
         if _layers:
@@ -222,12 +222,12 @@ def _lay_on() -> None:
             _layers.extend(Layer(kind, name, instead) for name, instead in methods.items() if name in kind.__dict__)
 
 
-def _take_off() -> None:
+def _remove_layers() -> None:
     """Restores torch's functions if no optimizer is watched any more."""
     with lock:
         if not _handles:
             for layer in _layers:
-                layer.take_off()
+                layer.remove()
             _layers.clear()
 
 
@@ -285,5 +285,5 @@ def auto(
     known = getattr(optimizer, _MARK, None)
     if known is not None:
         known.remove()
-    _lay_on()
+    _install_layers()
     return AutoHandle(optimizer, monitor, max_norm)

@@ -31,7 +31,7 @@ from gradstat._core.measure import measure
 from gradstat._core.measurement import Measurement
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, source_of
-from gradstat._core.tensors import is_distributed, moved
+from gradstat._core.tensors import is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
@@ -43,7 +43,7 @@ _current_backward = torch._C._current_graph_task_id  # -1 outside a backward pas
 _APPLY, _RUN = BackwardCFunction.apply.__code__, _engine_run_backward.__code__
 _REMEDY = "use guarded_step after backward, or FSDP2 (fully_shard), which reduces before"
 # Only looked up in sys.modules, never imported here.
-_OLDER_FSDP = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
 def step_in_backward(
@@ -147,14 +147,14 @@ class StepInBackward:
         self.optimizer = optimizer
         self._source, self._clip = source, clip
         self._limit = float(clip) if isinstance(clip, (int, float)) else math.inf
-        self._parts = [clip._alone() for _ in source.parameters] if isinstance(clip, TensorClip) else []
-        self._rows_of_parts: Tensor | None = None
+        self._clips = [clip._for_one_tensor() for _ in source.parameters] if isinstance(clip, TensorClip) else []
+        self._clip_states: Tensor | None = None
         self._is_foreign = optimizers.traits_of(optimizer).repeats_closure
         kind: Any = type(optimizer)
         # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
         own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
         self._step = optimizer.step if self._is_foreign else own
-        self._labels = [Labels(functools.partial(_named, source, i), tuple) for i in range(len(source.parameters))]
+        self._labels = [Labels(functools.partial(_name_at, source, i), tuple) for i in range(len(source.parameters))]
         self._found: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
         self._is_distributed, self._is_reduced = is_distributed(source.parameters), False
@@ -164,13 +164,13 @@ class StepInBackward:
         self._lock = threading.Lock()  # autograd runs one thread per device
         numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._hooks: list[Any] = [
-            _hooked(parameter, functools.partial(_complete, weakref.ref(self), i, number))
+            _register_hook(parameter, functools.partial(_complete, weakref.ref(self), i, number))
             for i, (number, parameter) in enumerate(zip(numbers, source.parameters, strict=True))
             if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._hooks.append(optimizer.register_step_pre_hook(self._refuse_step))
         for parameter in source.parameters:
-            parameter._stepped_in_backward = _HeldBy(self)  # type: ignore[attr-defined]
+            parameter._stepped_in_backward = _HandleReference(self)  # type: ignore[attr-defined]
         _handles[optimizer] = weakref.ref(self)
 
     @property
@@ -249,18 +249,18 @@ class StepInBackward:
                 )
             request = StepRequest(self._limit, None, None)
             if is_distributed([gradient]):
-                rows, measured, gradient = _measured_over_ranks(gradient, labels, request, parameter)
+                rows, measured, gradient = _measure_over_ranks(gradient, labels, request, parameter)
             else:
                 measured = Measured.of([gradient], labels, request, [parameter], None, None)
                 rows = measured.rows
             rewrites = self._limit != math.inf
-            if self._parts:
-                assert self._rows_of_parts is not None
-                part = self._parts[i]
-                part._memory = self._rows_of_parts[i]
+            if self._clips:
+                assert self._clip_states is not None
+                part = self._clips[i]
+                part._memory = self._clip_states[i]
                 measured.limit_tensors_(part, [parameter], [gradient])
             elif isinstance(self._clip, LastNormClip) and self._clip.coefficient is not None:
-                measured.scale_by_(moved(self._clip.coefficient, measured.numbers.device))
+                measured.scale_by_(to_device(self._clip.coefficient, measured.numbers.device))
                 rewrites = True
             self._step_alone(measured, group, parameter, gradient, rewrites)
             self._found[i] = rows
@@ -275,7 +275,7 @@ class StepInBackward:
         before = dict(group) if self._is_foreign else group
         try:
             optimizer.param_groups, group["params"] = [group], [parameter]
-            measured.take(optimizer, self._step, [gradient], rewrites, skips=True)
+            measured.step_optimizer(optimizer, self._step, [gradient], rewrites, skips=True)
         finally:
             optimizer.param_groups, group["params"] = groups, every
         if before is not group:
@@ -312,7 +312,7 @@ class StepInBackward:
             self._found = [None] * count
             self._measured = self._report = None
             if isinstance(self._clip, TensorClip):
-                self._rows_of_parts = self._clip._spread(count, self._source.parameters[0].device)
+                self._clip_states = self._clip._initial_states(count, self._source.parameters[0].device)
         self._is_open = True
         # FSDP2 completes gradients of modules whose inputs need none in its own callback, which is queued already.
         _queue(functools.partial(_queue, self._end) if self._is_distributed else self._end)
@@ -326,7 +326,7 @@ class StepInBackward:
         missing = [i for i, p in enumerate(self._source.parameters) if self._found[i] is None and p.requires_grad]
         self._found = []
         self._gradients = Gradients([], None if len(found) == len(self._labels) else positions, missing)
-        rows = _joined(found)
+        rows = _concatenated(found)
         if self._is_distributed:
             from gradstat._core.sharded import Sharded
 
@@ -340,8 +340,8 @@ class StepInBackward:
         if isinstance(self._clip, LastNormClip):
             self._clip._remember(decision.norm)
         elif isinstance(self._clip, TensorClip):
-            assert self._rows_of_parts is not None
-            self._clip._gather_(self._rows_of_parts, decision.norm)
+            assert self._clip_states is not None
+            self._clip._collect_(self._clip_states, decision.norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # keeps torch's schedulers from warning
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -363,7 +363,7 @@ class StepInBackward:
             )
 
 
-class _HeldBy:
+class _HandleReference:
     """A parameter's strong reference to its handle. Hooks refer to it weakly, as the GC cannot see through hooks.
 
     Pickling a parameter stores None in its place.
@@ -400,7 +400,7 @@ def _check_clip(clip: object) -> None:
             f"use guarded_step, or LastNormClip({type(clip).__name__}(...)), which takes the norm of the step before"
         )
     if isinstance(clip, TensorClip):
-        clip._alone()  # raises if it cannot
+        clip._for_one_tensor()  # raises if it cannot
     elif isinstance(clip, (int, float)):
         if not clip >= 0:
             raise ValueError(f"clip is {clip}; expected a number of at least 0, the limit of each gradient's norm")
@@ -434,7 +434,7 @@ def _refuse_reducers(source: Source) -> None:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    older = getattr(sys.modules.get(_OLDER_FSDP[0]), _OLDER_FSDP[1], DistributedDataParallel)
+    older = getattr(sys.modules.get(_FSDP1[0]), _FSDP1[1], DistributedDataParallel)
     position = {id(parameter): i for i, parameter in enumerate(source.parameters)}
     for item in gc.get_objects():
         kind = type(item)
@@ -463,7 +463,7 @@ def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tens
     return all(p.is_floating_point() and p.device.type in devices for p in parameters)
 
 
-def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+def _register_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Registers a hook; torch refuses that for a frozen parameter, which may be trained later."""
     is_frozen = not parameter.requires_grad
     try:
@@ -473,7 +473,7 @@ def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
             parameter.requires_grad_(False)
 
 
-def _measured_over_ranks(
+def _measure_over_ranks(
     gradient: Any, labels: Labels, step: StepRequest, parameter: Any
 ) -> tuple[Measurement, Measured, Tensor]:
     """The rows of this rank's shard, the decision based on the whole tensor, and the gradient to step with.
@@ -497,11 +497,11 @@ def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _named(source: Source, i: int) -> list[str]:
+def _name_at(source: Source, i: int) -> list[str]:
     return [source.names()[i]]
 
 
-def _joined(parts: list[Measurement]) -> Measurement:
+def _concatenated(parts: list[Measurement]) -> Measurement:
     """The rows of tensors that were measured one by one, joined into one table per device."""
     tables: dict[torch.device, list[Tensor]] = {}
     order: dict[torch.device, list[int]] = {}

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
-from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture
-from gradstat._core.tensors import is_distributed, moved
+from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture
+from gradstat._core.tensors import is_distributed, to_device
 from gradstat.adaptive._base import number, whole_number
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class SpikeGuard:
 
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
-        with behind(self._streams):
+        with on_streams(self._streams):
             numbers = [int(number) for number in self._mirror.read(wait)]
         steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reason = numbers[:_RECORDED]
         return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reasons_of(reason))
@@ -234,7 +234,7 @@ class SpikeGuard:
             return loss
         from gradstat._core import collectives
 
-        group = collectives.member(self._group)
+        group = collectives.require_member(self._group)
         if dist.get_world_size(group) == 1:
             return loss
         mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
@@ -242,7 +242,7 @@ class SpikeGuard:
 
 
 def _on(value: Tensor, device: torch.device) -> Tensor:
-    return value if value.device == device else moved(value, device)
+    return value if value.device == device else to_device(value, device)
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:
@@ -294,7 +294,7 @@ def _judge(
     totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
     recorded = totals[_RECORDED:]
     finite, no = verdict[0] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
-    above, outstanding = [no] * len(SERIES), [no] * len(SERIES)
+    above, outliers = [no] * len(SERIES), [no] * len(SERIES)
     for i, value in enumerate(values):
         if value is None:
             continue
@@ -317,11 +317,11 @@ def _judge(
             spread = torch.maximum(torch.maximum(spread, of_largest * (largest - centre)), of_centre * centre.abs())
         above[i] = value > limits[i]
         is_known = recorded[i] >= max(warmup, newest + 2)
-        outstanding[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
-    is_above, stands_out = torch.stack(above).any(), torch.stack(outstanding).any()
+        outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
+    is_above, stands_out = torch.stack(above).any(), torch.stack(outliers).any()
     gives_in = finite & stands_out & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
     refused = finite & (is_above | (stands_out & ~gives_in))
-    why = torch.stack([a | s for a, s in zip(above, outstanding, strict=True)]) & refused
+    why = torch.stack([a | s for a, s in zip(above, outliers, strict=True)]) & refused
     kept = finite & ~refused if not by_sigmas else finite
     recorded.mul_(~gives_in)
     for i, value in enumerate(values):

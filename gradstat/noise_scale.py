@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
-from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture, streams_of
+from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
 from gradstat._core.measure import measure
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat.adaptive._base import whole_number
@@ -216,7 +216,7 @@ class NoiseScale:
 
     def _read(self, wait: bool) -> Any:
         """The averages of noise and signal for each parameter, [2, parameters], on the host."""
-        with behind(self._streams):
+        with on_streams(self._streams):
             averages = self._mirror.read(wait).copy()
         averages[0] *= -self._size
         return averages

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
-from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
+from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale as _scaling
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
@@ -238,7 +238,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         measured.limit_tensors_(clip, parameters, gradients)
         rewrites = False
-    stepped, returned = measured.take(optimizer, optimizer.step, gradients, rewrites, request.skips)
+    stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
     if not stepped:
         # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     measured = Measured.of(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups)
     if before is not None:
         for tensor in before:
-            measured.verdict[0].add_(moved(tensor, measured.verdict.device))
+            measured.verdict[0].add_(to_device(tensor, measured.verdict.device))
         measured.verdict[0].clamp_(max=1.0)
     if counts and request.guard is not None:
         counters = counters_on(request.optimizer, measured.verdict.device).tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradstat._core import native
 from gradstat._core.native import BackendUnavailableError, DeviceModule
-from gradstat._core.tensors import changeable, units_of
+from gradstat._core.tensors import contiguous_for_update, units_of
 from gradstat._core.warn import warn_user
 from gradstat._fields import NAMES
 
@@ -74,7 +74,7 @@ class Kernels:
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
         """Multiplies each unit, in the order of `unit_stats`, by its element of ``coefficients``; see `scale_each_`."""
-        with changeable(tensors, Tensor.is_contiguous) as targets:
+        with contiguous_for_update(tensors, Tensor.is_contiguous) as targets:
             units = [unit for tensor in targets for unit in units_of(tensor)]
             if units:
                 self.scale_each_(units, coefficients)
@@ -115,7 +115,7 @@ class NativeKernels(Kernels):
         return table
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        with changeable(tensors, Tensor.is_contiguous) as targets:
+        with contiguous_for_update(tensors, Tensor.is_contiguous) as targets:
             torch.ops.gradstat.scale_units_.default(targets, coefficients)
 
 

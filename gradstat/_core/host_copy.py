@@ -27,7 +27,7 @@ def streams_of(tensors: Iterable[Tensor]) -> Streams:
 
 
 @contextmanager
-def behind(streams: Streams) -> Iterator[None]:
+def on_streams(streams: Streams) -> Iterator[None]:
     """Makes ``streams`` current, so that new work is enqueued behind the work that is already on them."""
     with ExitStack() as stack:
         for stream in streams:
@@ -71,7 +71,7 @@ class HostCopy:
             self._host = tensor
 
     @property
-    def travels(self) -> bool:
+    def needs_copy(self) -> bool:
         """Whether there is a copy to wait for: False on the CPU and during graph capture."""
         return self._event is not None
 
@@ -100,7 +100,7 @@ class Mirror:
 
         Without ``wait`` only the first call waits for a GPU; later results may be some calls old.
         """
-        if wait or self._copy is None or not self._copy.travels:
+        if wait or self._copy is None or not self._copy.needs_copy:
             self._copy = HostCopy(self._numbers())
         if wait or self._seen is None or self._copy.done():
             self._seen = self._copy.wait().copy()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
 from gradstat._core.collectives import device_of, reduce_, reduce_together_
-from gradstat._core.engines import Piece
+from gradstat._core.engines import FlatShard
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
@@ -34,7 +34,7 @@ _EXTREMES = tuple(enumerate(_fields.FIELDS))[_SUMMED.stop :]
 _INDICES = [column for column, field in _EXTREMES if field.is_index]
 _NAN_COUNT = _fields.INDEX["nan_count"]
 # The groups over which a tensor's rows are merged, and a bit for each extra group.
-_Kind: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
+_GroupKey: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
 # A float64 represents integers exactly up to 2**53.
 _EXACT_BITS = 53
 _layouts: dict[int, tuple[weakref.ref[DeviceMesh], ProcessGroup | None, dict[tuple[Any, ...], Layout]]] = {}
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     groups: tuple[ProcessGroup, ...]
     resolved: tuple[Any, ...] | None  # the placements with Replicate for each Partial; None if there is no Partial
-    shards: Shards | None  # None for a `Piece`, whose indices are converted to indices in the whole tensor
+    shards: Shards | None  # None for a `FlatShard`, whose indices are converted to indices in the whole tensor
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
@@ -57,11 +57,11 @@ class Layout(NamedTuple):
             known = _layouts[id(mesh)] = (weakref.ref(mesh), world, {})
         layout = known[2].get(placements)
         if layout is None:
-            layout = known[2][placements] = cls._made(mesh, placements)
+            layout = known[2][placements] = cls._build(mesh, placements)
         return layout
 
     @classmethod
-    def _made(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+    def _build(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
         # There are several kinds of shard placements: every placement neither replicated nor partial is one.
         sharded = [d for d, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
         resolved = tuple(Replicate() if p.is_partial() else p for p in placements)
@@ -130,7 +130,7 @@ class Sharded:
         self, tensors: Sequence[Tensor], owners: list[Tensor] | None = None, extra: ExtraGroups | None = None
     ) -> None:
         self._tensors = list(tensors)
-        self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, Piece))
+        self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
         if self._starts:
             owners = None  # every rank has a piece of every tensor
         # Positions of the tensors' rows among the rows of all owners.
@@ -144,7 +144,7 @@ class Sharded:
         masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
         self._layouts: list[Layout | None] = []
         # Rows by kind, that is by the groups they are merged over.
-        self._kinds: dict[_Kind, list[int]] = {}
+        self._kinds: dict[_GroupKey, list[int]] = {}
         # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
         mesh: DeviceMesh | None = None
         placements: tuple[Any, ...] = ()
@@ -156,7 +156,7 @@ class Sharded:
                 if spec.mesh is not mesh or spec.placements != placements:
                     mesh, placements = spec.mesh, spec.placements
                     layout, kind = Layout.of(mesh, placements), None
-            elif isinstance(tensor, Piece):
+            elif isinstance(tensor, FlatShard):
                 layout = Layout((tensor.group,), None, None)
                 mesh, kind = None, None
             elif layout is not None:
@@ -292,20 +292,20 @@ class _Packed(NamedTuple):
     """Rows packed for reduction: columns to sum, and columns to take the maximum of."""
 
     sums: Tensor  # [n, summed fields + 2]; the last two columns count ranks with a NaN or Inf, and ranks that failed
-    highs: Tensor  # [n, other fields]; fields with merge "min" are negated
+    maxima: Tensor  # [n, other fields]; fields with merge "min" are negated
 
 
-def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Packed:
-    """A table's rows packed for reduction; indices of ``sharded`` tensors get the rank in the bits above them."""
+def _pack(table: Tensor, failed: bool, is_sharded: list[bool] | None = None) -> _Packed:
+    """A table's rows packed for reduction; indices of sharded tensors get the rank in the bits above them."""
     bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
     sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
     columns = {column: table[:, column] for column, _ in _EXTREMES}
-    if sharded is not None and any(sharded):
+    if is_sharded is not None and any(is_sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
-        offset = rank if all(sharded) else rank * torch.tensor(sharded, device=table.device)
+        offset = rank if all(is_sharded) else rank * torch.tensor(is_sharded, device=table.device)
         columns.update({column: columns[column] + offset for column in _INDICES})
-    highs = [-columns[column] if field.merge == "min" else columns[column] for column, field in _EXTREMES]
-    return _Packed(sums, torch.stack(highs, 1))
+    maxima = [-columns[column] if field.merge == "min" else columns[column] for column, field in _EXTREMES]
+    return _Packed(sums, torch.stack(maxima, 1))
 
 
 def _unpack(packed: _Packed) -> Tensor:
@@ -313,15 +313,15 @@ def _unpack(packed: _Packed) -> Tensor:
     rows = packed.sums.new_empty(len(packed.sums), _FIELDS + 1)
     rows[:, _SUMMED] = packed.sums[:, :-2]
     for place, (column, field) in enumerate(_EXTREMES):
-        rows[:, column] = -packed.highs[:, place] if field.merge == "min" else packed.highs[:, place]
+        rows[:, column] = -packed.maxima[:, place] if field.merge == "min" else packed.maxima[:, place]
     rows[:, -1] = packed.sums[:, -2]
     return rows
 
 
 def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
     """Merges the given rows, at least one, into one; None merges all."""
-    sums, highs = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
-    return _Packed(sums.sum(0, keepdim=True), highs.amax(0, keepdim=True))
+    sums, maxima = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
+    return _Packed(sums.sum(0, keepdim=True), maxima.amax(0, keepdim=True))
 
 
 @functools.lru_cache(maxsize=16)
@@ -333,19 +333,19 @@ def _as_column(starts: tuple[int, ...], device: torch.device) -> Tensor:
 def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
     if not parts:
         return _pack(table[:0], False)
-    return _Packed(torch.cat([part.sums for part in parts]), torch.cat([part.highs for part in parts]))
+    return _Packed(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
 
 
 def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Packed:
     """The given rows merged over the ranks of ``group``; the other rows unchanged."""
-    sums, highs = (part.contiguous() if rows is None else part[rows] for part in packed)
+    sums, maxima = (part.contiguous() if rows is None else part[rows] for part in packed)
     reduced = {dist.ReduceOp.SUM: sums}
     if extremes:
-        reduced[dist.ReduceOp.MAX] = highs
+        reduced[dist.ReduceOp.MAX] = maxima
     reduce_together_(reduced, group, "gradstat")
     if rows is None:
-        return _Packed(sums, highs)
-    packed.sums[rows], packed.highs[rows] = sums, highs
+        return _Packed(sums, maxima)
+    packed.sums[rows], packed.maxima[rows] = sums, maxima
     return packed
 
 

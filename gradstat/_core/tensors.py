@@ -88,7 +88,7 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
 
     A tensor that cannot be measured raises an error with its name: see `_refusal`.
     """
-    _refuse_pretence()
+    _refuse_fake_mode()
     found = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
@@ -99,7 +99,7 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
     return found
 
 
-def _refuse_pretence() -> None:
+def _refuse_fake_mode() -> None:
     if torch.compiler.is_compiling():
         return
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
@@ -186,7 +186,7 @@ def units_of(tensor: Tensor) -> Sequence[Tensor]:
 
 
 @contextmanager
-def changeable(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
+def contiguous_for_update(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
     """The tensors, to be changed in place; those that do not fit as contiguous copies, copied back at the end."""
     # A tensor that is listed twice gets a single copy, so that the second change sees the first one; a different view
     # that begins at the same address gets its own copy.
@@ -201,7 +201,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def is_distributed(tensors: Sequence[Any]) -> bool:
-    """Whether any of ``tensors`` is a DTensor or a `Piece`, recognised without importing torch.distributed."""
+    """Whether any of ``tensors`` is a DTensor or a `FlatShard`, recognised without importing torch.distributed."""
     return any(hasattr(tensor, "_local_tensor") for tensor in tensors)
 
 
@@ -235,14 +235,14 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
     return sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. Waits only for a copy to the host, since nothing would signal its completion."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
     """The strided tensors that hold the elements of ``tensors``, to be multiplied in place by a real number."""
-    _refuse_pretence()
+    _refuse_fake_mode()
     targets = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)

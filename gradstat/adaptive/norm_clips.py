@@ -128,10 +128,10 @@ class ZClip(NormClip):
         self._numbers = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
 
-    def _own_start(self, count: int) -> tuple[int, float]:
+    def _rule_state(self, count: int) -> tuple[int, float]:
         return 2, 0.0
 
-    def _own_named(self, own: Tensor) -> State:
+    def _rule_state_views(self, own: Tensor) -> State:
         return {"mean": own[0], "deviation": own[1]}
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:

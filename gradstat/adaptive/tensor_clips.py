@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradstat._core.backends import Kernels
-from gradstat._core.tensors import NameOf, by_device, changeable, check_writable, is_dense, moved, readable
+from gradstat._core.tensors import (
+    NameOf,
+    by_device,
+    check_writable,
+    contiguous_for_update,
+    is_dense,
+    readable,
+    to_device,
+)
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
 from gradstat.adaptive._history import State
@@ -67,18 +75,18 @@ class AdaGC(TensorClip):
         self._numbers = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
-    def _alone(self) -> Self:
+    def _for_one_tensor(self) -> Self:
         if self._warmup:
             raise ValueError(
                 f"during the first warmup={self._warmup} steps AdaGC clips by the norm of all gradients, which is not "
                 "known before backward is over; make it with warmup=0, which can go on from the state of another"
             )
-        return super()._alone()
+        return super()._for_one_tensor()
 
-    def _own_start(self, count: int) -> tuple[int, float]:
+    def _rule_state(self, count: int) -> tuple[int, float]:
         return count, math.inf
 
-    def _own_named(self, own: Tensor) -> State:
+    def _rule_state_views(self, own: Tensor) -> State:
         return {"means": own} if len(own) else {}
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -90,8 +98,8 @@ class AdaGC(TensorClip):
             warming_up, limited(step.norm, self._absolute), limited(step.norms, self._relative * means)
         )
         after = decided * step.norms
-        moved = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
-        means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), moved), means))
+        running = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
+        means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
     @torch.no_grad()
@@ -181,15 +189,17 @@ class AGC(TensorClip):
         groups = by_device(targets)
         units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]
         of_weights = [kernels.unit_stats([weights[i] for i in at]) for at in groups.values()]
-        decided = self._decide(kernels, _together(units, first), _together(of_weights, first), inverse_scale, skip)
+        decided = self._decide(
+            kernels, _concatenated(units, first), _concatenated(of_weights, first), inverse_scale, skip
+        )
         coefficients = decided[:-1].split([len(table) for table in units])
         for (device, at), own in zip(groups.items(), coefficients, strict=True):
-            kernels.scale_units_([targets[i] for i in at], moved(own, device))
+            kernels.scale_units_([targets[i] for i in at], to_device(own, device))
         return decided[-1]
 
 
-def _together(tables: list[Tensor], device: torch.device) -> Tensor:
-    return tables[0] if len(tables) == 1 else torch.cat([moved(table, device) for table in tables])
+def _concatenated(tables: list[Tensor], device: torch.device) -> Tensor:
+    return tables[0] if len(tables) == 1 else torch.cat([to_device(table, device) for table in tables])
 
 
 def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, name_of: NameOf) -> None:
@@ -201,6 +211,6 @@ def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels
     for device, at in groups.items():
         own = coefficients
         if len(groups) > 1:
-            own = moved(coefficients[moved(torch.tensor(at, device="cpu"), coefficients.device)], device)
-        with changeable([targets[i] for i in at], is_dense) as dense:
+            own = to_device(coefficients[to_device(torch.tensor(at, device="cpu"), coefficients.device)], device)
+        with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
             kernels.scale_each_(dense, own)

@@ -14,10 +14,10 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat import _fields
-from gradstat._core.collectives import device_of, gather, in_words, reduce_
+from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
 from gradstat._core.compiling import never_traced
 from gradstat._core.measurement import Measurement
-from gradstat._core.tensors import moved
+from gradstat._core.tensors import to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
@@ -111,7 +111,7 @@ class _Relay:
 
         def relayed(_: object, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
             if self.watch is not None:
-                self.watch._see(bucket)
+                self.watch._measure_bucket(bucket)
             return reduce(its_state, bucket)
 
         ddp_model.register_comm_hook(None, relayed)
@@ -126,7 +126,7 @@ def _noting(watch: OriginWatch) -> Callable[[Tensor], None]:
 
     def note(_: Tensor) -> None:
         if (alive := found()) is not None:
-            alive._unseen = True
+            alive._has_unmeasured = True
 
     return note
 
@@ -159,7 +159,7 @@ class OriginWatch:
         self._handles: list[Any] = []
         if per_micro_batch:
             self._handles = [p.register_post_accumulate_grad_hook(_noting(self)) for p in self._parameters]
-            self._handles.append(ddp_model.register_forward_pre_hook(self._see_accumulated))
+            self._handles.append(ddp_model.register_forward_pre_hook(self._measure_accumulated))
 
     def result(self) -> OriginReport:
         """Which rank caused NaN or Inf since the last call; the same report on every rank. Resets for the next step.
@@ -171,14 +171,14 @@ class OriginWatch:
             RuntimeError: On some rank nothing was measured since the last call. Raised on all of them.
             UnreachableRankError: A rank did not take part (where the backend reports it; see there).
         """
-        return self.take()()
+        return self.pending_result()()
 
-    def take(self) -> Callable[[], OriginReport]:
+    def pending_result(self) -> Callable[[], OriginReport]:
         """The measurements since the last call, as a function to be called later, or never. Resets for the next step.
 
         No collective and no sync; the returned function does what `result` does, and raises the same errors.
         """
-        self._see_accumulated()
+        self._measure_accumulated()
         seen, count = self._seen, self._micro_batch
         self.reset()
         return lambda: self._report(seen, count)
@@ -192,7 +192,7 @@ class OriginWatch:
         first[-1] = len(places)
         counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")
         if places:
-            counts = torch.cat([moved(one.table[:, _COUNTS], device) for one in seen])
+            counts = torch.cat([to_device(one.table[:, _COUNTS], device) for one in seen])
             micro_batches, positions = torch.tensor(places, device=device).unbind(1)
             when = torch.where(counts.sum(1) > 0, micro_batches, _NEVER)
             first.scatter_reduce_(0, positions, when, "amin")
@@ -221,7 +221,7 @@ class OriginWatch:
         """The measurements of the last reduction: the table `gradstat.stats` would return for the local gradients.
 
         One row for each parameter that requires a gradient, in the model's order. No sync and no collective; call it
-        before `result` or `take`.
+        before `result` or `pending_result`.
 
         Raises:
             RuntimeError: Not every parameter was measured in it.
@@ -239,7 +239,7 @@ class OriginWatch:
         """Discards the measurements since the last `result`, for a step that is abandoned."""
         self._seen: list[_Seen] = []
         self._micro_batch = 0
-        self._unseen = False  # whether gradients were accumulated and not measured yet
+        self._has_unmeasured = False  # whether gradients were accumulated and not measured yet
 
     def remove(self) -> None:
         """Ends the watch. The hook stays registered, as DDP keeps hooks permanently, and only passes buckets on."""
@@ -252,22 +252,22 @@ class OriginWatch:
 
     # Measuring -------------------------------------------------------------------------------------------
 
-    def _see(self, bucket: Any) -> None:
+    def _measure_bucket(self, bucket: Any) -> None:
         """Measures a ``dist.GradBucket`` that is about to be reduced."""
         buffer = bucket.buffer()
         self._measure([buffer] if buffer.is_sparse else bucket.gradients(), bucket.parameters())
         if bucket.is_last():
             self._micro_batch += 1
-            self._unseen = False
+            self._has_unmeasured = False
 
     @never_traced
-    def _see_accumulated(self, *_: object) -> None:
+    def _measure_accumulated(self, *_: object) -> None:
         """Measures gradients that were accumulated but not reduced."""
-        if self._unseen:
+        if self._has_unmeasured:
             having = [p for p in self._parameters if p.grad is not None]
             self._measure([p.grad for p in having if p.grad is not None], having)
             self._micro_batch += 1
-            self._unseen = False
+            self._has_unmeasured = False
 
     def _measure(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
         positions = [self._position[id(parameter)] for parameter in parameters]
@@ -337,7 +337,7 @@ class OriginReport:
         The error has no ``report``, since the gradients described are those of several ranks.
         """
         if not self.ok:
-            raise NonFiniteGradientError("\n".join(self._account(_NAMED_IN_ERROR)))
+            raise NonFiniteGradientError("\n".join(self._summary(_NAMED_IN_ERROR)))
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self._bad)} not finite"
@@ -346,14 +346,14 @@ class OriginReport:
     def __str__(self) -> str:
         if self.ok:
             return f"gradstat: {len(self._names)} gradients, finite on all {len(self.ranks)} ranks before the reduction"
-        return "gradstat: " + "\n".join(self._account(_NAMED_IN_TEXT))
+        return "gradstat: " + "\n".join(self._summary(_NAMED_IN_TEXT))
 
     def _find(self, name: str) -> BadGradient | None:
         if name not in self._names:
             raise KeyError(f"no parameter named {name!r} is reduced by this model")
         return self._bad.get(name)
 
-    def _account(self, limit: int) -> list[str]:
+    def _summary(self, limit: int) -> list[str]:
         """Who caused what, in words: ordered by micro-batch, with parameters of the same ranks grouped."""
         together: dict[tuple[int, tuple[int, ...]], list[BadGradient]] = {}
         for one in self._bad.values():
@@ -371,10 +371,10 @@ class OriginReport:
 
     def _who(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) == 1:
-            return f"{in_words(ranks)} alone (of {len(self.ranks)})"
+            return f"{format_ranks(ranks)} alone (of {len(self.ranks)})"
         if ranks == self.ranks:
             return f"ALL {len(ranks)} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
-        return f"{in_words(ranks)} (of {len(self.ranks)})"
+        return f"{format_ranks(ranks)} (of {len(self.ranks)})"
 
     def _when(self, micro_batch: int) -> str:
         if self.micro_batches == 1:

@@ -250,7 +250,7 @@ class Monitor:
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             self._snapshots.take(pending.step)
         # On the CPU nothing is copied, so there is nothing to wait for.
-        self._read(self._lag if pending.numbers[0].travels else 0)
+        self._read(self._lag if pending.numbers[0].needs_copy else 0)
         return self.findings[known:]
 
     def _guarded(self, guard: SpikeGuard, flag: Tensor, norm: Any, loss: Tensor | float | None) -> Tensor:

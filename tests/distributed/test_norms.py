@@ -195,7 +195,7 @@ def test_copies_of_bugs_are_named(
 @pytest.mark.usefixtures("_pooled")
 def test_gradstats_own_clip_is_as_in_one_process() -> None:
     verdicts: list[norms.ClipVerdict] = []
-    report = verify_clip(gradstat.clip_grad_norm_, orders=[2.0, math.inf], told=verdicts.append)
+    report = verify_clip(gradstat.clip_grad_norm_, orders=[2.0, math.inf], on_verdict=verdicts.append)
     report.raise_if_wrong()
     assert [verdict.layout for verdict in verdicts] == list(LAYOUTS)
 

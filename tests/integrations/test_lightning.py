@@ -526,7 +526,7 @@ def test_votes_that_travel_are_heard_once_and_a_step_later_on_all_ranks() -> Non
     said = [([first, False], False), ([False, False], False), ([False, first], False)]
     said += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCopy, "travels", True)
+        patch.setattr(HostCopy, "needs_copy", True)
         votes = Votes(torch.device("cpu"))
         heard = [votes.any_of(wants, wait) for wants, wait in said]
     assert heard == [[False, False], [True, False], [False, False], [False, True], [False, False]]

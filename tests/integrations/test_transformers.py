@@ -157,7 +157,7 @@ def test_a_hidden_loss_is_told(make: Make, hidden: bool) -> None:
 @QUIET
 def test_numbers_that_travel_are_read_a_step_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: there is a sync on logging steps only, and the bad step is still skipped."""
-    monkeypatch.setattr(PendingRows, "travels", True)
+    monkeypatch.setattr(PendingRows, "needs_copy", True)
     trainer = make(gradient_accumulation_steps=2, max_steps=6, logging_steps=6)
     trainer.model.bad_at = {5}  # of step 2
     found_at: list[int] = []

@@ -323,7 +323,7 @@ def is_close(recorded: float, norm: float) -> bool:
 def test_what_is_recorded_is_what_was_there(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     late = seed % 2 == 1
     if late:  # pretends that numbers are in transit, so that they are read a step later
-        monkeypatch.setattr(PendingRows, "travels", True)
+        monkeypatch.setattr(PendingRows, "needs_copy", True)
     program = Program(seed, tmp_path, late)
     try:
         for _ in range(4):

@@ -128,19 +128,19 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     np.testing.assert_allclose(tables["parameter"].column("l2_norm")[1], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("travels", "lag"), [(False, 0), (False, 3), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("needs_copy", "lag"), [(False, 0), (False, 3), (True, 1), (True, 2)])
 def test_numbers_that_travel_are_read_so_many_steps_later(
-    monkeypatch: pytest.MonkeyPatch, travels: bool, lag: int
+    monkeypatch: pytest.MonkeyPatch, needs_copy: bool, lag: int
 ) -> None:
     """On a CPU they are read at once, whatever the lag."""
     asked: set[PendingRows] = set()
     table = PendingRows.table
     monkeypatch.setattr(PendingRows, "table", lambda self: (asked.add(self), table(self))[1])
-    monkeypatch.setattr(PendingRows, "travels", travels)
+    monkeypatch.setattr(PendingRows, "needs_copy", needs_copy)
     model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
-    late = lag if travels else 0
-    assert len(asked) == 12 - lag or not travels
+    late = lag if needs_copy else 0
+    assert len(asked) == 12 - lag or not needs_copy
     assert not any(found[: 10 + late])
     assert late > 1 or found[10 + late][0].step == 10
     monitor.flush()

@@ -19,7 +19,7 @@ import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
 from gradstat._core import backends
 from gradstat._core.backends import Kernels
-from gradstat.distributed.layouts import batch, made
+from gradstat.distributed.layouts import batch, make_layout
 from gradstat.integrations import loggers as log
 
 kernels = pytest.fixture(params=["native", "dispatched", "triton", "reference", "emulated"])(kernels_on_the_cpu)
@@ -309,7 +309,7 @@ def test_a_closure_gives_the_loss_and_gradients_may_be_accumulated() -> None:
 
 def test_no_step_waits_and_a_guard_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     training, guard = Training(), SpikeGuard(window=4)
-    monkeypatch.setattr(gradstat._step.measured.Measured, "is_known_to_leave_gradients", False)
+    monkeypatch.setattr(gradstat._step.measured.Measured, "is_known_noop", False)
     for step in range(6):
         training.step(step, guard)
         training.optimizer.zero_grad()
@@ -412,7 +412,7 @@ def test_a_monitor_and_loggers_are_told(after: bool) -> None:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp"])
 @on_ranks(4)
 def test_all_ranks_decide_alike_about_a_loss_of_one_of_them(layout: str) -> None:
-    spread, batches = made(layout)
+    spread, batches = make_layout(layout)
     optimizer = torch.optim.AdamW(spread.model.parameters(), lr=0.01)
     guard = SpikeGuard(window=4, warmup=2)
     for step in range(7):
