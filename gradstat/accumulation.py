@@ -142,7 +142,7 @@ class AccumulationReport:
 
     def __str__(self) -> str:
         lines = [f"{self._size()}, all finite after each"] if self.ok else self._summary(_NAMED_IN_TEXT)
-        return "\n".join([f"gradstat: {lines[0]}", *lines[1:], "accumulated, after the last one:", str(self.final)])
+        return "\n".join([f"gradstat: {lines[0]}", *lines[1:], "after the last micro-batch:", str(self.final)])
 
     def _size(self) -> str:
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"

@@ -49,12 +49,12 @@ class ScalerStatus:
         text = f"loss scale {self.scale:g}: {self.steps:,} steps, {self.skipped:,} skipped{share}, {self.verdict}"
         if self.verdict == "collapsing":
             text += (
-                f"; {self.consecutive_skipped} skipped in a row. No scale is small enough: look at scaler.report() for "
-                "NaN, which lowering the scale does not cure; else lower the learning rate or train in bfloat16"
+                f"; {self.consecutive_skipped} skipped in a row. Lowering the scale does not help: look for NaN in "
+                "scaler.report(optimizer); if there is none, lower the learning rate or train in bfloat16"
             )
         elif self.verdict == "running away":
             text += (
-                "; nothing has overflowed on the way here. Either nothing is computed in float16 and no loss scale is "
+                "; no gradient overflowed while it grew. Either nothing is computed in float16 and no loss scale is "
                 "needed, or the loss does not depend on the parameters"
             )
         return text
@@ -250,7 +250,7 @@ class GradScaler(TorchGradScaler):
         return torch.stack([to_device(flag, device) for flag in flags]).amax().clamp(max=1.0)
 
     def _count(self, skipped: Tensor) -> None:
-        counters = StepCounters.on(skipped.device, self._counters, "what the loss scaler counts its steps in")
+        counters = StepCounters.on(skipped.device, self._counters, "the step counters of a loss scaler")
         norms.count_step(counters.tensor, skipped)
         counters.streams = streams_of([counters.tensor])
         self._counters = counters

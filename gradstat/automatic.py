@@ -59,7 +59,7 @@ class AutoHandle:
 
     def _contained(self) -> AbstractContextManager[None]:
         """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
-        return self.monitor._gaps.contained(self.monitor.steps, "what clips and loss scalers do could not be followed")
+        return self.monitor._gaps.contained(self.monitor.steps, "calls of clips and loss scalers could not be tracked")
 
     def _after(self, *_: object) -> None:
         self._measured, self._is_over = None, False
@@ -136,9 +136,8 @@ class AutoHandle:
             is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
         if is_scaled and not self._has_warned:
             self._has_warned = True
-            text = "gradients are clipped that still carry the loss scale, so to a norm that is the scale "
-            text += "times too small; call scaler.unscale_(optimizer) before the clip"
-            warn(text)
+            text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
+            warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
 
     def remove(self) -> None:
         """Detaches the monitor from the optimizer and closes it; its findings remain."""
@@ -275,8 +274,8 @@ def auto(
     if not isinstance(given, Optimizer):
         refuse_engine(given)
         raise TypeError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; of a "
-            "wrapped one pass what it wraps, optimizer.optimizer for example"
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
+            "wrapped optimizer pass the inner one, for example optimizer.optimizer"
         )
     if model is None:
         source = source_of(optimizer)

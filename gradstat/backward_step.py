@@ -41,7 +41,7 @@ from gradstat.counters import counters_on
 
 _current_backward = torch._C._current_graph_task_id  # -1 outside a backward pass
 _APPLY, _RUN = BackwardCFunction.apply.__code__, _engine_run_backward.__code__
-_REMEDY = "use guarded_step after backward, or FSDP2 (fully_shard), which reduces before"
+_REMEDY = "use guarded_step after backward, or FSDP2 (fully_shard), which reduces them earlier"
 # Only looked up in sys.modules, never imported here.
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
@@ -92,13 +92,13 @@ def step_in_backward(
     kind: Any = optimizer_class
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(
-            "optimizer_class: expected a class such as torch.optim.AdamW, of which step_in_backward makes an optimizer "
-            f"with the options given, got {kind if isinstance(kind, type) else type(kind)}"
+            "optimizer_class: expected a class such as torch.optim.AdamW, which step_in_backward instantiates with the "
+            f"given options, got {kind if isinstance(kind, type) else type(kind)}"
         )
     checked: Any = kind
     if optimizers.traits_of_kind(checked).needs_closure:
         raise ValueError(
-            f"{kind.__name__} evaluates the loss several times in a step, which cannot be taken in backward; use "
+            f"{kind.__name__} evaluates the loss several times per step, so it cannot step in backward; use "
             "guarded_step(optimizer, closure=closure)"
         )
     _check_clip(clip)
@@ -117,19 +117,19 @@ def step_in_backward(
     if isinstance(clip, AGC) and is_distributed(source.parameters):
         i = next(i for i, parameter in enumerate(source.parameters) if is_distributed([parameter]))
         raise NotImplementedError(
-            f"{source.names()[i]!r} is a distributed tensor, and AGC clips slices of tensors that are here as a whole; "
-            "pass a number, AdaGC or LastNormClip"
+            f"{source.names()[i]!r} is a distributed tensor, of which this rank has only a shard, and AGC clips whole "
+            "slices; pass a number, AdaGC or LastNormClip"
         )
     taken = [i for i, p in enumerate(source.parameters) if getattr(p, "_stepped_in_backward", None) is not None]
     if taken:
         raise RuntimeError(
-            f"{source.names()[taken[0]]!r} is stepped in backward already, by an earlier step_in_backward; call "
-            "remove() of what that returned"
+            f"{source.names()[taken[0]]!r} is already stepped in backward, by an earlier step_in_backward; call "
+            "remove() on the handle it returned"
         )
     found = gradients_of(source.parameters)
     if found.tensors:
         raise RuntimeError(
-            f"{labels_of(source, found).of(0)!r} has a gradient already, which the first step would add to; call "
+            f"{labels_of(source, found).of(0)!r} already has a gradient, to which backward() would add; call "
             "model.zero_grad() first"
         )
     return StepInBackward(optimizer, source, clip)
@@ -226,7 +226,7 @@ class StepInBackward:
     def _last(self) -> Measured:
         if self._measured is None:
             raise RuntimeError(
-                "no backward pass of this model has ended since step_in_backward, or the last one failed"
+                "no backward pass of this model has finished since step_in_backward, or the last one failed"
             )
         return self._measured
 
@@ -245,7 +245,7 @@ class StepInBackward:
             group = optimizer.param_groups[number]  # looked up each time: load_state_dict replaces the dicts
             if gradient.is_sparse and group.get("fused"):
                 raise RuntimeError(
-                    f"the gradient of {labels.of(0)!r} is sparse, which no fused optimizer takes; pass fused=False"
+                    f"the gradient of {labels.of(0)!r} is sparse, unsupported by fused optimizers; pass fused=False"
                 )
             request = StepRequest(self._limit, None, None)
             if is_distributed([gradient]):
@@ -282,8 +282,8 @@ class StepInBackward:
             for key, value in group.items():
                 if isinstance(value, (int, float)) and value != before.get(key):
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} has changed {key!r} of the whole group in the step of "
-                        f"{measured.labels.of(0)!r} alone; step it after backward, with guarded_step"
+                        f"{type(optimizer).__name__} changed {key!r} of its group in the step of "
+                        f"{measured.labels.of(0)!r} alone; use guarded_step after backward"
                     )
 
     def _begin(self) -> None:
@@ -294,7 +294,7 @@ class StepInBackward:
             is_whole = is_whole or frame.f_code is _RUN
             if is_whole and frame.f_code is _APPLY:
                 raise RuntimeError(
-                    "this backward pass runs inside of another one, whose end is that of the step (reentrant "
+                    "this backward pass runs inside another one, whose end is the end of the step (reentrant "
                     "checkpointing); use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             frame = frame.f_back
@@ -302,7 +302,7 @@ class StepInBackward:
         if count != len(self._labels):
             raise RuntimeError(
                 f"the optimizer has {count} parameters and had {len(self._labels)} when step_in_backward was called; "
-                "remove() the handle and call it again with all of them"
+                "remove() the handle and call step_in_backward again"
             )
         if not self._is_reduced:
             _refuse_reducers(self._source)
@@ -350,8 +350,8 @@ class StepInBackward:
             return  # called by us, during backward
         if "found_inf" in vars(optimizer):
             raise RuntimeError(
-                "a loss scaler steps this optimizer, which was stepped in backward already, by gradients with their "
-                "scale; step_in_backward does not unscale: train in bfloat16, or use guarded_step(scaler=scaler)"
+                "a loss scaler called step() of an optimizer that was already stepped in backward, with scaled "
+                "gradients; step_in_backward does not unscale: train in bfloat16, or use guarded_step(scaler=scaler)"
             )
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch.distributed.checkpoint creates the state by such a step, which changes no parameter
@@ -359,7 +359,7 @@ class StepInBackward:
         if found.tensors:
             raise RuntimeError(
                 f"{labels_of(self._source, found).of(0)!r} has a gradient that was not stepped in backward; call "
-                "zero_grad(), or remove() the handle to step by yourself"
+                "zero_grad(), or remove() the handle and call step() yourself"
             )
 
 
@@ -396,8 +396,8 @@ _handles: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepInBackward]] = we
 def _check_clip(clip: object) -> None:
     if isinstance(clip, NormClip):
         raise ValueError(
-            f"{type(clip).__name__} decides by the norm of all gradients, which is not known before backward is over; "
-            f"use guarded_step, or LastNormClip({type(clip).__name__}(...)), which takes the norm of the step before"
+            f"{type(clip).__name__} needs the norm of all gradients, which is not known until backward has finished; "
+            f"use guarded_step, or LastNormClip({type(clip).__name__}(...)), which uses the norm of the previous step"
         )
     if isinstance(clip, TensorClip):
         clip._for_one_tensor()  # raises if it cannot
@@ -415,8 +415,8 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     if isinstance(model, Module):
         if isinstance(uncompiled(model), DistributedDataParallel) or engine_of(model) is not None:
             raise NotImplementedError(
-                f"{type(model).__name__} reduces gradients over ranks after they are complete, so ranks would step by "
-                f"different ones; {_REMEDY}"
+                f"{type(model).__name__} reduces gradients over ranks after they are complete, so ranks would step "
+                f"with different ones; {_REMEDY}"
             )
         return [{"params": list(model.parameters())}]
     if isinstance(model, Tensor) or not isinstance(model, Iterable):
@@ -442,8 +442,8 @@ def _refuse_reducers(source: Source) -> None:
             i = next((position[id(p)] for p in item.parameters() if id(p) in position), None)
             if i is not None:
                 raise NotImplementedError(
-                    f"{source.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks after this "
-                    f"rank would have stepped by its own; expected gradients that are reduced before; {_REMEDY}"
+                    f"{source.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks only after "
+                    f"this rank would have stepped with its own; {_REMEDY}"
                 )
 
 

@@ -184,8 +184,7 @@ class SpikeGuard:
         values = state["tensors"]["values"]
         if state["rule"] != self._rule or values.shape[1] != self._window:
             raise ValueError(
-                f"this is the state of {state['rule']} with window={values.shape[1]}, which {self!r} cannot continue "
-                "from"
+                f"this is the state of {state['rule']} with window={values.shape[1]}, which {self!r} cannot load"
             )
         memory = torch.cat([state["tensors"]["totals"], values.reshape(-1)])
         self._memory = memory if self._memory is None else self._memory.copy_(memory)
@@ -254,15 +253,15 @@ def checked_value(name: str, value: Any) -> Tensor:
     """``value``, checked to be one that a guard can judge. Raises TypeError or ValueError."""
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{name}: expected a tensor of one number, got {type(value).__name__}; pass the loss itself, not "
+            f"{name}: expected a tensor with one element, got {type(value).__name__}; pass the loss itself, not "
             "loss.item(), which waits for the device"
         )
     if is_distributed([value]):
         raise ValueError(f"{name} is a distributed tensor; pass {name}.full_tensor()")
     if value.numel() != 1 or not value.dtype.is_floating_point:
         raise ValueError(
-            f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating number, such "
-            f"as {name}.mean()"
+            f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating-point "
+            f"number, such as {name}.mean()"
         )
     return value
 

@@ -46,8 +46,8 @@ class TorchPatch:
             self._layers = []
         if buried:
             warn_user(
-                f"replaced by someone else after gradstat.patch_torch(), and left as it is: {', '.join(buried)}. What "
-                "is there now may still call gradstat's function, which from now on hands over to torch's"
+                f"replaced by other code after gradstat.patch_torch(), and not restored: {', '.join(buried)}. The "
+                "replacement may still call gradstat's function, which from now on calls torch's"
             )
 
     def __enter__(self) -> TorchPatch:

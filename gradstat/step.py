@@ -153,14 +153,14 @@ def guarded_step(
     if optimizers.traits_of(optimizer).repeats_closure:
         if clip is not None:
             raise ValueError(
-                f"{type(optimizer).__name__} evaluates the loss several times in a step, each of which an adaptive "
-                "clip would take for a step; pass a number as max_norm"
+                f"{type(optimizer).__name__} evaluates the loss several times in a step, and an adaptive clip would "
+                "count each evaluation as a step; pass a number as max_norm"
             )
         return _step_repeating(request, closure)
     with torch.enable_grad():
         returned = closure()
     if guard is not None and returned is not None:
-        request = request._replace(loss=checked_value("what the closure returned", returned))
+        request = request._replace(loss=checked_value("the closure's loss", returned))
     return _step(request, returned)
 
 
@@ -170,7 +170,7 @@ def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: 
         raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
     if closure is not None:
         raise RuntimeError(
-            "a closure and a loss scaler do not go together, as in torch; compute scaler.scale(loss).backward() "
+            "a closure cannot be combined with a loss scaler, as in torch; call scaler.scale(loss).backward() "
             "before the step"
         )
     loss_scale = _scaling.require_scale(scaler, "guarded_step")
@@ -184,7 +184,7 @@ def _check_guard(request: _Request, closure: object) -> None:
             continue
         if guard is None:
             raise ValueError(
-                f"{name} is what a guard judges; pass guard=gradstat.SpikeGuard() with it, or leave it out"
+                f"{name} is used only with a guard; pass guard=gradstat.SpikeGuard() with it, or leave it out"
             )
         checked_value(name, value)
     if guard is None:
@@ -194,16 +194,16 @@ def _check_guard(request: _Request, closure: object) -> None:
     if not request.skips:
         raise ValueError("a guard refuses steps by skipping them; leave skip_nonfinite=True")
     if closure is not None and request.loss is not None:
-        raise ValueError("the closure returns the loss; leave loss= out")
+        raise ValueError("the closure already returns the loss; leave loss= out")
     if closure is not None and optimizers.traits_of(request.optimizer).repeats_closure:
         raise ValueError(
-            f"{type(request.optimizer).__name__} evaluates the loss several times in a step, each of which a guard "
-            "would take for a step; leave guard= out"
+            f"{type(request.optimizer).__name__} evaluates the loss several times in a step, and a guard would count "
+            "each evaluation as a step; leave guard= out"
         )
     if guard.scales and isinstance(request.clip, TensorClip):
         raise ValueError(
-            f"{type(request.clip).__name__} writes gradients before it is known how far to scale them down; make the "
-            "guard without scale=, which skips"
+            f"{type(request.clip).__name__} changes gradients before the guard decides how far to scale them down; "
+            "make the guard without scale=, so that it skips"
         )
 
 

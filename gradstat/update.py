@@ -118,7 +118,7 @@ class UpdateReport:
         every = [("", *UPDATE_FIELDS), *rows]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in every]
-        return "\n".join([f"gradstat: the updates to come of {len(self)} parameters, largest first", *lines])
+        return "\n".join([f"gradstat: the next update of {len(self)} parameters, largest first", *lines])
 
 
 def _derived(xp: Any, sums: Any, sizes: Any) -> Any:

@@ -22,7 +22,7 @@ class UnreachableRankError(RuntimeError):
 def require_member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """``group``, or the group of all ranks; ValueError if this rank is not in it."""
     if not dist.is_initialized():
-        raise ValueError("there is no process group; call torch.distributed.init_process_group() first")
+        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only its ranks may call this")

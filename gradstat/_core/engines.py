@@ -101,7 +101,7 @@ def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
     offloads = bool(optimizer.offload_optimizer)
     if offloads:
         if optimizer.swap_optimizer:
-            raise NotImplementedError("gradients that DeepSpeed has swapped out to a disk cannot be measured")
+            raise NotImplementedError("gradients that DeepSpeed has swapped to disk (NVMe offload) cannot be measured")
         if not (optimizer._epilogue_ran_this_backward and optimizer.is_gradient_accumulation_boundary()):
             return
         _wait_for_copies()

@@ -39,8 +39,8 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Raises RuntimeError during CUDA graph capture, since every replay would reset ``what`` to its captured state."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{what} would be made inside of a CUDA graph, and made anew by each of its replays; run one step before "
-            "the capture"
+            f"{what} cannot be created during CUDA graph capture, as every replay would reset it; run one step "
+            "before the capture"
         )
 
 
@@ -53,8 +53,8 @@ class HostCopy:
         """Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values."""
         if _peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
-                "inside of a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be brought to the "
-                "host; check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
+                "inside a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be copied to the host; "
+                "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
             )
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():

@@ -100,7 +100,7 @@ def norm_of(
     is_over_ranks = extra_groups is not None or is_distributed(tensors)
     if is_over_ranks and norm_type not in (2.0, math.inf):
         raise NotImplementedError(
-            f"over several ranks gradstat has norms of order 2 and inf only, not {norm_type}; use "
+            f"over several ranks gradstat supports norms of order 2 and inf only, not {norm_type}; use "
             "torch.nn.utils.clip_grad_norm_"
         )
     if not is_over_ranks and not is_fused(tensors, norm_type):

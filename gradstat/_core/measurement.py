@@ -99,8 +99,8 @@ class HostRows:
         failed = 0 if self._failed is None else int(self._failed.wait())
         if failed:
             raise RuntimeError(
-                f"{failed} other rank{'s' * (failed != 1)} could not measure what they hold, so nothing is known "
-                "about the whole; their own errors say why"
+                f"{failed} other rank{'s' * (failed != 1)} failed to measure their shards, so the result is unknown; "
+                "see the errors on those ranks"
             )
 
 

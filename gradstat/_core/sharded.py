@@ -106,14 +106,12 @@ def _listed(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tens
 def _group_of(group: object) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"extra_groups has a mesh of {group.ndim} dimensions; pass the dimension that is meant, mesh['name']"
-            )
+            raise ValueError(f"extra_groups has a mesh of {group.ndim} dimensions; pass one of them, mesh['name']")
         return group.get_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"extra_groups has {type(group).__name__} where a process group or one-dimensional mesh was expected, or a "
-            "pair of one and its parameters"
+            f"extra_groups has {type(group).__name__}; expected a process group or one-dimensional mesh, or a pair of "
+            "one and its parameters"
         )
     return group
 

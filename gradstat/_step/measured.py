@@ -155,7 +155,7 @@ class Measured(NamedTuple):
         """Whether to skip the step, and the divisor of the gradients: one host sync, refused during graph capture."""
         if self.verdict.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "this optimizer is told on the host whether to step, which cannot be captured into a CUDA graph; use "
+                "whether this optimizer steps is decided on the host, which cannot be captured into a CUDA graph; use "
                 "a fused Adam, AdamW, Adagrad or SGD (fused=True, capturable=True), or skip_nonfinite=False"
             )
         skip, divisor = self.verdict.tolist()[:2]
@@ -238,7 +238,7 @@ def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:
     for i, gradient in enumerate(gradients):
         if gradient.dtype is torch.float16:
             raise ValueError(
-                f"Attempting to unscale FP16 gradients. {name_of(i)!r} is float16, in which unscaling loses what the "
-                "loss scale has saved; keep the parameters in float32 and run the forward pass under autocast, or use "
+                f"Attempting to unscale FP16 gradients. {name_of(i)!r} is float16, in which unscaled values "
+                "underflow; keep the parameters in float32 and run the forward pass under autocast, or use "
                 "a fused optimizer"
             )

@@ -102,7 +102,7 @@ def kind_of(optimizer: object) -> _Kind:
     kind = _KINDS.get(original_step(type(optimizer)))
     if kind is None:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise NotImplementedError(f"what {name} does in a step is not known to gradstat; known are torch's {known}")
+        raise NotImplementedError(f"{name} is not supported; supported are torch's {known}")
     return kind
 
 
@@ -208,12 +208,12 @@ def _batches_of(kind: _Kind, optimizer: Optimizer, name_of: NameOf) -> list[_Bat
 def _refuse_gradient(parameter: Tensor, gradient: Tensor, name_of: NameOf, i: int) -> None:
     if gradient.layout is not torch.strided:
         raise NotImplementedError(
-            f"the gradient of {name_of(i)!r} has the layout {gradient.layout}; of sparse gradients the update to come "
-            "is not known to gradstat, make the module's gradients dense (sparse=False)"
+            f"the gradient of {name_of(i)!r} has the layout {gradient.layout}; expected a dense gradient: make the "
+            "module with sparse=False"
         )
     if is_distributed([parameter]) and getattr(gradient, "placements", None) != parameter.placements:  # type: ignore[attr-defined]
         raise NotImplementedError(
-            f"{name_of(i)!r} and its gradient are spread over ranks in different ways; redistribute the gradient first"
+            f"{name_of(i)!r} and its gradient have different placements; redistribute the gradient first"
         )
 
 

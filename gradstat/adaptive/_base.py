@@ -133,12 +133,12 @@ class AdaptiveClip(ABC):
         """
         own = type(self).__name__
         if state["rule"] != own:
-            raise ValueError(f"this is the state of {state['rule']}, which {own} cannot continue from")
+            raise ValueError(f"this is the state of {state['rule']}, which {own} cannot load")
         tensors: State = state["tensors"]
         if len(tensors["norms"]) != self._window:
             raise ValueError(
-                f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make it with "
-                f"window={len(tensors['norms'])}"
+                f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make the clip "
+                f"with window={len(tensors['norms'])}"
             )
         memory = _history.joined(tensors)
         if self._memory is not None and len(self._memory) == len(memory):
@@ -241,7 +241,7 @@ class TensorClip(AdaptiveClip):
         """
 
     def _for_one_tensor(self) -> Self:
-        """A copy for a single tensor, with a row of ``_initial_states`` as state. ValueError if the rule needs the others."""
+        """A copy for a single tensor, with a row of ``_initial_states``. ValueError if the rule needs the others."""
         clip = copy.copy(self)
         clip._window = 1
         return clip
@@ -253,7 +253,7 @@ class TensorClip(AdaptiveClip):
             own = _history.views(self._memory, self._window)[1]
             if len(own) not in (0, count):
                 raise ValueError(
-                    f"the state of this {type(self).__name__} is of {len(own)} tensors, and there are {count}; make a "
+                    f"the state of this {type(self).__name__} is for {len(own)} tensors, and there are {count}; make a "
                     "new clip for a new list"
                 )
             if len(own):
@@ -261,7 +261,7 @@ class TensorClip(AdaptiveClip):
         return rows
 
     def _collect_(self, rows: Tensor, norm: Tensor) -> None:
-        """Records a step that ``_for_one_tensor`` clips decided, with states ``rows``; ``norm`` is the total, 0-d float64."""
+        """Records a step of ``_for_one_tensor`` clips, with states ``rows``; ``norm`` is the total, 0-d float64."""
         own = self._rule_state(len(rows))
         memory, device = self._memory, rows.device
         if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):

@@ -69,7 +69,7 @@ class ClipSummary:
                 f"clipped: {self.clipped:,} of {self.decided:,} {self.decides_on}s ({self.clipped_fraction:.1%})"
             )
         if self.clipped:
-            lines[-1] += f", to {self.mean_coefficient:.3g} on average and {self.smallest_coefficient:.3g} at the least"
+            lines[-1] += f"; mean coefficient {self.mean_coefficient:.3g}, smallest {self.smallest_coefficient:.3g}"
         if self.recent:
             values = ", ".join(f"{norm:.3g} ({p} %)" for p, norm in self.norm_percentiles.items())
             lines.append(f"norms of the last {self.recent:,} steps, by percentile: {values}")

@@ -54,10 +54,10 @@ class AdaGC(TensorClip):
     _decides_on = "tensor"
     _rule = 3
     _if_often = (
-        "the means begin at what absolute left of the first norms, and grow slowly; raise absolute to a usual total "
-        "norm, or raise relative if only what stands out is to be clipped"
+        "the means start at the first norms as clipped by absolute, and grow slowly; raise absolute to a usual total "
+        "norm, or raise relative to clip only outliers"
     )
-    _if_never = "no tensor's norm stood out; lower relative to clip smaller spikes"
+    _if_never = "no tensor's norm was an outlier; lower relative to clip smaller spikes"
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class AdaGC(TensorClip):
         if self._warmup:
             raise ValueError(
                 f"during the first warmup={self._warmup} steps AdaGC clips by the norm of all gradients, which is not "
-                "known before backward is over; make it with warmup=0, which can go on from the state of another"
+                "known until backward has finished; make it with warmup=0, which can load the state of another AdaGC"
             )
         return super()._for_one_tensor()
 
@@ -118,7 +118,7 @@ class AdaGC(TensorClip):
         known = tuple(map(id, parameters))
         if count not in (0, len(known)) or self._known not in (None, known):
             raise ValueError(
-                f"AdaGC keeps a mean for each of {count} parameters, by position, and this is another list, of "
+                f"AdaGC keeps a mean for each of {count} parameters, by position, and this is a different list, of "
                 f"{len(known)}. The parameters with a gradient must be the same on every step: use "
                 "zero_grad(set_to_none=False), or make a new clip for a new list"
             )
@@ -156,8 +156,8 @@ class AGC(TensorClip):
 
     _decides_on = "unit"
     _rule = 4
-    _if_often = "clipping then sets the size of the steps; raise it, or lower the learning rate"
-    _if_never = "no gradient was large for its weights; lower clipping to clip smaller ones"
+    _if_often = "the clip then sets the size of the steps; raise clipping, or lower the learning rate"
+    _if_never = "no gradient was large relative to its weights; lower clipping to clip smaller ones"
 
     def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
         self._clipping = number("clipping", clipping, 0.0)
@@ -184,7 +184,7 @@ class AGC(TensorClip):
             if gradient.is_sparse:
                 raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
         targets = check_writable(gradients, name_of)
-        weights = readable(parameters, lambda i: f"the parameter of which there is {name_of(i)}")
+        weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device
         groups = by_device(targets)
         units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]

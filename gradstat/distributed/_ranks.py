@@ -60,7 +60,7 @@ class Ranks:
             self._pipes.append(ours)
         for pipe in self._pipes:
             if not pipe.poll(_START_TIMEOUT):
-                raise RankError("a rank did not start")
+                raise RankError(f"a rank did not start within {_START_TIMEOUT:g} s")
             pipe.recv()
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float, limit: float) -> list[Any]:
@@ -79,7 +79,7 @@ class Ranks:
         while pending:
             ready = connection.wait(pending, limit)
             if not ready:
-                raise self._lost(f"did not go on for {limit:g} s", list(pending.values()), answers)
+                raise self._lost(f"made no progress for {limit:g} s", list(pending.values()), answers)
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:

@@ -89,7 +89,7 @@ class ClipReport:
             for problem in verdict.problems:
                 problems.setdefault(problem, []).append(verdict.layout)
         lines = [f"{', '.join(layouts)}: {problem}" for problem, layouts in problems.items()]
-        return "\n".join([*lines, f"{self.clip}: as in one process in {right} of {len(self.verdicts)} layouts"])
+        return "\n".join([*lines, f"{self.clip}: matches a single process in {right} of {len(self.verdicts)} layouts"])
 
     def __str__(self) -> str:
         return "\n".join([_row(), *map(_row, self.verdicts), self.summary])
@@ -141,12 +141,14 @@ def verify_clip(
         if name not in LAYOUTS:
             raise ValueError(f"there is no layout {name!r}; expected one of {', '.join(LAYOUTS)}")
     if not all(case.order > 0 for case in cases):
-        raise ValueError("orders of norms have to be above zero")
+        raise ValueError("orders: expected numbers above zero")
     where = f"{getattr(clip, '__module__', '?')}:{getattr(clip, '__qualname__', type(clip).__name__)}"
     try:
         ForkingPickler.dumps(clip)
     except Exception as error:  # of any kind: pickling runs the function's own class
-        raise TypeError(f"the ranks cannot import clip, which is {where}; pass a function of a module") from error
+        raise TypeError(
+            f"the ranks cannot import clip, which is {where}; pass one that is defined in a module"
+        ) from error
     verdicts = []
     with Ranks(WORLD) as ranks:
         for name in wanted:
@@ -309,17 +311,17 @@ def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequen
             if outcome.raised:
                 raised.setdefault(outcome.raised, []).append(rank)
         text = "; ".join(f"{format_ranks(on)}: {how}" for how, on in raised.items())
-        cell = "dies" if "died with exit" in text else "hangs" if "did not go on" in text else "raises"
+        cell = "dies" if "died with exit" in text else "hangs" if "made no progress" in text else "raises"
         hint = " (a collective that not all ranks call, or not with the same size)" * (cell != "raises")
         yield _COLUMNS, cell, text + hint
         return
     if case == _NAN:
         finite = [rank for rank, norm in enumerate(norms) if math.isfinite(norm)]
         if finite:
-            yield ["norm"], "no NaN", f"the norm is finite on {format_ranks(finite)}, which step as if nothing were"
+            yield ["norm"], "no NaN", f"the norm is finite on {format_ranks(finite)}, which would take the step"
         elif len({o.unchanged for o in outcomes}) > 1:
             spared = format_ranks([rank for rank, o in enumerate(outcomes) if o.unchanged])
-            yield ["gradients"], "differ", f"gradients are left as they are on {spared} only"
+            yield ["gradients"], "differ", f"gradients are unchanged on {spared} only"
         return
     if not _same(norms, expected):
         yield ["norm"], _ratio(norms, expected), _cause(case, outcomes)
@@ -332,7 +334,7 @@ def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequen
             (by_norm, ""),  # the wrong norm explains it
             ([1.0] * WORLD, "the norm is computed, but gradients are never scaled"),
             ([factors[0]] * WORLD, "gradients are not multiplied by min(1, max_norm / (norm + 1e-6))"),
-            (factors, "ranks multiply by different factors, so that their parts of the model no longer fit together"),
+            (factors, "ranks multiply by different factors, so their parts of the model no longer match"),
         ]
         yield _COLUMNS[1:], _ratio(factors, wanted), next(what for values, what in usual if _same(factors, values))
     odd: dict[str, list[int]] = {}
@@ -345,7 +347,7 @@ def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequen
         yield (
             ["gradients"],
             name,
-            f"{name}{more} not treated as the others on {format_ranks(on)}: left out of the scaling?",
+            f"{name}{more} scaled differently on {format_ranks(on)}: left out of the clip?",
         )
 
 
@@ -355,16 +357,13 @@ def _cause(case: _Case, outcomes: list[_Outcome]) -> str:
     root = WORLD ** (1 / case.order)
     together = torch.linalg.vector_norm(torch.tensor(local, dtype=torch.float64), case.order).item()
     usual = {
-        "each rank has the norm of what it holds itself; return full_tensor() of a DTensor": local,
-        "what several ranks hold is counted once for each of them: reduce over different shards only": [together]
-        * WORLD,
-        f"too small by the root of {WORLD}: an average where a sum belongs": [norm / root for norm in expected],
+        "each rank has the norm of its own shards; return full_tensor() of a DTensor": local,
+        "replicas are counted once per rank: reduce over different shards only": [together] * WORLD,
+        f"too small by the root of {WORLD}: averaged instead of summed": [norm / root for norm in expected],
     }
     for rank, norm in enumerate(local):
-        usual[f"all ranks have the norm of what rank {rank} holds: shards or experts of the others are left out"] = [
-            norm
-        ] * WORLD
-    unknown = "are stages left out, or pending sums (Partial placements) not added up before?"
+        usual[f"all ranks have the norm of rank {rank}: shards or experts of the others are left out"] = [norm] * WORLD
+    unknown = "are pipeline stages left out, or pending sums (Partial placements) not reduced before?"
     return next((cause for cause, values in usual.items() if _same(norms, values)), unknown)
 
 
@@ -384,17 +383,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``norms``; returns 0 if everything is as in one process, 1 if not, 2 if the function cannot be tried."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat norms",
-        description="Try a clip function on a small model spread over four processes of this machine, as DDP, FSDP2, "
-        "HSDP, tensor and sequence parallel, pipeline stages, experts and ZeRO leave gradients, and say where norm, "
-        "scaling and gradients are not those of one process.",
-        epilog="The function is called as clip(parameters, max_norm, norm_type); it also gets what it names of "
-        f"{', '.join(_PASSED)}. Exit status: 0 if all is as in one process, 1 if not, 2 if it cannot be tried.",
+        description="Run a clip function on a small model distributed over four processes of this machine, in the "
+        "layouts of DDP, FSDP2, HSDP, tensor and sequence parallelism, pipeline stages, experts and ZeRO, and report "
+        "where norm, scaling and gradients differ from those of a single process.",
+        epilog="The function is called as clip(parameters, max_norm, norm_type), and with the following keywords if it "
+        f"has them: {', '.join(_PASSED)}. Exit status: 0 if all layouts match, 1 if not, 2 if it cannot be run.",
     )
     names = tuple(LAYOUTS)
     parser.add_argument("clip", metavar="MODULE:FUNCTION", help="such as torch.nn.utils:clip_grad_norm_")
     parser.add_argument("--layouts", nargs="+", choices=names, default=names, metavar="LAYOUT", help=", ".join(names))
     parser.add_argument("--orders", nargs="+", type=float, default=ORDERS, help="of the norm (default: 2 inf 1)")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds for a layout (default %(default)g)")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds per layout (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     table = sys.stderr if options.json else sys.stdout

@@ -79,7 +79,7 @@ def watch_origin(
     ddp_model = uncompiled(ddp_model)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(
-            f"expected a DistributedDataParallel, got {type(ddp_model).__name__}; only DDP shows gradients before it "
+            f"expected a DistributedDataParallel, got {type(ddp_model).__name__}; only DDP exposes gradients before it "
             "reduces them"
         )
     relay = _relays.get(ddp_model)
@@ -87,9 +87,11 @@ def watch_origin(
         relay = _Relay(ddp_model, hook, state)
         _relays[ddp_model] = relay
     elif relay.watch is not None:
-        raise RuntimeError("this model is watched already; call remove() on the handle of the first watch_origin()")
+        raise RuntimeError("this model is already watched; call remove() on the handle of the first watch_origin()")
     elif hook is not None and hook is not relay.hook:
-        raise RuntimeError("DDP keeps its first communication hook for life; this model was first watched with another")
+        raise RuntimeError(
+            "DDP keeps its first communication hook permanently; this model was first watched with another"
+        )
     relay.watch = OriginWatch(ddp_model, relay, per_micro_batch, backend)
     return relay.watch
 
@@ -100,8 +102,8 @@ class _Relay:
     def __init__(self, ddp_model: DistributedDataParallel, hook: _Hook | None, state: object) -> None:
         if getattr(ddp_model, "_comm_hooks", None):  # DDP would record the second hook before rejecting it
             raise RuntimeError(
-                "this model has a communication hook, and DDP takes only one, for life; do not register it but pass it "
-                "here: watch_origin(ddp_model, hook, state)"
+                "this model already has a communication hook, and DDP accepts only one; pass it to "
+                "watch_origin(ddp_model, hook, state) instead of registering it"
             )
         self.hook = hook
         self.watch: OriginWatch | None = None
@@ -230,8 +232,8 @@ class OriginWatch:
         order = [position for one in seen for position in one.positions]
         if sorted(order) != list(range(len(self._names))):
             raise RuntimeError(
-                f"{len(order)} gradients of {len(self._names)} were seen in the last reduction since result(); call "
-                "rows() after backward() and before result()"
+                f"{len(order)} gradients of {len(self._names)} were measured in the last reduction since result(); "
+                "call rows() after backward() and before result()"
             )
         return Measurement([one.table for one in seen], order, ()).table()
 
@@ -363,7 +365,7 @@ class OriginReport:
         for micro_batch, ranks in sorted(together):
             group = together[micro_batch, ranks]
             count = f"{len(group)} gradient{'s' * (len(group) != 1)}"
-            lines.append(f"brought by {self._who(ranks)}{self._when(micro_batch)}: {count}")
+            lines.append(f"caused by {self._who(ranks)}{self._when(micro_batch)}: {count}")
             lines += [f"  {one.name}: {_counts(one, ranks[0])}" for one in group[:left]]
             lines += [f"  and {len(group) - left} more"] if len(group) > left else []
             left = max(0, left - len(group))

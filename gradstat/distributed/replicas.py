@@ -81,9 +81,9 @@ class ReplicaReport:
 
     def __str__(self) -> str:
         if self.ok and not self.compared:
-            return "gradstat: nothing was compared, for no tensor is on several ranks"
+            return "gradstat: nothing to compare: no tensor is replicated"
         if self.ok:
-            return f"gradstat: {_tensors(self.compared)}, the same bits on all replicas ({len(self.ranks)} ranks)"
+            return f"gradstat: {_tensors(self.compared)}, bit-identical on all replicas ({len(self.ranks)} ranks)"
         return f"gradstat: {self._summary(_NAMED_IN_TEXT)}"
 
     def _summary(self, limit: int) -> str:
@@ -269,7 +269,7 @@ def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> lis
         kind = each.removesuffix("s")
         for name, tensor in _FINDERS[each](target):
             if (kind, name) in found:
-                raise ValueError(f"two tensors are named {name!r}; ranks tell them apart by name")
+                raise ValueError(f"two tensors are named {name!r}; ranks match tensors by name")
             found[kind, name] = _described(kind, name, tensor, ranks)
     return [found[key] for key in sorted(found)]
 
@@ -285,13 +285,13 @@ def _gradients(target: Any) -> _Named:
 
 def _buffers(target: Any) -> _Named:
     if not isinstance(target, Module):
-        raise TypeError(f"buffers are those of a torch.nn.Module, got {type(target).__name__}")
+        raise TypeError(f"buffers: expected a torch.nn.Module, got {type(target).__name__}")
     return target.named_buffers()
 
 
 def _state(target: Any) -> _Named:
     if not isinstance(target, Optimizer):
-        raise TypeError(f"state is that of a torch.optim.Optimizer, got {type(target).__name__}")
+        raise TypeError(f"state: expected a torch.optim.Optimizer, got {type(target).__name__}")
     states = ((name, target.state.get(parameter, {})) for name, parameter in _parameters(target))
     return [
         (f"{name}.{key}", value) for name, state in states for key, value in state.items() if torch.is_tensor(value)
@@ -332,7 +332,7 @@ def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ..
 
 def _comparable(tensor: Tensor, name: str) -> Tensor:
     if tensor.is_meta:
-        raise TypeError(f"{name!r} is on the meta device and holds no bits to compare")
+        raise TypeError(f"{name!r} is on the meta device and holds no data to compare")
     if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"{name!r} has a layout whose bits cannot be compared ({tensor.layout})")
+        raise TypeError(f"{name!r} has a layout that cannot be compared ({tensor.layout})")
     return tensor

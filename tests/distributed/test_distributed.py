@@ -320,7 +320,7 @@ def test_a_rank_that_fails_tells_the_others() -> None:
         )
     ]
     if dist.get_rank() == 0:
-        assert "RuntimeError: 1 other rank could not measure what they hold" in outcomes[0]
+        assert "RuntimeError: 1 other rank failed to measure their shards" in outcomes[0]
         assert outcomes[1] == "tensor(nan)"
         assert "skipped=True" in outcomes[2]
         assert (parameter._local_tensor == 0).all()  # type: ignore[attr-defined]
@@ -332,9 +332,9 @@ def test_a_rank_that_fails_tells_the_others() -> None:
 def test_groups_that_are_none_are_refused_before_anyone_waits() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     parameter = parameter_with(torch.ones(2))
-    with pytest.raises(ValueError, match=r"a mesh of 2 dimensions; pass the dimension that is meant, mesh\['name'\]"):
+    with pytest.raises(ValueError, match=r"a mesh of 2 dimensions; pass one of them, mesh\['name'\]"):
         gradstat.check([parameter], extra_groups=mesh)
-    with pytest.raises(TypeError, match="extra_groups has str where a process group"):
+    with pytest.raises(TypeError, match="extra_groups has str; expected a process group"):
         gradstat.clip_grad_norm_([parameter], 1.0, extra_groups=["world"])  # type: ignore[list-item]
     with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0, extra_groups=mesh["a"])

@@ -689,10 +689,10 @@ def test_bad_arguments_are_refused_before_anything_changes(ready: tuple[nn.Modul
         (ValueError, "max_norm is NaN", {"max_norm": math.nan}),
         (AssertionError, "Attempted guarded_step but _scale is None", {"scaler": torch.amp.GradScaler("cpu")}),
         (ValueError, "leave skip_nonfinite=True", {**scaled, "skip_nonfinite": False}),
-        (RuntimeError, "a closure and a loss scaler do not go together", {**scaled, "closure": lambda: None}),
+        (RuntimeError, "a closure cannot be combined with a loss scaler", {**scaled, "closure": lambda: None}),
         (ValueError, "LBFGS evaluates the loss several times in a step; pass closure=", {"optimizer": lbfgs}),
         (ValueError, "LBFGS needs the loss, but the closure returned None", {**adaptive, "max_norm": None}),
-        (ValueError, "each of which an adaptive clip would take for a step", adaptive),
+        (ValueError, "an adaptive clip would count each evaluation as a step", adaptive),
     ):
         with pytest.raises(error, match=message):
             gradstat.guarded_step(**{"optimizer": optimizer, **options})
