@@ -326,7 +326,7 @@ class StepInBackward:
         missing = [i for i, p in enumerate(self._source.parameters) if self._found[i] is None and p.requires_grad]
         self._found = []
         self._gradients = Gradients([], None if len(found) == len(self._labels) else positions, missing)
-        rows = _concatenated(found)
+        rows = _concat(found)
         if self._is_distributed:
             from gradstat._core.sharded import Sharded
 
@@ -501,7 +501,7 @@ def _name_at(source: Source, i: int) -> list[str]:
     return [source.names()[i]]
 
 
-def _concatenated(parts: list[Measurement]) -> Measurement:
+def _concat(parts: list[Measurement]) -> Measurement:
     """The rows of tensors that were measured one by one, joined into one table per device."""
     tables: dict[torch.device, list[Tensor]] = {}
     order: dict[torch.device, list[int]] = {}

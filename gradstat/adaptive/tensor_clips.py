@@ -189,16 +189,14 @@ class AGC(TensorClip):
         groups = by_device(targets)
         units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]
         of_weights = [kernels.unit_stats([weights[i] for i in at]) for at in groups.values()]
-        decided = self._decide(
-            kernels, _concatenated(units, first), _concatenated(of_weights, first), inverse_scale, skip
-        )
+        decided = self._decide(kernels, _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
         coefficients = decided[:-1].split([len(table) for table in units])
         for (device, at), own in zip(groups.items(), coefficients, strict=True):
             kernels.scale_units_([targets[i] for i in at], to_device(own, device))
         return decided[-1]
 
 
-def _concatenated(tables: list[Tensor], device: torch.device) -> Tensor:
+def _concat(tables: list[Tensor], device: torch.device) -> Tensor:
     return tables[0] if len(tables) == 1 else torch.cat([to_device(table, device) for table in tables])
 
 

@@ -146,9 +146,7 @@ def verify_clip(
     try:
         ForkingPickler.dumps(clip)
     except Exception as error:  # of any kind: pickling runs the function's own class
-        raise TypeError(
-            f"the ranks cannot import clip, which is {where}; pass one that is defined in a module"
-        ) from error
+        raise TypeError(f"the ranks cannot import clip, which is {where}; pass a module-level function") from error
     verdicts = []
     with Ranks(WORLD) as ranks:
         for name in wanted:
@@ -344,11 +342,7 @@ def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequen
     if odd:
         name, on = min(odd.items())
         more = f" and {len(odd) - 1} more gradients" * (len(odd) > 1)
-        yield (
-            ["gradients"],
-            name,
-            f"{name}{more} scaled differently on {format_ranks(on)}: left out of the clip?",
-        )
+        yield ["gradients"], name, f"{name}{more} scaled differently on {format_ranks(on)}: left out of the clip?"
 
 
 def _cause(case: _Case, outcomes: list[_Outcome]) -> str:

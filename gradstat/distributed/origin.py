@@ -89,9 +89,7 @@ def watch_origin(
     elif relay.watch is not None:
         raise RuntimeError("this model is already watched; call remove() on the handle of the first watch_origin()")
     elif hook is not None and hook is not relay.hook:
-        raise RuntimeError(
-            "DDP keeps its first communication hook permanently; this model was first watched with another"
-        )
+        raise RuntimeError("DDP never drops a communication hook; this model was first watched with another one")
     relay.watch = OriginWatch(ddp_model, relay, per_micro_batch, backend)
     return relay.watch
 

@@ -353,11 +353,7 @@ def test_misuse_is_told_before_anything_changes() -> None:
     lbfgs = torch.optim.LBFGS(training.model.parameters())
     loss = torch.tensor(1.0)
     for error, message, options in (
-        (
-            TypeError,
-            r"loss: expected a tensor with one element, got float.*loss\.item\(\)",
-            {"loss": 1.0, "guard": guard},
-        ),
+        (TypeError, r"expected a tensor with one element, got float.*loss\.item\(\)", {"loss": 1.0, "guard": guard}),
         (ValueError, r"loss is a tensor of shape \(2,\).*loss\.mean\(\)", {"loss": loss.expand(2), "guard": guard}),
         (ValueError, r"update is a tensor of shape \(\) and torch\.int64", {"update": loss.long(), "guard": guard}),
         (ValueError, r"loss is used only with a guard; pass guard=gradstat\.SpikeGuard\(\)", {"loss": loss}),
