@@ -218,7 +218,7 @@ def _install_layers() -> None:
             _layers.extend(Layer(module, name, _clip, watches=True) for name in ("clip_grad_norm_", "clip_grad_value_"))
         for kind in _scalers(GradScaler):
             methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
-            _layers.extend(Layer(kind, name, instead) for name, instead in methods.items() if name in kind.__dict__)
+            _layers.extend(Layer(kind, name, method) for name, method in methods.items() if name in kind.__dict__)
 
 
 def _remove_layers() -> None:

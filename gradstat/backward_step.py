@@ -157,7 +157,7 @@ class StepInBackward:
         self._labels = [Labels(functools.partial(_name_at, source, i), tuple) for i in range(len(source.parameters))]
         self._found: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
-        self._is_distributed, self._is_reduced = is_distributed(source.parameters), False
+        self._is_distributed, self._has_checked_reducers = is_distributed(source.parameters), False
         self._measured: Measured | None = None
         self._gradients = Gradients([], [], [])
         self._report: PendingReport | None = None
@@ -304,9 +304,9 @@ class StepInBackward:
                 f"the optimizer has {count} parameters and had {len(self._labels)} when step_in_backward was called; "
                 "remove() the handle and call step_in_backward again"
             )
-        if not self._is_reduced:
+        if not self._has_checked_reducers:
             _refuse_reducers(self._source)
-            self._is_reduced = True
+            self._has_checked_reducers = True
         if self._backward != _current_backward():
             self._backward = _current_backward()
             self._found = [None] * count
@@ -424,7 +424,7 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     given = list(model)
     if not any(isinstance(item, dict) for item in given):
         return [{"params": given}]
-    return [{**group, "params": _listed(group["params"])} for group in given]
+    return [{**group, "params": _as_list(group["params"])} for group in given]
 
 
 def _refuse_reducers(source: Source) -> None:
@@ -447,7 +447,7 @@ def _refuse_reducers(source: Source) -> None:
                 )
 
 
-def _listed(parameters: Any) -> list[Any]:
+def _as_list(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 

@@ -42,11 +42,11 @@ class TorchPatch:
             UserWarning: Other code has replaced a function since. It is left in place; the message names it.
         """
         with lock:
-            buried = [layer.place for layer in self._layers if not layer.remove()]
+            replaced = [layer.place for layer in self._layers if not layer.remove()]
             self._layers = []
-        if buried:
+        if replaced:
             warn_user(
-                f"replaced by other code after gradstat.patch_torch(), and not restored: {', '.join(buried)}. The "
+                f"replaced by other code after gradstat.patch_torch(), and not restored: {', '.join(replaced)}. The "
                 "replacement may still call gradstat's function, which from now on calls torch's"
             )
 
@@ -82,21 +82,23 @@ def patch_torch() -> TorchPatch:
     state before the first one. Calls in progress in other threads are not interrupted.
     """
     with lock:
-        return TorchPatch([Layer(module, name, instead) for module, name, instead in _PLACES if hasattr(module, name)])
+        return TorchPatch(
+            [Layer(module, name, replacement) for module, name, replacement in _PLACES if hasattr(module, name)]
+        )
 
 
 class Layer:
     """A function installed in place of another one, which may itself be a layer of an earlier patch."""
 
-    def __init__(self, owner: ModuleType | type, name: str, instead: _Function, watches: bool = False) -> None:
-        """``instead`` gets the layer as its first argument; ``watches`` if it always calls the function below."""
+    def __init__(self, owner: ModuleType | type, name: str, replacement: _Function, watches: bool = False) -> None:
+        """``replacement`` gets the layer as its first argument; ``watches`` if it always calls the function below."""
         self._owner, self._name, self._watches = owner, name, watches
         self.below: _Function = getattr(owner, name)
         self._removed = False
 
         @functools.wraps(self.below)
         def function(*args: Any, **kwargs: Any) -> Any:
-            return instead(self, *args, **kwargs)
+            return replacement(self, *args, **kwargs)
 
         self._function = function
         setattr(owner, name, self._function)

@@ -81,7 +81,7 @@ def index_bits() -> int:
 
 def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
     """For each owner a bit mask of the extra groups it is spread over, and these groups; no masks without groups."""
-    listed = _listed(extra)
+    listed = _with_members(extra)
     masks = [0] * len(owners) if listed else []
     for bit, (_, members) in enumerate(listed):
         wanted = None if members is None else set(map(id, members))
@@ -91,7 +91,7 @@ def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[li
     return masks, [group for group, _ in listed]
 
 
-def _listed(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tensor] | None]]:
+def _with_members(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tensor] | None]]:
     if extra is None:
         return []
     if isinstance(extra, (ProcessGroup, DeviceMesh)):
@@ -132,39 +132,39 @@ class Sharded:
         if self._starts:
             owners = None  # every rank has a piece of every tensor
         # Positions of the tensors' rows among the rows of all owners.
-        self._here: Sequence[int] = range(len(self._tensors))
+        self._positions: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
         stand_ins: Sequence[Tensor] = self._tensors
         if owners is not None and len(owners) > len(self._tensors) and gradients_of(owners).positions is not None:
             self._owners = [p for p in owners if p.requires_grad or p.grad is not None]
-            self._here = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
+            self._positions = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
         masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
         self._layouts: list[Layout | None] = []
-        # Rows by kind, that is by the groups they are merged over.
-        self._kinds: dict[_GroupKey, list[int]] = {}
+        # Rows by the groups they are merged over.
+        self._rows_by_key: dict[_GroupKey, list[int]] = {}
         # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
         mesh: DeviceMesh | None = None
         placements: tuple[Any, ...] = ()
         layout: Layout | None = None
-        kind: list[int] | None = None
+        rows: list[int] | None = None
         for row, tensor in enumerate(stand_ins):
             if isinstance(tensor, DTensor):
                 spec = tensor._spec
                 if spec.mesh is not mesh or spec.placements != placements:
                     mesh, placements = spec.mesh, spec.placements
-                    layout, kind = Layout.of(mesh, placements), None
+                    layout, rows = Layout.of(mesh, placements), None
             elif isinstance(tensor, FlatShard):
                 layout = Layout((tensor.group,), None, None)
-                mesh, kind = None, None
+                mesh, rows = None, None
             elif layout is not None:
-                mesh, layout, kind = None, None, None
+                mesh, layout, rows = None, None, None
             self._layouts.append(layout)
-            if kind is None or masks:
+            if rows is None or masks:
                 groups = () if layout is None else layout.groups
-                kind = self._kinds.setdefault((groups, masks[row] if masks else 0), [])
-            kind.append(row)
-        self._groups = list(dict.fromkeys(group for groups, _ in self._kinds for group in groups))
+                rows = self._rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
+            rows.append(row)
+        self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
 
     @property
     def has_partial(self) -> bool:
@@ -185,33 +185,33 @@ class Sharded:
             [layout is not None and bool(layout.groups and layout.shards) for layout in self._layouts],
         )
         for group in self._groups:
-            rows = [row for (groups, _), members in self._kinds.items() if group in groups for row in members]
+            rows = [row for (groups, _), members in self._rows_by_key.items() if group in groups for row in members]
             packed = _reduced(packed, group, None if len(rows) == len(table) else rows)
-        merged = _stacked([_merged(packed, rows) for rows in self._kinds.values()], table)
+        merged = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
         total, failed = self._over_extra_groups(merged, table, error is not None)
         if error is not None:
             raise error
         whole = _unpack(packed)
-        if len(self._here) < len(self._owners):
-            whole = whole[list(self._here)]
-        return Measurement([whole], None, self._infos(infos), _counting(total, failed), failed)
+        if len(self._positions) < len(self._owners):
+            whole = whole[list(self._positions)]
+        return Measurement([whole], None, self._infos(infos), _add_failed(total, failed), failed)
 
     def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
         """`rows` without the rows: reduces one row per kind of tensor, and only its sums unless ``extremes``."""
         table, _, error = self._measured(measure_local)
-        if not extremes and not self._extra and len(self._kinds) == 1 and len(table):
+        if not extremes and not self._extra and len(self._rows_by_key) == 1 and len(table):
             total, failed = self._total_of_sums(table, error is not None)
         else:
             packed = _pack(table, error is not None)
-            kinds = _stacked([_merged(packed, rows) for rows in self._kinds.values()], table)
-            every = list(self._kinds)
+            kinds = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
+            every = list(self._rows_by_key)
             for group in self._groups:
                 rows = [row for row, (groups, _) in enumerate(every) if group in groups]
                 kinds = _reduced(kinds, group, None if len(rows) == len(every) else rows, extremes)
             total, failed = self._over_extra_groups(kinds, table, error is not None, extremes)
         if error is not None:
             raise error
-        return Measurement([], None, (), _counting(total, failed), failed)
+        return Measurement([], None, (), _add_failed(total, failed), failed)
 
     def _total_of_sums(self, table: Tensor, failed: bool) -> tuple[Tensor, Tensor]:
         """The common case, all tensors of one kind, in as few operations as possible."""
@@ -230,7 +230,7 @@ class Sharded:
         if self._extra:
             # One row for every set of extra groups, on every rank, whatever tensors it has.
             places: list[list[int]] = [[] for _ in range(1 << len(self._extra))]
-            for row, (_, mask) in enumerate(self._kinds):
+            for row, (_, mask) in enumerate(self._rows_by_key):
                 places[mask].append(row)
             kinds = _stacked([_merged(kinds, rows) if rows else nothing for rows in places], table)
             for bit, group in enumerate(self._extra):
@@ -247,18 +247,18 @@ class Sharded:
         except Exception as error:
             return self._identities(), [], error
         table = local.table()
-        if len(self._here) == len(self._owners):
+        if len(self._positions) == len(self._owners):
             for column in _INDICES if self._starts else ():
                 table[:, column] += _as_column(self._starts, table.device)
         else:
             table = self._identities()
-            table[self._here] = local.table()
+            table[self._positions] = local.table()
         return table, local.infos, None
 
     def _local(self) -> list[Tensor]:
         """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
         found = []
-        for tensor, row in zip(self._tensors, self._here, strict=True):
+        for tensor, row in zip(self._tensors, self._positions, strict=True):
             layout = self._layouts[row]
             if layout is None:
                 found.append(tensor)
@@ -272,7 +272,7 @@ class Sharded:
     def _infos(self, local: Sequence[TensorInfo]) -> list[TensorInfo]:
         """The metadata of the whole tensors for reports, from the metadata of their shards."""
         found = []
-        for tensor, row, info in zip(self._tensors, self._here, local, strict=True):
+        for tensor, row, info in zip(self._tensors, self._positions, local, strict=True):
             layout = self._layouts[row]
             if layout is not None and layout.groups:
                 info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards)
@@ -355,7 +355,7 @@ def identity_rows(count: int, like: Tensor) -> Tensor:
     return rows
 
 
-def _counting(total: Tensor, failed: Tensor) -> Tensor:
+def _add_failed(total: Tensor, failed: Tensor) -> Tensor:
     """The total row with each failed rank counted as a NaN, since no norm is known then."""
     total[:, _NAN_COUNT] += failed
     return total

@@ -28,7 +28,7 @@ from gradstat.patch import importable_version
 
 WORLD = 4
 ORDERS = (2.0, math.inf, 1.0)
-_PASSED = ("layout", "model", "mesh", "extra_groups", "pp_mesh", "ep_enabled")
+_KEYWORDS = ("layout", "model", "mesh", "extra_groups", "pp_mesh", "ep_enabled")
 _RELATIVE = 1e-4  # gradients are float32, expected is float64
 _COLUMNS = ("norm", "scaling", "gradients")
 _OK = "ok"
@@ -209,7 +209,7 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_O
     parameters = layout.named_parameters()
     kept = {key: (p.grad, _storage(p.grad).clone()) for key, p in parameters.items() if p.grad is not None}
     asked = inspect.signature(clip).parameters
-    passed = {key: layout if key == "layout" else getattr(layout, key) for key in _PASSED if key in asked}
+    passed = {key: layout if key == "layout" else getattr(layout, key) for key in _KEYWORDS if key in asked}
     apart = dist.new_group()  # separate, so that collectives the clip left unfinished do not match ours
     outcomes = []
     for case in cases:
@@ -381,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "layouts of DDP, FSDP2, HSDP, tensor and sequence parallelism, pipeline stages, experts and ZeRO, and report "
         "where norm, scaling and gradients differ from those of a single process.",
         epilog="The function is called as clip(parameters, max_norm, norm_type), and with the following keywords if it "
-        f"has them: {', '.join(_PASSED)}. Exit status: 0 if all layouts match, 1 if not, 2 if it cannot be run.",
+        f"has them: {', '.join(_KEYWORDS)}. Exit status: 0 if all layouts match, 1 if not, 2 if it cannot be run.",
     )
     names = tuple(LAYOUTS)
     parser.add_argument("clip", metavar="MODULE:FUNCTION", help="such as torch.nn.utils:clip_grad_norm_")

@@ -120,7 +120,7 @@ class _Relay:
 _relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.WeakKeyDictionary()
 
 
-def _noting(watch: OriginWatch) -> Callable[[Tensor], None]:
+def _unmeasured_hook(watch: OriginWatch) -> Callable[[Tensor], None]:
     # Weak, since the garbage collector cannot see what a parameter's hook references, and the watch has the parameters.
     found = weakref.ref(watch)
 
@@ -158,7 +158,7 @@ class OriginWatch:
         self.reset()
         self._handles: list[Any] = []
         if per_micro_batch:
-            self._handles = [p.register_post_accumulate_grad_hook(_noting(self)) for p in self._parameters]
+            self._handles = [p.register_post_accumulate_grad_hook(_unmeasured_hook(self)) for p in self._parameters]
             self._handles.append(ddp_model.register_forward_pre_hook(self._measure_accumulated))
 
     def result(self) -> OriginReport:
@@ -204,7 +204,7 @@ class OriginWatch:
             )
         bad = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
         ranks = tuple(dist.get_process_group_ranks(self._group))
-        brought: list[BadGradient] = []
+        bad_gradients: list[BadGradient] = []
         if bad:
             own = torch.zeros(len(self._names), len(_COUNTS), dtype=torch.float64, device="cpu")
             for (micro_batch, position), row in zip(places, counts.cpu(), strict=True):
@@ -214,8 +214,8 @@ class OriginWatch:
             for k, position in enumerate(bad):
                 on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, gathered, strict=True) if any(c[k])}
                 numel = self._parameters[position].numel()
-                brought.append(BadGradient(self._names[position], numel, earliest[position], on))
-        return OriginReport(self._names, brought, ranks, count)
+                bad_gradients.append(BadGradient(self._names[position], numel, earliest[position], on))
+        return OriginReport(self._names, bad_gradients, ranks, count)
 
     def rows(self) -> Tensor:
         """The measurements of the last reduction: the table `gradstat.stats` would return for the local gradients.
