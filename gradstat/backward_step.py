@@ -117,8 +117,8 @@ def step_in_backward(
     if isinstance(clip, AGC) and is_distributed(source.parameters):
         i = next(i for i, parameter in enumerate(source.parameters) if is_distributed([parameter]))
         raise NotImplementedError(
-            f"{source.names()[i]!r} is a distributed tensor, of which this rank has only a shard, and AGC clips whole "
-            "slices; pass a number, AdaGC or LastNormClip"
+            f"{source.names()[i]!r} is a distributed tensor, and AGC clips slices of whole tensors only; "
+            "pass a number, AdaGC or LastNormClip"
         )
     taken = [i for i, p in enumerate(source.parameters) if getattr(p, "_stepped_in_backward", None) is not None]
     if taken:

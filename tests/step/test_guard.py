@@ -359,9 +359,9 @@ def test_misuse_is_told_before_anything_changes() -> None:
         (ValueError, r"loss is used only with a guard; pass guard=gradstat\.SpikeGuard\(\)", {"loss": loss}),
         (TypeError, r"guard: expected a gradstat\.SpikeGuard, got float", {"guard": 6.0}),
         (ValueError, "leave skip_nonfinite=True", {"guard": guard, "skip_nonfinite": False}),
-        (ValueError, "the closure returns the loss", {"guard": guard, "loss": loss, "closure": lambda: loss}),
+        (ValueError, "the closure already returns the loss", {"guard": guard, "loss": loss, "closure": lambda: loss}),
         (ValueError, "LBFGS evaluates the loss", {"guard": guard, "closure": lambda: loss, "optimizer": lbfgs}),
-        (ValueError, "AdaGC writes gradients", {"guard": SpikeGuard(scale=0.5), "max_norm": AdaGC()}),
+        (ValueError, "AdaGC changes gradients", {"guard": SpikeGuard(scale=0.5), "max_norm": AdaGC()}),
     ):
         with pytest.raises(error, match=message):
             gradstat.guarded_step(**{"optimizer": training.optimizer, **options})
