@@ -368,7 +368,9 @@ def bad_words(stats: TensorStats) -> str:
     first = stats.first_nonfinite
     where = "" if first is None else f" at [{', '.join(map(str, first))}]"
     if stats.rank is not None:
-        where += f" on rank {stats.rank}" + f" (one of {stats.bad_ranks} such ranks)" * ((stats.bad_ranks or 0) > 1)
+        where += f" on rank {stats.rank}" + f" (of {stats.bad_ranks} ranks with NaN or Inf)" * (
+            (stats.bad_ranks or 0) > 1
+        )
     place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
     return f"{' and '.join(counts)} of {stats.numel} elements, {place}"
 

@@ -155,7 +155,7 @@ def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Ten
     ("clip", "layout", "cells", "problem"),
     [
         (of_local_shards, "fsdp2", ("x0", "x", "x"), "norm of its own shards"),
-        (of_local_shards, "zero-3", ("x0", "x", "x"), "the norm is finite on ranks 1, 2, 3, which step as if"),
+        (of_local_shards, "zero-3", ("x0", "x", "x"), "the norm is finite on ranks 1, 2, 3, which would take the step"),
         (never_scaling, "pp+fsdp2", ("ok", "x2 (2/4)", "x2 (2/4)"), "computed, but gradients are never scaled"),
         (
             without_other_experts,
@@ -163,7 +163,7 @@ def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Ten
             ("x0", "x1.", "x1."),
             "norm of rank 0: shards or experts of the others",
         ),
-        (averaged, "fsdp2", ("x0.5 (3/4)", "x", "x"), "too small by the root of 4: an average"),
+        (averaged, "fsdp2", ("x0.5 (3/4)", "x", "x"), "too small by the root of 4: averaged"),
         (logged_partial, "fsdp2", ("x0", "ok", "ok"), r"norm of its own shards.*full_tensor\(\)"),
         (of_all_ranks, "hsdp", ("x1.414 (3/4)", "x0.7", "x0.7"), "replicas are counted once per rank"),
         (of_stages, "pp+fsdp2", ("x0", "x", "x"), "are pipeline stages left out"),

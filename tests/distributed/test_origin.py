@@ -362,9 +362,7 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
 def test_ddp_takes_one_hook_for_life() -> None:
     hooked = wrapped()
     hooked.register_comm_hook(None, allreduce_hook)
-    with pytest.raises(
-        RuntimeError, match=r"has a communication hook.*pass it here: watch_origin\(ddp_model, hook, st"
-    ):
+    with pytest.raises(RuntimeError, match=r"has a communication hook.*pass it to watch_origin\(ddp_model, hook, st"):
         watch_origin(hooked)
     backward(hooked, bad=False)  # and it still works
 

@@ -89,5 +89,5 @@ def _a_rank_that_cannot() -> str:
 
 def test_a_rank_that_cannot_measure_its_piece_is_told_of(ranks: Ranks) -> None:
     healthy, broken = ranks.run(2, _a_rank_that_cannot)
-    assert "1 other rank could not measure" in healthy
+    assert "1 other rank failed to measure" in healthy
     assert "'p' (dtype torch.int64" in broken
