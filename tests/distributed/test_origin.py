@@ -368,7 +368,7 @@ def test_ddp_takes_one_hook_for_life() -> None:
 
     model = wrapped()
     watch = watch_origin(model, per_micro_batch=True)
-    with pytest.raises(RuntimeError, match="watched already; call remove"):
+    with pytest.raises(RuntimeError, match="already watched; call remove"):
         watch_origin(model)
     watch.remove()
     backward(model, bad=True)

@@ -240,7 +240,7 @@ def test_a_model_keeps_its_handle_and_both_go_when_it_goes() -> None:
 def test_an_exception_in_backward_leaves_groups_whole_and_the_next_pass_is_right() -> None:
     model = net()
     handle = gradstat.step_in_backward(SGD, model, lr=0.1)
-    with pytest.raises(RuntimeError, match="no backward pass of this model has ended"):
+    with pytest.raises(RuntimeError, match="no backward pass of this model has finished"):
         _ = handle.report
 
     def fail(*_: Any) -> None:
