@@ -293,7 +293,7 @@ def _judge(
     totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
     recorded = totals[_RECORDED:]
     finite, no = verdict[0] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
-    above, outliers = [no] * len(SERIES), [no] * len(SERIES)
+    above, outstanding = [no] * len(SERIES), [no] * len(SERIES)
     for i, value in enumerate(values):
         if value is None:
             continue
@@ -316,11 +316,11 @@ def _judge(
             spread = torch.maximum(torch.maximum(spread, of_largest * (largest - centre)), of_centre * centre.abs())
         above[i] = value > limits[i]
         is_known = recorded[i] >= max(warmup, newest + 2)
-        outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
-    is_above, stands_out = torch.stack(above).any(), torch.stack(outliers).any()
+        outstanding[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
+    is_above, stands_out = torch.stack(above).any(), torch.stack(outstanding).any()
     gives_in = finite & stands_out & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
     refused = finite & (is_above | (stands_out & ~gives_in))
-    why = torch.stack([a | s for a, s in zip(above, outliers, strict=True)]) & refused
+    why = torch.stack([a | s for a, s in zip(above, outstanding, strict=True)]) & refused
     kept = finite & ~refused if not by_sigmas else finite
     recorded.mul_(~gives_in)
     for i, value in enumerate(values):
