@@ -17,18 +17,18 @@ import gradstat
 
 # The commands besides info: module, function, description. The module parses the command's options.
 COMMANDS = {
-    "demo": ("gradstat.demo", "main", "train a small GPT with every step checked, then break it"),
-    "bench": ("gradstat.bench", "main", "what checks, clips and detect_anomaly cost on your own model and machine"),
-    "view": ("gradstat.monitor.command", "view_main", "what a recording of a run says, and a page to look at it"),
-    "norms": ("gradstat.distributed.norms", "main", "whether a clip has the norm of one process, in thirteen layouts"),
-    "diff": ("gradstat.monitor.command", "diff_main", "in which step two recorded runs diverge, and what is first"),
+    "demo": ("gradstat.demo", "main", "train a small GPT with every step checked, then inject a fault"),
+    "bench": ("gradstat.bench", "main", "the cost of checks, clips and detect_anomaly on your own model and machine"),
+    "view": ("gradstat.monitor.command", "view_main", "the findings of a recorded run, and a page that shows it"),
+    "norms": ("gradstat.distributed.norms", "main", "whether a clip matches a single process, in thirteen layouts"),
+    "diff": ("gradstat.monitor.command", "diff_main", "the first step at which two recorded runs diverge, and in what"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradstat", description=gradstat.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    info = commands.add_parser("info", help="what runs on this machine, and why something does not")
+    info = commands.add_parser("info", help="the backends of this machine, and why one is unavailable")
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")
     for name, (_, _, what) in COMMANDS.items():
         commands.add_parser(name, help=f"{what} (--help for options)", add_help=False)

@@ -124,9 +124,9 @@ class AccumulationReport:
         """
         if not self.ok:
             first = next(report for report in self.reports if not report.ok)
-            raise NonFiniteGradientError("\n".join(self._account(_NAMED_IN_ERROR)), first)
+            raise NonFiniteGradientError("\n".join(self._summary(_NAMED_IN_ERROR)), first)
 
-    def _account(self, limit: int) -> list[str]:
+    def _summary(self, limit: int) -> list[str]:
         """Which gradients became bad in which micro-batch, in words, naming at most ``limit`` parameters."""
         bad = list(self._first.values())
         title = (
@@ -141,8 +141,8 @@ class AccumulationReport:
         return f"AccumulationReport({self._size()}, {state})"
 
     def __str__(self) -> str:
-        account = [f"{self._size()}, all finite after each"] if self.ok else self._account(_NAMED_IN_TEXT)
-        return "\n".join([f"gradstat: {account[0]}", *account[1:], "accumulated, after the last one:", str(self.final)])
+        lines = [f"{self._size()}, all finite after each"] if self.ok else self._summary(_NAMED_IN_TEXT)
+        return "\n".join([f"gradstat: {lines[0]}", *lines[1:], "after the last micro-batch:", str(self.final)])
 
     def _size(self) -> str:
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"

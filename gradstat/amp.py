@@ -15,9 +15,9 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from gradstat._core import norms
-from gradstat._core.host_copy import Mirror, behind, streams_of
+from gradstat._core.host_copy import Mirror, on_streams, streams_of
 from gradstat._core.parameters import gradients_of, labels_of, source_of
-from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
+from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale, optimizers
 from gradstat._step.measured import Measured, Unscaled, refuse_half
 from gradstat.adaptive import AdaptiveClip, TensorClip
@@ -49,12 +49,12 @@ class ScalerStatus:
         text = f"loss scale {self.scale:g}: {self.steps:,} steps, {self.skipped:,} skipped{share}, {self.verdict}"
         if self.verdict == "collapsing":
             text += (
-                f"; {self.consecutive_skipped} skipped in a row. No scale is small enough: look at scaler.report() for "
-                "NaN, which lowering the scale does not cure; else lower the learning rate or train in bfloat16"
+                f"; {self.consecutive_skipped} skipped in a row. Lowering the scale does not help: look for NaN in "
+                "scaler.report(optimizer); if there is none, lower the learning rate or train in bfloat16"
             )
         elif self.verdict == "running away":
             text += (
-                "; nothing has overflowed on the way here. Either nothing is computed in float16 and no loss scale is "
+                "; no gradient overflowed while it grew. Either nothing is computed in float16 and no loss scale is "
                 "needed, or the loss does not depend on the parameters"
             )
         return text
@@ -153,7 +153,7 @@ class GradScaler(TorchGradScaler):
         is_unscaled = loss_scale.is_unscaled(self, optimizer)
         source = source_of(optimizer)
         found = gradients_of(source.parameters)
-        obeys = optimizers.obeys_verdict(optimizer)
+        obeys = optimizers.honors_found_inf(optimizer)
         if not is_unscaled and not obeys:
             self.unscale_(optimizer)
         elif is_unscaled:
@@ -163,7 +163,7 @@ class GradScaler(TorchGradScaler):
             flags = loss_scale.found_by(self, optimizer)
             if not flags:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
-            found_inf = flags[0] if len(flags) == 1 else self._together(flags)
+            found_inf = flags[0] if len(flags) == 1 else self._any_flag(flags)
         else:
             loss_scale.refuse_shared_gradients(self, optimizer, source)
             if not found.tensors:  # as in torch, the step changes nothing and finds nothing
@@ -179,7 +179,7 @@ class GradScaler(TorchGradScaler):
         returned: float | None = None
         decides_itself = obeys and not optimizers.first_momentum_is_at_risk(optimizer)
         if decides_itself or not found_inf.item():
-            with optimizers.told(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
+            with optimizers.with_verdict(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
                 returned = optimizer.step(*args, **kwargs)
         loss_scale.record_step(self, optimizer, found_inf)
         return returned
@@ -194,7 +194,7 @@ class GradScaler(TorchGradScaler):
                 flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
             ]
             if flags:
-                self._count(self._together(flags))
+                self._count(self._any_flag(flags))
         super().update(new_scale)
 
     def status(self, wait: bool = False) -> ScalerStatus:
@@ -207,7 +207,7 @@ class GradScaler(TorchGradScaler):
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
         if self._mirror is None:
             self._mirror = Mirror(self._numbers)
-        with behind(self._counters.streams):
+        with on_streams(self._counters.streams):
             scale, steps, skipped, in_a_row = self._mirror.read(wait).tolist()
         verdict = "ok"
         if in_a_row >= self.collapse_after:
@@ -244,13 +244,13 @@ class GradScaler(TorchGradScaler):
             self._reports = weakref.WeakKeyDictionary()
         self._reports[optimizer] = report
 
-    def _together(self, flags: list[Tensor]) -> Tensor:
+    def _any_flag(self, flags: list[Tensor]) -> Tensor:
         """1 if any flag is above 0, else 0. Not the sum of the flags: optimizers step at 2."""
         device = flags[0].device
-        return torch.stack([moved(flag, device) for flag in flags]).amax().clamp(max=1.0)
+        return torch.stack([to_device(flag, device) for flag in flags]).amax().clamp(max=1.0)
 
     def _count(self, skipped: Tensor) -> None:
-        counters = StepCounters.on(skipped.device, self._counters, "what the loss scaler counts its steps in")
+        counters = StepCounters.on(skipped.device, self._counters, "the step counters of a loss scaler")
         norms.count_step(counters.tensor, skipped)
         counters.streams = streams_of([counters.tensor])
         self._counters = counters

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gradstat._core.engines import refuse_engine
-from gradstat._core.parameters import listed, source_of
+from gradstat._core.parameters import as_list, source_of
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_
 from gradstat.monitor import Monitor
@@ -60,7 +60,7 @@ class AutoHandle:
     def _contained(self) -> AbstractContextManager[None]:
         """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
         return self.monitor._gaps.suppress_errors(
-            self.monitor.steps, "what clips and loss scalers do could not be followed"
+            self.monitor.steps, "calls of clips and loss scalers could not be tracked"
         )
 
     def _after(self, *_: object) -> None:
@@ -138,9 +138,8 @@ class AutoHandle:
             is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
         if is_scaled and not self._has_warned:
             self._has_warned = True
-            text = "gradients are clipped that still carry the loss scale, so to a norm that is the scale "
-            text += "times too small; call scaler.unscale_(optimizer) before the clip"
-            warn(text)
+            text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
+            warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
 
     def remove(self) -> None:
         """Detaches the monitor from the optimizer and closes it; its findings remain."""
@@ -148,7 +147,7 @@ class AutoHandle:
             hook.remove()
         self._optimizer.__dict__.pop(_MARK, None)
         _handles.discard(self)
-        _take_off()
+        _remove_layers()
         self.monitor.detach()
 
     def __enter__(self) -> Self:
@@ -161,7 +160,7 @@ class AutoHandle:
 _layers: list[Layer] = []
 
 
-def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callable[[], Any]) -> Any:
+def _call_and_measure(handles: list[AutoHandle], scaler: GradScaler | None, call: Callable[[], Any]) -> Any:
     """Calls ``call``, a clip or a method of ``scaler``, which changes gradients; measures before, takes note after."""
     for handle in handles:
         if not handle._is_over:
@@ -178,15 +177,15 @@ def _changing(handles: list[AutoHandle], scaler: GradScaler | None, call: Callab
 def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return layer.below(parameters, *args, **kwargs)
-    given = listed(parameters)
+    given = as_list(parameters)
     concerned = [handle for handle in list(_handles) if handle._holds(given)]
-    return _changing(concerned, None, lambda: layer.below(given, *args, **kwargs))
+    return _call_and_measure(concerned, None, lambda: layer.below(given, *args, **kwargs))
 
 
 def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     handle = getattr(optimizer, _MARK, None)
     concerned = [] if handle is None or not scaler.is_enabled() else [handle]
-    return _changing(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
+    return _call_and_measure(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
 
 
 def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +211,7 @@ def _scalers(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
         yield from _scalers(derived)
 
 
-def _lay_on() -> None:
+def _install_layers() -> None:
     """Patches torch's clips and scalers so that they notify the handles."""
     with lock:
         if _layers:
@@ -221,15 +220,15 @@ def _lay_on() -> None:
             _layers.extend(Layer(module, name, _clip, watches=True) for name in ("clip_grad_norm_", "clip_grad_value_"))
         for kind in _scalers(GradScaler):
             methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
-            _layers.extend(Layer(kind, name, instead) for name, instead in methods.items() if name in kind.__dict__)
+            _layers.extend(Layer(kind, name, method) for name, method in methods.items() if name in kind.__dict__)
 
 
-def _take_off() -> None:
+def _remove_layers() -> None:
     """Restores torch's functions if no optimizer is watched any more."""
     with lock:
         if not _handles:
             for layer in _layers:
-                layer.take_off()
+                layer.remove()
             _layers.clear()
 
 
@@ -277,8 +276,8 @@ def auto(
     if not isinstance(given, Optimizer):
         refuse_engine(given)
         raise TypeError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; of a "
-            "wrapped one pass what it wraps, optimizer.optimizer for example"
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
+            "wrapped optimizer pass the inner one, for example optimizer.optimizer"
         )
     if model is None:
         source = source_of(optimizer)
@@ -287,5 +286,5 @@ def auto(
     known = getattr(optimizer, _MARK, None)
     if known is not None:
         known.remove()
-    _lay_on()
+    _install_layers()
     return AutoHandle(optimizer, monitor, max_norm)

@@ -31,7 +31,7 @@ from gradstat._core.measure import measure
 from gradstat._core.measurement import Measurement
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, source_of
-from gradstat._core.tensors import is_distributed, moved
+from gradstat._core.tensors import is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
@@ -41,9 +41,9 @@ from gradstat.counters import counters_on
 
 _current_backward = torch._C._current_graph_task_id  # -1 outside a backward pass
 _APPLY, _RUN = BackwardCFunction.apply.__code__, _engine_run_backward.__code__
-_REMEDY = "use guarded_step after backward, or FSDP2 (fully_shard), which reduces before"
+_REMEDY = "use guarded_step after backward, or FSDP2 (fully_shard), which reduces them earlier"
 # Only looked up in sys.modules, never imported here.
-_OLDER_FSDP = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
 def step_in_backward(
@@ -92,13 +92,13 @@ def step_in_backward(
     kind: Any = optimizer_class
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(
-            "optimizer_class: expected a class such as torch.optim.AdamW, of which step_in_backward makes an optimizer "
-            f"with the options given, got {kind if isinstance(kind, type) else type(kind)}"
+            "optimizer_class: expected a class such as torch.optim.AdamW, which step_in_backward instantiates with the "
+            f"given options, got {kind if isinstance(kind, type) else type(kind)}"
         )
     checked: Any = kind
     if optimizers.traits_of_kind(checked).needs_closure:
         raise ValueError(
-            f"{kind.__name__} evaluates the loss several times in a step, which cannot be taken in backward; use "
+            f"{kind.__name__} evaluates the loss several times per step, so it cannot step in backward; use "
             "guarded_step(optimizer, closure=closure)"
         )
     _check_clip(clip)
@@ -117,19 +117,19 @@ def step_in_backward(
     if isinstance(clip, AGC) and is_distributed(source.parameters):
         i = next(i for i, parameter in enumerate(source.parameters) if is_distributed([parameter]))
         raise NotImplementedError(
-            f"{source.names()[i]!r} is a distributed tensor, and AGC clips slices of tensors that are here as a whole; "
+            f"{source.names()[i]!r} is a distributed tensor, and AGC clips slices of whole tensors only; "
             "pass a number, AdaGC or LastNormClip"
         )
     taken = [i for i, p in enumerate(source.parameters) if getattr(p, "_stepped_in_backward", None) is not None]
     if taken:
         raise RuntimeError(
-            f"{source.names()[taken[0]]!r} is stepped in backward already, by an earlier step_in_backward; call "
-            "remove() of what that returned"
+            f"{source.names()[taken[0]]!r} is already stepped in backward, by an earlier step_in_backward; call "
+            "remove() on the handle it returned"
         )
     found = gradients_of(source.parameters)
     if found.tensors:
         raise RuntimeError(
-            f"{labels_of(source, found).of(0)!r} has a gradient already, which the first step would add to; call "
+            f"{labels_of(source, found).of(0)!r} already has a gradient, to which backward() would add; call "
             "model.zero_grad() first"
         )
     return StepInBackward(optimizer, source, clip)
@@ -147,30 +147,30 @@ class StepInBackward:
         self.optimizer = optimizer
         self._source, self._clip = source, clip
         self._limit = float(clip) if isinstance(clip, (int, float)) else math.inf
-        self._parts = [clip._alone() for _ in source.parameters] if isinstance(clip, TensorClip) else []
-        self._rows_of_parts: Tensor | None = None
+        self._clips = [clip._for_one_tensor() for _ in source.parameters] if isinstance(clip, TensorClip) else []
+        self._clip_states: Tensor | None = None
         self._is_foreign = optimizers.traits_of(optimizer).repeats_closure
         kind: Any = type(optimizer)
         # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
         own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
         self._step = optimizer.step if self._is_foreign else own
-        self._labels = [Labels(functools.partial(_named, source, i), tuple) for i in range(len(source.parameters))]
+        self._labels = [Labels(functools.partial(_name_at, source, i), tuple) for i in range(len(source.parameters))]
         self._found: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
-        self._is_distributed, self._is_reduced = is_distributed(source.parameters), False
+        self._is_distributed, self._has_checked_reducers = is_distributed(source.parameters), False
         self._measured: Measured | None = None
         self._gradients = Gradients([], [], [])
         self._report: PendingReport | None = None
         self._lock = threading.Lock()  # autograd runs one thread per device
         numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._hooks: list[Any] = [
-            _hooked(parameter, functools.partial(_complete, weakref.ref(self), i, number))
+            _register_hook(parameter, functools.partial(_complete, weakref.ref(self), i, number))
             for i, (number, parameter) in enumerate(zip(numbers, source.parameters, strict=True))
             if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._hooks.append(optimizer.register_step_pre_hook(self._refuse_step))
         for parameter in source.parameters:
-            parameter._stepped_in_backward = _HeldBy(self)  # type: ignore[attr-defined]
+            parameter._stepped_in_backward = _HandleReference(self)  # type: ignore[attr-defined]
         _handles[optimizer] = weakref.ref(self)
 
     @property
@@ -226,7 +226,7 @@ class StepInBackward:
     def _last(self) -> Measured:
         if self._measured is None:
             raise RuntimeError(
-                "no backward pass of this model has ended since step_in_backward, or the last one failed"
+                "no backward pass of this model has finished since step_in_backward, or the last one failed"
             )
         return self._measured
 
@@ -245,22 +245,22 @@ class StepInBackward:
             group = optimizer.param_groups[number]  # looked up each time: load_state_dict replaces the dicts
             if gradient.is_sparse and group.get("fused"):
                 raise RuntimeError(
-                    f"the gradient of {labels.of(0)!r} is sparse, which no fused optimizer takes; pass fused=False"
+                    f"the gradient of {labels.of(0)!r} is sparse, unsupported by fused optimizers; pass fused=False"
                 )
             request = StepRequest(self._limit, None, None)
             if is_distributed([gradient]):
-                rows, measured, gradient = _measured_over_ranks(gradient, labels, request, parameter)
+                rows, measured, gradient = _measure_over_ranks(gradient, labels, request, parameter)
             else:
                 measured = Measured.of([gradient], labels, request, [parameter], None, None)
                 rows = measured.rows
             rewrites = self._limit != math.inf
-            if self._parts:
-                assert self._rows_of_parts is not None
-                part = self._parts[i]
-                part._memory = self._rows_of_parts[i]
+            if self._clips:
+                assert self._clip_states is not None
+                part = self._clips[i]
+                part._memory = self._clip_states[i]
                 measured.limit_tensors_(part, [parameter], [gradient])
             elif isinstance(self._clip, LastNormClip) and self._clip.coefficient is not None:
-                measured.scale_by_(moved(self._clip.coefficient, measured.numbers.device))
+                measured.scale_by_(to_device(self._clip.coefficient, measured.numbers.device))
                 rewrites = True
             self._step_alone(measured, group, parameter, gradient, rewrites)
             self._found[i] = rows
@@ -275,15 +275,15 @@ class StepInBackward:
         before = dict(group) if self._is_foreign else group
         try:
             optimizer.param_groups, group["params"] = [group], [parameter]
-            measured.take(optimizer, self._step, [gradient], rewrites, skips=True)
+            measured.step_optimizer(optimizer, self._step, [gradient], rewrites, skips=True)
         finally:
             optimizer.param_groups, group["params"] = groups, every
         if before is not group:
             for key, value in group.items():
                 if isinstance(value, (int, float)) and value != before.get(key):
                     raise RuntimeError(
-                        f"{type(optimizer).__name__} has changed {key!r} of the whole group in the step of "
-                        f"{measured.labels.of(0)!r} alone; step it after backward, with guarded_step"
+                        f"{type(optimizer).__name__} changed {key!r} of its group in the step of "
+                        f"{measured.labels.of(0)!r} alone; use guarded_step after backward"
                     )
 
     def _begin(self) -> None:
@@ -294,7 +294,7 @@ class StepInBackward:
             is_whole = is_whole or frame.f_code is _RUN
             if is_whole and frame.f_code is _APPLY:
                 raise RuntimeError(
-                    "this backward pass runs inside of another one, whose end is that of the step (reentrant "
+                    "this backward pass runs inside another one, whose end is the end of the step (reentrant "
                     "checkpointing); use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             frame = frame.f_back
@@ -302,17 +302,17 @@ class StepInBackward:
         if count != len(self._labels):
             raise RuntimeError(
                 f"the optimizer has {count} parameters and had {len(self._labels)} when step_in_backward was called; "
-                "remove() the handle and call it again with all of them"
+                "remove() the handle and call step_in_backward again"
             )
-        if not self._is_reduced:
+        if not self._has_checked_reducers:
             _refuse_reducers(self._source)
-            self._is_reduced = True
+            self._has_checked_reducers = True
         if self._backward != _current_backward():
             self._backward = _current_backward()
             self._found = [None] * count
             self._measured = self._report = None
             if isinstance(self._clip, TensorClip):
-                self._rows_of_parts = self._clip._spread(count, self._source.parameters[0].device)
+                self._clip_states = self._clip._initial_states(count, self._source.parameters[0].device)
         self._is_open = True
         # FSDP2 completes gradients of modules whose inputs need none in its own callback, which is queued already.
         _queue(functools.partial(_queue, self._end) if self._is_distributed else self._end)
@@ -326,7 +326,7 @@ class StepInBackward:
         missing = [i for i, p in enumerate(self._source.parameters) if self._found[i] is None and p.requires_grad]
         self._found = []
         self._gradients = Gradients([], None if len(found) == len(self._labels) else positions, missing)
-        rows = _joined(found)
+        rows = _concat(found)
         if self._is_distributed:
             from gradstat._core.sharded import Sharded
 
@@ -340,8 +340,8 @@ class StepInBackward:
         if isinstance(self._clip, LastNormClip):
             self._clip._remember(decision.norm)
         elif isinstance(self._clip, TensorClip):
-            assert self._rows_of_parts is not None
-            self._clip._gather_(self._rows_of_parts, decision.norm)
+            assert self._clip_states is not None
+            self._clip._collect_(self._clip_states, decision.norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # keeps torch's schedulers from warning
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -350,8 +350,8 @@ class StepInBackward:
             return  # called by us, during backward
         if "found_inf" in vars(optimizer):
             raise RuntimeError(
-                "a loss scaler steps this optimizer, which was stepped in backward already, by gradients with their "
-                "scale; step_in_backward does not unscale: train in bfloat16, or use guarded_step(scaler=scaler)"
+                "a loss scaler called step() of an optimizer that was already stepped in backward, with scaled "
+                "gradients; step_in_backward does not unscale: train in bfloat16, or use guarded_step(scaler=scaler)"
             )
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch.distributed.checkpoint creates the state by such a step, which changes no parameter
@@ -359,11 +359,11 @@ class StepInBackward:
         if found.tensors:
             raise RuntimeError(
                 f"{labels_of(self._source, found).of(0)!r} has a gradient that was not stepped in backward; call "
-                "zero_grad(), or remove() the handle to step by yourself"
+                "zero_grad(), or remove() the handle and call step() yourself"
             )
 
 
-class _HeldBy:
+class _HandleReference:
     """A parameter's strong reference to its handle. Hooks refer to it weakly, as the GC cannot see through hooks.
 
     Pickling a parameter stores None in its place.
@@ -396,11 +396,11 @@ _handles: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepInBackward]] = we
 def _check_clip(clip: object) -> None:
     if isinstance(clip, NormClip):
         raise ValueError(
-            f"{type(clip).__name__} decides by the norm of all gradients, which is not known before backward is over; "
-            f"use guarded_step, or LastNormClip({type(clip).__name__}(...)), which takes the norm of the step before"
+            f"{type(clip).__name__} needs the norm of all gradients, which is not known until backward has finished; "
+            f"use guarded_step, or LastNormClip({type(clip).__name__}(...)), which uses the norm of the previous step"
         )
     if isinstance(clip, TensorClip):
-        clip._alone()  # raises if it cannot
+        clip._for_one_tensor()  # raises if it cannot
     elif isinstance(clip, (int, float)):
         if not clip >= 0:
             raise ValueError(f"clip is {clip}; expected a number of at least 0, the limit of each gradient's norm")
@@ -415,8 +415,8 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     if isinstance(model, Module):
         if isinstance(uncompiled(model), DistributedDataParallel) or engine_of(model) is not None:
             raise NotImplementedError(
-                f"{type(model).__name__} reduces gradients over ranks after they are complete, so ranks would step by "
-                f"different ones; {_REMEDY}"
+                f"{type(model).__name__} reduces gradients over ranks after they are complete, so ranks would step "
+                f"with different ones; {_REMEDY}"
             )
         return [{"params": list(model.parameters())}]
     if isinstance(model, Tensor) or not isinstance(model, Iterable):
@@ -424,7 +424,7 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     given = list(model)
     if not any(isinstance(item, dict) for item in given):
         return [{"params": given}]
-    return [{**group, "params": _listed(group["params"])} for group in given]
+    return [{**group, "params": _as_list(group["params"])} for group in given]
 
 
 def _refuse_reducers(source: Source) -> None:
@@ -434,7 +434,7 @@ def _refuse_reducers(source: Source) -> None:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    older = getattr(sys.modules.get(_OLDER_FSDP[0]), _OLDER_FSDP[1], DistributedDataParallel)
+    older = getattr(sys.modules.get(_FSDP1[0]), _FSDP1[1], DistributedDataParallel)
     position = {id(parameter): i for i, parameter in enumerate(source.parameters)}
     for item in gc.get_objects():
         kind = type(item)
@@ -442,12 +442,12 @@ def _refuse_reducers(source: Source) -> None:
             i = next((position[id(p)] for p in item.parameters() if id(p) in position), None)
             if i is not None:
                 raise NotImplementedError(
-                    f"{source.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks after this "
-                    f"rank would have stepped by its own; expected gradients that are reduced before; {_REMEDY}"
+                    f"{source.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks only after "
+                    f"this rank would have stepped with its own; {_REMEDY}"
                 )
 
 
-def _listed(parameters: Any) -> list[Any]:
+def _as_list(parameters: Any) -> list[Any]:
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
@@ -463,7 +463,7 @@ def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tens
     return all(p.is_floating_point() and p.device.type in devices for p in parameters)
 
 
-def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
+def _register_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Registers a hook; torch refuses that for a frozen parameter, which may be trained later."""
     is_frozen = not parameter.requires_grad
     try:
@@ -473,7 +473,7 @@ def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
             parameter.requires_grad_(False)
 
 
-def _measured_over_ranks(
+def _measure_over_ranks(
     gradient: Any, labels: Labels, step: StepRequest, parameter: Any
 ) -> tuple[Measurement, Measured, Tensor]:
     """The rows of this rank's shard, the decision based on the whole tensor, and the gradient to step with.
@@ -497,11 +497,11 @@ def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _named(source: Source, i: int) -> list[str]:
+def _name_at(source: Source, i: int) -> list[str]:
     return [source.names()[i]]
 
 
-def _joined(parts: list[Measurement]) -> Measurement:
+def _concat(parts: list[Measurement]) -> Measurement:
     """The rows of tensors that were measured one by one, joined into one table per device."""
     tables: dict[torch.device, list[Tensor]] = {}
     order: dict[torch.device, list[int]] = {}

@@ -129,7 +129,7 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
         names, listed = list(tensors), list(tensors.values())
     else:
         if not isinstance(tensors, Iterable):
-            raise TypeError(f"expected tensors, by name or in a sequence, or one tensor, got {type(tensors).__name__}")
+            raise TypeError(f"expected a tensor, or tensors in a mapping or sequence, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [name_by_position(i) for i in range(len(listed))]
     measured = measure(listed, lambda i: names[i], backend, over_ranks=False)

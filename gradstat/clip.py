@@ -13,18 +13,18 @@ from torch import Tensor
 from gradstat._core import norms
 from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
 from gradstat._core.native import DeviceModule, operators
-from gradstat._core.parameters import gradients_to_clip, listed, require_foreach
+from gradstat._core.parameters import as_list, gradients_to_clip, require_foreach
 from gradstat._core.tensors import (
     ExtraGroups,
     NameOf,
     by_device,
-    changeable,
     check_writable,
+    contiguous_for_update,
     is_dense,
     is_distributed,
-    moved,
     name_by_position,
     shard_of,
+    to_device,
 )
 
 
@@ -139,7 +139,7 @@ def get_total_norm(
     Raises:
         As `clip_grad_norm_`; and TypeError if an item of ``tensors`` is not a tensor.
     """
-    given = listed(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
+    given = as_list(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
     norm_type = float(norm_type)
     if not given and extra_groups is None:
         return torch.tensor(0.0, device="cpu")
@@ -196,7 +196,7 @@ def clip_grads_with_norm_(
             if backend is not None:
                 raise NotImplementedError("inside torch.compile, clip_grads_with_norm_ takes no backend")
             device = gradients[0].device
-            operators(device).scale_.default(gradients, moved(coefficient, device))
+            operators(device).scale_.default(gradients, to_device(coefficient, device))
             return
         scale_gradients_(gradients, coefficient, name_of, backend)
     torch.autograd.graph.increment_version(gradients)
@@ -247,7 +247,7 @@ def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: Name
     RuntimeError or NotImplementedError, before any gradient is changed, if one cannot be scaled in place.
     """
     direct = direct_for(gradients[0], name_of, backend)
-    if direct is None or not direct.scale_(gradients, moved(coefficient, gradients[0].device)):
+    if direct is None or not direct.scale_(gradients, to_device(coefficient, gradients[0].device)):
         with torch.no_grad():
             scale_everywhere_(check_writable(gradients, name_of), coefficient.reshape(-1)[0], name_of, backend)
 
@@ -257,5 +257,5 @@ def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameO
     groups = by_device(targets)
     kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
     for device, at in groups.items():
-        with changeable([targets[i] for i in at], is_dense) as dense:
-            kernels[device].scale_(dense, moved(coefficient, device))
+        with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
+            kernels[device].scale_(dense, to_device(coefficient, device))

@@ -49,8 +49,8 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     if any(group[0].is_complex() for group in groups):
         name = found.name_of(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))
         raise NotImplementedError(
-            f"{name!r} is complex, and complex numbers have no order to clamp them by; clip them to a norm with "
-            "clip_grad_norm_"
+            f"{name!r} is complex, and complex numbers have no order by which to clamp them; clip them by norm, "
+            "with clip_grad_norm_"
         )
     with torch.no_grad():
         for group in groups:

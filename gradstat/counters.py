@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture
+from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class StepCounters:
         Without ``wait`` only the first call waits for the device; on a GPU the counts are then those at the previous
         call, or of one step earlier than the last if this is called on every step.
         """
-        with behind(self.streams):
+        with on_streams(self.streams):
             return StepCounts(*(int(count) for count in self._mirror.read(wait)))
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
-from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture
-from gradstat._core.tensors import is_distributed, moved
+from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture
+from gradstat._core.tensors import is_distributed, to_device
 from gradstat.adaptive._base import number, whole_number
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class SpikeGuard:
 
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
-        with behind(self._streams):
+        with on_streams(self._streams):
             numbers = [int(number) for number in self._mirror.read(wait)]
         steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reason = numbers[:_RECORDED]
         return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reasons_of(reason))
@@ -184,8 +184,7 @@ class SpikeGuard:
         values = state["tensors"]["values"]
         if state["rule"] != self._rule or values.shape[1] != self._window:
             raise ValueError(
-                f"this is the state of {state['rule']} with window={values.shape[1]}, which {self!r} cannot continue "
-                "from"
+                f"this is the state of {state['rule']} with window={values.shape[1]}, which {self!r} cannot load"
             )
         memory = torch.cat([state["tensors"]["totals"], values.reshape(-1)])
         self._memory = memory if self._memory is None else self._memory.copy_(memory)
@@ -234,7 +233,7 @@ class SpikeGuard:
             return loss
         from gradstat._core import collectives
 
-        group = collectives.member(self._group)
+        group = collectives.require_member(self._group)
         if dist.get_world_size(group) == 1:
             return loss
         mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
@@ -242,7 +241,7 @@ class SpikeGuard:
 
 
 def _on(value: Tensor, device: torch.device) -> Tensor:
-    return value if value.device == device else moved(value, device)
+    return value if value.device == device else to_device(value, device)
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:
@@ -254,15 +253,15 @@ def checked_value(name: str, value: Any) -> Tensor:
     """``value``, checked to be one that a guard can judge. Raises TypeError or ValueError."""
     if not isinstance(value, Tensor):
         raise TypeError(
-            f"{name}: expected a tensor of one number, got {type(value).__name__}; pass the loss itself, not "
+            f"{name}: expected a tensor with one element, got {type(value).__name__}; pass the loss itself, not "
             "loss.item(), which waits for the device"
         )
     if is_distributed([value]):
         raise ValueError(f"{name} is a distributed tensor; pass {name}.full_tensor()")
     if value.numel() != 1 or not value.dtype.is_floating_point:
         raise ValueError(
-            f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating number, such "
-            f"as {name}.mean()"
+            f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating-point "
+            f"number, such as {name}.mean()"
         )
     return value
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
-from gradstat._core.host_copy import Mirror, Streams, behind, refuse_capture, streams_of
+from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
 from gradstat._core.measure import measure
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat.adaptive._base import whole_number
@@ -77,7 +77,7 @@ class NoiseScale:
             raise ValueError(f"decay is {decay}; expected a number from 0 to less than 1")
         source = source_of(parameters)
         if source.engine is not None:
-            raise TypeError(f"{type(parameters).__name__} keeps gradients to itself and shows none of a micro-batch")
+            raise TypeError(f"{type(parameters).__name__} does not expose gradients per micro-batch")
         named = zip(source.names(), source.parameters, strict=True)
         self._source = source_of([(name, parameter) for name, parameter in named if parameter.requires_grad])
         self._names = list(self._source.names())
@@ -122,8 +122,8 @@ class NoiseScale:
             raise RuntimeError("step() before micro_batch(); call that after the backward() of each micro-batch")
         if self._count * self._ranks < 2:
             raise RuntimeError(
-                "one micro-batch in this step: the noise scale comes from the difference between a part of a batch and "
-                "all of it; accumulate at least two, see `ranks` for DDP, and reset() where an epoch ends with one"
+                "this step has one micro-batch, but the noise scale is estimated from the difference between one and "
+                "all; accumulate at least two, see `ranks` for DDP, and call reset() where an epoch ends with one"
             )
         if self._first is not None:
             self._add(torch.stack([self._first, self._rows("step()", rows)]))
@@ -169,7 +169,7 @@ class NoiseScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``, made by `state_dict`, at any size; ValueError for other parameters."""
         if state["names"] != self._names:
-            raise ValueError("this state is of other parameters, or of the same in another order or by other names")
+            raise ValueError("this state is of other parameters, or of the same in another order or under other names")
         self._averages.copy_(state["averages"])
         self._averages[0] *= state["micro_batch_size"] / self._size
         self._streams = streams_of([self._averages])
@@ -199,8 +199,8 @@ class NoiseScale:
         if given is not None:
             if given.shape != expected:
                 raise ValueError(
-                    f"rows has the shape {tuple(given.shape)}; expected {expected}: what gradstat.stats gives of the "
-                    "gradients of all parameters that require one"
+                    f"rows has the shape {tuple(given.shape)}; expected {expected}: the table that gradstat.stats "
+                    "returns for the gradients of all parameters that require one"
                 )
             return given
         gradients = gradients_of(self._source.parameters)
@@ -216,7 +216,7 @@ class NoiseScale:
 
     def _read(self, wait: bool) -> Any:
         """The averages of noise and signal for each parameter, [2, parameters], on the host."""
-        with behind(self._streams):
+        with on_streams(self._streams):
             averages = self._mirror.read(wait).copy()
         averages[0] *= -self._size
         return averages

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch.nn.utils.clip_grad
 from torch import Tensor
 
-from gradstat._core.parameters import PLAIN_TYPES, gradients_of, listed
+from gradstat._core.parameters import PLAIN_TYPES, as_list, gradients_of
 from gradstat._core.tensors import is_distributed
 from gradstat._core.warn import warn_user
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -42,12 +42,12 @@ class TorchPatch:
             UserWarning: Other code has replaced a function since. It is left in place; the message names it.
         """
         with lock:
-            buried = [layer.place for layer in self._layers if not layer.take_off()]
+            replaced = [layer.place for layer in self._layers if not layer.remove()]
             self._layers = []
-        if buried:
+        if replaced:
             warn_user(
-                f"replaced by someone else after gradstat.patch_torch(), and left as it is: {', '.join(buried)}. What "
-                "is there now may still call gradstat's function, which from now on hands over to torch's"
+                f"replaced by other code after gradstat.patch_torch(), and not restored: {', '.join(replaced)}. The "
+                "replacement may still call gradstat's function, which from now on calls torch's"
             )
 
     def __enter__(self) -> TorchPatch:
@@ -82,21 +82,23 @@ def patch_torch() -> TorchPatch:
     state before the first one. Calls in progress in other threads are not interrupted.
     """
     with lock:
-        return TorchPatch([Layer(module, name, instead) for module, name, instead in _PLACES if hasattr(module, name)])
+        return TorchPatch(
+            [Layer(module, name, replacement) for module, name, replacement in _PLACES if hasattr(module, name)]
+        )
 
 
 class Layer:
     """A function installed in place of another one, which may itself be a layer of an earlier patch."""
 
-    def __init__(self, owner: ModuleType | type, name: str, instead: _Function, watches: bool = False) -> None:
-        """``instead`` gets the layer as its first argument; ``watches`` if it always calls the function below."""
+    def __init__(self, owner: ModuleType | type, name: str, replacement: _Function, watches: bool = False) -> None:
+        """``replacement`` gets the layer as its first argument; ``watches`` if it always calls the function below."""
         self._owner, self._name, self._watches = owner, name, watches
         self.below: _Function = getattr(owner, name)
         self._removed = False
 
         @functools.wraps(self.below)
         def function(*args: Any, **kwargs: Any) -> Any:
-            return instead(self, *args, **kwargs)
+            return replacement(self, *args, **kwargs)
 
         self._function = function
         setattr(owner, name, self._function)
@@ -106,7 +108,7 @@ class Layer:
     def place(self) -> str:
         return f"{self._owner.__name__}.{self._name}"
 
-    def take_off(self) -> bool:
+    def remove(self) -> bool:
         """Undoes the replacement; False if other code's function is on top, which is left there."""
         _layers.remove(self)
         self._removed = True
@@ -127,7 +129,7 @@ class Layer:
         return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
 
 
-def as_named(function: _Function) -> _Function:
+def importable_version(function: _Function) -> _Function:
     """The picklable object found under ``function``'s name, if it is the same apart from layers that only watch."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     there = getattr(module, getattr(function, "__qualname__", ""), None)
@@ -163,7 +165,7 @@ def _norm_clip(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = listed(parameters)
+    given = as_list(parameters)
     gradients = gradients_of(given).tensors
     # Without gradients, ours may reject what torch accepts: parameters of an engine that clips by itself.
     function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
@@ -171,7 +173,7 @@ def _norm_clip(
 
 
 def _value_clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-    given = listed(parameters)
+    given = as_list(parameters)
     gradients = gradients_of(given).tensors
     function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
     return function(given, *args, **kwargs)
@@ -180,7 +182,7 @@ def _value_clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any,
 def _total_norm(
     layer: Layer, tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
-    given = listed(tensors, "tensors")
+    given = as_list(tensors, "tensors")
     function = layer.choose(get_total_norm, given, norm_type)
     return _as_torchs(function(given, norm_type, *args, **kwargs), given)
 
@@ -193,7 +195,7 @@ def _clip_with_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = listed(parameters)
+    given = as_list(parameters)
     gradients = gradients_of(given).tensors
     tensors = [*gradients, *([total_norm] if isinstance(total_norm, Tensor) else [])]
     function = layer.choose(clip_grads_with_norm_, tensors) if gradients else layer.below

@@ -352,7 +352,7 @@ class Report(RowValues):
             lines.append("Inf and no NaN: the loss scale was too large. The step is skipped and the scale lowered")
         elif self.loss_scale is not None and self.nan_count and self.inf_count:
             lines.append(
-                "NaN beside Inf may come of it (Inf - Inf). If it stays while the loss scale falls, it does not"
+                "NaN may result from Inf (Inf - Inf). If NaN remains while the loss scale falls, it has another cause"
             )
         if len(self.nonfinite) > _SHOWN:
             lines.append(f"... and {len(self.nonfinite) - _SHOWN} more that are not finite")
@@ -368,7 +368,7 @@ def bad_words(stats: TensorStats) -> str:
     first = stats.first_nonfinite
     where = "" if first is None else f" at [{', '.join(map(str, first))}]"
     if stats.rank is not None:
-        where += f" on rank {stats.rank}" + f" (of {stats.bad_ranks} ranks that have some)" * (
+        where += f" on rank {stats.rank}" + f" (of {stats.bad_ranks} ranks with NaN or Inf)" * (
             (stats.bad_ranks or 0) > 1
         )
     place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
-from gradstat._core.tensors import ExtraGroups, moved, refuse_distributed
+from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale as _scaling
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
@@ -153,14 +153,14 @@ def guarded_step(
     if optimizers.traits_of(optimizer).repeats_closure:
         if clip is not None:
             raise ValueError(
-                f"{type(optimizer).__name__} evaluates the loss several times in a step, each of which an adaptive "
-                "clip would take for a step; pass a number as max_norm"
+                f"{type(optimizer).__name__} evaluates the loss several times in a step, and an adaptive clip would "
+                "count each evaluation as a step; pass a number as max_norm"
             )
         return _step_repeating(request, closure)
     with torch.enable_grad():
         returned = closure()
     if guard is not None and returned is not None:
-        request = request._replace(loss=checked_value("what the closure returned", returned))
+        request = request._replace(loss=checked_value("the closure's loss", returned))
     return _step(request, returned)
 
 
@@ -170,7 +170,7 @@ def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: 
         raise ValueError("a loss scaler finds its scale by skipping steps; leave skip_nonfinite=True")
     if closure is not None:
         raise RuntimeError(
-            "a closure and a loss scaler do not go together, as in torch; compute scaler.scale(loss).backward() "
+            "a closure cannot be combined with a loss scaler, as in torch; call scaler.scale(loss).backward() "
             "before the step"
         )
     loss_scale = _scaling.require_scale(scaler, "guarded_step")
@@ -184,7 +184,7 @@ def _check_guard(request: _Request, closure: object) -> None:
             continue
         if guard is None:
             raise ValueError(
-                f"{name} is what a guard judges; pass guard=gradstat.SpikeGuard() with it, or leave it out"
+                f"{name} is used only with a guard; pass guard=gradstat.SpikeGuard() with it, or leave it out"
             )
         checked_value(name, value)
     if guard is None:
@@ -194,16 +194,16 @@ def _check_guard(request: _Request, closure: object) -> None:
     if not request.skips:
         raise ValueError("a guard refuses steps by skipping them; leave skip_nonfinite=True")
     if closure is not None and request.loss is not None:
-        raise ValueError("the closure returns the loss; leave loss= out")
+        raise ValueError("the closure already returns the loss; leave loss= out")
     if closure is not None and optimizers.traits_of(request.optimizer).repeats_closure:
         raise ValueError(
-            f"{type(request.optimizer).__name__} evaluates the loss several times in a step, each of which a guard "
-            "would take for a step; leave guard= out"
+            f"{type(request.optimizer).__name__} evaluates the loss several times in a step, and a guard would count "
+            "each evaluation as a step; leave guard= out"
         )
     if guard.scales and isinstance(request.clip, TensorClip):
         raise ValueError(
-            f"{type(request.clip).__name__} writes gradients before it is known how far to scale them down; make the "
-            "guard without scale=, which skips"
+            f"{type(request.clip).__name__} changes gradients before the guard decides how far to scale them down; "
+            "make the guard without scale=, so that it skips"
         )
 
 
@@ -238,7 +238,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         measured.limit_tensors_(clip, parameters, gradients)
         rewrites = False
-    stepped, returned = measured.take(optimizer, optimizer.step, gradients, rewrites, request.skips)
+    stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
     if not stepped:
         # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     measured = Measured.of(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups)
     if before is not None:
         for tensor in before:
-            measured.verdict[0].add_(moved(tensor, measured.verdict.device))
+            measured.verdict[0].add_(to_device(tensor, measured.verdict.device))
         measured.verdict[0].clamp_(max=1.0)
     if counts and request.guard is not None:
         counters = counters_on(request.optimizer, measured.verdict.device).tensor

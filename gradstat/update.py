@@ -16,7 +16,7 @@ from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.parameters import named_by, names_at, source_of
-from gradstat._core.tensors import moved
+from gradstat._core.tensors import to_device
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.updates import kind_of, update_sums
 
@@ -73,7 +73,7 @@ class UpdateReport:
     def table(self) -> Tensor:
         """``[n, 4]`` float64 on the device, with the columns of `UPDATE_FIELDS`. No sync."""
         sizes = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")
-        table: Tensor = _derived(torch, self._sums, moved(sizes, self._sums.device))
+        table: Tensor = _derived(torch, self._sums, to_device(sizes, self._sums.device))
         return table
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class UpdateReport:
         every = [("", *UPDATE_FIELDS), *rows]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in every]
-        return "\n".join([f"gradstat: the updates to come of {len(self)} parameters, largest first", *lines])
+        return "\n".join([f"gradstat: the next update of {len(self)} parameters, largest first", *lines])
 
 
 def _derived(xp: Any, sums: Any, sizes: Any) -> Any:

@@ -56,7 +56,7 @@ def _watched_no_longer() -> Iterator[None]:
             for handle in list(automatic._handles):
                 with contextlib.suppress(AnomalyError):
                     handle.remove()
-        automatic._take_off()
+        automatic._remove_layers()
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda pair: "-".join(pair))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradstat._core import native
 from gradstat._core.native import BackendUnavailableError, DeviceModule
-from gradstat._core.tensors import changeable, units_of
+from gradstat._core.tensors import contiguous_for_update, units_of
 from gradstat._core.warn import warn_user
 from gradstat._fields import NAMES
 
@@ -74,7 +74,7 @@ class Kernels:
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
         """Multiplies each unit, in the order of `unit_stats`, by its element of ``coefficients``; see `scale_each_`."""
-        with changeable(tensors, Tensor.is_contiguous) as targets:
+        with contiguous_for_update(tensors, Tensor.is_contiguous) as targets:
             units = [unit for tensor in targets for unit in units_of(tensor)]
             if units:
                 self.scale_each_(units, coefficients)
@@ -115,17 +115,17 @@ class NativeKernels(Kernels):
         return table
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        with changeable(tensors, Tensor.is_contiguous) as targets:
+        with contiguous_for_update(tensors, Tensor.is_contiguous) as targets:
             torch.ops.gradstat.scale_units_.default(targets, coefficients)
 
 
 def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
     if numbers.dtype != dtype:
-        raise RuntimeError(f"what tensors are multiplied by must be {dtype}, got {numbers.dtype}")
+        raise RuntimeError(f"coefficients must be {dtype}, got {numbers.dtype}")
     if numbers.numel() != count or not numbers.is_contiguous():
-        raise RuntimeError(f"expected {count} contiguous numbers to multiply by, got {numbers.numel()}")
+        raise RuntimeError(f"expected {count} contiguous coefficients, got {numbers.numel()}")
     if numbers.device != device:
-        raise RuntimeError(f"what tensors are multiplied by must be on their device, {device}, got {numbers.device}")
+        raise RuntimeError(f"coefficients must be on the tensors' device, {device}, got {numbers.device}")
 
 
 def _require_device(device_type: str) -> None:
@@ -156,7 +156,7 @@ def _load_triton(device_type: str) -> Kernels:
 
 def _load_reference(device_type: str) -> Kernels:
     if device_type == "mps":
-        raise BackendUnavailableError("tables are float64, which mps devices do not have; check copies on the CPU")
+        raise BackendUnavailableError("mps devices lack float64, which tables need; check copies on the CPU")
     _require_device(device_type)
     from gradstat._core import reference
 
@@ -248,7 +248,7 @@ def resolve(requested: str | None, device_type: str) -> Kernels:
             reasons.append(f"{each}: {error}")
         else:
             if each == "reference" and reasons:
-                warn_user(f"gradstat runs its slow reference on {device_type} tensors. {' '.join(reasons)}")
+                warn_user(f"gradstat uses its slow reference backend for {device_type} tensors. {' '.join(reasons)}")
             return kernels
     raise BackendUnavailableError(f"no backend serves devices of type {device_type!r}: {' '.join(reasons)}")
 
@@ -287,4 +287,4 @@ def _how(name: str, device_type: str) -> str:
 
         how = "interpreted, for testing only" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled on use"
         return f"Triton {triton.__version__}, {how}"
-    return "plain torch, float64: the specification, not fast"
+    return "plain torch in float64: the specification, slow"

@@ -19,10 +19,10 @@ class UnreachableRankError(RuntimeError):
     """
 
 
-def member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def require_member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """``group``, or the group of all ranks; ValueError if this rank is not in it."""
     if not dist.is_initialized():
-        raise ValueError("there is no process group; call torch.distributed.init_process_group() first")
+        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only its ranks may call this")
@@ -77,7 +77,7 @@ def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: s
     return dict(sorted(known.items()))
 
 
-def in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0, 1, 3``."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
@@ -89,7 +89,7 @@ def _explained(caller: str, group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise UnreachableRankError(
-            f"{caller}: not all of {in_words(dist.get_process_group_ranks(group))} took part, as seen from rank "
+            f"{caller}: not all of {format_ranks(dist.get_process_group_ranks(group))} took part, as seen from rank "
             f"{dist.get_rank()}. A rank that died, hangs or took another branch keeps the others waiting until the "
             f"group's timeout; all of them have to call {caller} equally often. The backend said: {error}"
         ) from error

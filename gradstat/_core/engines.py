@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Piece:
+class FlatShard:
     """This rank's part of a tensor that is flattened and split over the ranks of a group: its memory and its offset.
 
     Every rank of the group has a piece of each tensor, possibly an empty one. Like a DTensor, it has ``_local_tensor``.
@@ -74,7 +74,7 @@ class DeepSpeed(_Wrapper):
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
         """The parameters, or under ZeRO-3 this rank's partitions of them, as pieces."""
         return [
-            _piece_of_stage_3(parameter, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else parameter
+            _stage_3_shard(parameter, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else parameter
             for parameter in parameters
         ]
 
@@ -97,11 +97,11 @@ class DeepSpeed(_Wrapper):
         return {id(parameter): gradient for parameter, gradient in found}
 
 
-def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
+def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
     offloads = bool(optimizer.offload_optimizer)
     if offloads:
         if optimizer.swap_optimizer:
-            raise NotImplementedError("gradients that DeepSpeed has swapped out to a disk cannot be measured")
+            raise NotImplementedError("gradients that DeepSpeed has swapped to disk (NVMe offload) cannot be measured")
         if not (optimizer._epilogue_ran_this_backward and optimizer.is_gradient_accumulation_boundary()):
             return
         _wait_for_copies()
@@ -116,18 +116,18 @@ def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
             _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
             size = parameter.partition_numel()
             local = averaged[position] if flat is None else flat.narrow(0, offset, size)
-            yield parameter, _piece_of_stage_3(parameter, local)
+            yield parameter, _stage_3_shard(parameter, local)
 
 
-def _piece_of_stage_3(parameter: Any, local: Tensor) -> Piece:
+def _stage_3_shard(parameter: Any, local: Tensor) -> FlatShard:
     """All partitions are as large as the first; those past the parameter's end are padding."""
     start = parameter.partition_numel() * torch.distributed.get_rank(parameter.ds_process_group)
     start = min(start, parameter.ds_numel)
     local = local.reshape(-1)[: parameter.ds_numel - start]
-    return Piece(parameter, parameter.ds_shape, local, start, parameter.ds_process_group)
+    return FlatShard(parameter, parameter.ds_shape, local, start, parameter.ds_process_group)
 
 
-def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
+def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
     if not optimizer.is_gradient_accumulation_boundary():
         return  # before that, only some ranks have begun to fill their buffers
     if optimizer.cpu_offload:
@@ -146,7 +146,7 @@ def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, Piece]]:
             else:
                 local = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
                 start = mapping.lp_fragment_address.start
-            yield parameter, Piece(parameter, parameter.shape, local, start, parameter._dp_group)
+            yield parameter, FlatShard(parameter, parameter.shape, local, start, parameter._dp_group)
 
 
 def _of_bf16(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -182,13 +182,13 @@ class Megatron(_Wrapper):
         """The gradients by ``id`` of the parameter; with the distributed optimizer, the pieces this rank reduces."""
         is_cut = self.engine.ddp_config.use_distributed_optimizer
         return {
-            id(parameter): _piece_of_bucket(buffer, parameter) if is_cut else parameter.main_grad
+            id(parameter): _bucket_shard(buffer, parameter) if is_cut else parameter.main_grad
             for buffer in (*self.engine.buffers, *self.engine.expert_parallel_buffers)
             for parameter in buffer.params
         }
 
 
-def _piece_of_bucket(buffer: Any, parameter: Tensor) -> Piece:
+def _bucket_shard(buffer: Any, parameter: Tensor) -> FlatShard:
     """Each bucket of a buffer is split evenly over the ranks of the group."""
     start, end, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
@@ -196,7 +196,7 @@ def _piece_of_bucket(buffer: Any, parameter: Tensor) -> Piece:
     part = bucket.offset + size * group.rank()
     low = min(max(start, part), end)
     high = max(min(end, part + size), low)
-    return Piece(parameter, parameter.shape, buffer.grad_data[low:high], low - start, group)
+    return FlatShard(parameter, parameter.shape, buffer.grad_data[low:high], low - start, group)
 
 
 Engine: TypeAlias = DeepSpeed | Megatron
@@ -212,7 +212,7 @@ def engine_of(target: object) -> Engine | None:
     return None
 
 
-_OF_ITSELF = {
+_REMEDIES = {
     "deepspeed": "DeepSpeed's engine clips, skips and steps by itself: set gradient_clipping in its configuration. "
     "gradstat.check(engine) and gradstat.Monitor(engine) watch it",
     "megatron": "Megatron-Core keeps gradients in main_grad, which its optimizer clips: set clip_grad in its "
@@ -223,14 +223,14 @@ _OF_ITSELF = {
 def refuse_engine(target: object) -> None:
     """Raises TypeError if ``target``, passed to a function that clips or steps, is an engine or its optimizer."""
     package = type(target).__module__.partition(".")[0]
-    if package in _OF_ITSELF:
-        raise TypeError(_OF_ITSELF[package])
+    if package in _REMEDIES:
+        raise TypeError(_REMEDIES[package])
 
 
 def refuse_in_engine(parameters: list[Tensor]) -> None:
     """Raises TypeError if ``parameters``, none of which has a ``.grad``, belong to an engine that keeps gradients."""
     for parameter in parameters:
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
-            raise TypeError(_OF_ITSELF["deepspeed"])
+            raise TypeError(_REMEDIES["deepspeed"])
         if hasattr(parameter, "main_grad"):
-            raise TypeError(_OF_ITSELF["megatron"])
+            raise TypeError(_REMEDIES["megatron"])

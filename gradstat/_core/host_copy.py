@@ -27,7 +27,7 @@ def streams_of(tensors: Iterable[Tensor]) -> Streams:
 
 
 @contextmanager
-def behind(streams: Streams) -> Iterator[None]:
+def on_streams(streams: Streams) -> Iterator[None]:
     """Makes ``streams`` current, so that new work is enqueued behind the work that is already on them."""
     with ExitStack() as stack:
         for stream in streams:
@@ -39,8 +39,8 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Raises RuntimeError during CUDA graph capture, since every replay would reset ``what`` to its captured state."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{what} would be made inside of a CUDA graph, and made anew by each of its replays; run one step before "
-            "the capture"
+            f"{what} cannot be created during CUDA graph capture, as every replay would reset it; run one step "
+            "before the capture"
         )
 
 
@@ -53,8 +53,8 @@ class HostCopy:
         """Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values."""
         if _peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
-                "inside of a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be brought to the "
-                "host; check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
+                "inside a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be copied to the host; "
+                "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
             )
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
@@ -71,7 +71,7 @@ class HostCopy:
             self._host = tensor
 
     @property
-    def travels(self) -> bool:
+    def needs_copy(self) -> bool:
         """Whether there is a copy to wait for: False on the CPU and during graph capture."""
         return self._event is not None
 
@@ -100,7 +100,7 @@ class Mirror:
 
         Without ``wait`` only the first call waits for a GPU; later results may be some calls old.
         """
-        if wait or self._copy is None or not self._copy.travels:
+        if wait or self._copy is None or not self._copy.needs_copy:
             self._copy = HostCopy(self._numbers())
         if wait or self._seen is None or self._copy.done():
             self._seen = self._copy.wait().copy()

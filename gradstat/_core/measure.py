@@ -14,7 +14,7 @@ from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
 from gradstat._core.norms import Decision, StepRequest
-from gradstat._core.tensors import ExtraGroups, NameOf, TensorInfo, by_device, is_distributed, moved, readable
+from gradstat._core.tensors import ExtraGroups, NameOf, TensorInfo, by_device, is_distributed, readable, to_device
 
 # Device types that have compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
@@ -100,7 +100,7 @@ def norm_of(
     is_over_ranks = extra_groups is not None or is_distributed(tensors)
     if is_over_ranks and norm_type not in (2.0, math.inf):
         raise NotImplementedError(
-            f"over several ranks gradstat has norms of order 2 and inf only, not {norm_type}; use "
+            f"over several ranks gradstat supports norms of order 2 and inf only, not {norm_type}; use "
             "torch.nn.utils.clip_grad_norm_"
         )
     if not is_over_ranks and not is_fused(tensors, norm_type):
@@ -128,7 +128,7 @@ def _norm_of_norms(tensors: list[Tensor], norm_type: float) -> Tensor:
     each = []
     for tensor in tensors:
         wide = torch.complex128 if tensor.is_complex() else torch.float64
-        each.append(moved(torch.linalg.vector_norm(tensor.to(wide), norm_type), device))
+        each.append(to_device(torch.linalg.vector_norm(tensor.to(wide), norm_type), device))
     total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
     return total
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.norms import Decision
-from gradstat._core.tensors import TensorInfo, moved
+from gradstat._core.tensors import TensorInfo, to_device
 
-_TRAVELS = operator.attrgetter("travels")
+_NEEDS_COPY = operator.attrgetter("needs_copy")
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
@@ -48,7 +48,7 @@ class Measurement(NamedTuple):
             return torch.empty(0, len(_fields.NAMES), dtype=torch.float64, device="cpu")
         if len(self.tables) == 1:
             return self.tables[0]
-        return torch.cat([moved(table, self.tables[0].device) for table in self.tables])
+        return torch.cat([to_device(table, self.tables[0].device) for table in self.tables])
 
     def nan_if_failed(self) -> Measurement:
         """This measurement, with NaN in every column if another rank could not measure its part."""
@@ -72,9 +72,9 @@ class HostRows:
         self.infos = measurement.infos
 
     @property
-    def travels(self) -> bool:
+    def needs_copy(self) -> bool:
         """Whether anything has to be copied: False if everything is on the CPU."""
-        return any(map(_TRAVELS, self._copies))
+        return any(map(_NEEDS_COPY, self._copies))
 
     def done(self) -> bool:
         """Whether everything has arrived. Never waits."""
@@ -99,8 +99,8 @@ class HostRows:
         failed = 0 if self._failed is None else int(self._failed.wait())
         if failed:
             raise RuntimeError(
-                f"{failed} other rank{'s' * (failed != 1)} could not measure what they hold, so nothing is known "
-                "about the whole; their own errors say why"
+                f"{failed} other rank{'s' * (failed != 1)} failed to measure their shards, so the result is unknown; "
+                "see the errors on those ranks"
             )
 
 

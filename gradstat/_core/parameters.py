@@ -65,14 +65,14 @@ def _module_source(module: Module) -> Source:
             return Source(parameters, lambda: plan.names)
     named = list(module.named_parameters())
     names, parameters = tuple(name for name, _ in named), [parameter for _, parameter in named]
-    if helpers is not None and _lists_what_it_holds(module):
+    if helpers is not None and _has_standard_traversal(module):
         places = helpers.make_plan([weakref.ref(m) for m in module.modules()], parameters)
         if places is not None:  # None if a parameter is not in a dictionary of one of the modules
             _remember(module, names, places)
     return Source(parameters, lambda: names)
 
 
-def _lists_what_it_holds(module: Module) -> bool:
+def _has_standard_traversal(module: Module) -> bool:
     """Whether the parameters of ``module`` follow from its modules' dictionaries: no class overrides the listing."""
     ways = ("named_parameters", "_named_members", "named_modules")
     own = all(getattr(getattr(module, way), "__func__", None) is getattr(Module, way) for way in ways)
@@ -208,7 +208,7 @@ def names_at(source: Source, positions: list[int] | None) -> Names:
 # The arguments of torch's clipping functions, accepted as torch accepts them ---------------------------------------
 
 
-def listed(
+def as_list(
     tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
 ) -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular.
@@ -233,7 +233,7 @@ def gradients_to_clip(
 
     Raises AttributeError, which names the item that is not a parameter, or TypeError if an engine keeps the gradients.
     """
-    given = listed(parameters)
+    given = as_list(parameters)
     try:
         found = gradients_of(given)
     except AttributeError:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
 from gradstat._core.collectives import device_of, reduce_, reduce_together_
-from gradstat._core.engines import Piece
+from gradstat._core.engines import FlatShard
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
@@ -34,7 +34,7 @@ _EXTREMES = tuple(enumerate(_fields.FIELDS))[_SUMMED.stop :]
 _INDICES = [column for column, field in _EXTREMES if field.is_index]
 _NAN_COUNT = _fields.INDEX["nan_count"]
 # The groups over which a tensor's rows are merged, and a bit for each extra group.
-_Kind: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
+_GroupKey: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
 # A float64 represents integers exactly up to 2**53.
 _EXACT_BITS = 53
 _layouts: dict[int, tuple[weakref.ref[DeviceMesh], ProcessGroup | None, dict[tuple[Any, ...], Layout]]] = {}
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     groups: tuple[ProcessGroup, ...]
     resolved: tuple[Any, ...] | None  # the placements with Replicate for each Partial; None if there is no Partial
-    shards: Shards | None  # None for a `Piece`, whose indices are converted to indices in the whole tensor
+    shards: Shards | None  # None for a `FlatShard`, whose indices are converted to indices in the whole tensor
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
@@ -57,11 +57,11 @@ class Layout(NamedTuple):
             known = _layouts[id(mesh)] = (weakref.ref(mesh), world, {})
         layout = known[2].get(placements)
         if layout is None:
-            layout = known[2][placements] = cls._made(mesh, placements)
+            layout = known[2][placements] = cls._build(mesh, placements)
         return layout
 
     @classmethod
-    def _made(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+    def _build(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
         # There are several kinds of shard placements: every placement neither replicated nor partial is one.
         sharded = [d for d, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
         resolved = tuple(Replicate() if p.is_partial() else p for p in placements)
@@ -81,7 +81,7 @@ def index_bits() -> int:
 
 def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
     """For each owner a bit mask of the extra groups it is spread over, and these groups; no masks without groups."""
-    listed = _listed(extra)
+    listed = _with_members(extra)
     masks = [0] * len(owners) if listed else []
     for bit, (_, members) in enumerate(listed):
         wanted = None if members is None else set(map(id, members))
@@ -91,7 +91,7 @@ def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[li
     return masks, [group for group, _ in listed]
 
 
-def _listed(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tensor] | None]]:
+def _with_members(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tensor] | None]]:
     if extra is None:
         return []
     if isinstance(extra, (ProcessGroup, DeviceMesh)):
@@ -106,14 +106,12 @@ def _listed(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tens
 def _group_of(group: object) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"extra_groups has a mesh of {group.ndim} dimensions; pass the dimension that is meant, mesh['name']"
-            )
+            raise ValueError(f"extra_groups has a mesh of {group.ndim} dimensions; pass one of them, mesh['name']")
         return group.get_group()
     if not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"extra_groups has {type(group).__name__} where a process group or one-dimensional mesh was expected, or a "
-            "pair of one and its parameters"
+            f"extra_groups has {type(group).__name__}; expected a process group or one-dimensional mesh, or a pair of "
+            "one and its parameters"
         )
     return group
 
@@ -130,43 +128,43 @@ class Sharded:
         self, tensors: Sequence[Tensor], owners: list[Tensor] | None = None, extra: ExtraGroups | None = None
     ) -> None:
         self._tensors = list(tensors)
-        self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, Piece))
+        self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
         if self._starts:
             owners = None  # every rank has a piece of every tensor
         # Positions of the tensors' rows among the rows of all owners.
-        self._here: Sequence[int] = range(len(self._tensors))
+        self._positions: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
         stand_ins: Sequence[Tensor] = self._tensors
         if owners is not None and len(owners) > len(self._tensors) and gradients_of(owners).positions is not None:
             self._owners = [p for p in owners if p.requires_grad or p.grad is not None]
-            self._here = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
+            self._positions = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
         masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
         self._layouts: list[Layout | None] = []
-        # Rows by kind, that is by the groups they are merged over.
-        self._kinds: dict[_Kind, list[int]] = {}
+        # Rows by the groups they are merged over.
+        self._rows_by_key: dict[_GroupKey, list[int]] = {}
         # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
         mesh: DeviceMesh | None = None
         placements: tuple[Any, ...] = ()
         layout: Layout | None = None
-        kind: list[int] | None = None
+        rows: list[int] | None = None
         for row, tensor in enumerate(stand_ins):
             if isinstance(tensor, DTensor):
                 spec = tensor._spec
                 if spec.mesh is not mesh or spec.placements != placements:
                     mesh, placements = spec.mesh, spec.placements
-                    layout, kind = Layout.of(mesh, placements), None
-            elif isinstance(tensor, Piece):
+                    layout, rows = Layout.of(mesh, placements), None
+            elif isinstance(tensor, FlatShard):
                 layout = Layout((tensor.group,), None, None)
-                mesh, kind = None, None
+                mesh, rows = None, None
             elif layout is not None:
-                mesh, layout, kind = None, None, None
+                mesh, layout, rows = None, None, None
             self._layouts.append(layout)
-            if kind is None or masks:
+            if rows is None or masks:
                 groups = () if layout is None else layout.groups
-                kind = self._kinds.setdefault((groups, masks[row] if masks else 0), [])
-            kind.append(row)
-        self._groups = list(dict.fromkeys(group for groups, _ in self._kinds for group in groups))
+                rows = self._rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
+            rows.append(row)
+        self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
 
     @property
     def has_partial(self) -> bool:
@@ -187,33 +185,33 @@ class Sharded:
             [layout is not None and bool(layout.groups and layout.shards) for layout in self._layouts],
         )
         for group in self._groups:
-            rows = [row for (groups, _), members in self._kinds.items() if group in groups for row in members]
+            rows = [row for (groups, _), members in self._rows_by_key.items() if group in groups for row in members]
             packed = _reduced(packed, group, None if len(rows) == len(table) else rows)
-        merged = _stacked([_merged(packed, rows) for rows in self._kinds.values()], table)
+        merged = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
         total, failed = self._over_extra_groups(merged, table, error is not None)
         if error is not None:
             raise error
         whole = _unpack(packed)
-        if len(self._here) < len(self._owners):
-            whole = whole[list(self._here)]
-        return Measurement([whole], None, self._infos(infos), _counting(total, failed), failed)
+        if len(self._positions) < len(self._owners):
+            whole = whole[list(self._positions)]
+        return Measurement([whole], None, self._infos(infos), _add_failed(total, failed), failed)
 
     def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
         """`rows` without the rows: reduces one row per kind of tensor, and only its sums unless ``extremes``."""
         table, _, error = self._measured(measure_local)
-        if not extremes and not self._extra and len(self._kinds) == 1 and len(table):
+        if not extremes and not self._extra and len(self._rows_by_key) == 1 and len(table):
             total, failed = self._total_of_sums(table, error is not None)
         else:
             packed = _pack(table, error is not None)
-            kinds = _stacked([_merged(packed, rows) for rows in self._kinds.values()], table)
-            every = list(self._kinds)
+            kinds = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
+            every = list(self._rows_by_key)
             for group in self._groups:
                 rows = [row for row, (groups, _) in enumerate(every) if group in groups]
                 kinds = _reduced(kinds, group, None if len(rows) == len(every) else rows, extremes)
             total, failed = self._over_extra_groups(kinds, table, error is not None, extremes)
         if error is not None:
             raise error
-        return Measurement([], None, (), _counting(total, failed), failed)
+        return Measurement([], None, (), _add_failed(total, failed), failed)
 
     def _total_of_sums(self, table: Tensor, failed: bool) -> tuple[Tensor, Tensor]:
         """The common case, all tensors of one kind, in as few operations as possible."""
@@ -232,7 +230,7 @@ class Sharded:
         if self._extra:
             # One row for every set of extra groups, on every rank, whatever tensors it has.
             places: list[list[int]] = [[] for _ in range(1 << len(self._extra))]
-            for row, (_, mask) in enumerate(self._kinds):
+            for row, (_, mask) in enumerate(self._rows_by_key):
                 places[mask].append(row)
             kinds = _stacked([_merged(kinds, rows) if rows else nothing for rows in places], table)
             for bit, group in enumerate(self._extra):
@@ -249,18 +247,18 @@ class Sharded:
         except Exception as error:
             return self._identities(), [], error
         table = local.table()
-        if len(self._here) == len(self._owners):
+        if len(self._positions) == len(self._owners):
             for column in _INDICES if self._starts else ():
                 table[:, column] += _as_column(self._starts, table.device)
         else:
             table = self._identities()
-            table[self._here] = local.table()
+            table[self._positions] = local.table()
         return table, local.infos, None
 
     def _local(self) -> list[Tensor]:
         """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
         found = []
-        for tensor, row in zip(self._tensors, self._here, strict=True):
+        for tensor, row in zip(self._tensors, self._positions, strict=True):
             layout = self._layouts[row]
             if layout is None:
                 found.append(tensor)
@@ -274,7 +272,7 @@ class Sharded:
     def _infos(self, local: Sequence[TensorInfo]) -> list[TensorInfo]:
         """The metadata of the whole tensors for reports, from the metadata of their shards."""
         found = []
-        for tensor, row, info in zip(self._tensors, self._here, local, strict=True):
+        for tensor, row, info in zip(self._tensors, self._positions, local, strict=True):
             layout = self._layouts[row]
             if layout is not None and layout.groups:
                 info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards)
@@ -292,20 +290,20 @@ class _Packed(NamedTuple):
     """Rows packed for reduction: columns to sum, and columns to take the maximum of."""
 
     sums: Tensor  # [n, summed fields + 2]; the last two columns count ranks with a NaN or Inf, and ranks that failed
-    highs: Tensor  # [n, other fields]; fields with merge "min" are negated
+    maxima: Tensor  # [n, other fields]; fields with merge "min" are negated
 
 
-def _pack(table: Tensor, failed: bool, sharded: list[bool] | None = None) -> _Packed:
-    """A table's rows packed for reduction; indices of ``sharded`` tensors get the rank in the bits above them."""
+def _pack(table: Tensor, failed: bool, is_sharded: list[bool] | None = None) -> _Packed:
+    """A table's rows packed for reduction; indices of sharded tensors get the rank in the bits above them."""
     bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
     sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
     columns = {column: table[:, column] for column, _ in _EXTREMES}
-    if sharded is not None and any(sharded):
+    if is_sharded is not None and any(is_sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
-        offset = rank if all(sharded) else rank * torch.tensor(sharded, device=table.device)
+        offset = rank if all(is_sharded) else rank * torch.tensor(is_sharded, device=table.device)
         columns.update({column: columns[column] + offset for column in _INDICES})
-    highs = [-columns[column] if field.merge == "min" else columns[column] for column, field in _EXTREMES]
-    return _Packed(sums, torch.stack(highs, 1))
+    maxima = [-columns[column] if field.merge == "min" else columns[column] for column, field in _EXTREMES]
+    return _Packed(sums, torch.stack(maxima, 1))
 
 
 def _unpack(packed: _Packed) -> Tensor:
@@ -313,15 +311,15 @@ def _unpack(packed: _Packed) -> Tensor:
     rows = packed.sums.new_empty(len(packed.sums), _FIELDS + 1)
     rows[:, _SUMMED] = packed.sums[:, :-2]
     for place, (column, field) in enumerate(_EXTREMES):
-        rows[:, column] = -packed.highs[:, place] if field.merge == "min" else packed.highs[:, place]
+        rows[:, column] = -packed.maxima[:, place] if field.merge == "min" else packed.maxima[:, place]
     rows[:, -1] = packed.sums[:, -2]
     return rows
 
 
 def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
     """Merges the given rows, at least one, into one; None merges all."""
-    sums, highs = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
-    return _Packed(sums.sum(0, keepdim=True), highs.amax(0, keepdim=True))
+    sums, maxima = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
+    return _Packed(sums.sum(0, keepdim=True), maxima.amax(0, keepdim=True))
 
 
 @functools.lru_cache(maxsize=16)
@@ -333,19 +331,19 @@ def _as_column(starts: tuple[int, ...], device: torch.device) -> Tensor:
 def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
     if not parts:
         return _pack(table[:0], False)
-    return _Packed(torch.cat([part.sums for part in parts]), torch.cat([part.highs for part in parts]))
+    return _Packed(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
 
 
 def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Packed:
     """The given rows merged over the ranks of ``group``; the other rows unchanged."""
-    sums, highs = (part.contiguous() if rows is None else part[rows] for part in packed)
+    sums, maxima = (part.contiguous() if rows is None else part[rows] for part in packed)
     reduced = {dist.ReduceOp.SUM: sums}
     if extremes:
-        reduced[dist.ReduceOp.MAX] = highs
+        reduced[dist.ReduceOp.MAX] = maxima
     reduce_together_(reduced, group, "gradstat")
     if rows is None:
-        return _Packed(sums, highs)
-    packed.sums[rows], packed.highs[rows] = sums, highs
+        return _Packed(sums, maxima)
+    packed.sums[rows], packed.maxima[rows] = sums, maxima
     return packed
 
 
@@ -357,7 +355,7 @@ def identity_rows(count: int, like: Tensor) -> Tensor:
     return rows
 
 
-def _counting(total: Tensor, failed: Tensor) -> Tensor:
+def _add_failed(total: Tensor, failed: Tensor) -> Tensor:
     """The total row with each failed rank counted as a NaN, since no norm is known then."""
     total[:, _NAN_COUNT] += failed
     return total

@@ -88,7 +88,7 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
 
     A tensor that cannot be measured raises an error with its name: see `_refusal`.
     """
-    _refuse_pretence()
+    _refuse_fake_mode()
     found = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
@@ -99,13 +99,13 @@ def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
     return found
 
 
-def _refuse_pretence() -> None:
+def _refuse_fake_mode() -> None:
     if torch.compiler.is_compiling():
         return
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         raise RuntimeError(
-            "inside of FakeTensorMode torch keeps sizes and computes nothing, so there is nothing to measure; call "
-            "gradstat outside of it, or let torch.compile trace gradstat.stats or gradstat.clip_grad_norm_"
+            "tensors hold no data inside FakeTensorMode, so there is nothing to measure; call gradstat outside of "
+            "it, or let torch.compile trace gradstat.stats or gradstat.clip_grad_norm_"
         )
 
 
@@ -125,7 +125,7 @@ def why_not_measured(name: str, tensor: Tensor) -> str | None:
     """The reason why a tensor cannot be measured, in words; None if it can."""
     local = shard_of(tensor)
     if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"{name!r} is of {type(local).__module__}.{type(local).__qualname__}, which keeps its memory elsewhere"
+        return f"{name!r} is of {type(local).__module__}.{type(local).__qualname__}, which stores its data elsewhere"
     refusal = _refusal(local)
     if refusal is None or (local is not tensor and local.dtype in _DTYPES):
         return None  # whether a shard has data may differ between ranks, which have to select the same tensors
@@ -152,15 +152,14 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
     functorch = torch._C._functorch
     if functorch.is_functionaltensor(tensor) and functorch.peek_interpreter_stack() is None:
         return ValueError, (
-            "has left the torch.func.functionalize in which it was made, and holds no data itself; measure what "
-            "functionalize returns"
+            "was created inside torch.func.functionalize and holds no data outside of it; measure what functionalize "
+            "returns"
         )
     inner = tensor
     while functorch.is_functorch_wrapped_tensor(inner):
         if functorch.is_batchedtensor(inner):
             return ValueError, (
-                "is a batch inside of torch.vmap, which shows one of its tensors and hides the others; measure what "
-                "vmap returns"
+                "is a batch inside torch.vmap, whose other elements are not accessible; measure what vmap returns"
             )
         inner = functorch.get_unwrapped(inner)
     # Dispatching subclasses may keep their memory elsewhere; torch's lazy zero tensors have no memory and need none.
@@ -169,8 +168,8 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
         return None
     if inner.numel() and not inner.untyped_storage().nbytes():
         return ValueError, (
-            "has no memory any more: its storage was resized to 0, as FSDP does with what is sharded; measure it "
-            "before that, or drop it (p.grad = None)"
+            "has no storage (resized to 0, as FSDP does after resharding); measure it before that, or drop it "
+            "(p.grad = None)"
         )
     return None
 
@@ -186,7 +185,7 @@ def units_of(tensor: Tensor) -> Sequence[Tensor]:
 
 
 @contextmanager
-def changeable(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
+def contiguous_for_update(tensors: Sequence[Tensor], fits: Callable[[Tensor], bool]) -> Iterator[list[Tensor]]:
     """The tensors, to be changed in place; those that do not fit as contiguous copies, copied back at the end."""
     # A tensor that is listed twice gets a single copy, so that the second change sees the first one; a different view
     # that begins at the same address gets its own copy.
@@ -201,7 +200,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def is_distributed(tensors: Sequence[Any]) -> bool:
-    """Whether any of ``tensors`` is a DTensor or a `Piece`, recognised without importing torch.distributed."""
+    """Whether any of ``tensors`` is a DTensor or a `FlatShard`, recognised without importing torch.distributed."""
     return any(hasattr(tensor, "_local_tensor") for tensor in tensors)
 
 
@@ -235,14 +234,14 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
     return sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. Waits only for a copy to the host, since nothing would signal its completion."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
     """The strided tensors that hold the elements of ``tensors``, to be multiplied in place by a real number."""
-    _refuse_pretence()
+    _refuse_fake_mode()
     targets = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
@@ -251,11 +250,11 @@ def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
         if local.is_conj():
             local = local.conj()  # clears the conjugate bit; multiplying by a real number commutes with conjugation
         if local.is_neg():
-            raise NotImplementedError(f"{_describe(name_of(i), local)} is a lazy negation; assign .resolve_neg() of it")
+            raise NotImplementedError(f"{_describe(name_of(i), local)} is a lazy negation; assign its .resolve_neg()")
         if not is_dense(local) and _overlaps(local):
             raise RuntimeError(
-                f"{_describe(name_of(i), local)} is expanded: several of its elements share one place in memory, so it "
-                "cannot be scaled in place; assign a .clone() of it"
+                f"{_describe(name_of(i), local)} is expanded: several of its elements share memory, so it cannot be "
+                "scaled in place; assign its .clone()"
             )
         targets.append(local)
     return targets
@@ -283,6 +282,6 @@ def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf) -> None:
     for i, tensor in enumerate(tensors):
         if hasattr(tensor, "_local_tensor"):
             raise NotImplementedError(
-                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh that an adaptive "
-                "clip does not do by itself; use gradstat.clip_grad_norm_"
+                f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh, which this "
+                "clip does not do; use gradstat.clip_grad_norm_"
             )

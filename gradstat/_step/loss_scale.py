@@ -84,9 +84,8 @@ def refuse_shared_gradients(scaler: GradScaler, optimizer: Optimizer, source: So
     for position, parameter in enumerate(source.parameters):
         if id(parameter) in taken and parameter.grad is not None:
             raise RuntimeError(
-                f"{source.names()[position]!r} is also in another optimizer that this scaler has served since the last "
-                "update(), so its gradient has lost the loss scale already and would lose it twice; give every "
-                "parameter to one optimizer only"
+                f"{source.names()[position]!r} is also in another optimizer that this scaler has unscaled since the "
+                "last update(), so its gradient would be unscaled twice; give every parameter to one optimizer only"
             )
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradstat._core import norms
-from gradstat._core.host_copy import Streams, behind, streams_of
+from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Labels
-from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, moved
+from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, to_device
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
         """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike."""
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
-            step = step._replace(loss_scale=moved(step.loss_scale, home))
+            step = step._replace(loss_scale=to_device(step.loss_scale, home))
         rows = measure(gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups)
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
@@ -99,7 +99,7 @@ class Measured(NamedTuple):
         clip.scale_(parameters, gradients, self.rows.table, kernels, inverse_scale, name_of, skip)
         torch.autograd.graph.increment_version(gradients)
 
-    def take(
+    def step_optimizer(
         self, optimizer: Optimizer, step: Callable[[], Any], gradients: list[Tensor], rewrites: bool, skips: bool
     ) -> tuple[bool, Any]:
         """Calls ``step`` of ``optimizer`` unless the host skips it; returns whether it was called, and its result.
@@ -107,7 +107,7 @@ class Measured(NamedTuple):
         ``rewrites`` says whether the gradients may have to be clipped or unscaled, ``skips`` whether a step may be
         skipped at all. In the latter case, optimizers that do not obey a verdict cost one host sync.
         """
-        obeys = optimizers.obeys_verdict(optimizer)
+        obeys = optimizers.honors_found_inf(optimizer)
         if skips and (not obeys or optimizers.first_momentum_is_at_risk(optimizer)):
             skip, divisor = self.on_host()
             if skip:
@@ -116,8 +116,8 @@ class Measured(NamedTuple):
         if obeys:
             found_inf, grad_scale, *_ = self.verdict.unbind()
             # Given a divisor, an optimizer writes the gradients back even if the divisor is 1.
-            rewrites = rewrites and not self.is_known_to_leave_gradients
-            with optimizers.told(optimizer, found_inf if skips else None, grad_scale if rewrites else None):
+            rewrites = rewrites and not self.is_known_noop
+            with optimizers.with_verdict(optimizer, found_inf if skips else None, grad_scale if rewrites else None):
                 return True, step()
         if rewrites and gradients:
             self.rewrite_(gradients)
@@ -135,7 +135,7 @@ class Measured(NamedTuple):
                 labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total, refused=refused
             )
 
-        with behind(self.streams):
+        with on_streams(self.streams):
             return PendingReport(self.rows, make, self.verdict)
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
@@ -147,7 +147,7 @@ class Measured(NamedTuple):
         torch.autograd.graph.increment_version(gradients)
 
     @property
-    def is_known_to_leave_gradients(self) -> bool:
+    def is_known_noop(self) -> bool:
         """Whether clipping and unscaling change nothing; False where finding out would wait for a device."""
         return self.verdict.device.type == "cpu" and self.verdict.tolist()[1] == 1.0
 
@@ -155,7 +155,7 @@ class Measured(NamedTuple):
         """Whether to skip the step, and the divisor of the gradients: one host sync, refused during graph capture."""
         if self.verdict.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "this optimizer is told on the host whether to step, which cannot be captured into a CUDA graph; use "
+                "whether this optimizer steps is decided on the host, which cannot be captured into a CUDA graph; use "
                 "a fused Adam, AdamW, Adagrad or SGD (fused=True, capturable=True), or skip_nonfinite=False"
             )
         skip, divisor = self.verdict.tolist()[:2]
@@ -181,7 +181,7 @@ class Unscaled(NamedTuple):
     ) -> Unscaled:
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
         name_of, first = labels.of, gradients[0]
-        inverse_scale = moved(inverse_scale, first.device)
+        inverse_scale = to_device(inverse_scale, first.device)
         direct = direct_for(first, name_of, None) if extra_groups is None else None
         short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
         if short is not None:
@@ -229,7 +229,7 @@ class Unscaled(NamedTuple):
                 labels.present, rows.table(), rows.infos, labels.missing, loss_scale=scale, total=rows.total()
             )
 
-        with behind(self.streams):
+        with on_streams(self.streams):
             return PendingReport(self.rows, make, self.inverse_scale)
 
 
@@ -238,7 +238,7 @@ def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:
     for i, gradient in enumerate(gradients):
         if gradient.dtype is torch.float16:
             raise ValueError(
-                f"Attempting to unscale FP16 gradients. {name_of(i)!r} is float16, in which unscaling loses what the "
-                "loss scale has saved; keep the parameters in float32 and run the forward pass under autocast, or use "
+                f"Attempting to unscale FP16 gradients. {name_of(i)!r} is float16, in which unscaled values "
+                "underflow; keep the parameters in float32 and run the forward pass under autocast, or use "
                 "a fused optimizer"
             )

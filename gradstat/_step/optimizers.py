@@ -66,7 +66,7 @@ def traits_of(optimizer: Optimizer) -> Traits:
     return traits_of_kind(kind)
 
 
-def obeys_verdict(optimizer: Optimizer) -> bool:
+def honors_found_inf(optimizer: Optimizer) -> bool:
     """Whether ``step`` honours ``grad_scale`` and ``found_inf``. Others raise, or silently ignore them."""
     traits = traits_of(optimizer)
     if traits.has_fused_step:
@@ -76,7 +76,7 @@ def obeys_verdict(optimizer: Optimizer) -> bool:
 
 
 @contextlib.contextmanager
-def told(optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> Iterator[None]:
+def with_verdict(optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> Iterator[None]:
     """Sets the optimizer's two attributes, and removes them afterwards whatever happens."""
     try:
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]

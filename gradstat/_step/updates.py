@@ -17,7 +17,7 @@ from gradstat import _fields
 from gradstat._core.measure import resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import PLAIN_TYPES
-from gradstat._core.tensors import NameOf, is_distributed, moved, readable, shard_of
+from gradstat._core.tensors import NameOf, is_distributed, readable, shard_of, to_device
 from gradstat._step.optimizers import original_step, require_optimizer
 
 Numbers: TypeAlias = Mapping[str, Tensor]
@@ -28,7 +28,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Counts kept in the state, with their initial values.
 _COUNTED = {"step": 0.0, "mu_product": 1.0}
 # Defaults for coefficients that a rule does not set; all others default to 0.
-_ELSE = {"root_scale": 1.0, "is_adaptive": 1.0}
+_DEFAULT_COEFFICIENTS = {"root_scale": 1.0, "is_adaptive": 1.0}
 
 
 def _corrected(by: Numbers, step: Tensor) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def kind_of(optimizer: object) -> _Kind:
     kind = _KINDS.get(original_step(type(optimizer)))
     if kind is None:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise NotImplementedError(f"what {name} does in a step is not known to gradstat; known are torch's {known}")
+        raise NotImplementedError(f"{name} is not supported; supported are torch's {known}")
     return kind
 
 
@@ -162,9 +162,9 @@ def _local_sums(
     order: list[int] = []
     for device, of_device in batches.items():
         kernels = resolve_for(backend, device.type, name_of, of_device[0].positions[0])
-        coefficients = torch.cat([moved(_coefficients_of(kind, batch), device) for batch in of_device])
+        coefficients = torch.cat([to_device(_coefficients_of(kind, batch), device) for batch in of_device])
         if loss_scale is not None:
-            coefficients[:, 0] /= moved(loss_scale, device)
+            coefficients[:, 0] /= to_device(loss_scale, device)
         rules = [batch.rule for batch in of_device for _ in batch.positions]
         table = kernels.update_sums([t for batch in of_device for t in batch.operands], rules, coefficients)
         table[:, _UPDATE] *= coefficients[:, _LR].square()
@@ -208,12 +208,12 @@ def _batches_of(kind: _Kind, optimizer: Optimizer, name_of: NameOf) -> list[_Bat
 def _refuse_gradient(parameter: Tensor, gradient: Tensor, name_of: NameOf, i: int) -> None:
     if gradient.layout is not torch.strided:
         raise NotImplementedError(
-            f"the gradient of {name_of(i)!r} has the layout {gradient.layout}; of sparse gradients the update to come "
-            "is not known to gradstat, make the module's gradients dense (sparse=False)"
+            f"the gradient of {name_of(i)!r} has the layout {gradient.layout}; expected a dense gradient: make the "
+            "module with sparse=False"
         )
     if is_distributed([parameter]) and getattr(gradient, "placements", None) != parameter.placements:  # type: ignore[attr-defined]
         raise NotImplementedError(
-            f"{name_of(i)!r} and its gradient are spread over ranks in different ways; redistribute the gradient first"
+            f"{name_of(i)!r} and its gradient have different placements; redistribute the gradient first"
         )
 
 
@@ -257,8 +257,8 @@ def _coefficients_of(kind: _Kind, batch: _Batch) -> Tensor:
     shared = _vector(list(settings.values()))
     counted = _vector([state.get(key, before) for key, before in _COUNTED.items() for state in batch.states])
     home = shared.device if counted.device.type == "cpu" else counted.device
-    by = dict(zip(settings, moved(shared, home).unbind(), strict=True))
-    by |= dict(zip(_COUNTED, moved(counted, home).reshape(len(_COUNTED), -1).unbind(), strict=True))
+    by = dict(zip(settings, to_device(shared, home).unbind(), strict=True))
+    by |= dict(zip(_COUNTED, to_device(counted, home).reshape(len(_COUNTED), -1).unbind(), strict=True))
     of_rule: dict[str, Tensor | float] = {
         "gradient_scale": -1.0 if group["maximize"] else 1.0,
         "weight_decay": 0.0 if group.get("decoupled_weight_decay") else by["weight_decay"],
@@ -272,7 +272,7 @@ def _coefficients_of(kind: _Kind, batch: _Batch) -> Tensor:
     }
     made = torch.empty(len(batch.states), len(_fields.UPDATE_COEFFICIENTS), dtype=torch.float64, device=home)
     for column, name in enumerate(_fields.UPDATE_COEFFICIENTS):
-        made[:, column] = of_rule.get(name, _ELSE.get(name, 0.0))
+        made[:, column] = of_rule.get(name, _DEFAULT_COEFFICIENTS.get(name, 0.0))
     return made
 
 
@@ -283,5 +283,5 @@ def _vector(numbers: list[Any]) -> Tensor:
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64, device="cpu")
     if len(there) < len(numbers) or len({(number.device, number.dtype) for number in there}) > 1:
         home = there[0].device
-        there = [moved(torch.as_tensor(number, dtype=torch.float64), home) for number in numbers]
+        there = [to_device(torch.as_tensor(number, dtype=torch.float64), home) for number in numbers]
     return torch.stack([number.reshape(()) for number in there]).to(torch.float64)

@@ -100,14 +100,14 @@ class AdaptiveClip(ABC):
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
         """The rule in plain torch: a coefficient for each of ``step.norms``, and which of them count as decided.
 
-        Updates the tensors of `_own_named` in place. csrc/decide.h implements the same rule.
+        Updates the tensors of `_rule_state_views` in place. csrc/decide.h implements the same rule.
         """
 
-    def _own_start(self, count: int) -> tuple[int, float]:
+    def _rule_state(self, count: int) -> tuple[int, float]:
         """How many numbers the rule itself keeps for ``count`` tensors, and their initial value."""
         return 0, 0.0
 
-    def _own_named(self, own: Tensor) -> State:
+    def _rule_state_views(self, own: Tensor) -> State:
         """Views of the rule's own numbers, by name."""
         return {}
 
@@ -116,9 +116,9 @@ class AdaptiveClip(ABC):
         """Views of the whole state, by name."""
         memory = self._memory
         if memory is None:
-            memory = _history.extended(None, self._window, self._own_start(0), torch.device("cpu"))
+            memory = _history.extended(None, self._window, self._rule_state(0), torch.device("cpu"))
         state, own = _history.views(memory, self._window)
-        return {**state, **self._own_named(own)}
+        return {**state, **self._rule_state_views(own)}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, its name, and ``"tensors"``, by name, on their device. No host sync."""
@@ -133,12 +133,12 @@ class AdaptiveClip(ABC):
         """
         own = type(self).__name__
         if state["rule"] != own:
-            raise ValueError(f"this is the state of {state['rule']}, which {own} cannot continue from")
+            raise ValueError(f"this is the state of {state['rule']}, which {own} cannot load")
         tensors: State = state["tensors"]
         if len(tensors["norms"]) != self._window:
             raise ValueError(
-                f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make it with "
-                f"window={len(tensors['norms'])}"
+                f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make the clip "
+                f"with window={len(tensors['norms'])}"
             )
         memory = _history.joined(tensors)
         if self._memory is not None and len(self._memory) == len(memory):
@@ -168,7 +168,7 @@ class AdaptiveClip(ABC):
         not zero, the coefficients are 1 and the state does not change, except to count a norm that is not finite.
         """
         memory, device = self._memory, measured.device
-        own = self._own_start(len(measured) if measured.dim() else 0)
+        own = self._rule_state(len(measured) if measured.dim() else 0)
         if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
             refuse_capture(device, f"the state of {type(self).__name__}")
             self._memory = memory = _history.extended(memory, self._window, own, device)
@@ -240,29 +240,29 @@ class TensorClip(AdaptiveClip):
         and the state does not change. Returns the norm before, without the loss scale: 0-d float64.
         """
 
-    def _alone(self) -> Self:
-        """A copy for a single tensor, with a row of ``_spread`` as state. ValueError if the rule needs the others."""
+    def _for_one_tensor(self) -> Self:
+        """A copy for a single tensor, with a row of ``_initial_states``. ValueError if the rule needs the others."""
         clip = copy.copy(self)
         clip._window = 1
         return clip
 
-    def _spread(self, count: int, device: torch.device) -> Tensor:
-        """The initial states, a row each, of ``_alone`` clips for each of ``count`` tensors."""
-        rows = _history.extended(None, 1, self._own_start(1), device).repeat(count, 1)
-        if self._memory is not None and self._own_start(1)[0]:
+    def _initial_states(self, count: int, device: torch.device) -> Tensor:
+        """The initial states, a row each, of ``_for_one_tensor`` clips for each of ``count`` tensors."""
+        rows = _history.extended(None, 1, self._rule_state(1), device).repeat(count, 1)
+        if self._memory is not None and self._rule_state(1)[0]:
             own = _history.views(self._memory, self._window)[1]
             if len(own) not in (0, count):
                 raise ValueError(
-                    f"the state of this {type(self).__name__} is of {len(own)} tensors, and there are {count}; make a "
+                    f"the state of this {type(self).__name__} is for {len(own)} tensors, and there are {count}; make a "
                     "new clip for a new list"
                 )
             if len(own):
                 rows[:, -1] = own.to(device)
         return rows
 
-    def _gather_(self, rows: Tensor, norm: Tensor) -> None:
-        """Records a step that ``_alone`` clips decided, with states ``rows``; ``norm`` is the total, 0-d float64."""
-        own = self._own_start(len(rows))
+    def _collect_(self, rows: Tensor, norm: Tensor) -> None:
+        """Records a step of ``_for_one_tensor`` clips, with states ``rows``; ``norm`` is the total, 0-d float64."""
+        own = self._rule_state(len(rows))
         memory, device = self._memory, rows.device
         if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
             self._memory = memory = _history.extended(memory, self._window, own, device)

@@ -10,7 +10,7 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 # Indices into "totals": norms recorded, non-finite norms, coefficients decided, those below 1, and the sum of these.
-RECORDED, NONFINITE, DECIDED, CLIPPED, REMAINING = range(5)
+RECORDED, NONFINITE, DECIDED, CLIPPED, COEFFICIENT_SUM = range(5)
 
 _TOTALS = 5
 

@@ -29,10 +29,10 @@ class FixedClip(NormClip):
 
     _rule = 0
     _if_often = (
-        "max_norm then sets the size of the step rather than removing what stands out; raise it to the suggested "
-        "one, or lower the learning rate"
+        "max_norm then sets the size of the step instead of removing outliers; raise it to the suggested one, or "
+        "lower the learning rate"
     )
-    _if_never = "max_norm protects from nothing seen so far; lower it to the suggested one to remove what stands out"
+    _if_never = "max_norm is above all norms so far; lower it to the suggested one to remove outliers"
 
     def __init__(self, max_norm: float, window: int = DEFAULT_WINDOW) -> None:
         self._max_norm = number("max_norm", max_norm, 0.0)
@@ -58,13 +58,13 @@ class AutoClip(NormClip):
     """
 
     _rule = 1
-    _if_never = "the norms seen do not differ"
+    _if_never = "all norms so far are equal"
 
     def __init__(self, percentile: float = 10.0, window: int = DEFAULT_WINDOW) -> None:
         self._percentile = number("percentile", percentile, 0.0, 100.0)
         self._if_often = (
-            f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it if only "
-            "what stands out is to be clipped"
+            f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it to "
+            "clip only outliers"
         )
         self._numbers = (self._percentile,)
         super().__init__(window, percentile=percentile)
@@ -106,7 +106,7 @@ class ZClip(NormClip):
 
     _rule = 2
     _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"
-    _if_never = "no norm stood out; lower z_threshold to clip smaller spikes"
+    _if_never = "no norm was an outlier; lower z_threshold to clip smaller spikes"
 
     def __init__(
         self,
@@ -128,10 +128,10 @@ class ZClip(NormClip):
         self._numbers = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
 
-    def _own_start(self, count: int) -> tuple[int, float]:
+    def _rule_state(self, count: int) -> tuple[int, float]:
         return 2, 0.0
 
-    def _own_named(self, own: Tensor) -> State:
+    def _rule_state_views(self, own: Tensor) -> State:
         return {"mean": own[0], "deviation": own[1]}
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:

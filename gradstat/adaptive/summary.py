@@ -69,7 +69,7 @@ class ClipSummary:
                 f"clipped: {self.clipped:,} of {self.decided:,} {self.decides_on}s ({self.clipped_fraction:.1%})"
             )
         if self.clipped:
-            lines[-1] += f", to {self.mean_coefficient:.3g} on average and {self.smallest_coefficient:.3g} at the least"
+            lines[-1] += f"; mean coefficient {self.mean_coefficient:.3g}, smallest {self.smallest_coefficient:.3g}"
         if self.recent:
             values = ", ".join(f"{norm:.3g} ({p} %)" for p, norm in self.norm_percentiles.items())
             lines.append(f"norms of the last {self.recent:,} steps, by percentile: {values}")
@@ -83,7 +83,7 @@ def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never:
     """The summary of ``state``; one host sync."""
     held = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
     norms, totals, smallest = np.split(held, [len(state["norms"]), len(held) - 1])
-    recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.REMAINING])
+    recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.COEFFICIENT_SUM])
     norms = norms[np.isfinite(norms)]
     percentiles = np.percentile(norms, [*PERCENTILES, SUGGESTED_PERCENTILE]) if len(norms) else [math.nan] * 7
     *shown, suggested = (float(value) for value in percentiles)
@@ -100,7 +100,7 @@ def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never:
         decides_on=decides_on,
         decided=decided,
         clipped=clipped,
-        mean_coefficient=float(totals[_history.REMAINING]) / clipped if clipped else math.nan,
+        mean_coefficient=float(totals[_history.COEFFICIENT_SUM]) / clipped if clipped else math.nan,
         smallest_coefficient=float(smallest[0]) if clipped else math.nan,
         recent=len(norms),
         norm_percentiles=dict(zip(PERCENTILES, shown, strict=True)),

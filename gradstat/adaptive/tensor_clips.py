@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from gradstat._core.backends import Kernels
-from gradstat._core.tensors import NameOf, by_device, changeable, check_writable, is_dense, moved, readable
+from gradstat._core.tensors import (
+    NameOf,
+    by_device,
+    check_writable,
+    contiguous_for_update,
+    is_dense,
+    readable,
+    to_device,
+)
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
 from gradstat.adaptive._history import State
@@ -46,10 +54,10 @@ class AdaGC(TensorClip):
     _decides_on = "tensor"
     _rule = 3
     _if_often = (
-        "the means begin at what absolute left of the first norms, and grow slowly; raise absolute to a usual total "
-        "norm, or raise relative if only what stands out is to be clipped"
+        "the means start at the first norms as clipped by absolute, and grow slowly; raise absolute to a usual total "
+        "norm, or raise relative to clip only outliers"
     )
-    _if_never = "no tensor's norm stood out; lower relative to clip smaller spikes"
+    _if_never = "no tensor's norm was an outlier; lower relative to clip smaller spikes"
 
     def __init__(
         self,
@@ -67,18 +75,18 @@ class AdaGC(TensorClip):
         self._numbers = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
-    def _alone(self) -> Self:
+    def _for_one_tensor(self) -> Self:
         if self._warmup:
             raise ValueError(
                 f"during the first warmup={self._warmup} steps AdaGC clips by the norm of all gradients, which is not "
-                "known before backward is over; make it with warmup=0, which can go on from the state of another"
+                "known until backward has finished; make it with warmup=0, which can load the state of another AdaGC"
             )
-        return super()._alone()
+        return super()._for_one_tensor()
 
-    def _own_start(self, count: int) -> tuple[int, float]:
+    def _rule_state(self, count: int) -> tuple[int, float]:
         return count, math.inf
 
-    def _own_named(self, own: Tensor) -> State:
+    def _rule_state_views(self, own: Tensor) -> State:
         return {"means": own} if len(own) else {}
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -90,8 +98,8 @@ class AdaGC(TensorClip):
             warming_up, limited(step.norm, self._absolute), limited(step.norms, self._relative * means)
         )
         after = decided * step.norms
-        moved = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
-        means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), moved), means))
+        running = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
+        means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
     @torch.no_grad()
@@ -110,7 +118,7 @@ class AdaGC(TensorClip):
         known = tuple(map(id, parameters))
         if count not in (0, len(known)) or self._known not in (None, known):
             raise ValueError(
-                f"AdaGC keeps a mean for each of {count} parameters, by position, and this is another list, of "
+                f"AdaGC keeps a mean for each of {count} parameters, by position, and this is a different list, of "
                 f"{len(known)}. The parameters with a gradient must be the same on every step: use "
                 "zero_grad(set_to_none=False), or make a new clip for a new list"
             )
@@ -148,8 +156,8 @@ class AGC(TensorClip):
 
     _decides_on = "unit"
     _rule = 4
-    _if_often = "clipping then sets the size of the steps; raise it, or lower the learning rate"
-    _if_never = "no gradient was large for its weights; lower clipping to clip smaller ones"
+    _if_often = "the clip then sets the size of the steps; raise clipping, or lower the learning rate"
+    _if_never = "no gradient was large relative to its weights; lower clipping to clip smaller ones"
 
     def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
         self._clipping = number("clipping", clipping, 0.0)
@@ -176,20 +184,20 @@ class AGC(TensorClip):
             if gradient.is_sparse:
                 raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
         targets = check_writable(gradients, name_of)
-        weights = readable(parameters, lambda i: f"the parameter of which there is {name_of(i)}")
+        weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device
         groups = by_device(targets)
         units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]
         of_weights = [kernels.unit_stats([weights[i] for i in at]) for at in groups.values()]
-        decided = self._decide(kernels, _together(units, first), _together(of_weights, first), inverse_scale, skip)
+        decided = self._decide(kernels, _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
         coefficients = decided[:-1].split([len(table) for table in units])
         for (device, at), own in zip(groups.items(), coefficients, strict=True):
-            kernels.scale_units_([targets[i] for i in at], moved(own, device))
+            kernels.scale_units_([targets[i] for i in at], to_device(own, device))
         return decided[-1]
 
 
-def _together(tables: list[Tensor], device: torch.device) -> Tensor:
-    return tables[0] if len(tables) == 1 else torch.cat([moved(table, device) for table in tables])
+def _concat(tables: list[Tensor], device: torch.device) -> Tensor:
+    return tables[0] if len(tables) == 1 else torch.cat([to_device(table, device) for table in tables])
 
 
 def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, name_of: NameOf) -> None:
@@ -201,6 +209,6 @@ def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels
     for device, at in groups.items():
         own = coefficients
         if len(groups) > 1:
-            own = moved(coefficients[moved(torch.tensor(at, device="cpu"), coefficients.device)], device)
-        with changeable([targets[i] for i in at], is_dense) as dense:
+            own = to_device(coefficients[to_device(torch.tensor(at, device="cpu"), coefficients.device)], device)
+        with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
             kernels.scale_each_(dense, own)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradstat._core.tensors import by_device, moved
+from gradstat._core.tensors import by_device, to_device
 
 _ROW = 4096
 # Products take 8 bytes per word, so they are computed for a block of rows at a time, in scratch that stays in cache.
@@ -42,11 +42,11 @@ def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros(0, dtype=torch.int64, device=device)
     groups = by_device(tensors)
     parts = [torch.stack([_checksum(tensors[i]) for i in positions]) for positions in groups.values()]
-    joined = torch.cat([moved(part, device) for part in parts])
+    joined = torch.cat([to_device(part, device) for part in parts])
     if len(groups) == 1:
         return joined
     order = torch.tensor([i for positions in groups.values() for i in positions], device="cpu")
-    return joined[moved(order.argsort(), device)]
+    return joined[to_device(order.argsort(), device)]
 
 
 def combined(numbers: Tensor) -> Tensor:

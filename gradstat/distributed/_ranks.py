@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_START, _END = 120.0, 10.0
+_START_TIMEOUT, _STOP_TIMEOUT = 120.0, 10.0
 # Imports shared by all ranks; torch imports _dynamo lazily, and it is large.
 _PRELOADED = ["torch._dynamo", "gradstat.distributed"]
 
@@ -59,8 +59,8 @@ class Ranks:
             theirs.close()
             self._pipes.append(ours)
         for pipe in self._pipes:
-            if not pipe.poll(_START):
-                raise RankError("a rank did not start")
+            if not pipe.poll(_START_TIMEOUT):
+                raise RankError(f"a rank did not start within {_START_TIMEOUT:g} s")
             pipe.recv()
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float, limit: float) -> list[Any]:
@@ -79,13 +79,13 @@ class Ranks:
         while pending:
             ready = connection.wait(pending, limit)
             if not ready:
-                raise self._lost(f"did not go on for {limit:g} s", list(pending.values()), answers)
+                raise self._lost(f"made no progress for {limit:g} s", list(pending.values()), answers)
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 try:
                     raised, value = self._pipes[rank].recv()
                 except (EOFError, ConnectionError):
-                    self._processes[rank].join(_END)
+                    self._processes[rank].join(_STOP_TIMEOUT)
                     how = f"died with exit status {self._processes[rank].exitcode}"
                     raise self._lost(how, [rank], answers) from None
                 (failures if raised else answers)[rank] = value
@@ -112,7 +112,7 @@ class Ranks:
         for process in self._processes:
             process.terminate()  # before SIGKILL, so that coverage tools can write their data
         for process in self._processes:
-            process.join(_END)
+            process.join(_STOP_TIMEOUT)
             process.kill()
             process.join()
 

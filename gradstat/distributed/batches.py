@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradstat._core.collectives import device_of, gather, in_words, member
+from gradstat._core.collectives import device_of, format_ranks, gather, require_member
 from gradstat._core.nested import leaves_in
 from gradstat.distributed._checksum import checksums, combined, of_text
 
 _CALLER = "verify_batches"
-_TOLD_BY_WORDS = (str, bytes, int, float, complex, type(None))
+_COMPARED_BY_REPR = (str, bytes, int, float, complex, type(None))
 
 
 class RepeatedBatchError(RuntimeError):
@@ -41,15 +41,15 @@ class BatchReport:
     def raise_if_repeated(self) -> None:
         """Raises `RepeatedBatchError`, which names the ranks, on every rank, unless `ok`."""
         if not self.ok:
-            raise RepeatedBatchError(self._account())
+            raise RepeatedBatchError(self._summary())
 
     def __str__(self) -> str:
-        return f"gradstat: {self._account()}"
+        return f"gradstat: {self._summary()}"
 
-    def _account(self) -> str:
+    def _summary(self) -> str:
         if self.ok:
             return f"different batches on all {len(self.ranks)} ranks"
-        same = "; ".join(f"the SAME BATCH on {in_words(ranks)}" for ranks in self.repeated)
+        same = "; ".join(f"the SAME BATCH on {format_ranks(ranks)}" for ranks in self.repeated)
         return f"{same} (of {len(self.ranks)} ranks). Does the sampler know its rank and the number of ranks?"
 
 
@@ -70,7 +70,7 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
         ValueError: This rank is not in ``group``.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """
-    found = member(group)
+    found = require_member(group)
     device = device_of(found)
     words: list[str] = []
     tensors: list[Tensor] = []
@@ -78,7 +78,7 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
         if isinstance(leaf, Tensor):
             tensors.append(leaf.detach())
             words.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")
-        elif isinstance(leaf, _TOLD_BY_WORDS):
+        elif isinstance(leaf, _COMPARED_BY_REPR):
             words.append(f"{path}: {leaf!r}")
         else:
             raise TypeError(

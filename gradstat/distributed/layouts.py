@@ -104,7 +104,7 @@ class Layout:
         """Parameters under the names of the undistributed model."""
         return {name.removeprefix("module."): parameter for name, parameter in self.model.named_parameters()}
 
-    def begins_here(self, parameter: nn.Parameter) -> bool:
+    def has_first_shard(self, parameter: nn.Parameter) -> bool:
         """Whether this rank holds the first shard of a parameter."""
         if isinstance(parameter, DTensor):
             coordinate = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
@@ -175,7 +175,7 @@ def _slice(mesh: DeviceMesh, end: int = 0) -> _Cut:
     return lambda whole: whole.flatten(0, end).tensor_split(mesh.size())[mesh.get_local_rank()].clone()
 
 
-def _handed_out(cut_of: Callable[[str, int], _Cut | None], gradients_only: bool = False) -> nn.Module:
+def _with_pieces(cut_of: Callable[[str, int], _Cut | None], gradients_only: bool = False) -> nn.Module:
     """A model with this rank's piece of each parameter. ``cut_of`` gets name and number; None drops the parameter."""
     spread: nn.Module = model()
     backward(spread, range(dist.get_world_size()))
@@ -195,16 +195,16 @@ def _handed_out(cut_of: Callable[[str, int], _Cut | None], gradients_only: bool 
 
 def _stage(mesh: DeviceMesh, cut: _Cut) -> nn.Module:
     first = mesh["pp"].get_local_rank() == 0
-    return _handed_out(lambda name, _: cut if name.startswith(("first", "blocks.0")) is first else None)
+    return _with_pieces(lambda name, _: cut if name.startswith(("first", "blocks.0")) is first else None)
 
 
 def _experts(of_experts: _Cut, of_others: _Cut) -> nn.Module:
-    return _handed_out(lambda name, _: of_experts if "experts" in name else of_others)
+    return _with_pieces(lambda name, _: of_experts if "experts" in name else of_others)
 
 
 def _owned(mesh: DeviceMesh, gradients_only: bool) -> nn.Module:
     mine = mesh.get_local_rank()
-    return _handed_out(lambda _, number: _whole if number % mesh.size() == mine else None, gradients_only)
+    return _with_pieces(lambda _, number: _whole if number % mesh.size() == mine else None, gradients_only)
 
 
 class Recipe(NamedTuple):
@@ -237,11 +237,11 @@ LAYOUTS = {
     # Each rank has: some whole parameters; all parameters, but only some gradients; a slice of each parameter.
     "zero-1": Recipe(("dp_shard",), lambda mesh: _owned(mesh, gradients_only=False), "dp_shard", True),
     "zero-2": Recipe(("dp_shard",), lambda mesh: _owned(mesh, gradients_only=True), "dp_shard", True),
-    "zero-3": Recipe(("dp_shard",), lambda mesh: _handed_out(lambda *_: _slice(mesh, -1)), "dp_shard", True),
+    "zero-3": Recipe(("dp_shard",), lambda mesh: _with_pieces(lambda *_: _slice(mesh, -1)), "dp_shard", True),
 }
 
 
-def made(name: str) -> tuple[Layout, list[int]]:
+def make_layout(name: str) -> tuple[Layout, list[int]]:
     """A layout over all ranks, and the number of the batch that each rank processes."""
     recipe, world = LAYOUTS[name], dist.get_world_size()
     mesh = mesh_of(world, *recipe.mesh)
@@ -249,9 +249,9 @@ def made(name: str) -> tuple[Layout, list[int]]:
     return Layout(name, recipe.make(mesh), mesh), [rank // together for rank in range(world)]
 
 
-def laid_out(name: str) -> tuple[Layout, nn.Module]:
+def make_layout_and_reference(name: str) -> tuple[Layout, nn.Module]:
     """A layout over all ranks, and the undistributed model in float64, both with the gradients of the same data."""
-    (layout, batches), single = made(name), model().double()
+    (layout, batches), single = make_layout(name), model().double()
     if not LAYOUTS[name].has_gradients:
         layout.model(batch(batches[dist.get_rank()])).square().mean().backward()
     backward(single, set(batches))

@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from gradstat._core.collectives import in_words
+from gradstat._core.collectives import format_ranks
 from gradstat._core.importing import attribute_of
 from gradstat.distributed._ranks import LostRankError, RankError, Ranks
-from gradstat.distributed.layouts import LAYOUTS, Layout, laid_out
-from gradstat.patch import as_named
+from gradstat.distributed.layouts import LAYOUTS, Layout, make_layout_and_reference
+from gradstat.patch import importable_version
 
 WORLD = 4
 ORDERS = (2.0, math.inf, 1.0)
-_PASSED = ("layout", "model", "mesh", "extra_groups", "pp_mesh", "ep_enabled")
+_KEYWORDS = ("layout", "model", "mesh", "extra_groups", "pp_mesh", "ep_enabled")
 _RELATIVE = 1e-4  # gradients are float32, expected is float64
 _COLUMNS = ("norm", "scaling", "gradients")
 _OK = "ok"
@@ -81,7 +81,7 @@ class ClipReport:
             raise AssertionError(str(self))
 
     @property
-    def account(self) -> str:
+    def summary(self) -> str:
         """The problems, in sentences, and the number of layouts without any."""
         right = sum(verdict.ok for verdict in self.verdicts)
         problems: dict[str, list[str]] = {}
@@ -89,10 +89,10 @@ class ClipReport:
             for problem in verdict.problems:
                 problems.setdefault(problem, []).append(verdict.layout)
         lines = [f"{', '.join(layouts)}: {problem}" for problem, layouts in problems.items()]
-        return "\n".join([*lines, f"{self.clip}: as in one process in {right} of {len(self.verdicts)} layouts"])
+        return "\n".join([*lines, f"{self.clip}: matches a single process in {right} of {len(self.verdicts)} layouts"])
 
     def __str__(self) -> str:
-        return "\n".join([_row(), *map(_row, self.verdicts), self.account])
+        return "\n".join([_row(), *map(_row, self.verdicts), self.summary])
 
 
 def _row(verdict: ClipVerdict | None = None) -> str:
@@ -106,7 +106,7 @@ def verify_clip(
     layouts: Iterable[str] = tuple(LAYOUTS),
     orders: Iterable[float] = ORDERS,
     limit: float = 30.0,
-    told: Callable[[ClipVerdict], object] | None = None,
+    on_verdict: Callable[[ClipVerdict], object] | None = None,
 ) -> ClipReport:
     """Runs a clip function on a small model distributed over four gloo ranks, and compares with one float64 process.
 
@@ -128,31 +128,31 @@ def verify_clip(
             ``pp_mesh`` or ``ep_enabled``, they are passed by keyword: the `Layout` and its attributes.
         layouts, orders: The layouts and orders of the norm to try.
         limit: Seconds per layout, after which ranks that wait for each other are stopped.
-        told: Called with each verdict as soon as it is available.
+        on_verdict: Called with each verdict as soon as it is available.
 
     Raises:
         TypeError: ``clip`` cannot be imported by other processes, for example a lambda.
         ValueError: A layout is unknown, or an order is not above zero.
         RuntimeError: The ranks could not be started, or a layout could not be made.
     """
-    clip = as_named(clip)  # the ranks import it by name
+    clip = importable_version(clip)  # the ranks import it by name
     wanted, cases = list(layouts), list(_cases(orders))
     for name in wanted:
         if name not in LAYOUTS:
             raise ValueError(f"there is no layout {name!r}; expected one of {', '.join(LAYOUTS)}")
     if not all(case.order > 0 for case in cases):
-        raise ValueError("orders of norms have to be above zero")
+        raise ValueError("orders: expected numbers above zero")
     where = f"{getattr(clip, '__module__', '?')}:{getattr(clip, '__qualname__', type(clip).__name__)}"
     try:
         ForkingPickler.dumps(clip)
     except Exception as error:  # of any kind: pickling runs the function's own class
-        raise TypeError(f"the ranks cannot import clip, which is {where}; pass a function of a module") from error
+        raise TypeError(f"the ranks cannot import clip, which is {where}; pass a module-level function") from error
     verdicts = []
     with Ranks(WORLD) as ranks:
         for name in wanted:
             verdicts.append(_verdict(name, cases, _outcomes(ranks, clip, name, cases, limit)))
-            if told is not None:
-                told(verdicts[-1])
+            if on_verdict is not None:
+                on_verdict(verdicts[-1])
     return ClipReport(where, tuple(verdicts))
 
 
@@ -205,11 +205,11 @@ def _outcomes(
 def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_Outcome]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, which are about our model and not the user's
-        layout, single = laid_out(name)
+        layout, single = make_layout_and_reference(name)
     parameters = layout.named_parameters()
     kept = {key: (p.grad, _storage(p.grad).clone()) for key, p in parameters.items() if p.grad is not None}
     asked = inspect.signature(clip).parameters
-    passed = {key: layout if key == "layout" else getattr(layout, key) for key in _PASSED if key in asked}
+    passed = {key: layout if key == "layout" else getattr(layout, key) for key in _KEYWORDS if key in asked}
     apart = dist.new_group()  # separate, so that collectives the clip left unfinished do not match ours
     outcomes = []
     for case in cases:
@@ -217,7 +217,7 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_O
             _storage(gradient).copy_(values)
             parameters[key].grad = gradient
         expected = _norm(_values(dict(single.named_parameters())), case.order)
-        lost = torch.tensor(_spoilt(case, layout, single))
+        lost = torch.tensor(_inject_fault(case, layout, single))
         dist.all_reduce(lost, dist.ReduceOp.MAX, apart)
         expected = math.sqrt(expected**2 - lost.item() ** 2) if lost else expected
         before = _values(parameters)
@@ -242,13 +242,13 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_O
     return outcomes
 
 
-def _spoilt(case: _Case, layout: Layout, single: Module) -> float:
+def _inject_fault(case: _Case, layout: Layout, single: Module) -> float:
     """Puts the case's defect into this rank's gradients; returns the norm of the gradients removed here."""
     name = "experts.weight" if layout.ep_enabled else "blocks.0.up.weight"
     victim = layout.named_parameters().get(name)
     if victim is None or victim.grad is None:
         return 0.0
-    is_first, gradient = layout.begins_here(victim), victim.grad
+    is_first, gradient = layout.has_first_shard(victim), victim.grad
     if case == _NAN and is_first:
         _storage(gradient).view(-1)[0] = math.nan
     # On a mesh, all ranks must lack the gradient or none, or torch's own collectives would not match.
@@ -287,7 +287,7 @@ def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) ->
     wrong: dict[str, dict[str, str]] = {column: {} for column in _COLUMNS}  # cells by case
     problems: dict[str, list[str]] = {}
     for case, on_ranks in zip(cases, outcomes, strict=True):
-        for columns, cell, problem in _wrong(case, on_ranks):
+        for columns, cell, problem in _problems_of(case, on_ranks):
             for column in columns:
                 wrong[column].setdefault(case.name, cell)
             if problem:
@@ -296,11 +296,11 @@ def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) ->
     for column, found in wrong.items():
         some = f" ({len(found)}/{len(cases)})" * (len(found) < len(cases))
         cells[column] = next(iter(found.values())) + some if found else _OK
-    told = [f"{p} ({'; '.join(names) if len(names) < 4 else f'{len(names)} cases'})" for p, names in problems.items()]
-    return ClipVerdict(layout, **cells, problems=tuple(told))
+    texts = [f"{p} ({'; '.join(names) if len(names) < 4 else f'{len(names)} cases'})" for p, names in problems.items()]
+    return ClipVerdict(layout, **cells, problems=tuple(texts))
 
 
-def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str], str, str]]:
+def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str], str, str]]:
     """Columns, cell and sentence of each problem in a case; an empty sentence adds nothing to the others."""
     norms, expected = [o.norm for o in outcomes], [o.expected for o in outcomes]
     if any(o.raised for o in outcomes):
@@ -308,18 +308,18 @@ def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str
         for rank, outcome in enumerate(outcomes):
             if outcome.raised:
                 raised.setdefault(outcome.raised, []).append(rank)
-        text = "; ".join(f"{in_words(on)}: {how}" for how, on in raised.items())
-        cell = "dies" if "died with exit" in text else "hangs" if "did not go on" in text else "raises"
+        text = "; ".join(f"{format_ranks(on)}: {how}" for how, on in raised.items())
+        cell = "dies" if "died with exit" in text else "hangs" if "made no progress" in text else "raises"
         hint = " (a collective that not all ranks call, or not with the same size)" * (cell != "raises")
         yield _COLUMNS, cell, text + hint
         return
     if case == _NAN:
         finite = [rank for rank, norm in enumerate(norms) if math.isfinite(norm)]
         if finite:
-            yield ["norm"], "no NaN", f"the norm is finite on {in_words(finite)}, which step as if nothing were"
+            yield ["norm"], "no NaN", f"the norm is finite on {format_ranks(finite)}, which would take the step"
         elif len({o.unchanged for o in outcomes}) > 1:
-            spared = in_words([rank for rank, o in enumerate(outcomes) if o.unchanged])
-            yield ["gradients"], "differ", f"gradients are left as they are on {spared} only"
+            spared = format_ranks([rank for rank, o in enumerate(outcomes) if o.unchanged])
+            yield ["gradients"], "differ", f"gradients are unchanged on {spared} only"
         return
     if not _same(norms, expected):
         yield ["norm"], _ratio(norms, expected), _cause(case, outcomes)
@@ -332,7 +332,7 @@ def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str
             (by_norm, ""),  # the wrong norm explains it
             ([1.0] * WORLD, "the norm is computed, but gradients are never scaled"),
             ([factors[0]] * WORLD, "gradients are not multiplied by min(1, max_norm / (norm + 1e-6))"),
-            (factors, "ranks multiply by different factors, so that their parts of the model no longer fit together"),
+            (factors, "ranks multiply by different factors, so their parts of the model no longer match"),
         ]
         yield _COLUMNS[1:], _ratio(factors, wanted), next(what for values, what in usual if _same(factors, values))
     odd: dict[str, list[int]] = {}
@@ -342,7 +342,7 @@ def _wrong(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str
     if odd:
         name, on = min(odd.items())
         more = f" and {len(odd) - 1} more gradients" * (len(odd) > 1)
-        yield ["gradients"], name, f"{name}{more} not treated as the others on {in_words(on)}: left out of the scaling?"
+        yield ["gradients"], name, f"{name}{more} scaled differently on {format_ranks(on)}: left out of the clip?"
 
 
 def _cause(case: _Case, outcomes: list[_Outcome]) -> str:
@@ -351,16 +351,13 @@ def _cause(case: _Case, outcomes: list[_Outcome]) -> str:
     root = WORLD ** (1 / case.order)
     together = torch.linalg.vector_norm(torch.tensor(local, dtype=torch.float64), case.order).item()
     usual = {
-        "each rank has the norm of what it holds itself; return full_tensor() of a DTensor": local,
-        "what several ranks hold is counted once for each of them: reduce over different shards only": [together]
-        * WORLD,
-        f"too small by the root of {WORLD}: an average where a sum belongs": [norm / root for norm in expected],
+        "each rank has the norm of its own shards; return full_tensor() of a DTensor": local,
+        "replicas are counted once per rank: reduce over different shards only": [together] * WORLD,
+        f"too small by the root of {WORLD}: averaged instead of summed": [norm / root for norm in expected],
     }
     for rank, norm in enumerate(local):
-        usual[f"all ranks have the norm of what rank {rank} holds: shards or experts of the others are left out"] = [
-            norm
-        ] * WORLD
-    unknown = "are stages left out, or pending sums (Partial placements) not added up before?"
+        usual[f"all ranks have the norm of rank {rank}: shards or experts of the others are left out"] = [norm] * WORLD
+    unknown = "are pipeline stages left out, or pending sums (Partial placements) not reduced before?"
     return next((cause for cause, values in usual.items() if _same(norms, values)), unknown)
 
 
@@ -380,30 +377,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``norms``; returns 0 if everything is as in one process, 1 if not, 2 if the function cannot be tried."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat norms",
-        description="Try a clip function on a small model spread over four processes of this machine, as DDP, FSDP2, "
-        "HSDP, tensor and sequence parallel, pipeline stages, experts and ZeRO leave gradients, and say where norm, "
-        "scaling and gradients are not those of one process.",
-        epilog="The function is called as clip(parameters, max_norm, norm_type); it also gets what it names of "
-        f"{', '.join(_PASSED)}. Exit status: 0 if all is as in one process, 1 if not, 2 if it cannot be tried.",
+        description="Run a clip function on a small model distributed over four processes of this machine, in the "
+        "layouts of DDP, FSDP2, HSDP, tensor and sequence parallelism, pipeline stages, experts and ZeRO, and report "
+        "where norm, scaling and gradients differ from those of a single process.",
+        epilog="The function is called as clip(parameters, max_norm, norm_type), and with the following keywords if it "
+        f"has them: {', '.join(_KEYWORDS)}. Exit status: 0 if all layouts match, 1 if not, 2 if it cannot be run.",
     )
     names = tuple(LAYOUTS)
     parser.add_argument("clip", metavar="MODULE:FUNCTION", help="such as torch.nn.utils:clip_grad_norm_")
     parser.add_argument("--layouts", nargs="+", choices=names, default=names, metavar="LAYOUT", help=", ".join(names))
     parser.add_argument("--orders", nargs="+", type=float, default=ORDERS, help="of the norm (default: 2 inf 1)")
-    parser.add_argument("--limit", type=float, default=30.0, help="seconds for a layout (default %(default)g)")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds per layout (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     table = sys.stderr if options.json else sys.stdout
 
-    def told(verdict: ClipVerdict | None) -> None:
+    def print_row(verdict: ClipVerdict | None) -> None:
         print(_row(verdict), file=table, flush=True)
 
     try:
         clip = attribute_of(options.clip, "MODULE:FUNCTION, such as torch.nn.utils:clip_grad_norm_")
-        told(None)
-        report = verify_clip(clip, layouts=options.layouts, orders=options.orders, limit=options.limit, told=told)
+        print_row(None)
+        report = verify_clip(
+            clip, layouts=options.layouts, orders=options.orders, limit=options.limit, on_verdict=print_row
+        )
     except (ValueError, TypeError, RuntimeError) as error:
         print(f"gradstat norms: {error}", file=sys.stderr)
         return 2
-    print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if options.json else report.account)
+    print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if options.json else report.summary)
     return 0 if report.ok else 1

@@ -14,10 +14,10 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat import _fields
-from gradstat._core.collectives import device_of, gather, in_words, reduce_
+from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
 from gradstat._core.compiling import never_traced
 from gradstat._core.measurement import Measurement
-from gradstat._core.tensors import moved
+from gradstat._core.tensors import to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
@@ -79,7 +79,7 @@ def watch_origin(
     ddp_model = uncompiled(ddp_model)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(
-            f"expected a DistributedDataParallel, got {type(ddp_model).__name__}; only DDP shows gradients before it "
+            f"expected a DistributedDataParallel, got {type(ddp_model).__name__}; only DDP exposes gradients before it "
             "reduces them"
         )
     relay = _relays.get(ddp_model)
@@ -87,9 +87,9 @@ def watch_origin(
         relay = _Relay(ddp_model, hook, state)
         _relays[ddp_model] = relay
     elif relay.watch is not None:
-        raise RuntimeError("this model is watched already; call remove() on the handle of the first watch_origin()")
+        raise RuntimeError("this model is already watched; call remove() on the handle of the first watch_origin()")
     elif hook is not None and hook is not relay.hook:
-        raise RuntimeError("DDP keeps its first communication hook for life; this model was first watched with another")
+        raise RuntimeError("DDP never drops a communication hook; this model was first watched with another one")
     relay.watch = OriginWatch(ddp_model, relay, per_micro_batch, backend)
     return relay.watch
 
@@ -100,8 +100,8 @@ class _Relay:
     def __init__(self, ddp_model: DistributedDataParallel, hook: _Hook | None, state: object) -> None:
         if getattr(ddp_model, "_comm_hooks", None):  # DDP would record the second hook before rejecting it
             raise RuntimeError(
-                "this model has a communication hook, and DDP takes only one, for life; do not register it but pass it "
-                "here: watch_origin(ddp_model, hook, state)"
+                "this model already has a communication hook, and DDP accepts only one; pass it to "
+                "watch_origin(ddp_model, hook, state) instead of registering it"
             )
         self.hook = hook
         self.watch: OriginWatch | None = None
@@ -111,7 +111,7 @@ class _Relay:
 
         def relayed(_: object, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
             if self.watch is not None:
-                self.watch._see(bucket)
+                self.watch._measure_bucket(bucket)
             return reduce(its_state, bucket)
 
         ddp_model.register_comm_hook(None, relayed)
@@ -120,13 +120,13 @@ class _Relay:
 _relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.WeakKeyDictionary()
 
 
-def _noting(watch: OriginWatch) -> Callable[[Tensor], None]:
+def _unmeasured_hook(watch: OriginWatch) -> Callable[[Tensor], None]:
     # Weak, since the garbage collector cannot see what a parameter's hook references, and the watch has the parameters.
     found = weakref.ref(watch)
 
     def note(_: Tensor) -> None:
         if (alive := found()) is not None:
-            alive._unseen = True
+            alive._has_unmeasured = True
 
     return note
 
@@ -158,8 +158,8 @@ class OriginWatch:
         self.reset()
         self._handles: list[Any] = []
         if per_micro_batch:
-            self._handles = [p.register_post_accumulate_grad_hook(_noting(self)) for p in self._parameters]
-            self._handles.append(ddp_model.register_forward_pre_hook(self._see_accumulated))
+            self._handles = [p.register_post_accumulate_grad_hook(_unmeasured_hook(self)) for p in self._parameters]
+            self._handles.append(ddp_model.register_forward_pre_hook(self._measure_accumulated))
 
     def result(self) -> OriginReport:
         """Which rank caused NaN or Inf since the last call; the same report on every rank. Resets for the next step.
@@ -171,14 +171,14 @@ class OriginWatch:
             RuntimeError: On some rank nothing was measured since the last call. Raised on all of them.
             UnreachableRankError: A rank did not take part (where the backend reports it; see there).
         """
-        return self.take()()
+        return self.pending_result()()
 
-    def take(self) -> Callable[[], OriginReport]:
+    def pending_result(self) -> Callable[[], OriginReport]:
         """The measurements since the last call, as a function to be called later, or never. Resets for the next step.
 
         No collective and no sync; the returned function does what `result` does, and raises the same errors.
         """
-        self._see_accumulated()
+        self._measure_accumulated()
         seen, count = self._seen, self._micro_batch
         self.reset()
         return lambda: self._report(seen, count)
@@ -192,7 +192,7 @@ class OriginWatch:
         first[-1] = len(places)
         counts = torch.zeros(0, len(_COUNTS), dtype=torch.float64, device="cpu")
         if places:
-            counts = torch.cat([moved(one.table[:, _COUNTS], device) for one in seen])
+            counts = torch.cat([to_device(one.table[:, _COUNTS], device) for one in seen])
             micro_batches, positions = torch.tensor(places, device=device).unbind(1)
             when = torch.where(counts.sum(1) > 0, micro_batches, _NEVER)
             first.scatter_reduce_(0, positions, when, "amin")
@@ -204,7 +204,7 @@ class OriginWatch:
             )
         bad = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
         ranks = tuple(dist.get_process_group_ranks(self._group))
-        brought: list[BadGradient] = []
+        bad_gradients: list[BadGradient] = []
         if bad:
             own = torch.zeros(len(self._names), len(_COUNTS), dtype=torch.float64, device="cpu")
             for (micro_batch, position), row in zip(places, counts.cpu(), strict=True):
@@ -214,14 +214,14 @@ class OriginWatch:
             for k, position in enumerate(bad):
                 on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, gathered, strict=True) if any(c[k])}
                 numel = self._parameters[position].numel()
-                brought.append(BadGradient(self._names[position], numel, earliest[position], on))
-        return OriginReport(self._names, brought, ranks, count)
+                bad_gradients.append(BadGradient(self._names[position], numel, earliest[position], on))
+        return OriginReport(self._names, bad_gradients, ranks, count)
 
     def rows(self) -> Tensor:
         """The measurements of the last reduction: the table `gradstat.stats` would return for the local gradients.
 
         One row for each parameter that requires a gradient, in the model's order. No sync and no collective; call it
-        before `result` or `take`.
+        before `result` or `pending_result`.
 
         Raises:
             RuntimeError: Not every parameter was measured in it.
@@ -230,8 +230,8 @@ class OriginWatch:
         order = [position for one in seen for position in one.positions]
         if sorted(order) != list(range(len(self._names))):
             raise RuntimeError(
-                f"{len(order)} gradients of {len(self._names)} were seen in the last reduction since result(); call "
-                "rows() after backward() and before result()"
+                f"{len(order)} gradients of {len(self._names)} were measured in the last reduction since result(); "
+                "call rows() after backward() and before result()"
             )
         return Measurement([one.table for one in seen], order, ()).table()
 
@@ -239,7 +239,7 @@ class OriginWatch:
         """Discards the measurements since the last `result`, for a step that is abandoned."""
         self._seen: list[_Seen] = []
         self._micro_batch = 0
-        self._unseen = False  # whether gradients were accumulated and not measured yet
+        self._has_unmeasured = False  # whether gradients were accumulated and not measured yet
 
     def remove(self) -> None:
         """Ends the watch. The hook stays registered, as DDP keeps hooks permanently, and only passes buckets on."""
@@ -252,22 +252,22 @@ class OriginWatch:
 
     # Measuring -------------------------------------------------------------------------------------------
 
-    def _see(self, bucket: Any) -> None:
+    def _measure_bucket(self, bucket: Any) -> None:
         """Measures a ``dist.GradBucket`` that is about to be reduced."""
         buffer = bucket.buffer()
         self._measure([buffer] if buffer.is_sparse else bucket.gradients(), bucket.parameters())
         if bucket.is_last():
             self._micro_batch += 1
-            self._unseen = False
+            self._has_unmeasured = False
 
     @never_traced
-    def _see_accumulated(self, *_: object) -> None:
+    def _measure_accumulated(self, *_: object) -> None:
         """Measures gradients that were accumulated but not reduced."""
-        if self._unseen:
+        if self._has_unmeasured:
             having = [p for p in self._parameters if p.grad is not None]
             self._measure([p.grad for p in having if p.grad is not None], having)
             self._micro_batch += 1
-            self._unseen = False
+            self._has_unmeasured = False
 
     def _measure(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
         positions = [self._position[id(parameter)] for parameter in parameters]
@@ -337,7 +337,7 @@ class OriginReport:
         The error has no ``report``, since the gradients described are those of several ranks.
         """
         if not self.ok:
-            raise NonFiniteGradientError("\n".join(self._account(_NAMED_IN_ERROR)))
+            raise NonFiniteGradientError("\n".join(self._summary(_NAMED_IN_ERROR)))
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self._bad)} not finite"
@@ -346,14 +346,14 @@ class OriginReport:
     def __str__(self) -> str:
         if self.ok:
             return f"gradstat: {len(self._names)} gradients, finite on all {len(self.ranks)} ranks before the reduction"
-        return "gradstat: " + "\n".join(self._account(_NAMED_IN_TEXT))
+        return "gradstat: " + "\n".join(self._summary(_NAMED_IN_TEXT))
 
     def _find(self, name: str) -> BadGradient | None:
         if name not in self._names:
             raise KeyError(f"no parameter named {name!r} is reduced by this model")
         return self._bad.get(name)
 
-    def _account(self, limit: int) -> list[str]:
+    def _summary(self, limit: int) -> list[str]:
         """Who caused what, in words: ordered by micro-batch, with parameters of the same ranks grouped."""
         together: dict[tuple[int, tuple[int, ...]], list[BadGradient]] = {}
         for one in self._bad.values():
@@ -363,7 +363,7 @@ class OriginReport:
         for micro_batch, ranks in sorted(together):
             group = together[micro_batch, ranks]
             count = f"{len(group)} gradient{'s' * (len(group) != 1)}"
-            lines.append(f"brought by {self._who(ranks)}{self._when(micro_batch)}: {count}")
+            lines.append(f"caused by {self._who(ranks)}{self._when(micro_batch)}: {count}")
             lines += [f"  {one.name}: {_counts(one, ranks[0])}" for one in group[:left]]
             lines += [f"  and {len(group) - left} more"] if len(group) > left else []
             left = max(0, left - len(group))
@@ -371,10 +371,10 @@ class OriginReport:
 
     def _who(self, ranks: tuple[int, ...]) -> str:
         if len(ranks) == 1:
-            return f"{in_words(ranks)} alone (of {len(self.ranks)})"
+            return f"{format_ranks(ranks)} alone (of {len(self.ranks)})"
         if ranks == self.ranks:
             return f"ALL {len(ranks)} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
-        return f"{in_words(ranks)} (of {len(self.ranks)})"
+        return f"{format_ranks(ranks)} (of {len(self.ranks)})"
 
     def _when(self, micro_batch: int) -> str:
         if self.micro_batches == 1:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from gradstat._core.collectives import device_of, gather_by_rank, in_words, member, reduce_
+from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
 from gradstat._core.parameters import source_of
 from gradstat.distributed._checksum import checksums, combined, of_text
 
@@ -77,16 +77,16 @@ class ReplicaReport:
     def raise_if_drifted(self) -> None:
         """Raises `ReplicaMismatchError`, which names tensors and ranks, on every rank, unless `ok`."""
         if not self.ok:
-            raise ReplicaMismatchError(self._account(_NAMED_IN_ERROR), self)
+            raise ReplicaMismatchError(self._summary(_NAMED_IN_ERROR), self)
 
     def __str__(self) -> str:
         if self.ok and not self.compared:
-            return "gradstat: nothing was compared, for no tensor is on several ranks"
+            return "gradstat: nothing to compare: no tensor is replicated"
         if self.ok:
-            return f"gradstat: {_tensors(self.compared)}, the same bits on all replicas ({len(self.ranks)} ranks)"
-        return f"gradstat: {self._account(_NAMED_IN_TEXT)}"
+            return f"gradstat: {_tensors(self.compared)}, bit-identical on all replicas ({len(self.ranks)} ranks)"
+        return f"gradstat: {self._summary(_NAMED_IN_TEXT)}"
 
-    def _account(self, limit: int) -> str:
+    def _summary(self, limit: int) -> str:
         shown, more = self.drifted[:limit], len(self.drifted) - limit
         return "\n".join(
             [
@@ -159,7 +159,7 @@ def _participants(
 ) -> tuple[list[dist.ProcessGroup], tuple[int, ...]]:
     """Groups whose reductions, one after the other, cover all participating ranks; and those ranks."""
     if mesh is None:
-        found = member(group)
+        found = require_member(group)
         return [found], tuple(dist.get_process_group_ranks(found))
     if group is not None:
         raise ValueError("pass a group or a mesh, not both")
@@ -215,7 +215,7 @@ def _drifts(seen_by: Mapping[int, Mapping[tuple[str, str], _Seen]]) -> Iterator[
         lacking = tuple(r for r in seen_by if r not in seen or seen[r].layout == _MISSING)
         having = {rank: each for rank, each in seen.items() if rank not in lacking}
         if lacking and having:
-            yield Drift(kind=kind, name=name, ranks=lacking, how=f"missing on {in_words(lacking)}")
+            yield Drift(kind=kind, name=name, ranks=lacking, how=f"missing on {format_ranks(lacking)}")
         if apart := _minority({rank: each.layout for rank, each in having.items()}):
             layouts = "; ".join(f"{having[rank].layout} on rank {rank}" for rank in apart)
             yield Drift(kind=kind, name=name, ranks=apart, how=f"shape, dtype or placement differs: {layouts}")
@@ -237,8 +237,8 @@ def _minority(value_of: Mapping[int, object]) -> tuple[int, ...]:
 
 def _difference(apart: tuple[int, ...], replicas: tuple[int, ...]) -> str:
     if len(apart) == len(replicas):
-        return f"bits differ between {in_words(apart)}, with no majority"
-    return f"bits on {in_words(apart)} differ from those on the other {len(replicas) - len(apart)}"
+        return f"bits differ between {format_ranks(apart)}, with no majority"
+    return f"bits on {format_ranks(apart)} differ from those on the other {len(replicas) - len(apart)}"
 
 
 def _tensors(count: int) -> str:
@@ -269,7 +269,7 @@ def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> lis
         kind = each.removesuffix("s")
         for name, tensor in _FINDERS[each](target):
             if (kind, name) in found:
-                raise ValueError(f"two tensors are named {name!r}; ranks tell them apart by name")
+                raise ValueError(f"two tensors are named {name!r}; ranks match tensors by name")
             found[kind, name] = _described(kind, name, tensor, ranks)
     return [found[key] for key in sorted(found)]
 
@@ -285,13 +285,13 @@ def _gradients(target: Any) -> _Named:
 
 def _buffers(target: Any) -> _Named:
     if not isinstance(target, Module):
-        raise TypeError(f"buffers are those of a torch.nn.Module, got {type(target).__name__}")
+        raise TypeError(f"buffers: expected a torch.nn.Module, got {type(target).__name__}")
     return target.named_buffers()
 
 
 def _state(target: Any) -> _Named:
     if not isinstance(target, Optimizer):
-        raise TypeError(f"state is that of a torch.optim.Optimizer, got {type(target).__name__}")
+        raise TypeError(f"state: expected a torch.optim.Optimizer, got {type(target).__name__}")
     states = ((name, target.state.get(parameter, {})) for name, parameter in _parameters(target))
     return [
         (f"{name}.{key}", value) for name, state in states for key, value in state.items() if torch.is_tensor(value)
@@ -324,7 +324,7 @@ def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ..
     replicas = tuple(sorted(here.flatten().tolist()))
     if not set(replicas) <= set(ranks):
         raise ValueError(
-            f"{kind} {name} has replicas on {in_words(replicas)}, not all of which take part; pass their group"
+            f"{kind} {name} has replicas on {format_ranks(replicas)}, not all of which take part; pass their group"
         )
     over = (mesh, dimensions) if len(replicas) > 1 else None
     return _Replicated(kind, name, bits, layout, replicas if over else (), over, distributed=True)
@@ -332,7 +332,7 @@ def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ..
 
 def _comparable(tensor: Tensor, name: str) -> Tensor:
     if tensor.is_meta:
-        raise TypeError(f"{name!r} is on the meta device and holds no bits to compare")
+        raise TypeError(f"{name!r} is on the meta device and holds no data to compare")
     if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"{name!r} has a layout whose bits cannot be compared ({tensor.layout})")
+        raise TypeError(f"{name!r} has a layout that cannot be compared ({tensor.layout})")
     return tensor

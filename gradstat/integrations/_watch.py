@@ -59,8 +59,8 @@ class RankReductions:
                 votes[i].fill_(1.0)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         before, self._votes = self._votes, HostCopy(votes)
-        due = [self._votes] if wait or not self._votes.travels else []
-        if before is not None and before.travels:  # the previous call returned without its votes
+        due = [self._votes] if wait or not self._votes.needs_copy else []
+        if before is not None and before.needs_copy:  # the previous call returned without its votes
             due.append(before)
         received = [votes.wait() for votes in due]
         if wait:

@@ -36,7 +36,7 @@ class Skipping:
         self.disarm()
         if flag is None or (scaler is not None and scaler.is_enabled()):
             return
-        obeys = optimizers.obeys_verdict(self._optimizer)
+        obeys = optimizers.honors_found_inf(self._optimizer)
         if obeys and not optimizers.first_momentum_is_at_risk(self._optimizer):
             optimizers.refuse_foreign_verdict(self._optimizer)
             self._optimizer.found_inf = flag  # type: ignore[attr-defined]

@@ -150,7 +150,7 @@ class Collector:
         if left_out:
             self._gaps.report_left_out(step)
         is_scaled = is_scaled or engine_scale is not None
-        origin = None if self._origin is None else self._origin.take()
+        origin = None if self._origin is None else self._origin.pending_result()
         if self._order_recorder is not None:
             self.backward_order, self._order_recorder = self._order_recorder.end(), None
         self._switch_hooks(step + 1)

@@ -14,7 +14,7 @@ from gradstat._core import norms
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.tensors import ExtraGroups, is_distributed, moved, why_not_measured
+from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_not_measured
 from gradstat.monitor.kinds import STATE, kind_of
 from gradstat.monitor.rows import Floats
 
@@ -56,7 +56,7 @@ class PendingRows:
     @property
     def needs_copy(self) -> bool:
         """Whether they have to be copied; not if they are on the CPU."""
-        return self.rows.travels
+        return self.rows.needs_copy
 
     def table(self) -> Floats:
         """The rows of all segments, concatenated; waits for them, once per device."""
@@ -84,7 +84,7 @@ def _first(count: int, measured: Measurement) -> Tensor:
             rows, start = table[[i for i, position in enumerate(here) if position < count]], start + len(table)
         found.append(rows)
     home = found[0].device
-    return found[0] if len(found) == 1 else torch.cat([moved(rows, home) for rows in found])
+    return found[0] if len(found) == 1 else torch.cat([to_device(rows, home) for rows in found])
 
 
 def measure_segments(

@@ -325,11 +325,11 @@ def test_a_changed_list_is_refused_by_adagc() -> None:
     clip.clip_(parameters)
     parameters[0].grad = None
     before = clip.state_dict()["tensors"]
-    with pytest.raises(ValueError, match=r"each of 3 parameters.*another list, of 2.*set_to_none=False"):
+    with pytest.raises(ValueError, match=r"each of 3 parameters.*a different list, of 2.*set_to_none=False"):
         clip.clip_(parameters)
     clip.clip_([nn.Parameter(torch.zeros(3))])  # without a gradient this is an empty list
     parameters[0].grad = torch.ones(3)
-    with pytest.raises(ValueError, match="another list, of 3"):
+    with pytest.raises(ValueError, match="a different list, of 3"):
         clip.clip_(parameters[::-1])
     for name, tensor in clip.state_dict()["tensors"].items():
         torch.testing.assert_close(tensor, before[name], equal_nan=True)
@@ -386,9 +386,9 @@ def test_the_state_stays_where_it_is(make: Any, device: str) -> None:
     clip.load_state_dict(make().state_dict())
     assert clip.summary().steps == 0
     foreign = AGC() if isinstance(clip, ZClip) else ZClip()
-    with pytest.raises(ValueError, match=f"state of {type(foreign).__name__}, which {type(clip).__name__} cannot cont"):
+    with pytest.raises(ValueError, match=f"state of {type(foreign).__name__}, which {type(clip).__name__} cannot load"):
         clip.load_state_dict(foreign.state_dict())
-    with pytest.raises(ValueError, match="keeps the last 10 norms, this clip 1000; make it with window=10"):
+    with pytest.raises(ValueError, match="keeps the last 10 norms, this clip 1000; make the clip with window=10"):
         AutoClip().load_state_dict(AutoClip(window=10).state_dict())
 
 

@@ -182,7 +182,7 @@ def test_someone_elses_patch_is_left_and_named(module: Any, name: str) -> None:
         warnings.simplefilter("always")
         theirs = functools.partial(getattr(module, name))
         setattr(module, name, theirs)
-    assert re.search(f"replaced by someone else.*: {place}\\. ", str(caught[0].message))
+    assert re.search(f"replaced by other code.*: {place}\\. ", str(caught[0].message))
     assert caught[0].filename == __file__
     assert current() == [theirs if key == place else torchs for key, torchs in zip(IDS, TORCHS, strict=True)]
     setattr(module, name, TORCHS[IDS.index(place)])

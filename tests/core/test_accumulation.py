@@ -69,7 +69,7 @@ def test_the_reports_are_of_the_accumulated_gradients() -> None:
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
     assert report.final.total_norm == pytest.approx(norm.item())
     assert str(report).startswith(
-        "gradstat: 3 micro-batches, all finite after each\naccumulated, after the last one:\ngradstat: 4 gradients of"
+        "gradstat: 3 micro-batches, all finite after each\nafter the last micro-batch:\ngradstat: 4 gradients of"
     )
     assert repr(report) == "AccumulationReport(3 micro-batches, ok)"
 
@@ -182,7 +182,7 @@ def test_error_and_text_tell_who_when_and_where_also_from_a_pickle() -> None:
     lines = text.splitlines()
     assert lines[0] == f"gradstat: {str(first).splitlines()[0]}"
     assert lines[2].startswith("  micro-batch 1: p1: 1 NaN of 6 elements")
-    assert "\n".join(lines[3:]) == f"accumulated, after the last one:\n{report.final}"
+    assert "\n".join(lines[3:]) == f"after the last micro-batch:\n{report.final}"
     assert repr(report) == "AccumulationReport(4 micro-batches, 2 not finite, first in 0)"
     again = pickle.loads(pickle.dumps(report))
     assert (again.first_bad, str(again)) == ({"p0": 0, "p1": 1}, text)

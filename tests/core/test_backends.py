@@ -87,7 +87,7 @@ def test_without_the_compiled_extension_the_reference_serves(forks: Forks) -> No
     )
     result = forks.run(code, warnings="default")
     assert result.stdout.splitlines() == ["['reference']", "True True"]
-    assert result.stderr.count("UserWarning: gradstat runs its slow reference on cpu tensors. native:") == 1
+    assert result.stderr.count("UserWarning: gradstat uses its slow reference backend for cpu tensors. native:") == 1
     assert "no C++ compiler was found at installation" in result.stderr
 
 

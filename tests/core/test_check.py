@@ -187,7 +187,7 @@ def test_tensors_that_take_no_part_in_training_are_not_called_healthy() -> None:
 
 
 def test_things_that_are_not_tensors_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="expected tensors, by name or in a sequence, or one tensor, got int"):
+    with pytest.raises(TypeError, match="expected a tensor, or tensors in a mapping or sequence, got int"):
         gradstat.check_tensors(5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'b', got an object of type list"):
         gradstat.check_tensors({"a": torch.ones(1), "b": [1.0]})  # type: ignore[dict-item]

@@ -213,7 +213,7 @@ def test_what_is_refused() -> None:
         noise.micro_batch()
     model(torch.randn(2, 3)).sum().backward()
     noise.micro_batch()
-    with pytest.raises(RuntimeError, match="one micro-batch in this step"):
+    with pytest.raises(RuntimeError, match="this step has one micro-batch"):
         noise.step()
     noise.micro_batch()  # the first micro-batch still counts
     noise.step()
@@ -289,7 +289,7 @@ def test_local_gradients_against_those_that_ddp_averaged() -> None:
     model = DistributedDataParallel(plain, bucket_cap_mb=0.0001)
     alone = copy.deepcopy(plain)
     watch = watch_origin(model)
-    with pytest.raises(RuntimeError, match="0 gradients of 4 were seen in the last reduction"):
+    with pytest.raises(RuntimeError, match="0 gradients of 4 were measured in the last reduction"):
         watch.rows()
     torch.manual_seed(7 + dist.get_rank())
 

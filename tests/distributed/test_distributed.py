@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradstat
-from gradstat.distributed.layouts import backward, batch, fsdp, laid_out, made, mesh_of, model
+from gradstat.distributed.layouts import backward, batch, fsdp, make_layout, make_layout_and_reference, mesh_of, model
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def same_report(spread: gradstat.Report, single: gradstat.Report) -> None:
 
 
 def measured(name: str) -> float:
-    layout, single = laid_out(name)
+    layout, single = make_layout_and_reference(name)
     spread = layout.model
     if name == "sp":
         gradients = [p.grad for p in spread.parameters() if isinstance(p.grad, DTensor)]
@@ -85,7 +85,7 @@ HOLDS_THE_BAD_PART: dict[str, Callable[[int], bool]] = {
 )
 @on_ranks(4)
 def test_guarded_steps_are_taken_and_skipped_by_all_ranks_alike(layout: str, fused: bool, scaling: bool) -> None:
-    (spread_out, batches), single = made(layout), model()
+    (spread_out, batches), single = make_layout(layout), model()
     spread = spread_out.model
     ours = torch.optim.AdamW(spread.parameters(), lr=0.01, fused=fused)
     theirs = torch.optim.AdamW(single.parameters(), lr=0.01)
@@ -224,7 +224,7 @@ def test_the_patch_gives_norms_as_torch_does() -> None:
 
 
 def clipped_with_a_gradient_missing() -> float:
-    layout, _ = laid_out("pp+fsdp2")
+    layout, _ = make_layout_and_reference("pp+fsdp2")
     parameters = list(layout.model.parameters())
     if dist.get_rank() == 1:
         parameters[1].grad = None
@@ -243,7 +243,7 @@ def test_groups_are_those_of_the_world_there_is(ranks: Ranks) -> None:
 @on_ranks(4)
 def test_stages_of_a_pipeline_have_one_norm() -> None:
     """Two stages of two replicas each; the norm is over all stages, whatever each holds."""
-    layout, single = laid_out("pp")
+    layout, single = make_layout_and_reference("pp")
     stages = layout.pp_mesh
     assert stages is not None
     parameters = list(layout.model.parameters())
@@ -320,7 +320,7 @@ def test_a_rank_that_fails_tells_the_others() -> None:
         )
     ]
     if dist.get_rank() == 0:
-        assert "RuntimeError: 1 other rank could not measure what they hold" in outcomes[0]
+        assert "RuntimeError: 1 other rank failed to measure their shards" in outcomes[0]
         assert outcomes[1] == "tensor(nan)"
         assert "skipped=True" in outcomes[2]
         assert (parameter._local_tensor == 0).all()  # type: ignore[attr-defined]
@@ -332,9 +332,9 @@ def test_a_rank_that_fails_tells_the_others() -> None:
 def test_groups_that_are_none_are_refused_before_anyone_waits() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
     parameter = parameter_with(torch.ones(2))
-    with pytest.raises(ValueError, match=r"a mesh of 2 dimensions; pass the dimension that is meant, mesh\['name'\]"):
+    with pytest.raises(ValueError, match=r"a mesh of 2 dimensions; pass one of them, mesh\['name'\]"):
         gradstat.check([parameter], extra_groups=mesh)
-    with pytest.raises(TypeError, match="extra_groups has str where a process group"):
+    with pytest.raises(TypeError, match="extra_groups has str; expected a process group"):
         gradstat.clip_grad_norm_([parameter], 1.0, extra_groups=["world"])  # type: ignore[list-item]
     with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0, extra_groups=mesh["a"])

@@ -154,25 +154,25 @@ def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Ten
 @pytest.mark.parametrize(
     ("clip", "layout", "cells", "problem"),
     [
-        (of_local_shards, "fsdp2", ("x0", "x", "x"), "norm of what it holds itself"),
-        (of_local_shards, "zero-3", ("x0", "x", "x"), "the norm is finite on ranks 1, 2, 3, which step as if"),
+        (of_local_shards, "fsdp2", ("x0", "x", "x"), "norm of its own shards"),
+        (of_local_shards, "zero-3", ("x0", "x", "x"), "the norm is finite on ranks 1, 2, 3, which would take the step"),
         (never_scaling, "pp+fsdp2", ("ok", "x2 (2/4)", "x2 (2/4)"), "computed, but gradients are never scaled"),
         (
             without_other_experts,
             "ep",
             ("x0", "x1.", "x1."),
-            "norm of what rank 0 holds: shards or experts of the others",
+            "norm of rank 0: shards or experts of the others",
         ),
-        (averaged, "fsdp2", ("x0.5 (3/4)", "x", "x"), "too small by the root of 4: an average"),
-        (logged_partial, "fsdp2", ("x0", "ok", "ok"), r"norm of what it holds itself.*full_tensor\(\)"),
-        (of_all_ranks, "hsdp", ("x1.414 (3/4)", "x0.7", "x0.7"), "several ranks hold is counted once for each"),
-        (of_stages, "pp+fsdp2", ("x0", "x", "x"), "are stages left out"),
-        (without_experts, "ep", ("ok", "ok", "experts.weight (2/4)"), "experts.weight not treated as the others"),
+        (averaged, "fsdp2", ("x0.5 (3/4)", "x", "x"), "too small by the root of 4: averaged"),
+        (logged_partial, "fsdp2", ("x0", "ok", "ok"), r"norm of its own shards.*full_tensor\(\)"),
+        (of_all_ranks, "hsdp", ("x1.414 (3/4)", "x0.7", "x0.7"), "replicas are counted once per rank"),
+        (of_stages, "pp+fsdp2", ("x0", "x", "x"), "are pipeline stages left out"),
+        (without_experts, "ep", ("ok", "ok", "experts.weight (2/4)"), "experts.weight scaled differently on"),
         (pending_sums_taken_apart, "sp", ("x", "x", "x"), r"pending sums \(Partial placements\)"),
-        (clipping_values, "fsdp2", ("ok", "x", "x"), r"blocks.*gradients not treated as the others"),
+        (clipping_values, "fsdp2", ("ok", "x", "x"), r"blocks.*gradients scaled differently on"),
         (twice, "ddp", ("ok", "x0.5 (2/4)", "x0.5 (2/4)"), r"not multiplied by min\(1, max_norm / \(norm \+ 1e-6\)\)"),
         (each_by_its_rank, "ddp", ("ok", "x0.5 to 1 (3/4)", "x0.5 to 1 (3/4)"), "ranks multiply by different factors"),
-        (waiting, "fsdp2", ("hangs (1/4)", "hangs (1/4)", "hangs (1/4)"), "ranks 0, 1, 2: did not go on for 3 s"),
+        (waiting, "fsdp2", ("hangs (1/4)", "hangs (1/4)", "hangs (1/4)"), "ranks 0, 1, 2: made no progress for 3 s"),
         (dying, "fsdp2", ("dies (1/4)", "dies (1/4)", "dies (1/4)"), "rank 1: died with exit status 3"),
         (raising, "ddp", ("raises", "raises", "raises"), "rank 2: ValueError: two "),
         (hiding_nan, "fsdp2", ("no NaN (1/4)", "ok", "ok"), "the norm is finite on ranks 0, 1, 2, 3"),
@@ -195,7 +195,7 @@ def test_copies_of_bugs_are_named(
 @pytest.mark.usefixtures("_pooled")
 def test_gradstats_own_clip_is_as_in_one_process() -> None:
     verdicts: list[norms.ClipVerdict] = []
-    report = verify_clip(gradstat.clip_grad_norm_, orders=[2.0, math.inf], told=verdicts.append)
+    report = verify_clip(gradstat.clip_grad_norm_, orders=[2.0, math.inf], on_verdict=verdicts.append)
     report.raise_if_wrong()
     assert [verdict.layout for verdict in verdicts] == list(LAYOUTS)
 
@@ -211,7 +211,7 @@ def test_torchs_own_clip_is_where_it_should_be() -> None:
         verify_clip(nn.utils.clip_grad_norm_)
     pp, mixed = report.verdicts
     assert pp.norm.startswith("x0.")
-    assert "norm of what it holds itself" in pp.problems[0]
+    assert "norm of its own shards" in pp.problems[0]
     assert mixed.norm == "raises"
 
 
@@ -231,7 +231,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypa
     assert lines[0].split() == ["layout", "norm", "scaling", "gradients"]
     assert lines[1].split() == ["ddp", "ok", "ok", "ok"]
     assert lines[2].split()[0] == "pp"
-    assert lines[-1] == "my_trainer:clip: as in one process in 1 of 2 layouts"
+    assert lines[-1] == "my_trainer:clip: matches a single process in 1 of 2 layouts"
     assert main(["norms", "my_trainer:clip", "--layouts", "ddp", "--orders", "inf", "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["ok"] is True

@@ -255,7 +255,7 @@ def test_every_reduction_is_a_micro_batch() -> None:
     report = watch.result()
     text = (
         "gradstat: NaN or Inf in 1 of 6 gradients before they were reduced\n"
-        "brought by rank 1 alone (of 2) in micro-batch 1 of 3 (counted from 0): 1 gradient\n"
+        "caused by rank 1 alone (of 2) in micro-batch 1 of 3 (counted from 0): 1 gradient\n"
         "  last.bias: 1 NaN of 2 elements"
     )
     assert told(report, "last.bias") == (1, 1, 1)
@@ -300,7 +300,7 @@ def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: lis
     head, brought, *lines = error.splitlines()
     assert text == f"gradstat: {error}"
     assert head == "NaN or Inf in 3 of 6 gradients before they were reduced"
-    assert brought == f"brought by {who}: 3 gradients"
+    assert brought == f"caused by {who}: 3 gradients"
     where = f" on rank {bad[0]}" if len(bad) > 1 else ""
     for line, name in zip(lines, ("first", "last", "spare"), strict=True):
         assert line.startswith(f"  {name}.weight: ")
@@ -324,7 +324,7 @@ def test_only_the_first_are_listed(bad: int, in_error: int, in_text: int) -> Non
     for text, limit in ((str(raised.value), in_error), (str(report), in_text)):
         head, who, *lines = text.removeprefix("gradstat: ").splitlines()
         assert head == f"NaN or Inf in {bad} of 30 gradients before they were reduced"
-        assert who == f"brought by rank 1 alone (of 2): {bad} gradients"
+        assert who == f"caused by rank 1 alone (of 2): {bad} gradients"
         more = [f"  and {bad - limit} more"] if bad > limit else []
         assert lines == [*(f"  p{i}: 2 NaN of 1,000 elements" for i in range(limit)), *more]
 
@@ -337,18 +337,18 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
         report.raise_if_nonfinite()
     assert str(raised.value).splitlines() == [
         "NaN or Inf in 7 of 30 gradients before they were reduced",
-        "brought by rank 0 alone (of 2) in micro-batch 0 of 2 (counted from 0): 3 gradients",
+        "caused by rank 0 alone (of 2) in micro-batch 0 of 2 (counted from 0): 3 gradients",
         "  p2: 1 Inf of 1,000 elements",
         "  p5: 1 Inf of 1,000 elements",
         "  p6: 1 Inf of 1,000 elements",
-        "brought by rank 1 alone (of 2) in micro-batch 0 of 2 (counted from 0): 1 gradient",
+        "caused by rank 1 alone (of 2) in micro-batch 0 of 2 (counted from 0): 1 gradient",
         "  p3: 2 Inf of 1,000 elements",
-        f"brought by {ALL.format(2)} in micro-batch 1 of 2 (counted from 0): 3 gradients",
+        f"caused by {ALL.format(2)} in micro-batch 1 of 2 (counted from 0): 3 gradients",
         "  p0: 1 NaN of 1,000 elements on rank 0",
         "  and 2 more",
     ]
     lines = str(report_of(*[second] * 20, third)).splitlines()
-    assert lines[-2:] == ["brought by rank 1 alone (of 2): 1 gradient", "  and 1 more"]
+    assert lines[-2:] == ["caused by rank 1 alone (of 2): 1 gradient", "  and 1 more"]
     assert [report.ranks_bad(f"p{i}") for i in (0, 2, 9)] == [2, 1, 0]
     assert [report.micro_batch_of(f"p{i}") for i in (0, 2, 9)] == [1, 0, None]
     assert report.ranks == (0, 1)
@@ -362,21 +362,19 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
 def test_ddp_takes_one_hook_for_life() -> None:
     hooked = wrapped()
     hooked.register_comm_hook(None, allreduce_hook)
-    with pytest.raises(
-        RuntimeError, match=r"has a communication hook.*pass it here: watch_origin\(ddp_model, hook, st"
-    ):
+    with pytest.raises(RuntimeError, match=r"has a communication hook.*pass it to watch_origin\(ddp_model, hook, st"):
         watch_origin(hooked)
     backward(hooked, bad=False)  # and it still works
 
     model = wrapped()
     watch = watch_origin(model, per_micro_batch=True)
-    with pytest.raises(RuntimeError, match="watched already; call remove"):
+    with pytest.raises(RuntimeError, match="already watched; call remove"):
         watch_origin(model)
     watch.remove()
     backward(model, bad=True)
     with pytest.raises(RuntimeError, match=r"on some rank no gradient was reduced since the last result\(\)"):
         watch.result()
-    with pytest.raises(RuntimeError, match="keeps its first communication hook for life"):
+    with pytest.raises(RuntimeError, match="never drops a communication hook"):
         watch_origin(model, fp16_compress_hook)
     model.zero_grad()
     again = watch_origin(model)

@@ -12,7 +12,7 @@ from ranks import Ranks
 from torch import Tensor
 
 import gradstat
-from gradstat._core.engines import Piece
+from gradstat._core.engines import FlatShard
 from gradstat._core.measure import measure
 from gradstat._core.measurement import HostRows
 from gradstat.report import Report
@@ -39,7 +39,7 @@ def _pieces(wholes: dict[str, Tensor], partition: int, group: Any) -> list[Any]:
     for whole in wholes.values():
         end = math.inf if last else begin + partition
         low, high = (min(max(edge - at, 0), whole.numel()) for edge in (begin, end))
-        pieces.append(Piece(whole, whole.shape, whole.reshape(-1)[int(low) : int(high)], int(low), group))
+        pieces.append(FlatShard(whole, whole.shape, whole.reshape(-1)[int(low) : int(high)], int(low), group))
         at += whole.numel()
     return pieces
 
@@ -79,7 +79,7 @@ def _a_rank_that_cannot() -> str:
     whole = torch.arange(10.0)
     half = whole[5 * dist.get_rank() :][:5]
     local = half.to(torch.int64) if dist.get_rank() == 1 else half
-    piece: Any = Piece(whole, whole.shape, local, 5 * dist.get_rank(), dist.group.WORLD)  # type: ignore[arg-type]
+    piece: Any = FlatShard(whole, whole.shape, local, 5 * dist.get_rank(), dist.group.WORLD)  # type: ignore[arg-type]
     try:
         HostRows(measure([piece], lambda i: "p", None)).raise_if_others_failed()
     except (TypeError, RuntimeError) as error:
@@ -89,5 +89,5 @@ def _a_rank_that_cannot() -> str:
 
 def test_a_rank_that_cannot_measure_its_piece_is_told_of(ranks: Ranks) -> None:
     healthy, broken = ranks.run(2, _a_rank_that_cannot)
-    assert "1 other rank could not measure" in healthy
+    assert "1 other rank failed to measure" in healthy
     assert "'p' (dtype torch.int64" in broken

@@ -168,9 +168,9 @@ def agreeing() -> tuple[str, str]:
 @pytest.mark.parametrize("world", [1, 4])
 def test_equal_replicas_agree(ranks: Ranks, world: int) -> None:
     expected = tuple(
-        f"gradstat: {count} tensors, the same bits on all replicas ({world} ranks)"
+        f"gradstat: {count} tensors, bit-identical on all replicas ({world} ranks)"
         if world > 1
-        else "gradstat: nothing was compared, for no tensor is on several ranks"
+        else "gradstat: nothing to compare: no tensor is replicated"
         for count in (15, 18)
     )
     assert ranks.run(world, agreeing) == [expected] * world
@@ -330,12 +330,12 @@ def test_bad_arguments_get_a_sentence() -> None:
     for target, what, error, match in (
         (model, ("grads",), ValueError, "cannot compare grads; known: gradients, parameters, buffers, state"),
         (model, (), ValueError, "cannot compare nothing"),
-        (optimizer, ("buffers",), TypeError, r"buffers are those of a torch\.nn\.Module, got AdamW"),
-        (model, ("state",), TypeError, r"state is that of a torch\.optim\.Optimizer, got Net"),
+        (optimizer, ("buffers",), TypeError, r"buffers: expected a torch\.nn\.Module, got AdamW"),
+        (model, ("state",), TypeError, r"state: expected a torch\.optim\.Optimizer, got Net"),
         (nn.Linear(2, 2, device="meta"), ("parameters",), TypeError, "'bias' is on the meta device|'weight' is on"),
         ([("a", model.last.bias), ("a", model.last.bias)], ("gradients",), ValueError, "two tensors are named 'a'"),
         *(
-            (with_gradient(of_layout), ("gradients",), TypeError, "has a layout whose bits cannot be compared")
+            (with_gradient(of_layout), ("gradients",), TypeError, "has a layout that cannot be compared")
             for of_layout in unusual_layouts()
         ),
     ):
@@ -347,7 +347,7 @@ def test_bad_arguments_get_a_sentence() -> None:
 
 
 def test_without_a_process_group() -> None:
-    with pytest.raises(ValueError, match=r"there is no process group; call torch\.distributed\.init_process_group"):
+    with pytest.raises(ValueError, match=r"is not initialized; call torch\.distributed\.init_process_group"):
         verify_replicas(nn.Linear(2, 2))
 
 

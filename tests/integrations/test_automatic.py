@@ -439,7 +439,7 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, mon
             with pytest.warns(RuntimeWarning) as caught:
                 scaled_program("clipped", optimizer, model)
             (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
-            assert "what clips and loss scalers do could not be followed; training goes on:\nTraceback" in message
+            assert "calls of clips and loss scalers could not be tracked; training goes on:\nTraceback" in message
             assert [finding.rule for finding in handle.monitor.findings][:1] == ["not-watched"]
         trained.append([p.detach().clone() for p in model.parameters()])
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
@@ -458,5 +458,5 @@ def test_wrong_types_are_refused() -> None:
     assert gradstat.Monitor(model, optimizer, native).scaler is native._scaler
     with pytest.raises(TypeError, match=r"scaler: expected a torch\.amp\.GradScaler or None, got .*Linear"):
         gradstat.auto(optimizer, model, scaler=nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="of a wrapped one pass what it wraps"):
+    with pytest.raises(TypeError, match="for a wrapped optimizer pass the inner one"):
         gradstat.auto(model)  # type: ignore[arg-type]

@@ -533,7 +533,7 @@ def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     calls = [([first, False], False), ([False, False], False), ([False, first], False)]
     calls += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCopy, "travels", True)
+        patch.setattr(HostCopy, "needs_copy", True)
         votes = RankReductions(torch.device("cpu"))
         received = [votes.any_of(wants, wait) for wants, wait in calls]
     assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]

@@ -84,7 +84,7 @@ def test_a_storage_that_was_freed_is_refused(entry: str, offset: int) -> None:
     whole = torch.ones(offset + 8)
     part = whole[offset:]
     whole.untyped_storage().resize_(0)
-    message = r"tensor [01] has no memory" if "operator" in entry else r"has no memory any more.*p\.grad = None"
+    message = r"tensor [01] has no memory" if "operator" in entry else r"has no storage \(resized to 0.*p\.grad = None"
     with pytest.raises((ValueError, RuntimeError), match=message):
         {**ENTRIES, **BELOW}[entry](part)
 
@@ -96,7 +96,7 @@ def test_inside_of_fake_mode_nothing_is_measured(entry: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ones(3)
         for tensor in (fake, real):
-            with pytest.raises(RuntimeError, match="inside of FakeTensorMode"):
+            with pytest.raises(RuntimeError, match="hold no data inside FakeTensorMode"):
                 ENTRIES[entry](tensor)
     with pytest.raises(ValueError, match="is a FakeTensor, which holds no data"):
         ENTRIES[entry](fake)

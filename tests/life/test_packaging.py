@@ -263,7 +263,7 @@ def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(wheel: Path, t
 
 def test_without_a_compiler_the_wheel_is_pure_python_and_says_so(pure: dict[str, Path], tmp_path: Path) -> None:
     assert pure[".whl"].name.endswith("-py3-none-any.whl")
-    found, info = first_use(pure[".whl"], tmp_path, warnings="ignore:gradstat runs its slow reference")
+    found, info = first_use(pure[".whl"], tmp_path, warnings="ignore:gradstat uses its slow reference")
     assert found["cpu"] == "reference"
     assert "no C++ compiler was found at installation, no Python headers, or GRADSTAT_COMPILE=0 was set" in info
 

@@ -159,7 +159,7 @@ def test_a_gradient_that_cannot_be_measured_leaves_the_others_watched() -> None:
         model[0].bias.grad = TwoTensor(torch.randn(8), torch.randn(8))
         monitor.step()
 
-    with pytest.warns(UserWarning, match="the gradient '0.bias' is of .*TwoTensor, which keeps its memory elsewhere"):
+    with pytest.warns(UserWarning, match="the gradient '0.bias' is of .*TwoTensor, which stores its data elsewhere"):
         step()
     for _ in range(3):
         step()

@@ -19,7 +19,7 @@ import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
 from gradstat._core import backends
 from gradstat._core.backends import Kernels
-from gradstat.distributed.layouts import batch, made
+from gradstat.distributed.layouts import batch, make_layout
 from gradstat.integrations import loggers as log
 
 kernels = pytest.fixture(params=["native", "dispatched", "triton", "reference", "emulated"])(kernels_on_the_cpu)
@@ -309,7 +309,7 @@ def test_a_closure_gives_the_loss_and_gradients_may_be_accumulated() -> None:
 
 def test_no_step_waits_and_a_guard_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     training, guard = Training(), SpikeGuard(window=4)
-    monkeypatch.setattr(gradstat._step.measured.Measured, "is_known_to_leave_gradients", False)
+    monkeypatch.setattr(gradstat._step.measured.Measured, "is_known_noop", False)
     for step in range(6):
         training.step(step, guard)
         training.optimizer.zero_grad()
@@ -353,15 +353,15 @@ def test_misuse_is_told_before_anything_changes() -> None:
     lbfgs = torch.optim.LBFGS(training.model.parameters())
     loss = torch.tensor(1.0)
     for error, message, options in (
-        (TypeError, r"loss: expected a tensor of one number, got float.*loss\.item\(\)", {"loss": 1.0, "guard": guard}),
+        (TypeError, r"expected a tensor with one element, got float.*loss\.item\(\)", {"loss": 1.0, "guard": guard}),
         (ValueError, r"loss is a tensor of shape \(2,\).*loss\.mean\(\)", {"loss": loss.expand(2), "guard": guard}),
         (ValueError, r"update is a tensor of shape \(\) and torch\.int64", {"update": loss.long(), "guard": guard}),
-        (ValueError, r"loss is what a guard judges; pass guard=gradstat\.SpikeGuard\(\)", {"loss": loss}),
+        (ValueError, r"loss is used only with a guard; pass guard=gradstat\.SpikeGuard\(\)", {"loss": loss}),
         (TypeError, r"guard: expected a gradstat\.SpikeGuard, got float", {"guard": 6.0}),
         (ValueError, "leave skip_nonfinite=True", {"guard": guard, "skip_nonfinite": False}),
-        (ValueError, "the closure returns the loss", {"guard": guard, "loss": loss, "closure": lambda: loss}),
+        (ValueError, "the closure already returns the loss", {"guard": guard, "loss": loss, "closure": lambda: loss}),
         (ValueError, "LBFGS evaluates the loss", {"guard": guard, "closure": lambda: loss, "optimizer": lbfgs}),
-        (ValueError, "AdaGC writes gradients", {"guard": SpikeGuard(scale=0.5), "max_norm": AdaGC()}),
+        (ValueError, "AdaGC changes gradients", {"guard": SpikeGuard(scale=0.5), "max_norm": AdaGC()}),
     ):
         with pytest.raises(error, match=message):
             gradstat.guarded_step(**{"optimizer": training.optimizer, **options})
@@ -412,7 +412,7 @@ def test_a_monitor_and_loggers_are_told(after: bool) -> None:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp"])
 @on_ranks(4)
 def test_all_ranks_decide_alike_about_a_loss_of_one_of_them(layout: str) -> None:
-    spread, batches = made(layout)
+    spread, batches = make_layout(layout)
     optimizer = torch.optim.AdamW(spread.model.parameters(), lr=0.01)
     guard = SpikeGuard(window=4, warmup=2)
     for step in range(7):

@@ -119,7 +119,7 @@ def test_every_optimizer_clips_steps_and_skips(
     model = model_for(kind, device)
     twin = copy.deepcopy(model)
     ours, theirs = make(model.parameters()), make(twin.parameters())
-    assert optimizers.obeys_verdict(ours) is obeys
+    assert optimizers.honors_found_inf(ours) is obeys
     outcomes = []
     for step in range(8):
         bad = {0: math.nan, 3: math.inf, 4: -math.inf}.get(step)
@@ -276,7 +276,7 @@ def test_optimizers_may_share_parameters() -> None:
 def test_groups_may_say_otherwise_than_the_defaults() -> None:
     weights, biases = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "fused": False, "lr": 0.5}], fused=True)
-    assert not optimizers.obeys_verdict(optimizer)
+    assert not optimizers.honors_found_inf(optimizer)
     for parameter in (*weights, *biases):
         parameter.grad = torch.full_like(parameter, math.nan)
     assert gradstat.guarded_step(optimizer).skipped
@@ -333,7 +333,7 @@ def test_a_subclass_with_a_step_of_its_own_is_not_trusted() -> None:
     again = pickle.loads(pickle.dumps(fused))
     assert not hasattr(again, "_step_supports_amp_scaling")
     for trusted in (again, type("Tame", (torch.optim.AdamW,), {})([parameter], fused=True)):
-        assert optimizers.obeys_verdict(trusted)
+        assert optimizers.honors_found_inf(trusted)
     wild = Wild([parameter])
     parameter.grad = torch.tensor([1.0, math.nan, 1.0])
     assert gradstat.guarded_step(wild).skipped
@@ -689,10 +689,10 @@ def test_bad_arguments_are_refused_before_anything_changes(ready: tuple[nn.Modul
         (ValueError, "max_norm is NaN", {"max_norm": math.nan}),
         (AssertionError, "Attempted guarded_step but _scale is None", {"scaler": torch.amp.GradScaler("cpu")}),
         (ValueError, "leave skip_nonfinite=True", {**scaled, "skip_nonfinite": False}),
-        (RuntimeError, "a closure and a loss scaler do not go together", {**scaled, "closure": lambda: None}),
+        (RuntimeError, "a closure cannot be combined with a loss scaler", {**scaled, "closure": lambda: None}),
         (ValueError, "LBFGS evaluates the loss several times in a step; pass closure=", {"optimizer": lbfgs}),
         (ValueError, "LBFGS needs the loss, but the closure returned None", {**adaptive, "max_norm": None}),
-        (ValueError, "each of which an adaptive clip would take for a step", adaptive),
+        (ValueError, "an adaptive clip would count each evaluation as a step", adaptive),
     ):
         with pytest.raises(error, match=message):
             gradstat.guarded_step(**{"optimizer": optimizer, **options})

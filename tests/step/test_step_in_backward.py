@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import gradstat
 from gradstat.bench.memory import peak_bytes
 from gradstat.distributed import layouts
-from gradstat.distributed.layouts import batch, made
+from gradstat.distributed.layouts import batch, make_layout
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 0.01}),
@@ -223,7 +223,7 @@ def test_a_model_keeps_its_handle_and_both_go_when_it_goes() -> None:
     before = copy.deepcopy(model)
     backward(model, 0)
     assert not torch.equal(before.a.weight, model.a.weight)
-    with pytest.raises(RuntimeError, match=r"'idle' is stepped in backward already.*call remove\(\)"):
+    with pytest.raises(RuntimeError, match=r"'idle' is already stepped in backward.*call remove\(\)"):
         gradstat.step_in_backward(AdamW, model, lr=0.1)
     for twin in (before, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # these are not stepped in backward
         backward(twin, 1)
@@ -240,7 +240,7 @@ def test_a_model_keeps_its_handle_and_both_go_when_it_goes() -> None:
 def test_an_exception_in_backward_leaves_groups_whole_and_the_next_pass_is_right() -> None:
     model = net()
     handle = gradstat.step_in_backward(SGD, model, lr=0.1)
-    with pytest.raises(RuntimeError, match="no backward pass of this model has ended"):
+    with pytest.raises(RuntimeError, match="no backward pass of this model has finished"):
         _ = handle.report
 
     def fail(*_: Any) -> None:
@@ -297,7 +297,7 @@ def with_gradient() -> Net:
         ((SGD, net(), float("nan")), ValueError, "clip is nan"),
         ((SGD, net(), "norm"), TypeError, "clip: expected a number, gradstat.AGC"),
         ((SGD, 3), TypeError, "expected a torch.nn.Module"),
-        ((SGD, with_gradient()), RuntimeError, "'a.weight' has a gradient already"),
+        ((SGD, with_gradient()), RuntimeError, "'a.weight' already has a gradient"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_hooked(arguments: Any, error: Any, match: str) -> None:
@@ -325,7 +325,7 @@ def test_what_goes_wrong_in_backward_says_so_by_name() -> None:
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         checkpoint(model, inputs, use_reentrant=True).sum().backward()
     gradstat.step_in_backward(CountsGroups, model := net())
-    with pytest.raises(RuntimeError, match=r"'k' of the whole group in the step of 'c\.bias'"):
+    with pytest.raises(RuntimeError, match=r"changed 'k' of its group in the step of 'c\.bias' alone"):
         backward(model, 0)
 
 
@@ -344,7 +344,7 @@ def spoil_the_last(parameter: Tensor) -> None:
 def steps_as_in_one_process(layout: str, kind: str, clip_by: str) -> None:
     """Compares four steps, with a monitor; in the second step one rank's gradient is bad."""
     (optimizer_class, options), clip, twins = OPTIMIZERS[kind], CLIPS[clip_by](), CLIPS[clip_by]()
-    (laid_out, batches), twin = made(layout), layouts.model()
+    (laid_out, batches), twin = make_layout(layout), layouts.model()
     parameters, bad = laid_out.named_parameters(), "blocks.0.up.weight"
     steps = iter(range(4))
     parameters[bad].register_post_accumulate_grad_hook(lambda p: spoil_the_last(p) if next(steps) == 1 else None)
@@ -399,7 +399,7 @@ def test_ranks_step_as_one_process(ranks: Ranks, layout: str, world: int, kind: 
 
 @on_ranks(2)
 def test_a_tensor_takes_one_reduction_and_the_end_two() -> None:
-    layout, _ = made("fsdp2")
+    layout, _ = make_layout("fsdp2")
     gradstat.step_in_backward(SGD, layout.model, 1.0, lr=0.1)
     loss = layout.model(batch(dist.get_rank())).square().mean()
     reductions = [call for call in collectives_of(loss.backward) if call.startswith("all_reduce")]
@@ -408,7 +408,7 @@ def test_a_tensor_takes_one_reduction_and_the_end_two() -> None:
 
 @on_ranks(2)
 def test_passes_that_do_not_reduce_accumulate() -> None:
-    laid_out, twin = made("fsdp2")[0], layouts.model()
+    laid_out, twin = make_layout("fsdp2")[0], layouts.model()
     spread: Any = laid_out.model
     handle = gradstat.step_in_backward(SGD, spread, lr=0.1)
     plain = SGD(twin.parameters(), lr=0.1)
@@ -462,4 +462,4 @@ def test_what_reduces_gradients_later_is_refused_before_a_step(wrapped: str) -> 
 @on_ranks(2)
 def test_slices_of_distributed_tensors_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"'first\.weight' is a distributed tensor, and AGC"):
-        gradstat.step_in_backward(SGD, made("fsdp2")[0].model, gradstat.AGC(), lr=0.1)
+        gradstat.step_in_backward(SGD, make_layout("fsdp2")[0].model, gradstat.AGC(), lr=0.1)

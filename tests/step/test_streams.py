@@ -89,7 +89,7 @@ def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatc
     """Each replay would reset it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _, optimizer = trained()
-    message = "made anew by each of its replays; run one step before the capture"
+    message = "cannot be created during CUDA graph capture, as every replay would reset it; run one step"
     with pytest.raises(RuntimeError, match=f"the counters of guarded_step .*{message}"):
         counters.counters_on(optimizer, GPU)
     with pytest.raises(KeyError):
