@@ -83,8 +83,8 @@ def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) 
         gradient = by["gradient_scale"] * gradient
         gradient = torch.where(by["weight_decay"] != 0, gradient + by["weight_decay"] * weight, gradient)
         momentum = state[0] if state else torch.zeros_like(gradient)
-        moved = by["momentum_decay"] * momentum + by["momentum_gain"] * gradient
-        update = by["from_gradient"] * gradient + by["from_momentum"] * moved
+        new_momentum = by["momentum_decay"] * momentum + by["momentum_gain"] * gradient
+        update = by["from_gradient"] * gradient + by["from_momentum"] * new_momentum
         scaled = torch.zeros_like(gradient)
         if len(state) > 1:
             if rule == "adamax":

@@ -60,23 +60,23 @@ class Stream:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.handle = ctypes.c_void_p(library.new_stream())
-        self.under_way: list[object] = []  # memory that pending work will read and write
+        self.pending: list[object] = []  # memory that pending work will read and write
 
     def synchronize(self) -> None:
         self.library.synchronize(self.handle)
-        self.under_way.clear()
+        self.pending.clear()
 
     def stats(self, tensors: list[np.ndarray], max_norm: float = 1.0) -> Result:
         return Result(self, tensors, max_norm)
 
     def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray, stride: int = 0) -> None:
-        self.under_way.append((tensors, coefficient))
+        self.pending.append((tensors, coefficient))
         numbers = pointer(coefficient), ctypes.c_int64(stride)
         self.check(self.library.start_scale(self.handle, 0, *arguments(tensors), *numbers))
 
     def unscale(self, tensors: list[np.ndarray], factor: np.ndarray) -> np.ndarray:
         table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
-        self.under_way.append((tensors, factor, table))
+        self.pending.append((tensors, factor, table))
         no_norm = None, 0, ctypes.c_double(1.0), 0, None
         numbers = pointer(table), pointer(factor), *no_norm, *NO_STEP
         self.check(self.library.start_stats(self.handle, 0, *arguments(tensors), *numbers, 0))
@@ -107,7 +107,7 @@ class Result:
         self.table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
         self.norm = np.full(1, 77, dtype=np.float32)
         self.coefficient = np.full(1, 77.0)
-        stream.under_way.append(self)
+        stream.pending.append(self)
         norm = pointer(self.norm), 0, ctypes.c_double(max_norm), 0, pointer(self.coefficient)
         numbers = pointer(self.table), None, *norm, *NO_STEP
         stream.check(stream.library.start_stats(stream.handle, 0, *arguments(tensors), *numbers, scalings))
@@ -254,7 +254,7 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
 def test_a_refused_allocation_is_reported_and_the_next_call_works(library: ctypes.CDLL) -> None:
     stream, many = Stream(library), tensors(2000)
     for _ in range(3):  # tickets, table, pinned memory: one more is allocated each time
-        library.refuse_allocations(1)
+        library.fail_allocations(1)
         with pytest.raises(RuntimeError, match=r"gradstat: allocating .*: out of memory"):
             stream.stats(many)
     result = stream.stats(many)
@@ -427,10 +427,10 @@ def test_a_variant_that_cannot_launch_says_why(fresh: ctypes.CDLL, monkeypatch: 
     stream = Stream(fresh)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream.handle.value))
     kernels = gpu_variants.Kernels(fresh, [torch.ones(3)])
-    fresh.refuse_allocations(100)
+    fresh.fail_allocations(100)
     with pytest.raises(RuntimeError, match="gradstat: allocating"):
         kernels(1.0, True)
-    fresh.refuse_allocations(0)
+    fresh.fail_allocations(0)
 
 
 def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.CDLL) -> None:
