@@ -21,8 +21,8 @@ from small_training import (
     RECORD,
     TOKENS,
     Training,
-    by,
     cross_entropy,
+    factory,
     mlp,
     train_bag,
     train_cnn,
@@ -253,7 +253,7 @@ def _half_model(loss_scale: float = 1.0) -> Training:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].half()), batch[1]) * loss_scale
 
-    return train_mlp(model=lambda: mlp().half(), optimize=by(torch.optim.SGD, 0.05), loss=loss, shown=False)
+    return train_mlp(model=lambda: mlp().half(), optimize=factory(torch.optim.SGD, 0.05), loss=loss, shown=False)
 
 
 def _scaled(**options: Any) -> Training:
@@ -274,7 +274,7 @@ def _stalled() -> Training:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
 
-    return train_mlp(model=lambda: mlp().bfloat16(), optimize=by(torch.optim.SGD, 1e-6), loss=loss, shown=False)
+    return train_mlp(model=lambda: mlp().bfloat16(), optimize=factory(torch.optim.SGD, 1e-6), loss=loss, shown=False)
 
 
 def _two_rates() -> Training:
@@ -373,7 +373,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
           lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
     Fault("ten sigmoid layers, initialised as usual", "deep MLP", "vanishing-gradient", "0.weight",
-          lambda training: None, lambda: train_mlp(model=_deep_sigmoid, optimize=by(torch.optim.SGD, 0.1)), step=0,
+          lambda training: None, lambda: train_mlp(model=_deep_sigmoid, optimize=factory(torch.optim.SGD, 0.1)), step=0,
           late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
           multiplied("2.weight", 1e-7), lambda: train_mlp(lr=1e-9), step=0, further=70),

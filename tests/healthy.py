@@ -17,8 +17,8 @@ from small_training import (
     Clusters,
     LowRank,
     Training,
-    by,
     cross_entropy,
+    factory,
     mlp,
     train_bag,
     train_cnn,
@@ -117,8 +117,8 @@ def _of(make: Callable[..., Training], **options: object) -> Callable[[int, int]
 HEALTHY: tuple[Healthy, ...] = (
     Healthy("MLP, AdamW", _of(train_mlp)),
     Healthy("MLP, SGD with Nesterov momentum",
-            _of(train_mlp, optimize=by(torch.optim.SGD, 0.1, momentum=0.9, nesterov=True))),
-    Healthy("MLP, RMSprop", _of(train_mlp, optimize=by(torch.optim.RMSprop, 1e-3))),
+            _of(train_mlp, optimize=factory(torch.optim.SGD, 0.1, momentum=0.9, nesterov=True))),
+    Healthy("MLP, RMSprop", _of(train_mlp, optimize=factory(torch.optim.RMSprop, 1e-3))),
     Healthy("MLP with dropout, AdamW", _of(train_mlp, model=lambda: mlp(dropout=0.2))),
     Healthy("MLP, regression to nearly no error", _regression),
     Healthy("MLP, bfloat16 autocast", _of(train_mlp, autocast=torch.bfloat16)),
@@ -126,10 +126,10 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("MLP, gradients of 3 micro-batches", _of(train_mlp, accumulate=3)),
     Healthy("MLP, low-rank corrections that begin at zero (LoRA)", _of(train_mlp, lr=5e-3, model=low_rank)),
     Healthy("MLP, head that begins at zero, Adagrad",
-            _of(train_mlp, model=head_of_zeros, optimize=by(torch.optim.Adagrad, 0.05))),
+            _of(train_mlp, model=head_of_zeros, optimize=factory(torch.optim.Adagrad, 0.05))),
     Healthy("MLP, loss below zero", _of(train_mlp, loss=lambda model, batch: cross_entropy(model, batch) - 5.0)),
     Healthy("MLP, batches of one sample, SGD",
-            lambda seed, _: train_mlp(seed, optimize=by(torch.optim.SGD, 0.01), batch=Clusters(seed, 16, size=1))),
+            lambda seed, _: train_mlp(seed, optimize=factory(torch.optim.SGD, 0.01), batch=Clusters(seed, 16, size=1))),
     Healthy("MLP, summed loss",
             _of(train_mlp, loss=lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Healthy("MLP, one-hot inputs", _one_hot),
@@ -148,7 +148,7 @@ HEALTHY: tuple[Healthy, ...] = (
 )  # fmt: skip
 
 
-def silence(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
+def findings_of(healthy: Healthy, seed: int, steps: int) -> tuple[list[Finding], Monitor]:
     """Trains; returns the findings above severity info, and the monitor."""
     training = healthy.training(seed, steps)
     monitor = training.monitor(watch=healthy.watch, classes=TOKENS, max_norm=training.max_norm)

@@ -18,7 +18,7 @@ from gradstat.monitor import RULES, Finding, Rule
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from faults import FAULTS, inject, is_found
-from healthy import HEALTHY, silence
+from healthy import HEALTHY, findings_of
 from public_programs import PROGRAMS, run
 from ranks import Ranks
 
@@ -70,7 +70,7 @@ def healthy(seeds: int, steps: int) -> str:
     for each in HEALTHY:
         found = []
         for seed in range(seeds):
-            new, monitor = silence(each, seed, steps)
+            new, monitor = findings_of(each, seed, steps)
             found += new
             loss = monitor.recording().scalars["loss"]
             course = f"loss {loss[:20].mean():.3g} to {loss[-20:].mean():.3g}"

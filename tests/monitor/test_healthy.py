@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from healthy import HEALTHY, Healthy, silence
+from healthy import HEALTHY, Healthy, findings_of
 from public_programs import PROGRAMS, Program, run
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
@@ -19,7 +19,7 @@ SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda healthy: healthy.name)
 def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:
-    found, monitor = silence(healthy, seed, STEPS)
+    found, monitor = findings_of(healthy, seed, STEPS)
     assert found == []
     loss = monitor.recording().scalars["loss"]
     assert len(loss) == min(STEPS, 1000)
@@ -38,12 +38,12 @@ def test_programs_of_others_are_neither_accused_nor_changed(program: Program, se
     assert found == []
     assert all(monitor.steps for monitor in monitors)
     assert monitors
-    assert all(map(math.isfinite, watched.course))
+    assert all(map(math.isfinite, watched.curve))
     first, last = watched.ends()
     assert program.falls is None or last < program.falls * first
     alone, _, nobody = run(program, seed, steps, on=False)
     assert nobody == []
-    assert watched.course == alone.course
+    assert watched.curve == alone.curve
     assert watched.bits() == alone.bits()
     assert torch.equal(drawn[0], torch.get_rng_state())
     assert drawn[1] == random.getstate()
