@@ -296,9 +296,9 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   const bool by_sigmas = options[0] != 0;
   double reason = is_finite ? 0 : 1;
   for (int series = 0; series < kGuarded; ++series) {
-    const bool is_why = refused && (judgements[series] == kAboveLimit || judgements[series] == kOutlier);
-    totals.by[series] += is_why ? 1 : 0;
-    reason += is_why ? 2 << series : 0;
+    const bool is_cause = refused && (judgements[series] == kAboveLimit || judgements[series] == kOutlier);
+    totals.by[series] += is_cause ? 1 : 0;
+    reason += is_cause ? 2 << series : 0;
     double& recorded = totals.recorded[series];
     if (accepts_new_level) recorded = 0;
     if (is_finite && judgements[series] != kMissing && (by_sigmas || !refused)) {

@@ -214,7 +214,7 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
 
 // A device that releases the GIL while it works.
 template <class Device>
-struct Unlocked : Device {
+struct ReleasingGil : Device {
   static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
     const WithoutGil others_may_run;
     Device::measure(list, table, norm, factor);
@@ -233,7 +233,7 @@ struct Unlocked : Device {
 
 template <class Device>
 struct PythonOps {
-  using Impl = Operations<Unlocked<Device>, NewTensor<Device>>;
+  using Impl = Operations<ReleasingGil<Device>, NewTensor<Device>>;
 
   // A list that can be read in place, and references that keep its tensors alive while the GIL is released.
   struct HeldList {
@@ -374,7 +374,7 @@ struct PythonOps {
     const auto body = [&](const TensorList& list) -> PyObject* {
       const int64_t count = stride == 0 ? kAtLeastOne : list.size();
       const double* by = numbers_of<double>(coefficients, count, list.device_index());
-      scale_list<Unlocked<Device>>(list, {by, stride}, false);
+      scale_list<ReleasingGil<Device>>(list, {by, stride}, false);
       Py_RETURN_TRUE;
     };
     return with_list(body, arguments, "OO", &coefficients);

@@ -45,7 +45,7 @@ class EmulatedKernels(Kernels):
         library.error_text.restype = ctypes.c_char_p
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
         self.decide_clip_, self.guard_ = self._decide, self._guard
-        self._turns = itertools.cycle(range(4))  # of devices: products do not depend on the device
+        self._devices = itertools.cycle(range(4))  # in turn: products do not depend on the device
 
     def start(self, name: str, *arguments: Any) -> None:
         if getattr(self.library, f"start_{name}")(self.stream, *arguments):
@@ -75,7 +75,7 @@ class EmulatedKernels(Kernels):
         return table
 
     def _scale_all(self, tensors: Sequence[Tensor], coefficients: Tensor, stride: int = 0) -> None:
-        self.start("scale", next(self._turns), *arrays(tensors), at(coefficients), ctypes.c_int64(stride))
+        self.start("scale", next(self._devices), *arrays(tensors), at(coefficients), ctypes.c_int64(stride))
 
     def _scale_each(self, tensors: Sequence[Tensor], coefficients: Tensor) -> None:
         self._scale_all(tensors, coefficients, stride=1)

@@ -28,7 +28,7 @@ def kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
     return EmulatedKernels(kernels_on_host)
 
 
-@pytest.fixture(scope="session", params=["as shipped", "to be measured"])
+@pytest.fixture(scope="session", params=["as shipped", "benchmark variant"])
 def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
     if request.param == "as shipped":
         shipped: EmulatedKernels = request.getfixturevalue("kernels")
