@@ -29,7 +29,7 @@ import rows as rows_module  # noqa: E402
 import tables  # noqa: E402
 from healthy import HEALTHY  # noqa: E402
 from rows import Row  # noqa: E402
-from small_training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, by, cnn, mlp, train  # noqa: E402
+from small_training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, cnn, factory, mlp, train  # noqa: E402
 
 import gradstat  # noqa: E402
 from gradstat._step.updates import is_known  # noqa: E402
@@ -47,7 +47,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def _adam(lr: float) -> Any:
-    return by(torch.optim.AdamW, lr, betas=(0.9, 0.95))
+    return factory(torch.optim.AdamW, lr, betas=(0.9, 0.95))
 
 
 MODELS: dict[str, Callable[[int], Training]] = {

@@ -1,10 +1,10 @@
 // How adaptive clips decide about a step and what state they keep, for CPU and device alike. The rules are
 // those of gradstat/adaptive, which cites their sources and also implements them in plain torch. A `Team` is
 // the group of threads that decide together (decide_cpu.h, decide_cuda.cuh):
-//   rank, size           of the calling thread in the team
-//   meet()               a barrier that makes all writes before it visible
-//   merged(value, how)   reduces the values of all threads; every thread gets the result
-//   ordered(numbers, count, k)   the k-th smallest number, counted from 0, and the next, or itself if last
+//   rank, size                  of the calling thread in the team
+//   barrier()                   makes all writes before it visible
+//   all_reduce(value, how)      reduces the values of all threads; every thread gets the result
+//   select(numbers, count, k)   the k-th smallest number, counted from 0, and the next, or itself if last
 #pragma once
 
 #include "stat.h"
@@ -26,7 +26,7 @@ template <class Team, class Numbers>
 GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int64_t count, double share) {
   const double place = share * static_cast<double>(count - 1);
   const auto below = static_cast<int64_t>(place);
-  const Neighbours at = team.ordered(numbers, count, below);
+  const Neighbours at = team.select(numbers, count, below);
   const double part = place - static_cast<double>(below), gap = at.upper - at.lower;
   return part < 0.5 ? at.lower + part * gap : at.upper - (1.0 - part) * gap;
 }
@@ -59,7 +59,7 @@ struct ClipRequest {
 namespace clips {
 
 // The coefficient that reduces a norm to a limit. A NaN limit or norm gives 1.
-GRADSTAT_HD double limited(double norm, double limit) { return norm > limit ? limit / norm : 1.0; }
+GRADSTAT_HD double limiting_coefficient(double norm, double limit) { return norm > limit ? limit / norm : 1.0; }
 GRADSTAT_HD bool is_finite(double x) { return x - x == 0; }
 
 // The decisions of one thread.
@@ -94,14 +94,15 @@ GRADSTAT_HD double by_z_score(const double* options, double* statistics, double 
   const double distance = fabs(step) * (warming_up ? sqrt(1 - weight) : 1 - weight);
   statistics[0] = mean + weight * step;
   statistics[1] = hypot(sqrt(1 - weight) * deviation, sqrt(weight) * distance);
-  return limited(norm, merge::min(after, options[4]));
+  return limiting_coefficient(norm, merge::min(after, options[4]));
 }
 
 // `mean`: the mean norm of this tensor after clipping, infinite before the first.
 GRADSTAT_HD double by_own_mean(const double* options, double& mean, double norm, double total,
                                bool warming_up) {
   const double relative = options[0], beta = options[1], absolute = options[3];
-  const double coefficient = warming_up ? limited(total, absolute) : limited(norm, relative * mean);
+  const double coefficient =
+      warming_up ? limiting_coefficient(total, absolute) : limiting_coefficient(norm, relative * mean);
   const double after = coefficient * norm;
   mean = warming_up ? merge::min(mean, after) : is_inf(mean) ? after : beta * mean + (1 - beta) * after;
   return coefficient;
@@ -123,7 +124,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
     Row all = identity_row();
     for (int64_t i = team.rank(); i < request.count; i += team.size()) merge_into(all, request.rows[i]);
 #define GRADSTAT_FIELD(name, how) \
-  all.name = team.merged(all.name, [](double a, double b) { return merge::how(a, b); });
+  all.name = team.all_reduce(all.name, [](double a, double b) { return merge::how(a, b); });
 #include "stat_fields.def"
     norm = factor * reported_norm(all, false);
   }
@@ -132,13 +133,13 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   const bool is_kept = is_step && clips::is_finite(norm);
   const double before = totals.recorded, recorded = before + (is_kept ? 1 : 0);
   const bool leads = team.rank() == 0;
-  team.meet();
+  team.barrier();
   if (leads) {
     if (is_kept) norms[static_cast<int64_t>(before) % request.window] = norm;
     totals.recorded = recorded;
     totals.nonfinite += clips::is_finite(norm) ? 0 : 1;
   }
-  team.meet();
+  team.barrier();
 
   clips::Tally tally;
   const bool decides_each = request.rule == ClipRule::kTensors || request.rule == ClipRule::kUnits;
@@ -150,7 +151,8 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
       if (!is_step || !clips::is_finite(each)) {
       } else if (request.rule == ClipRule::kUnits) {
         const double weight = reported_norm(request.weights[i], false);
-        coefficient = tally.count(clips::limited(each, options[0] * merge::max(weight, options[1])));
+        coefficient =
+            tally.count(clips::limiting_coefficient(each, options[0] * merge::max(weight, options[1])));
       } else if (each > 0 && (is_kept || !warming_up)) {
         // During warmup the total norm clips all tensors, so their norms are used only if it is finite.
         coefficient = tally.count(clips::by_own_mean(options, own[i], each, norm, warming_up));
@@ -170,17 +172,17 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
         coefficient =
             tally.count(request.rule == ClipRule::kFixed    ? clip_coefficient(norm, options[0])
                         : request.rule == ClipRule::kZScore ? clips::by_z_score(options, own, norm, recorded)
-                                                            : clips::limited(norm, limit));
+                                                            : clips::limiting_coefficient(norm, limit));
       }
       request.out[0] = coefficient * factor;
     }
   }
 
   const auto sum = [](double a, double b) { return merge::sum(a, b); };
-  tally.decided = team.merged(tally.decided, sum);
-  tally.clipped = team.merged(tally.clipped, sum);
-  tally.remaining = team.merged(tally.remaining, sum);
-  tally.smallest = team.merged(tally.smallest, [](double a, double b) { return merge::min(a, b); });
+  tally.decided = team.all_reduce(tally.decided, sum);
+  tally.clipped = team.all_reduce(tally.clipped, sum);
+  tally.remaining = team.all_reduce(tally.remaining, sum);
+  tally.smallest = team.all_reduce(tally.smallest, [](double a, double b) { return merge::min(a, b); });
   if (!leads) return;
   totals.decided += tally.decided;
   totals.clipped += tally.clipped;
@@ -211,21 +213,21 @@ struct GuardRequest {
   double options[kGuardOptions];
   double* state;
   int64_t window;
-  double* numbers;         // coefficient and norm of the step (entry.h)
-  const float* verdict;    // of the measured step (entry.h)
-  const void* loss;        // of type dtypes[0]; may be null
-  const void* update;      // of type dtypes[2]; may be null
-  DType dtypes[kGuarded];  // indexed by series
-  float* out;              // kGuardVerdict
-  int64_t* counters;       // kCounters (entry.h), or null
+  double* coefficient_and_norm;  // of the step (entry.h)
+  const float* verdict;          // of the measured step (entry.h)
+  const void* loss;              // of type dtypes[0]; may be null
+  const void* update;            // of type dtypes[2]; may be null
+  DType dtypes[kGuarded];        // indexed by series
+  float* out;                    // kGuardVerdict
+  int64_t* counters;             // kCounters (entry.h), or null
 };
 
 namespace guards {
 
-enum Judgement : int { kOrdinary, kStandsOut, kAboveLimit, kMissing, kNonfinite };
+enum Judgement : int { kOrdinary, kOutlier, kAboveLimit, kMissing, kNonfinite };
 
 GRADSTAT_HD double value_of(const GuardRequest& request, int series) {
-  if (series == 1) return request.numbers[1];
+  if (series == 1) return request.coefficient_and_norm[1];
   return value_at(reinterpret_cast<uint64_t>(series == 0 ? request.loss : request.update),
                   request.dtypes[series], 0);
 }
@@ -254,7 +256,7 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     const auto sum_of = [&](auto&& term) {
       double mine = 0;
       for (int64_t i = team.rank(); i < count; i += team.size()) mine += term(ring[i]);
-      return team.merged(mine, [](double a, double b) { return merge::sum(a, b); });
+      return team.all_reduce(mine, [](double a, double b) { return merge::sum(a, b); });
     };
     centre = sum_of([](double x) { return x; }) / static_cast<double>(count);
     spread =
@@ -269,36 +271,36 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;
     for (int64_t i = team.rank(); i < count; i += team.size()) largest = merge::max(largest, at(i));
-    largest = team.merged(largest, [](double a, double b) { return merge::max(a, b); });
+    largest = team.all_reduce(largest, [](double a, double b) { return merge::max(a, b); });
     const bool is_update = series == 2;
     spread = merge::max(merge::max(spread, (is_update ? 1.0 : 0.5) * (largest - centre)),
                         (is_update ? 1.0 : 0.01) * fabs(centre));
   }
-  return value - centre <= options[1] * spread ? kOrdinary : kStandsOut;
+  return value - centre <= options[1] * spread ? kOrdinary : kOutlier;
 }
 
 // Called by one thread.
 GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   const double* const options = request.options;
   auto& totals = *reinterpret_cast<GuardTotals*>(request.state);
-  bool is_finite = request.verdict[0] == 0, is_above = false, stands_out = false, is_in_gradients = false;
+  bool is_finite = request.verdict[0] == 0, is_above = false, is_outlier = false, is_in_gradients = false;
   for (int series = 0; series < kGuarded; ++series) {
     is_finite = is_finite && judgements[series] != kNonfinite;
     is_above = is_above || judgements[series] == kAboveLimit;
-    stands_out = stands_out || judgements[series] == kStandsOut;
-    is_in_gradients = is_in_gradients || (series < 2 && (is_above || stands_out));
+    is_outlier = is_outlier || judgements[series] == kOutlier;
+    is_in_gradients = is_in_gradients || (series < 2 && (is_above || is_outlier));
   }
   // This many refusals in a row are a new level, not a spike: accept it and restart the statistics.
-  const bool gives_in = is_finite && stands_out && !is_above && totals.in_a_row >= options[3];
-  const bool refused = is_finite && (is_above || (stands_out && !gives_in));
+  const bool accepts_new_level = is_finite && is_outlier && !is_above && totals.in_a_row >= options[3];
+  const bool refused = is_finite && (is_above || (is_outlier && !accepts_new_level));
   const bool by_sigmas = options[0] != 0;
   double reason = is_finite ? 0 : 1;
   for (int series = 0; series < kGuarded; ++series) {
-    const bool is_why = refused && (judgements[series] == kAboveLimit || judgements[series] == kStandsOut);
-    totals.by[series] += is_why ? 1 : 0;
-    reason += is_why ? 2 << series : 0;
+    const bool is_cause = refused && (judgements[series] == kAboveLimit || judgements[series] == kOutlier);
+    totals.by[series] += is_cause ? 1 : 0;
+    reason += is_cause ? 2 << series : 0;
     double& recorded = totals.recorded[series];
-    if (gives_in) recorded = 0;
+    if (accepts_new_level) recorded = 0;
     if (is_finite && judgements[series] != kMissing && (by_sigmas || !refused)) {
       double* const ring = request.state + kGuardTotals + series * request.window;
       ring[static_cast<int64_t>(recorded) % request.window] = value_of(request, series);
@@ -314,7 +316,7 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   totals.nonfinite += is_finite ? 0 : 1;
   if (is_finite) totals.in_a_row = refused ? totals.in_a_row + 1 : 0;
   totals.reason = reason;
-  request.numbers[0] *= coefficient;
+  request.coefficient_and_norm[0] *= coefficient;
   request.out[0] = skip ? 1.0f : 0.0f;
   request.out[1] = static_cast<float>(request.verdict[1] / coefficient);
   request.out[2] = request.verdict[2];

@@ -9,19 +9,19 @@
 
 namespace gradstat {
 
-struct Alone {
+struct SingleThread {
   int64_t rank() const { return 0; }
   int64_t size() const { return 1; }
-  void meet() const {}
+  void barrier() const {}
   template <class How>
-  double merged(double value, const How&) const {
+  double all_reduce(double value, const How&) const {
     return value;
   }
 
   // Quickselect with branch-free partitions that always swap, as branches on random numbers are mispredicted.
   // Values below the pivot come first, then those equal to it.
   template <class Numbers>
-  Neighbours ordered(const Numbers& numbers, int64_t count, int64_t k) const {
+  Neighbours select(const Numbers& numbers, int64_t count, int64_t k) const {
     std::vector<double> sorted(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) sorted[i] = numbers(i);
     double *first = sorted.data(), *const end = first + count, *const at = first + k, *last = end;
@@ -51,7 +51,7 @@ struct Alone {
 inline void guard_step(const GuardRequest& request) {
   int judgements[kGuarded];
   for (int series = 0; series < kGuarded; ++series)
-    judgements[series] = guards::judge(request, series, Alone{});
+    judgements[series] = guards::judge(request, series, SingleThread{});
   guards::conclude(request, judgements);
 }
 

@@ -8,12 +8,12 @@ namespace gradstat {
 
 // The selection algorithm shared by teams of threads; `Threads` is the team.
 template <class Threads>
-class Selecting {
+class RadixSelect {
  public:
   // Radix select, one bit at a time from the highest bit in which any numbers differ: counting the candidates
   // with a 0 there tells the bit of the result. Ends as soon as one candidate is left.
   template <class Numbers>
-  GRADSTAT_DEVICE Neighbours ordered(const Numbers& numbers, int64_t count, int64_t k) const {
+  GRADSTAT_DEVICE Neighbours select(const Numbers& numbers, int64_t count, int64_t k) const {
     const Threads& team = *static_cast<const Threads*>(this);
     const auto smaller = [](double a, double b) { return merge::min(a, b); };
     const auto larger = [](double a, double b) { return merge::max(a, b); };
@@ -26,7 +26,7 @@ class Selecting {
       least = smaller(least, number);
       most = larger(most, number);
     });
-    const uint64_t low = key_of(team.merged(least, smaller)), high = key_of(team.merged(most, larger));
+    const uint64_t low = key_of(team.all_reduce(least, smaller)), high = key_of(team.all_reduce(most, larger));
     uint64_t known = low, decided = ~uint64_t{0};  // bits of the result's key, and the mask of known bits
     while ((low & decided) != (high & decided)) decided <<= 1;
     known &= decided;
@@ -37,7 +37,7 @@ class Selecting {
         const uint64_t key = key_of(number);
         mine += (key & decided) == known && (key & bit) == 0 ? 1 : 0;
       });
-      const double zeros = team.merged(mine, sum);
+      const double zeros = team.all_reduce(mine, sum);
       decided |= bit;
       if (place < zeros) {
         left = zeros;
@@ -51,12 +51,12 @@ class Selecting {
     each([&](double number) {
       if ((key_of(number) & decided) == known) found = smaller(found, number);
     });
-    found = team.merged(found, smaller);
+    found = team.all_reduce(found, smaller);
     double next = kInf;
     each([&](double number) {
       if (number > found) next = smaller(next, number);
     });
-    next = team.merged(next, smaller);
+    next = team.all_reduce(next, smaller);
     return {found, place + 1 < left || next == kInf ? found : next};
   }
 
@@ -69,15 +69,15 @@ class Selecting {
 };
 
 // The team of decide.h for a warp.
-class Warp : public Selecting<Warp> {
+class Warp : public RadixSelect<Warp> {
  public:
   GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x % 32; }
   GRADSTAT_DEVICE int64_t size() const { return 32; }
-  GRADSTAT_DEVICE void meet() const { __syncwarp(); }
+  GRADSTAT_DEVICE void barrier() const { __syncwarp(); }
 
   // Reduces in a fixed order.
   template <class How>
-  GRADSTAT_DEVICE double merged(double value, const How& how) const {
+  GRADSTAT_DEVICE double all_reduce(double value, const How& how) const {
 #pragma unroll 1
     for (int distance = 16; distance > 0; distance /= 2) {
       value = how(value, __shfl_xor_sync(kAllLanes, value, distance));
@@ -87,19 +87,19 @@ class Warp : public Selecting<Warp> {
 };
 
 // The team of decide.h for a block.
-class Block : public Selecting<Block> {
+class Block : public RadixSelect<Block> {
  public:
   GRADSTAT_DEVICE explicit Block(double* of_warp) : of_warp_(of_warp) {}
   GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x; }
   GRADSTAT_DEVICE int64_t size() const { return kThreads; }
-  GRADSTAT_DEVICE void meet() const { __syncthreads(); }
+  GRADSTAT_DEVICE void barrier() const { __syncthreads(); }
 
   template <class How>
-  GRADSTAT_DEVICE double merged(double value, const How& how) const {
-    value = Warp().merged(value, how);
-    meet();  // until of_warp_ of the previous call has been read
+  GRADSTAT_DEVICE double all_reduce(double value, const How& how) const {
+    value = Warp().all_reduce(value, how);
+    barrier();  // until of_warp_ of the previous call has been read
     if (threadIdx.x % 32 == 0) of_warp_[threadIdx.x / 32] = value;
-    meet();
+    barrier();
     double all = of_warp_[0];
 #pragma unroll 1
     for (int warp = 1; warp < kWarps; ++warp) all = how(all, of_warp_[warp]);

@@ -58,7 +58,7 @@ GRADSTAT_DEVICE void wait_for_previous_kernel() {
 }
 
 // Lets the next kernel start once every block has called this.
-GRADSTAT_DEVICE void admit_next_kernel() {
+GRADSTAT_DEVICE void allow_dependent_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

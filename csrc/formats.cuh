@@ -142,7 +142,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
   static constexpr bool kIsConverted = kType == DType::kFloat8E4M3FN && kHasFloat8Conversion;
 
   // Converts the bytes in the upper halves to two float16 numbers.
-  GRADSTAT_DEVICE static uint32_t moved(uint32_t bytes) {
+  GRADSTAT_DEVICE static uint32_t upper_bytes_to_half_pair(uint32_t bytes) {
     if (kType == DType::kFloat8E5M2) return bytes;
     if (kIsWide) return times_half(bytes, 0x38003800u);  // 0.5
     const uint32_t bits = ((bytes >> 1) & 0x3f803f80u) | (bytes & 0x80008000u);
@@ -155,8 +155,8 @@ struct Float8Format : PackedExtremes<PackedHalf> {
       pairs[0] = e4m3_to_half_pair(bytes);
       pairs[1] = e4m3_to_half_pair(bytes >> 16);
     } else {
-      pairs[0] = moved((bytes << 8) & 0xff00ff00u);
-      pairs[1] = moved(bytes & 0xff00ff00u);
+      pairs[0] = upper_bytes_to_half_pair((bytes << 8) & 0xff00ff00u);
+      pairs[1] = upper_bytes_to_half_pair(bytes & 0xff00ff00u);
     }
   }
 

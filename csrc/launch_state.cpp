@@ -15,13 +15,13 @@ namespace gradstat {
 namespace {
 
 // One per range, one for all of them, and the counter that assigns ranges.
-constexpr uint32_t kMostTickets = kMostRanges + 2;
+constexpr uint32_t kMaxTickets = kMaxRanges + 2;
 
 // CUDA refuses memory allocation and kernel loading while any stream in the process is captured in the default
 // mode, even if unrelated. This allows them for the current thread.
 class AllowMemoryCalls {
  public:
-  AllowMemoryCalls() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "exchanging capture mode"); }
+  AllowMemoryCalls() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "setting the capture mode"); }
   ~AllowMemoryCalls() { cudaThreadExchangeStreamCaptureMode(&mode_); }
   AllowMemoryCalls(const AllowMemoryCalls&) = delete;
   AllowMemoryCalls& operator=(const AllowMemoryCalls&) = delete;
@@ -51,7 +51,7 @@ StreamState& state_of(int32_t device, cudaStream_t stream) {
   static std::mutex& mutex = *new std::mutex;
   static auto& states = *new std::map<std::pair<int32_t, unsigned long long>, std::unique_ptr<StreamState>>;
   unsigned long long id = 0;
-  check_cuda(cudaStreamGetId(stream, &id), "asking for a stream's id");
+  check_cuda(cudaStreamGetId(stream, &id), "querying the stream id");
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<StreamState>& state = states[{device, id}];
   if (state == nullptr) state = std::make_unique<StreamState>();
@@ -73,20 +73,20 @@ Staging& free_staging(StreamState& state, size_t bytes) {
   return state.stagings.back();
 }
 
-uint32_t most_blocks(int32_t device) {
-  const DeviceFacts facts = facts_of(device);
-  const auto held = static_cast<uint32_t>(facts.blocks_per_multiprocessor * facts.multiprocessors);
-  return std::min(held, kMostBlocks);
+uint32_t max_blocks(int32_t device) {
+  const DeviceInfo info = device_info(device);
+  const auto held = static_cast<uint32_t>(info.blocks_per_multiprocessor * info.multiprocessors);
+  return std::min(held, kMaxBlocks);
 }
 
 }  // namespace
 
 OnDevice::OnDevice(int32_t device) {
-  check_cuda(cudaGetDevice(&before_), "asking for the device");
+  check_cuda(cudaGetDevice(&before_), "querying the current device");
   if (before_ == device) {
     before_ = -1;
   } else {
-    check_cuda(cudaSetDevice(device), "changing the device");
+    check_cuda(cudaSetDevice(device), "setting the current device");
   }
 }
 
@@ -102,7 +102,7 @@ void check_cuda(cudaError_t result, const char* what) {
 
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a stream is captured");
+  check_cuda(cudaStreamIsCapturing(stream, &status), "querying the capture status of a stream");
   return status != cudaStreamCaptureStatusNone;
 }
 
@@ -113,7 +113,7 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels) {
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
     int blocks = 0;
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
-               "asking how many blocks fit on a multiprocessor");
+               "querying the occupancy of a kernel");
     loaded.blocks_per_multiprocessor = std::min(loaded.blocks_per_multiprocessor, blocks);
     // Not the device's version: code for an older architecture, translated on loading, would not wait.
     loaded.can_overlap = loaded.can_overlap && attributes.ptxVersion >= 90;
@@ -121,29 +121,29 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels) {
   return loaded;
 }
 
-DeviceFacts facts_of(int32_t device) {
+DeviceInfo device_info(int32_t device) {
   static std::mutex& mutex = *new std::mutex;
-  static auto& known = *new std::vector<DeviceFacts>;
+  static auto& known = *new std::vector<DeviceInfo>;
   const std::lock_guard<std::mutex> lock(mutex);
   if (known.size() <= static_cast<size_t>(device)) known.resize(device + 1);
-  DeviceFacts& facts = known[device];
-  if (facts.multiprocessors == 0) {
+  DeviceInfo& info = known[device];
+  if (info.multiprocessors == 0) {
     const OnDevice on_device(device);
     const AllowMemoryCalls allow;
     const LoadedKernels stats = load_stats_kernels(), scale = load_scale_kernels();
     load_decide_kernels();
     static_cast<void>(load_update_kernels());
-    facts.blocks_per_multiprocessor =
+    info.blocks_per_multiprocessor =
         std::max(1, std::min(stats.blocks_per_multiprocessor, scale.blocks_per_multiprocessor));
     const char* overlap = std::getenv("GRADSTAT_CUDA_PDL");
     const bool is_refused = overlap != nullptr && std::strcmp(overlap, "0") == 0;
-    facts.can_overlap = stats.can_overlap && scale.can_overlap && !is_refused;
+    info.can_overlap = stats.can_overlap && scale.can_overlap && !is_refused;
     int count = 0;
     check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-               "asking for the number of multiprocessors");
-    facts.multiprocessors = count;
+               "querying the number of multiprocessors");
+    info.multiprocessors = count;
   }
-  return facts;
+  return info;
 }
 
 Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
@@ -151,12 +151,12 @@ Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
   // Chunks are counted in 32 bits.
   if (tiles >= UINT32_MAX / kWarps)
     throw std::runtime_error("gradstat: more than 8 TB of gradients in one call");
-  const uint64_t ranges = std::min<uint64_t>(tiles, most_blocks(device) * kRangesPerBlock);
+  const uint64_t ranges = std::min<uint64_t>(tiles, max_blocks(device) * kRangesPerBlock);
   return Partition::of(static_cast<uint32_t>(tiles), std::max(1u, static_cast<uint32_t>(ranges)));
 }
 
 uint32_t blocks_for(const Partition& partition, int32_t device) {
-  return std::min(partition.ranges, most_blocks(device));
+  return std::min(partition.ranges, max_blocks(device));
 }
 
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream) {
@@ -169,8 +169,8 @@ uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStrea
   if (state.tickets == nullptr) {
     const AllowMemoryCalls allow;
     void* memory = nullptr;
-    check_cuda(cudaMalloc(&memory, kMostTickets * sizeof(uint32_t)), "allocating tickets");
-    check_cuda(cudaMemsetAsync(memory, 0, kMostTickets * sizeof(uint32_t), stream), "clearing tickets");
+    check_cuda(cudaMalloc(&memory, kMaxTickets * sizeof(uint32_t)), "allocating tickets");
+    check_cuda(cudaMemsetAsync(memory, 0, kMaxTickets * sizeof(uint32_t), stream), "clearing tickets");
     state.tickets = static_cast<uint32_t*>(memory);
   }
   return state.tickets;

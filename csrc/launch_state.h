@@ -61,12 +61,12 @@ LoadedKernels load_update_kernels();  // in update_cuda.cu
 void load_decide_kernels();           // in decide_cuda.cu
 
 // The same for the statistics and scale kernels together, and the size of the device; queried once.
-struct DeviceFacts {
+struct DeviceInfo {
   int32_t multiprocessors = 0;
   int32_t blocks_per_multiprocessor = 0;
   bool can_overlap = false;  // also false if GRADSTAT_CUDA_PDL=0 is set
 };
-DeviceFacts facts_of(int32_t device);
+DeviceInfo device_info(int32_t device);
 
 // The partition into ranges for the statistics and scale kernels, and the number of blocks for it: as many as
 // can be resident on the device, but at most one per range.

@@ -96,7 +96,7 @@ class ModulePlan {
 inline PyObject* make_plan(PyObject*, PyObject* arguments) {
   PyObject *modules = nullptr, *parameters = nullptr;
   if (!PyArg_ParseTuple(arguments, "OO", &modules, &parameters)) return nullptr;
-  return guarded([&]() -> PyObject* {
+  return translating_exceptions([&]() -> PyObject* {
     auto plan = std::make_unique<ModulePlan>();
     if (!plan->remember(modules, parameters)) Py_RETURN_NONE;
     const auto destroy = [](PyObject* capsule) {
@@ -112,7 +112,7 @@ inline PyObject* make_plan(PyObject*, PyObject* arguments) {
 inline PyObject* planned_parameters(PyObject*, PyObject* capsule) {
   const auto* plan = static_cast<const ModulePlan*>(PyCapsule_GetPointer(capsule, ModulePlan::kName));
   if (plan == nullptr) return nullptr;
-  return guarded([&]() -> PyObject* {
+  return translating_exceptions([&]() -> PyObject* {
     PyObject* list = plan->parameters();
     if (list == nullptr) Py_RETURN_NONE;
     return list;
@@ -132,7 +132,7 @@ inline Ref list_of_positions(const std::vector<Py_ssize_t>& positions) {
 inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
   static PyObject* const grad = PyUnicode_InternFromString("grad");
   static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
-  return guarded([&]() -> PyObject* {
+  return translating_exceptions([&]() -> PyObject* {
     if (!PyList_Check(parameters)) throw std::runtime_error("gradstat: expected a list of parameters");
     Ref gradients = owned(PyList_New(0));
     std::vector<Py_ssize_t> positions, missing;

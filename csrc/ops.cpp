@@ -21,7 +21,7 @@ struct Cpu {
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
 
-  static bool are_known_to_be_one(const Coefficients& coefficients) {
+  static bool is_known_identity(const Coefficients& coefficients) {
     return coefficients.stride == 0 && *coefficients.first == 1.0;
   }
 
@@ -29,7 +29,7 @@ struct Cpu {
     scale_cpu(entries, coefficients);
   }
 
-  static void decide(const ClipRequest& request, int32_t) { decide_clip(request, Alone{}); }
+  static void decide(const ClipRequest& request, int32_t) { decide_clip(request, SingleThread{}); }
   static void guard(const GuardRequest& request, int32_t) { guard_step(request); }
 
   static void update(const std::vector<UpdateEntry>& entries, int32_t,
@@ -57,9 +57,8 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
       "weights=None, "
       "Tensor? factor=None, Tensor? skip=None) -> Tensor");
   library.def(
-      "guard_(float[] options, Tensor(a!) state, int window, Tensor(b!) numbers, Tensor verdict, Tensor? "
-      "loss=None, "
-      "Tensor? update=None, Tensor(c!)? counters=None) -> Tensor");
+      "guard_(float[] options, Tensor(a!) state, int window, Tensor(b!) coefficient_and_norm, Tensor verdict, "
+      "Tensor? loss=None, Tensor? update=None, Tensor(c!)? counters=None) -> Tensor");
   library.def("update_sums(Tensor[] operands, int[] rules, Tensor coefficients) -> Tensor");
   library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
 }

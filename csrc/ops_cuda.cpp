@@ -40,7 +40,7 @@ struct Cuda {
   }
 
   // The kernel checks the coefficients itself.
-  static bool are_known_to_be_one(const Coefficients&) { return false; }
+  static bool is_known_identity(const Coefficients&) { return false; }
 
   static void scale(const std::vector<Entry>& entries, int32_t device, const Coefficients& coefficients,
                     bool follows_measure) {

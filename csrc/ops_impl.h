@@ -2,7 +2,7 @@
 // (Ops below) and Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
 //   type()               torch's device type code
 //   measure              norm and factor may be null; with a factor no address may occur twice
-//   are_known_to_be_one  decided without a host sync
+//   is_known_identity    decided without a host sync
 //   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
 //   decide, guard        decide about a clip's coefficients or about a step, on the device with the given index
 //   update               takes one set of coefficients and writes one row of sums for each entry
@@ -57,7 +57,7 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
 // works on all entries of a pass at once. `follows_measure` as for Device::scale.
 template <class Device>
 void scale_list(const TensorList& list, const Coefficients& coefficients, bool follows_measure) {
-  if (Device::are_known_to_be_one(coefficients)) return;
+  if (Device::is_known_identity(coefficients)) return;
   if (!has_repeated(list.entries())) {
     return Device::scale(list.entries(), list.device_index(), coefficients, follows_measure);
   }
@@ -83,18 +83,18 @@ struct Operations {
     return table;
   }
 
-  // `numbers`: coefficient and norm as float64. `verdict` as in entry.h.
+  // `coefficient_and_norm` in float64. `verdict` as in entry.h.
   struct Step {
-    Memory table, norm, numbers, verdict;
+    Memory table, norm, coefficient_and_norm, verdict;
   };
   static Step measure_step(const TensorList& list, double max_norm, double norm_type, const float* loss_scale,
                            int64_t* counters) {
     const int32_t device = list.device_index();
     Memory table = new_table(list), norm({}, list.norm_dtype(), device);
-    Memory numbers({2}, DType::kFloat64, device), verdict({kVerdict}, DType::kFloat32, device);
-    measure_norm(list, max_norm, norm_type, norm, static_cast<double*>(numbers.data()),
+    Memory coefficient_and_norm({2}, DType::kFloat64, device), verdict({kVerdict}, DType::kFloat32, device);
+    measure_norm(list, max_norm, norm_type, norm, static_cast<double*>(coefficient_and_norm.data()),
                  static_cast<Row*>(table.data()), {loss_scale, static_cast<float*>(verdict.data()), counters});
-    return {std::move(table), std::move(norm), std::move(numbers), std::move(verdict)};
+    return {std::move(table), std::move(norm), std::move(coefficient_and_norm), std::move(verdict)};
   }
 
   // `memory` holds the coefficient, followed by the rows, which are not used any more.
@@ -155,17 +155,17 @@ Number* numbers_in(const Tensor& numbers, int64_t count, const char* what) {
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(numbers.get(), &dtype));
   STD_TORCH_CHECK(dtype == type, "gradstat: ", what, " must be ", name);
-  STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: ", what, " must be ", count,
+  STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: ", what, " must have ", count,
                   " contiguous numbers, got ", numbers.numel());
   return static_cast<Number*>(numbers.data_ptr());
 }
 
 // The data of a tensor with `count` numbers that accompanies `list` and must be on its device.
 template <class Number>
-Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list) {
-  STD_TORCH_CHECK(list.size() == 0 || numbers.get_device_index() == list.device_index(),
-                  "gradstat: the numbers that come with the tensors must be on their device");
-  return numbers_in<Number>(numbers, count, "what comes with the tensors");
+Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list, const char* what) {
+  STD_TORCH_CHECK(list.size() == 0 || numbers.get_device_index() == list.device_index(), "gradstat: ", what,
+                  " must be on the device of the tensors");
+  return numbers_in<Number>(numbers, count, what);
 }
 
 // The operators as called by torch's dispatcher, with the schemas of ops.cpp.
@@ -178,19 +178,19 @@ struct Ops {
         : tensor(new_tensor(sizes, known_type(dtype).torch_code(), Device::type(), device_index)) {}
     void* data() const { return tensor.data_ptr(); }
   };
-  using Bodies = Operations<Device, Memory>;
+  using Impl = Operations<Device, Memory>;
   using Tensors = std::vector<Tensor>;
 
   static TensorList tensors_of(const Tensors& tensors) { return list_of(tensors, Device::type()); }
   static TensorList units_of(const Tensors& tensors) {
-    return list_of(tensors, Device::type(), Division::kUnits);
+    return list_of(tensors, Device::type(), Granularity::kUnits);
   }
 
-  static Tensor stats(const Tensors& tensors) { return Bodies::check(tensors_of(tensors)).tensor; }
+  static Tensor stats(const Tensors& tensors) { return Impl::check(tensors_of(tensors)).tensor; }
 
   static std::tuple<Tensor, int64_t> check(const Tensors& tensors) {
     const TensorList list = tensors_of(tensors);
-    return {Bodies::check(list).tensor, list.signature()};
+    return {Impl::check(list).tensor, list.signature()};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> measure(const Tensors& tensors, double max_norm,
@@ -198,50 +198,50 @@ struct Ops {
                                                             const std::optional<Tensor>& loss_scale,
                                                             const std::optional<Tensor>& counters) {
     const TensorList list = tensors_of(tensors);
-    const auto step = Bodies::measure_step(
-        list, max_norm, norm_type, loss_scale ? numbers_of<float>(*loss_scale, 1, list) : nullptr,
-        counters ? numbers_of<int64_t>(*counters, kCounters, list) : nullptr);
-    return {step.table.tensor, step.norm.tensor, step.numbers.tensor, step.verdict.tensor};
+    const auto step = Impl::measure_step(
+        list, max_norm, norm_type, loss_scale ? numbers_of<float>(*loss_scale, 1, list, "loss_scale") : nullptr,
+        counters ? numbers_of<int64_t>(*counters, kCounters, list, "counters") : nullptr);
+    return {step.table.tensor, step.norm.tensor, step.coefficient_and_norm.tensor, step.verdict.tensor};
   }
 
   static Tensor clip_(const Tensors& tensors, double max_norm, double norm_type) {
-    return Bodies::clip(tensors_of(tensors), max_norm, norm_type).tensor;
+    return Impl::clip(tensors_of(tensors), max_norm, norm_type).tensor;
   }
 
   static Tensor update_sums(const Tensors& operands, const std::vector<int64_t>& rules,
                             const Tensor& coefficients) {
     const TensorList list = tensors_of(operands);
     const auto count = static_cast<int64_t>(rules.size()) * kUpdateCoefficients;
-    return Bodies::update_sums(list, rules, numbers_of<double>(coefficients, count, list)).tensor;
+    return Impl::update_sums(list, rules, numbers_of<double>(coefficients, count, list, "coefficients")).tensor;
   }
 
   static void scale_(const Tensors& tensors, const Tensor& coefficient) {
     const TensorList list = tensors_of(tensors);
-    scale_list<Device>(list, numbers_of<double>(coefficient, 1, list), false);
+    scale_list<Device>(list, numbers_of<double>(coefficient, 1, list, "coefficient"), false);
   }
 
   static void scale_each_(const Tensors& tensors, const Tensor& coefficients) {
     scale_entries(tensors_of(tensors), coefficients);
   }
 
-  static Tensor unit_stats(const Tensors& tensors) { return Bodies::check(units_of(tensors)).tensor; }
+  static Tensor unit_stats(const Tensors& tensors) { return Impl::check(units_of(tensors)).tensor; }
 
   static void scale_units_(const Tensors& tensors, const Tensor& coefficients) {
     scale_entries(units_of(tensors), coefficients);
   }
 
   static void scale_entries(const TensorList& list, const Tensor& coefficients) {
-    scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list), 1}, false);
+    scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list, "coefficients"), 1}, false);
   }
 
   // Throws unless `state` and all tensors that are not null are on the same device, of this type.
-  static void require_together(const Tensor& state, std::initializer_list<const Tensor*> tensors) {
+  static void require_same_device(const Tensor& state, std::initializer_list<const Tensor*> tensors) {
     for (const Tensor* tensor : tensors) {
       if (tensor == nullptr) continue;
       int32_t type = 0;
       TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor->get(), &type));
       STD_TORCH_CHECK(type == Device::type() && tensor->get_device_index() == state.get_device_index(),
-                      "gradstat: all tensors of a decision must be on the device of its state");
+                      "gradstat: all tensors must be on the device of state");
     }
   }
 
@@ -254,51 +254,51 @@ struct Ops {
     const bool decides_each = rule_ == ClipRule::kTensors || rule_ == ClipRule::kUnits;
     const int64_t own = rule_ == ClipRule::kZScore ? 2 : rule_ == ClipRule::kTensors ? rows : 0;
     const int32_t device = state.get_device_index();
-    require_together(state, {&measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
-                             skip ? &*skip : nullptr});
-    STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: at most ", kClipOptions, " options");
+    require_same_device(state, {&measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
+                                skip ? &*skip : nullptr});
+    STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: expected at most ", kClipOptions,
+                    " options, got ", options.size());
     STD_TORCH_CHECK(!decides_each || measured.dim() == 2,
-                    "gradstat: what was measured of tensors must be a table");
+                    "gradstat: measured must be a table of rows for this rule");
     STD_TORCH_CHECK(window > 0 && weights.has_value() == (rule_ == ClipRule::kUnits),
-                    "gradstat: window must be positive, and weights are for units only");
+                    "gradstat: window must be positive; weights are required for units and only for units");
     const Memory out({decides_each ? rows + 1 : 2}, DType::kFloat64, device);
     ClipRequest request{};
     request.rule = rule_;
     std::copy(options.begin(), options.end(), request.options);
-    request.state = numbers_in<double>(state, kClipTotals + window + own, "the state");
+    request.state = numbers_in<double>(state, kClipTotals + window + own, "state");
     request.window = window;
-    auto* const numbers =
-        numbers_in<double>(measured, measured.dim() == 2 ? rows * kFields : 1, "what was measured");
+    auto* const numbers = numbers_in<double>(measured, measured.dim() == 2 ? rows * kFields : 1, "measured");
     request.rows = reinterpret_cast<const Row*>(numbers);
     request.norm = measured.dim() == 2 ? nullptr : numbers;
     request.count = rows;
     if (weights) {
       request.weights = reinterpret_cast<const Row*>(numbers_in<double>(*weights, rows * kFields, "weights"));
     }
-    if (factor) request.factor = numbers_in<float>(*factor, 1, "the factor");
+    if (factor) request.factor = numbers_in<float>(*factor, 1, "factor");
     if (skip) request.skip = numbers_in<float>(*skip, 1, "skip");
     request.out = static_cast<double*>(out.data());
     Device::decide(request, device);
     return out.tensor;
   }
 
-  static Tensor guard_(const std::vector<double>& options, Tensor state, int64_t window, Tensor numbers,
-                       const Tensor& verdict, const std::optional<Tensor>& loss,
+  static Tensor guard_(const std::vector<double>& options, Tensor state, int64_t window,
+                       Tensor coefficient_and_norm, const Tensor& verdict, const std::optional<Tensor>& loss,
                        const std::optional<Tensor>& update, std::optional<Tensor> counters) {
-    require_together(state, {&state, &numbers, &verdict, loss ? &*loss : nullptr, update ? &*update : nullptr,
-                             counters ? &*counters : nullptr});
+    require_same_device(state, {&state, &coefficient_and_norm, &verdict, loss ? &*loss : nullptr,
+                                update ? &*update : nullptr, counters ? &*counters : nullptr});
     STD_TORCH_CHECK(options.size() == kGuardOptions && window > 0, "gradstat: expected ", kGuardOptions,
-                    " options and a positive window");
+                    " options and a positive window, got ", options.size(), " and ", window);
     GuardRequest request{};
     std::copy(options.begin(), options.end(), request.options);
-    request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "the state");
+    request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "state");
     request.window = window;
-    request.numbers = numbers_in<double>(numbers, 2, "numbers");
-    request.verdict = numbers_in<float>(verdict, kVerdict, "the verdict");
+    request.coefficient_and_norm = numbers_in<double>(coefficient_and_norm, 2, "coefficient_and_norm");
+    request.verdict = numbers_in<float>(verdict, kVerdict, "verdict");
     if (loss) request.loss = number_of(*loss, request.dtypes[0]);
     if (update) request.update = number_of(*update, request.dtypes[2]);
     if (counters) request.counters = numbers_in<int64_t>(*counters, kCounters, "counters");
-    return Bodies::guard(request, state.get_device_index()).tensor;
+    return Impl::guard(request, state.get_device_index()).tensor;
   }
 
   // The address of a single number of any real type, and its type.
@@ -308,7 +308,7 @@ struct Ops {
     const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
                                      [&](const KnownType& type) { return type.torch_code() == code; });
     STD_TORCH_CHECK(known != std::end(kKnownTypes) && !known->element.is_pair && tensor.numel() == 1,
-                    "gradstat: expected one real floating number");
+                    "gradstat: loss and update must be one real floating-point number each");
     dtype = known->element.dtype;
     return tensor.data_ptr();
   }
@@ -316,13 +316,13 @@ struct Ops {
   // scale_ and check in one pass. A tensor listed twice is scaled twice before it is measured.
   static std::tuple<Tensor, int64_t> unscale_(const Tensors& tensors, const Tensor& factor) {
     const TensorList list = tensors_of(tensors);
-    const float* by = numbers_of<float>(factor, 1, list);
-    if (!has_repeated(list.entries())) return {Bodies::check(list, by).tensor, list.signature()};
+    const float* by = numbers_of<float>(factor, 1, list, "factor");
+    if (!has_repeated(list.entries())) return {Impl::check(list, by).tensor, list.signature()};
     const Memory wide({}, DType::kFloat64, list.device_index());
     Tensor copied = wide.tensor;
     torch::stable::copy_(copied, factor);
     scale_list<Device>(list, static_cast<const double*>(wide.data()), false);
-    return {Bodies::check(list).tensor, list.signature()};
+    return {Impl::check(list).tensor, list.signature()};
   }
 };
 

@@ -50,14 +50,14 @@ inline Ref owned(PyObject* object) {
 }
 
 // Thrown when this path does not support the arguments; nothing has been done then.
-struct NotOrdinary {};
+struct UseDispatcher {};
 
 // Turns C++ exceptions into Python's: none may leave a function that Python calls.
 template <class Body>
-PyObject* guarded(const Body& body) {
+PyObject* translating_exceptions(const Body& body) {
   try {
     return body();
-  } catch (const NotOrdinary&) {
+  } catch (const UseDispatcher&) {
     Py_RETURN_NONE;
   } catch (const PythonError&) {
   } catch (const std::exception& error) {
@@ -96,7 +96,7 @@ struct Exchange {
   PyObject* is_sparse = nullptr;
   // DLPack raises an error for a sparse tensor, whose message takes torch half a millisecond to build. Once
   // that has happened, tensors are asked first, at 0.1 us each.
-  bool ask_for_sparse = false;
+  bool check_sparse_first = false;
 };
 
 inline Exchange& exchange() {
@@ -131,10 +131,10 @@ inline ElementType element_of(DLDataType type) {
   for (const KnownType& known : kKnownTypes) {
     if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return known.element;
   }
-  throw NotOrdinary();
+  throw UseDispatcher();
 }
 
-// New memory from torch's allocator, which becomes a Python tensor or is freed. Throws NotOrdinary if torch
+// New memory from torch's allocator, which becomes a Python tensor or is freed. Throws UseDispatcher if torch
 // currently wraps new tensors: in torch.func transforms and in FakeTensorMode.
 template <class Device>
 class NewTensor {
@@ -148,11 +148,11 @@ class NewTensor {
     // On out-of-memory, fall back to the dispatcher, which reports it.
     const auto ignore_error = [](void*, const char*, const char*) {};
     if (exchange().api->managed_tensor_allocator(&prototype, &tensor_, nullptr, ignore_error) != 0) {
-      throw NotOrdinary();
+      throw UseDispatcher();
     }
     if (tensor_->dl_tensor.data == nullptr) {
       tensor_->deleter(tensor_);
-      throw NotOrdinary();
+      throw UseDispatcher();
     }
   }
   NewTensor(NewTensor&& other) noexcept : tensor_(std::exchange(other.tensor_, nullptr)) {}
@@ -176,22 +176,22 @@ class NewTensor {
   DLManagedTensorVersioned* tensor_ = nullptr;
 };
 
-inline bool is_true_of(PyObject* method, PyObject* tensor) {
+inline bool call_predicate(PyObject* method, PyObject* tensor) {
   return owned(PyObject_CallFunctionObjArgs(method, tensor, nullptr)).get() == Py_True;
 }
 
 // A plain tensor or parameter with memory on a device of this type, and its dtype, which is not checked.
 inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  if (type != exchange().tensor_type && type != exchange().parameter_type) throw NotOrdinary();
-  if (exchange().ask_for_sparse && is_true_of(exchange().is_sparse, tensor)) throw NotOrdinary();
+  if (type != exchange().tensor_type && type != exchange().parameter_type) throw UseDispatcher();
+  if (exchange().check_sparse_first && call_predicate(exchange().is_sparse, tensor)) throw UseDispatcher();
   DLTensor dl;
   if (exchange().api->dltensor_from_py_object_no_sync(tensor, &dl) != 0) {
     PyErr_Clear();
-    exchange().ask_for_sparse = true;
-    throw NotOrdinary();
+    exchange().check_sparse_first = true;
+    throw UseDispatcher();
   }
-  if (dl.device.device_type != device_type || dl.strides == nullptr) throw NotOrdinary();
+  if (dl.device.device_type != device_type || dl.strides == nullptr) throw UseDispatcher();
   TensorView view{};
   view.numel = 1;
   for (int32_t d = 0; d < dl.ndim; ++d) view.numel *= dl.shape[d];
@@ -203,18 +203,18 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
   // ZeroTensors, which have no memory, and views at an offset into storage that was freed. No process is given
   // addresses this low.
   constexpr uintptr_t kLowest = 1 << 22;
-  if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) throw NotOrdinary();
+  if (view.numel > 0 && reinterpret_cast<uintptr_t>(view.data) < kLowest) throw UseDispatcher();
   // DLPack does not report lazily conjugated or negated tensors. A real tensor is lazily negated only as the
   // imaginary part of a conjugate: its elements are not adjacent then, and it is dense only with one element.
   const bool is_pair = dl.dtype.code == kDLComplex;
-  if (is_pair && is_true_of(exchange().is_conj, tensor)) throw NotOrdinary();
-  if ((is_pair || view.numel == 1) && is_true_of(exchange().is_neg, tensor)) throw NotOrdinary();
+  if (is_pair && call_predicate(exchange().is_conj, tensor)) throw UseDispatcher();
+  if ((is_pair || view.numel == 1) && call_predicate(exchange().is_neg, tensor)) throw UseDispatcher();
   return {view, dl.dtype};
 }
 
 // A device that releases the GIL while it works.
 template <class Device>
-struct Unlocked : Device {
+struct ReleasingGil : Device {
   static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
     const WithoutGil others_may_run;
     Device::measure(list, table, norm, factor);
@@ -233,25 +233,25 @@ struct Unlocked : Device {
 
 template <class Device>
 struct PythonOps {
-  using Bodies = Operations<Unlocked<Device>, NewTensor<Device>>;
+  using Impl = Operations<ReleasingGil<Device>, NewTensor<Device>>;
 
   // A list that can be read in place, and references that keep its tensors alive while the GIL is released.
-  struct Direct {
-    Ref held;
+  struct HeldList {
+    Ref tensors;
     TensorList list;
   };
 
-  static Direct direct_list(PyObject* tensors) {
+  static HeldList held_list(PyObject* tensors) {
     const Py_ssize_t size = exchange().api != nullptr && PyList_Check(tensors) ? PyList_Size(tensors) : 0;
-    if (size == 0) throw NotOrdinary();
-    Direct direct{owned(PyList_GetSlice(tensors, 0, size)),
+    if (size == 0) throw UseDispatcher();
+    HeldList held{owned(PyList_GetSlice(tensors, 0, size)),
                   TensorList(static_cast<size_t>(size), Device::type())};
     for (Py_ssize_t i = 0; i < size; ++i) {
-      auto [view, type] = ordinary_view(PyList_GetItem(direct.held.get(), i), Device::kDLPackType);
+      auto [view, type] = ordinary_view(PyList_GetItem(held.tensors.get(), i), Device::kDLPackType);
       view.element = element_of(type);
-      if (direct.list.add(view) != nullptr) throw NotOrdinary();
+      if (held.list.add(view) != nullptr) throw UseDispatcher();
     }
-    return direct;
+    return held;
   }
 
   // Calls body(list) with the tensors of the first argument; the rest of `format` is parsed into `others`.
@@ -259,14 +259,14 @@ struct PythonOps {
   static PyObject* with_list(const Body& body, PyObject* arguments, const char* format, Others*... others) {
     PyObject* tensors = nullptr;
     if (!PyArg_ParseTuple(arguments, format, &tensors, others...)) return nullptr;
-    return guarded([&] { return body(direct_list(tensors).list); });
+    return translating_exceptions([&] { return body(held_list(tensors).list); });
   }
 
   // check(tensors) -> (table, signature) | None
   static PyObject* check(PyObject*, PyObject* tensors) {
-    return guarded([&] {
-      const Direct direct = direct_list(tensors);
-      return with_signature(Bodies::check(direct.list), direct.list);
+    return translating_exceptions([&] {
+      const HeldList held = held_list(tensors);
+      return with_signature(Impl::check(held.list), held.list);
     });
   }
 
@@ -274,8 +274,8 @@ struct PythonOps {
   static PyObject* unscale_(PyObject*, PyObject* arguments) {
     PyObject* factor = nullptr;
     const auto body = [&](const TensorList& list) {
-      if (has_repeated(list.entries())) throw NotOrdinary();
-      return with_signature(Bodies::check(list, numbers_of<float>(factor, 1, list.device_index())), list);
+      if (has_repeated(list.entries())) throw UseDispatcher();
+      return with_signature(Impl::check(list, numbers_of<float>(factor, 1, list.device_index())), list);
     };
     return with_list(body, arguments, "OO", &factor);
   }
@@ -284,7 +284,7 @@ struct PythonOps {
   static PyObject* clip_(PyObject*, PyObject* arguments) {
     double max_norm = 0, norm_type = 0;
     const auto body = [&](const TensorList& list) {
-      return Bodies::clip(list, max_norm, norm_type).to_python().release();
+      return Impl::clip(list, max_norm, norm_type).to_python().release();
     };
     return with_list(body, arguments, "Odd", &max_norm, &norm_type);
   }
@@ -293,7 +293,7 @@ struct PythonOps {
   static PyObject* measure(PyObject*, PyObject* arguments) {
     double max_norm = 0, norm_type = 0;
     const auto body = [&](const TensorList& list) {
-      auto [norm, memory] = Bodies::measure(list, max_norm, norm_type);
+      auto [norm, memory] = Impl::measure(list, max_norm, norm_type);
       Ref made[] = {norm.to_python(), memory.to_python()};
       return Py_BuildValue("(NN)", made[0].release(), made[1].release());
     };
@@ -301,16 +301,16 @@ struct PythonOps {
   }
 
   // measure_step(tensors, max_norm, norm_type, loss_scale | None, counters | None)
-  //   -> (table, signature, norm, {coefficient, norm} as float64, verdict) | None
+  //   -> (table, signature, norm, coefficient_and_norm, verdict) | None
   static PyObject* measure_step(PyObject*, PyObject* arguments) {
     PyObject *loss_scale = nullptr, *counters = nullptr;
     double max_norm = 0, norm_type = 0;
     const auto body = [&](const TensorList& list) {
       const int32_t device = list.device_index();
-      auto [table, norm, numbers, verdict] = Bodies::measure_step(
+      auto [table, norm, coefficient_and_norm, verdict] = Impl::measure_step(
           list, max_norm, norm_type, loss_scale != Py_None ? numbers_of<float>(loss_scale, 1, device) : nullptr,
           counters != Py_None ? numbers_of<int64_t>(counters, kCounters, device) : nullptr);
-      Ref made[] = {table.to_python(), norm.to_python(), numbers.to_python(), verdict.to_python()};
+      Ref made[] = {table.to_python(), norm.to_python(), coefficient_and_norm.to_python(), verdict.to_python()};
       return Py_BuildValue("(NLNNN)", made[0].release(), static_cast<long long>(list.signature()),
                            made[1].release(), made[2].release(), made[3].release());
     };
@@ -321,43 +321,44 @@ struct PythonOps {
   static PyObject* update_sums(PyObject*, PyObject* arguments) {
     PyObject *rules = nullptr, *coefficients = nullptr;
     const auto body = [&](const TensorList& list) {
-      if (!PyList_Check(rules)) throw NotOrdinary();
+      if (!PyList_Check(rules)) throw UseDispatcher();
       std::vector<int64_t> numbers(PyList_Size(rules));
       for (size_t i = 0; i < numbers.size(); ++i) {
         numbers[i] = PyLong_AsLong(PyList_GetItem(rules, static_cast<Py_ssize_t>(i)));
+        if (numbers[i] == -1 && PyErr_Occurred() != nullptr) throw PythonError();
       }
       const auto count = static_cast<int64_t>(numbers.size()) * kUpdateCoefficients;
-      return Bodies::update_sums(list, numbers, numbers_of<double>(coefficients, count, list.device_index()))
+      return Impl::update_sums(list, numbers, numbers_of<double>(coefficients, count, list.device_index()))
           .to_python()
           .release();
     };
     return with_list(body, arguments, "OOO", &rules, &coefficients);
   }
 
-  // guard_(options, state, window, numbers, verdict, loss | None, update | None, counters | None)
+  // guard_(options, state, window, coefficient_and_norm, verdict, loss | None, update | None, counters | None)
   //   -> verdict | None
   static PyObject* guard_(PyObject*, PyObject* arguments) {
     GuardRequest request{};
     double* const o = request.options;
     static_assert(kGuardOptions == 8);
-    PyObject *state = nullptr, *numbers = nullptr, *verdict = nullptr;
+    PyObject *state = nullptr, *coefficient_and_norm = nullptr, *verdict = nullptr;
     PyObject *loss = nullptr, *update = nullptr, *counters = nullptr;
     long long window = 0;
     if (!PyArg_ParseTuple(arguments, "(dddddddd)OLOOOOO", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6],
-                          &o[7], &state, &window, &numbers, &verdict, &loss, &update, &counters)) {
+                          &o[7], &state, &window, &coefficient_and_norm, &verdict, &loss, &update, &counters)) {
       return nullptr;
     }
-    return guarded([&] {
-      if (exchange().api == nullptr || window <= 0) throw NotOrdinary();
+    return translating_exceptions([&] {
+      if (exchange().api == nullptr || window <= 0) throw UseDispatcher();
       const int32_t device = ordinary_view(state, Device::kDLPackType).first.device_index;
       request.state = numbers_of<double>(state, kGuardTotals + kGuarded * window, device);
       request.window = window;
-      request.numbers = numbers_of<double>(numbers, 2, device);
+      request.coefficient_and_norm = numbers_of<double>(coefficient_and_norm, 2, device);
       request.verdict = numbers_of<float>(verdict, kVerdict, device);
       request.loss = number_of(loss, request.dtypes[0], device);
       request.update = number_of(update, request.dtypes[2], device);
       if (counters != Py_None) request.counters = numbers_of<int64_t>(counters, kCounters, device);
-      return Bodies::guard(request, device).to_python().release();
+      return Impl::guard(request, device).to_python().release();
     });
   }
 
@@ -373,7 +374,7 @@ struct PythonOps {
     const auto body = [&](const TensorList& list) -> PyObject* {
       const int64_t count = stride == 0 ? kAtLeastOne : list.size();
       const double* by = numbers_of<double>(coefficients, count, list.device_index());
-      scale_list<Unlocked<Device>>(list, {by, stride}, false);
+      scale_list<ReleasingGil<Device>>(list, {by, stride}, false);
       Py_RETURN_TRUE;
     };
     return with_list(body, arguments, "OO", &coefficients);
@@ -388,7 +389,7 @@ struct PythonOps {
     const bool is_enough = count == kAtLeastOne ? view.numel > 0 : view.numel == count;
     if (type.code != code || type.bits != 8 * sizeof(Number) || type.lanes != 1 || !is_enough ||
         !is_row_major(view) || view.device_index != device_index) {
-      throw NotOrdinary();
+      throw UseDispatcher();
     }
     return static_cast<Number*>(view.data);
   }
@@ -398,7 +399,7 @@ struct PythonOps {
     if (tensor == Py_None) return nullptr;
     const auto [view, type] = ordinary_view(tensor, Device::kDLPackType);
     const ElementType element = element_of(type);
-    if (element.is_pair || view.numel != 1 || view.device_index != device_index) throw NotOrdinary();
+    if (element.is_pair || view.numel != 1 || view.device_index != device_index) throw UseDispatcher();
     dtype = element.dtype;
     return view.data;
   }

@@ -23,7 +23,7 @@ void launch_scale(const std::vector<Entry>& entries, const Coefficients& coeffic
 #if defined(GRADSTAT_WITHOUT_OVERLAP)  // benchmarks/gpu_variants.py
   follows_stats = false;
 #endif
-  const bool overlaps = follows_stats && facts_of(device).can_overlap && !is_capturing(stream);
+  const bool overlaps = follows_stats && device_info(device).can_overlap && !is_capturing(stream);
   with_table<GRADSTAT_TABLE_SIZES>(entries, partition, workspace, device, stream, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr bool kInParameters = !std::is_same_v<Table, DeviceTable>;

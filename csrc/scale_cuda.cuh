@@ -65,7 +65,7 @@ GRADSTAT_DEVICE void scale_tiles_of(const Place& place, const Extent& extent, ui
 template <class Table>
 GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& arguments, uint32_t range,
                                  double coefficient, uint8_t* products) {
-  const bool is_one_each = arguments.coefficients.stride != 0;
+  const bool is_per_tensor = arguments.coefficients.stride != 0;
   const uint32_t begin = arguments.partition.first_tile(range), end = arguments.partition.first_tile(range + 1);
   DType of_products = DType::kFloat32;  // none
   for (int32_t tensor = table.first_tensors[range + 1]; tensor >= 0; --tensor) {
@@ -73,7 +73,7 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
     if (first >= end) continue;  // first tensor of the next range
     const uint32_t last = table.first_tiles[tensor + 1];
     if (last <= begin) return;
-    if (is_one_each) {
+    if (is_per_tensor) {
       coefficient = arguments.coefficients.of(tensor);
       if (coefficient == 1.0) continue;
       of_products = DType::kFloat32;
@@ -100,9 +100,9 @@ GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& argum
   // In every block, even if it does nothing: if this kernel finished before the previous one, a later one could
   // start too early.
   wait_for_previous_kernel();
-  const bool is_one_each = arguments.coefficients.stride != 0;
+  const bool is_per_tensor = arguments.coefficients.stride != 0;
   const double coefficient = arguments.coefficients.of(0);
-  if (!is_one_each && coefficient == 1.0) return;
+  if (!is_per_tensor && coefficient == 1.0) return;
   for (uint32_t range = blockIdx.x; range < arguments.partition.ranges; range += gridDim.x) {
     scale_range(table, arguments, range, coefficient, products);
   }

@@ -59,10 +59,10 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &scalar));
   if (layout != strided) list.reject("is not strided");
-  if (type != device_type) list.reject("is on another type of device than the first");
+  if (type != device_type) list.reject("is on a different device type than the operator");
   const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
                                    [&](const KnownType& type) { return type.torch_code() == scalar; });
-  if (known == std::end(kKnownTypes)) list.reject("has a dtype without gradient statistics");
+  if (known == std::end(kKnownTypes)) list.reject("has an unsupported dtype");
 
   TensorView view{};
   view.element = known->element;
@@ -85,8 +85,8 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
 
 // Throws std::runtime_error naming the first tensor that cannot be read in place.
 inline TensorList list_of(const std::vector<Tensor>& tensors, int32_t device_type,
-                          Division division = Division::kTensors) {
-  TensorList list(tensors.size(), device_type, division);
+                          Granularity granularity = Granularity::kTensors) {
+  TensorList list(tensors.size(), device_type, granularity);
   for (const Tensor& tensor : tensors) add_tensor(list, tensor, device_type);
   return list;
 }

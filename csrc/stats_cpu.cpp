@@ -49,7 +49,7 @@ constexpr int64_t kTensorBytes = 512;
 // side. On AMD family 25 (measured: Zen 4) prefetching more than the next lines disturbs the hardware
 // prefetchers, and in updates any does. Family 26 (Zen 5) behaves like Intel's processors.
 struct Prefetch {
-  int64_t of_one, of_several;
+  int64_t one, several;
 };
 
 Prefetch choose_prefetch() {
@@ -60,7 +60,7 @@ Prefetch choose_prefetch() {
 #endif
   return {8192, 8192};
 }
-const Prefetch ahead = choose_prefetch();
+const Prefetch prefetch_distance = choose_prefetch();
 
 // The value of each code of a float8 type.
 struct Float8Values {

@@ -674,7 +674,7 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
     Pass<Type, kPair> pass;
     int64_t i = 0;
     for (; i + Type::kStep <= take; i += Type::kStep) {
-      prefetch<Type::kStep * sizeof(*p)>(p + i, ahead.of_one);
+      prefetch<Type::kStep * sizeof(*p)>(p + i, prefetch_distance.one);
       pass.add(p + i);
     }
     if (i < take) pass.add_rest(p + i, take - i);
@@ -737,7 +737,7 @@ struct Float8 {
       for (const int64_t end = std::min(count, i + kBlockBytes); i < end; i += kStep) {
         __m512i code, for_extremes;
         if (count - i >= kStep) {
-          prefetch<kStep>(p + i, ahead.of_one);
+          prefetch<kStep>(p + i, prefetch_distance.one);
           code = for_extremes = load<__m512i>(p + i);
         } else {  // padded as in Pass::add_rest
           code = bitcast<__m512i>(load_part(p + i, count - i, uint8_t{0}));

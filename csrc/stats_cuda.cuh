@@ -397,15 +397,15 @@ GRADSTAT_DEVICE void read_segment(const Segment& segment, const BlockMemory& mem
 // The kernel --------------------------------------------------------------------------------------------
 
 // The part of tiles [begin, end) of a tensor that this warp reads, alone or shared with the other warps.
-GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t end, bool alone) {
+GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t end, bool is_read_by_one_warp) {
   const Extent extent = place.extent();
   const auto full = static_cast<uint32_t>(extent.vectors / kChunkVectors);
   const uint32_t chunks = full + (extent.vectors % kChunkVectors != 0), most = end * kWarps;
   const uint32_t warp = threadIdx.x / 32;
   return {place,
           extent,
-          begin * kWarps + (alone ? 0 : warp),
-          alone ? 1u : kWarps,
+          begin * kWarps + (is_read_by_one_warp ? 0 : warp),
+          is_read_by_one_warp ? 1u : kWarps,
           chunks < most ? chunks : most,
           full < most ? full : most};
 }
@@ -420,7 +420,7 @@ GRADSTAT_DEVICE void prefetch_of(const Place& place, bool merges) {
 
 // One warp merges `count` rows of a tensor and writes the result to the table or to the range's slot.
 template <class Table>
-GRADSTAT_DEVICE void leave_row(const Table& table, const StatsArguments& arguments, uint32_t range,
+GRADSTAT_DEVICE void write_row(const Table& table, const StatsArguments& arguments, uint32_t range,
                                int32_t tensor, const double (*rows)[kFields], int count, BlockMemory& memory) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const Partition& partition = arguments.partition;
@@ -463,13 +463,13 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
       fill_products(memory.products, place.dtype, memory.factor);
       __syncthreads();
     }
-    const bool alone = place.is_small();
+    const bool is_read_by_one_warp = place.is_small();
     const bool merges = tensor % kWarps == warp;  // the warps take turns
-    if (alone && !merges) continue;
+    if (is_read_by_one_warp && !merges) continue;
     if (lane == 0) {
       const uint32_t first = table.first_tiles[tensor], last = table.first_tiles[tensor + 1];
-      memory.segment[warp] =
-          segment_of(place, first < begin ? begin - first : 0, (last < end ? last : end) - first, alone);
+      memory.segment[warp] = segment_of(place, first < begin ? begin - first : 0,
+                                        (last < end ? last : end) - first, is_read_by_one_warp);
     }
     if (lane == 0) memory.tensor[warp] = tensor;
     __syncwarp();
@@ -480,12 +480,13 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
 #endif
     read_segment<kMultiplies>(memory.segment[warp], memory, memory.of_warp[set][warp]);
     tensor = memory.tensor[warp];
-    const double (*rows)[kFields] = memory.of_warp[set] + (alone ? warp : 0);
-    if (!alone) {
+    const double (*rows)[kFields] = memory.of_warp[set] + (is_read_by_one_warp ? warp : 0);
+    if (!is_read_by_one_warp) {
       __syncthreads();
       set ^= 1;
     }
-    if (tensor % kWarps == warp) leave_row(table, arguments, range, tensor, rows, alone ? 1 : kWarps, memory);
+    if (tensor % kWarps == warp)
+      write_row(table, arguments, range, tensor, rows, is_read_by_one_warp ? 1 : kWarps, memory);
   }
 }
 
@@ -553,7 +554,7 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
     if (range >= ranges) break;
   }
   // Not earlier: waiting blocks of the scale kernel would occupy the place of blocks of this one.
-  admit_next_kernel();
+  allow_dependent_launch();
   if constexpr (kRangesPerBlock == 1) finish(arguments, range, memory);
 }
 

@@ -77,23 +77,23 @@ inline uint64_t mix(uint64_t hash, uint64_t value) {
 
 // What becomes an entry: a tensor or a unit. A unit is a slice along dimension 0 of a tensor with two or more
 // dimensions; any other tensor is one unit.
-enum class Division { kTensors, kUnits };
+enum class Granularity { kTensors, kUnits };
 
 class TensorList {
  public:
   // `device_type`: torch's code of the device type that all tensors are on.
-  TensorList(size_t capacity, int32_t device_type, Division division = Division::kTensors)
-      : division_(division), device_type_(device_type) {
+  TensorList(size_t capacity, int32_t device_type, Granularity granularity = Granularity::kTensors)
+      : granularity_(granularity), device_type_(device_type) {
     entries_.reserve(capacity);
   }
 
   // Returns null, or the reason why the tensor cannot be read in place; then nothing was added.
   const char* add(const TensorView& view) {
-    if (tensors_ > 0 && view.device_index != device_index_) return "is on another device than the first";
+    if (tensors_ > 0 && view.device_index != device_index_) return "is on a different device than tensor 0";
     if (!is_dense(view)) return "is not dense in memory";
-    const bool has_units = division_ == Division::kUnits && view.dims > 1;
+    const bool has_units = granularity_ == Granularity::kUnits && view.dims > 1;
     if (has_units && view.numel > 1 && !is_row_major(view)) {
-      return "is not row-major, so that its units are no stretches of memory; pass .contiguous() of it";
+      return "is not contiguous, but its units must be; call .contiguous() first";
     }
     device_index_ = view.device_index;
     const ElementType element = view.element;
@@ -142,7 +142,7 @@ class TensorList {
     }
   }
 
-  Division division_;
+  Granularity granularity_;
   std::vector<Entry> entries_;
   int64_t tensors_ = 0;
   int32_t device_type_;

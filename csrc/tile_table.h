@@ -46,8 +46,8 @@ constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;
 // Ranges of tiles per block. If more than one, a counter assigns them to blocks that become free.
 constexpr uint32_t kRangesPerBlock = GRADSTAT_RANGES_PER_BLOCK;
 // An upper bound, for 256 multiprocessors; no device has as many.
-constexpr uint32_t kMostBlocks = 256 * kBlocksPerMultiprocessor;
-constexpr uint32_t kMostRanges = kMostBlocks * kRangesPerBlock;
+constexpr uint32_t kMaxBlocks = 256 * kBlocksPerMultiprocessor;
+constexpr uint32_t kMaxRanges = kMaxBlocks * kRangesPerBlock;
 
 // Tensors up to this size are read by one warp, others by all warps of a block.
 constexpr int64_t kSmallTensorBytes = GRADSTAT_SMALL_TENSOR_BYTES;
@@ -58,7 +58,7 @@ static_assert(kSmallTensorBytes <= kTileVectors * kVectorBytes, "a small tensor 
 // whole parameter however much of it is used.
 constexpr int kSmallTable = 190;
 constexpr int kMediumTable = 600;
-constexpr int kLargeTable = (32764 - 160 - 2 * (static_cast<int>(kMostRanges) + 1)) / 200 * 10;
+constexpr int kLargeTable = (32764 - 160 - 2 * (static_cast<int>(kMaxRanges) + 1)) / 200 * 10;
 
 struct Extent {
   int64_t head;     // elements before the vectors
@@ -145,7 +145,7 @@ struct ParameterTable {
   uint64_t addresses[kCapacity];
   uint64_t shapes[kCapacity];
   uint32_t first_tiles[kCapacity + 1];
-  uint16_t first_tensors[kMostRanges + 1];
+  uint16_t first_tensors[kMaxRanges + 1];
 };
 
 // In device memory, for more tensors than kernel parameters can hold.

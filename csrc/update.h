@@ -16,7 +16,7 @@ namespace gradstat {
 // moment (Adamax: infinity norm), its maximum.
 enum class UpdateRule : int32_t { kGradient, kMomentum, kAdam, kAmsgrad, kAdamax };
 constexpr int kUpdateRules = 5;
-constexpr int kMostOperands = 5;
+constexpr int kMaxOperands = 5;
 GRADSTAT_HD int operands_of(UpdateRule rule) {
   return rule == UpdateRule::kAdamax ? 4 : static_cast<int>(rule) + 2;
 }
@@ -140,7 +140,7 @@ GRADSTAT_HD void with_rule(UpdateRule rule, const Body& body) {
 
 // A tensor and its optimizer state: operands of equal length.
 struct UpdateEntry {
-  Entry operands[kMostOperands];
+  Entry operands[kMaxOperands];
   UpdateRule rule;
 
   int64_t numel() const { return operands[0].numel; }
@@ -154,20 +154,20 @@ inline std::vector<UpdateEntry> update_entries(const std::vector<Entry>& operand
   size_t at = 0;
   for (const int64_t number : rules) {
     if (number < 0 || number >= kUpdateRules) {
-      throw std::runtime_error("gradstat: unknown rule " + std::to_string(number) + " for an update");
+      throw std::runtime_error("gradstat: unknown update rule " + std::to_string(number));
     }
     UpdateEntry entry = {{}, static_cast<UpdateRule>(number)};
     for (int i = 0; i < operands_of(entry.rule); ++i, ++at) {
-      if (at >= operands.size()) throw std::runtime_error("gradstat: an operand of an update is missing");
+      if (at >= operands.size()) throw std::runtime_error("gradstat: too few operands for the update rules");
       entry.operands[i] = operands[at];
       if (entry.operands[i].is_pair || entry.operands[i].numel != entry.numel()) {
-        throw std::runtime_error("gradstat: operand " + std::to_string(at) +
-                                 " of an update is complex, or not as long as the gradient");
+        throw std::runtime_error("gradstat: update operand " + std::to_string(at) +
+                                 " must be real and have as many elements as the gradient");
       }
     }
     entries.push_back(entry);
   }
-  if (at != operands.size()) throw std::runtime_error("gradstat: too many operands for the rules of an update");
+  if (at != operands.size()) throw std::runtime_error("gradstat: too many operands for the update rules");
   return entries;
 }
 

@@ -71,7 +71,7 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
     UpdateSums<V> sums = {};
     const int64_t end = std::min(count - kTwo, i + (kGroup - 1) * kTwo);
     for (int k = 0; k < kOperands; ++k) {
-      prefetch<kGroup * kTwo * sizeof(typename Type::Storage)>(operands[k] + i, ahead.of_several);
+      prefetch<kGroup * kTwo * sizeof(typename Type::Storage)>(operands[k] + i, prefetch_distance.several);
     }
     for (; i <= end; i += kTwo) {
       V x[2][kOperands];
@@ -110,11 +110,11 @@ void read_update(const UpdateEntry& entry, int64_t first, int64_t count, const U
   const UpdateCoefficients<float> narrow = narrowed(by);
   const bool fits = fits_float(by, entry.rule);
   const int operands = operands_of(entry.rule);
-  Storage widened[kWidens ? kMostOperands : 1][kWidens ? kUpdateBlock : 1];
+  Storage widened[kWidens ? kMaxOperands : 1][kWidens ? kUpdateBlock : 1];
   with_rule(entry.rule, [&](auto rule) {
     for (int64_t done = 0; done < count; done += kUpdateBlock) {
       const int64_t take = std::min(kUpdateBlock, count - done);
-      const Storage* block[kMostOperands];
+      const Storage* block[kMaxOperands];
       for (int k = 0; k < operands; ++k) {
         const Entry& operand = entry.operands[k];
         if constexpr (kWidens) {

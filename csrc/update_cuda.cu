@@ -9,7 +9,7 @@ namespace {
 uint32_t chunks_of(const std::vector<UpdateEntry>& entries) {
   uint64_t chunks = 0;
   for (const UpdateEntry& entry : entries) chunks += (entry.numel() + kUpdateChunk - 1) / kUpdateChunk;
-  if (chunks > INT32_MAX) throw std::runtime_error("gradstat: more than 2^45 parameters in one call");
+  if (chunks > INT32_MAX) throw std::runtime_error("gradstat: more than 2^45 parameter elements in one call");
   return static_cast<uint32_t>(chunks);
 }
 
@@ -32,7 +32,7 @@ void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoeffici
                    UpdateSums<double>* table, void* workspace, int32_t device, void* stream_pointer) {
   if (entries.empty()) return;
   const OnDevice on_device(device);
-  static_cast<void>(facts_of(device));  // loads the kernels
+  static_cast<void>(device_info(device));  // loads the kernels
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const uint32_t chunks = chunks_of(entries), count = static_cast<uint32_t>(entries.size());
   std::vector<uint64_t> words(places_bytes(entries) / sizeof(uint64_t));
@@ -50,7 +50,7 @@ void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoeffici
   const UpdateArguments arguments{
       on_gpu, reinterpret_cast<const uint32_t*>(on_gpu + count), coefficients, slots, table, count};
   if (chunks > 0) launch(update_kernel, chunks, stream, false, "launching the update kernel", arguments);
-  launch(update_merge_kernel, (count + kWarps - 1) / kWarps, stream, false, "merging the sums of an update",
+  launch(update_merge_kernel, (count + kWarps - 1) / kWarps, stream, false, "launching the update merge kernel",
          arguments);
 }
 

@@ -13,12 +13,12 @@ constexpr int64_t kUpdateChunk = 16384;  // elements
 
 // The kernel's description of a tensor.
 struct UpdatePlace {
-  uint64_t addresses[kMostOperands];
+  uint64_t addresses[kMaxOperands];
   int64_t numel;
   uint32_t first_chunk;
   UpdateRule rule;
-  DType dtypes[kMostOperands];
-  bool is_wide;  // all operands are of one type, narrower than float64, and aligned to 16 bytes
+  DType dtypes[kMaxOperands];
+  bool can_use_vectors;  // all operands are of one type, narrower than float64, and aligned to 16 bytes
 
   GRADSTAT_HD uint32_t chunks() const {
     return static_cast<uint32_t>((numel + kUpdateChunk - 1) / kUpdateChunk);
@@ -32,7 +32,7 @@ inline UpdatePlace update_place(const UpdateEntry& entry, uint32_t first_chunk) 
     place.addresses[k] = reinterpret_cast<uint64_t>(operand.data);
     place.dtypes[k] = operand.dtype;
     const bool is_narrow = size_of(operand.dtype) == 2 || operand.dtype == DType::kFloat32;
-    place.is_wide &=
+    place.can_use_vectors &=
         is_narrow && operand.dtype == entry.operands[0].dtype && place.addresses[k] % kVectorBytes == 0;
   }
   return place;
@@ -134,9 +134,9 @@ template <UpdateRule kRule>
 GRADSTAT_DEVICE void read_update(const UpdateMemory& memory, int64_t begin, int64_t end,
                                  UpdateSums<double>& total) {
   const DType dtype = memory.place.dtypes[0];
-  const bool is_wide = memory.place.is_wide && fits_float(memory.by, kRule);
-  const int64_t elements = is_wide ? kVectorBytes / size_of(dtype) : 1;
-  const int64_t whole = is_wide ? end - (end - begin) % elements : begin;
+  const bool can_use_vectors = memory.place.can_use_vectors && fits_float(memory.by, kRule);
+  const int64_t elements = can_use_vectors ? kVectorBytes / size_of(dtype) : 1;
+  const int64_t whole = can_use_vectors ? end - (end - begin) % elements : begin;
   int64_t at = begin + threadIdx.x * elements;
   bool is_rest = false;
 #pragma unroll 1

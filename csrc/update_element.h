@@ -16,16 +16,16 @@ GRADSTAT_ELEMENT void add_update(UpdateSums<Real>& sums, const Real* x, const Up
   const Real weight = x[1];
   Real gradient = x[0] * by.gradient_scale;
   if (by.weight_decay != 0) gradient += weight * by.weight_decay;
-  Real moved = gradient * by.momentum_gain;
+  Real new_momentum = gradient * by.momentum_gain;
   sums.gradient += gradient * gradient;
   sums.weight += weight * weight;
   if constexpr (kRule != UpdateRule::kGradient) {
     const Real momentum = x[2];
-    moved += momentum * by.momentum_decay;
+    new_momentum += momentum * by.momentum_decay;
     sums.product += gradient * momentum;
     sums.momentum += momentum * momentum;
   }
-  Real update = gradient * by.from_gradient + moved * by.from_momentum;
+  Real update = gradient * by.from_gradient + new_momentum * by.from_momentum;
   if constexpr (kHasSecond) {
     Real divisor = x[3];
     sums.second += divisor;

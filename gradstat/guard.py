@@ -318,11 +318,11 @@ def _judge(
         is_known = recorded[i] >= max(warmup, newest + 2)
         outstanding[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
     is_above, stands_out = torch.stack(above).any(), torch.stack(outstanding).any()
-    gives_in = finite & stands_out & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
-    refused = finite & (is_above | (stands_out & ~gives_in))
+    accepts_new_level = finite & stands_out & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
+    refused = finite & (is_above | (stands_out & ~accepts_new_level))
     why = torch.stack([a | s for a, s in zip(above, outstanding, strict=True)]) & refused
     kept = finite & ~refused if not by_sigmas else finite
-    recorded.mul_(~gives_in)
+    recorded.mul_(~accepts_new_level)
     for i, value in enumerate(values):
         if value is not None:
             at = (recorded[i] % window).long().view(1)

@@ -103,14 +103,14 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     lengths = tuple(map(torch.Tensor.numel, tensors))
     dtypes = tuple(map(_dtype_of, tensors))
     if is_capturing(device):
-        return _upload(addresses, lengths, dtypes, device, captured=True)
+        return _new_table(addresses, lengths, dtypes, device)
     key = (device, stream_of(device), addresses, lengths, dtypes)
     with _lock:
         table = _tables.get(key)
         if table is not None:
             _tables.move_to_end(key)
             return table
-    table = _upload(addresses, lengths, dtypes, device, captured=False)
+    table = _new_table(addresses, lengths, dtypes, device)
     with _lock:
         _tables[key] = table
         while len(_tables) > _KEPT_TABLES:
@@ -118,12 +118,8 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     return table
 
 
-def _upload(
-    addresses: Sequence[int],
-    lengths: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-    captured: bool,
+def _new_table(
+    addresses: Sequence[int], lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> Table:
     address = np.array(addresses, dtype=np.int64)
     kind = np.array([KINDS[dtype] for dtype in dtypes], dtype=np.int64)
@@ -157,11 +153,15 @@ def _upload(
     first_chunk = np.cumsum(chunks) - chunks
     words[:entries] = np.stack([address, values, kind, shift, first_chunk, chunks], axis=1).reshape(-1)
     words[entries:].view(np.int32)[:total] = np.repeat(np.arange(count, dtype=np.int32), chunks)
-    if captured:
+    return Table(upload(source, device), count, total, total > count)
+
+
+def upload(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies ``source`` from pinned memory without a host sync, and keeps it alive if replays will read it."""
+    if is_capturing(device):
         _sources_of_captured_uploads.append(source)
     # torch's pinned allocator reuses a block only after copies from it have finished.
-    buffer = source.to(device, non_blocking=True)
-    return Table(buffer, count, total, total > count)
+    return source.to(device, non_blocking=True)
 
 
 ALIGNMENT = 16

@@ -112,7 +112,7 @@ def scale_kernel(table, coefficients, tensors, chunks, stride):
 _launch_scale = Launcher(scale_kernel, WARPS)
 
 
-def _rounds(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _split_repeated(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Splits the list so that no address occurs twice in a part. Parts have the list's length, with empty tensors."""
     rounds = [list(tensors)]  # two programs must not write the same element
     times_seen: Counter[int] = Counter()
@@ -153,6 +153,6 @@ def _scale(tensors: list[torch.Tensor], coefficients: torch.Tensor, stride: int)
         raise NotImplementedError(f"the Triton kernels cannot scale {names}; convert to a wider type first")
     device = tensors[0].device
     with _table.on_device(device):
-        for part in _rounds(tensors):
+        for part in _split_repeated(tensors):
             table = _table.table_of(part)
             _launch_scale(device, table.chunks, (table.buffer,), coefficients, table.tensors, table.chunks, stride)

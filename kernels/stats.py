@@ -106,7 +106,7 @@ def _widen(x, kind):
 
 
 @triton.jit
-def _neighbours(x):
+def _split_even_odd(x):
     """The elements at even and at odd positions of each row."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
@@ -121,7 +121,7 @@ def _lift(x, ordinary):
 
 
 @triton.jit
-def _no_sums(REAL: tl.constexpr):
+def _empty_sums(REAL: tl.constexpr):
     """The sums of no elements, per lane."""
     sums = ()
     for _ in tl.static_range(SUMMED):
@@ -173,7 +173,7 @@ def _add_step(even, odd, sums):
                 part = step[i]
                 if level == 3 and i < SUMMED:
                     part = part.to(tl.float64)
-                a, b = _neighbours(part)
+                a, b = _split_even_odd(part)
                 evens = evens + (a,)
                 odds = odds + (b,)
             step = _merge_sums(evens, odds)
@@ -188,13 +188,13 @@ def _add_step(even, odd, sums):
 @triton.jit
 def _read_tile(pointer, steps, VECTOR: tl.constexpr, PAIR: tl.constexpr, REAL: tl.constexpr):
     """Sums and zero counts, per lane, of `steps` whole steps."""
-    sums = _no_sums(REAL)
+    sums = _empty_sums(REAL)
     zeros = tl.zeros((LANES,), tl.int32)
     STEP: tl.constexpr = UNROLL * LANES * VECTOR
     # One vector per row, in the layout in which adjacent threads load adjacent vectors.
     offsets = tl.arange(0, UNROLL * LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     for step in range(steps):
-        even, odd = _neighbours(_widen(tl.load(pointer + step * STEP + offsets), 0))
+        even, odd = _split_even_odd(_widen(tl.load(pointer + step * STEP + offsets), 0))
         sums = _add_step(even, odd, sums)
         if PAIR:
             counts = ((even == 0) & (odd == 0)).to(tl.int32)
@@ -228,7 +228,7 @@ def _read_float8_tile(address, steps, kind):
     scale = tl.where(four_three, 256.0, 1.0) * tl.where(ordinary, 1.0, 0.5)
     shift = tl.where(four_three, 1, 0)
     magnitude = tl.where(four_three, 0x3F803F80, 0x7F007F00)
-    sums = _no_sums(tl.float32)
+    sums = _empty_sums(tl.float32)
     # Zero counts of the bytes of each lane's words, packed into four bytes; and marks for bytes equal to 0x80.
     packed_zeros = tl.zeros((LANES,), tl.int32)
     marks = tl.zeros((AT_ONCE * LANES, 1), tl.uint32)
@@ -246,8 +246,8 @@ def _read_float8_tile(address, steps, kind):
         counts = ((zero >> 7) & 0x01010101).to(tl.int32)
         packed_zeros += tl.sum(tl.reshape(tl.sum(counts, axis=1), (AT_ONCE, LANES)), axis=0)
         negative = words & zero
-        e, f = _neighbours(negative)
-        e, f = _neighbours(e | f)
+        e, f = _split_even_odd(negative)
+        e, f = _split_even_odd(e | f)
         marks = marks | e | f
     zeros = tl.zeros((LANES,), tl.int32)
     for byte in tl.static_range(4):
@@ -379,7 +379,7 @@ def _read_chunk(
     zero = tl.full((), 0.0, tl.float64)
     none = tl.full((), 0, tl.int32)
     rare = (none, none, zero, zero, zero + INF)
-    sums = _no_sums(REAL)
+    sums = _empty_sums(REAL)
     zeros = tl.zeros((LANES,), tl.int32)
 
     while vector < last_vector:

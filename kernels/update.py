@@ -28,7 +28,7 @@ SUMS = tl.constexpr(len(_fields.UPDATE_SUMS))
 COEFFICIENTS = tl.constexpr(len(_fields.UPDATE_COEFFICIENTS))
 WEIGHT_DECAY, EPS = (tl.constexpr(_fields.UPDATE_COEFFICIENTS.index(name)) for name in ("weight_decay", "eps"))
 ADAM, AMSGRAD, ADAMAX = (tl.constexpr(_fields.UPDATE_RULES.index(name)) for name in ("adam", "amsgrad", "adamax"))
-SAFE_LOW, SAFE_HIGH, LEAST_EPS = tl.constexpr(2.0**-90), tl.constexpr(2.0**120), tl.constexpr(2.0**-50)
+SAFE_LOW, SAFE_HIGH, MIN_EPS = tl.constexpr(2.0**-90), tl.constexpr(2.0**120), tl.constexpr(2.0**-50)
 MERGED = tl.constexpr(128)
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -45,8 +45,8 @@ def _add_update(x, by, RULE: tl.constexpr):
     weight, momentum, second, maximum = x[1], x[2], x[3], x[4]
     gradient = x[0] * gradient_scale
     gradient = tl.where(weight_decay != 0, gradient + weight * weight_decay, gradient)
-    moved = gradient * momentum_gain + momentum * momentum_decay
-    update = gradient * from_gradient + moved * from_momentum
+    new_momentum = gradient * momentum_gain + momentum * momentum_decay
+    update = gradient * from_gradient + new_momentum * from_momentum
     scaled = tl.zeros_like(gradient)
     if RULE >= ADAM:
         if RULE == ADAMAX:
@@ -104,7 +104,7 @@ def _is_safe(sums, x, weight_decay, RULE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tensors"])
 def update_kernel(
-    places, coefficients, rows, tensors, RULE: tl.constexpr, ELEMENT: tl.constexpr, IS_WIDE: tl.constexpr
+    places, coefficients, rows, tensors, RULE: tl.constexpr, ELEMENT: tl.constexpr, USE_VECTORS: tl.constexpr
 ):
     """One program per chunk; `places` ends with the tensor index of each chunk. rows: [chunks, sums]."""
     VECTOR: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
@@ -128,8 +128,8 @@ def update_kernel(
         totals = totals + (tl.zeros((LANES,), tl.float64),)
 
     at = begin
-    if IS_WIDE:
-        fits = eps >= LEAST_EPS
+    if USE_VECTORS:
+        fits = eps >= MIN_EPS
         if RULE < ADAM or RULE == ADAMAX:
             fits = eps == eps
         good = tl.full((LANES,), 1, tl.int1)
@@ -195,12 +195,12 @@ def update_sums(operands: list[torch.Tensor], rules: list[int], coefficients: to
             given = [tensor.to(dtype) for tensor in given]
             converted += given
         addresses = [tensor.data_ptr() for tensor in given]
-        is_wide = given[0].dtype != torch.float64 and not any(address % 16 for address in addresses)
-        group = groups.setdefault((rule, given[0].dtype, is_wide), [])
+        use_vectors = given[0].dtype != torch.float64 and not any(address % 16 for address in addresses)
+        group = groups.setdefault((rule, given[0].dtype, use_vectors), [])
         group.append([*addresses, *[0] * (5 - len(given)), given[0].numel(), row])
     table = torch.empty((len(rules), len(_fields.UPDATE_SUMS)), dtype=torch.float64, device=device)
     with _table.on_device(device):
-        for (rule, dtype, is_wide), group in groups.items():
+        for (rule, dtype, use_vectors), group in groups.items():
             words, tensors, chunks = [], [], 0
             for i, place in enumerate(group):
                 count = -(-place[NUMEL.value] // CHUNK.value)
@@ -208,11 +208,11 @@ def update_sums(operands: list[torch.Tensor], rules: list[int], coefficients: to
                 tensors += [i] * count
                 chunks += count
             source = torch.tensor(words + tensors, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
-            places = source.to(device, non_blocking=True)
+            places = _table.upload(source, device)
             rows = torch.empty((max(chunks, 1), len(_fields.UPDATE_SUMS)), dtype=torch.float64, device=device)
             options = {"num_warps": WARPS, "enable_fp_fusion": _table.FUSE}
             if chunks:
                 element = _ELEMENTS[dtype]
-                update_kernel[(chunks,)](places, coefficients, rows, len(group), rule, element, is_wide, **options)
+                update_kernel[(chunks,)](places, coefficients, rows, len(group), rule, element, use_vectors, **options)
             merge_kernel[(len(group),)](places, rows, table, len(group), **options)
     return table

@@ -44,7 +44,7 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _watched_no_longer() -> Iterator[None]:
+def _stop_watching() -> Iterator[None]:
     """Stops `gradstat.auto` of one test from watching torch's clips in the next."""
     yield
     automatic = sys.modules.get("gradstat.automatic")

@@ -14,7 +14,7 @@ from gradstat import _fields
 
 Floats = npt.NDArray[np.float64]
 
-assert np.finfo(np.longdouble).nmant >= 63, "the account needs an extended precision that this platform does not have"
+assert np.finfo(np.longdouble).nmant >= 63, "exact statistics need an extended precision that this platform lacks"
 
 NARROW_TOLERANCE = 1e-7  # of norms: the guarantee, for every input
 # Of sums, relative to the sum of magnitudes: three roundings in float32.
@@ -42,7 +42,7 @@ def square_root(total: Fraction) -> float:
         return math.inf
 
 
-class Account:
+class ExactStats:
     """The exact statistics of a tensor, from its elements as ``[elements, parts]``, in the order of flat indices.
 
     Squares and sums are formed in extended precision, whose range they do not leave, with at least 64 bits of
@@ -77,12 +77,12 @@ class Account:
         return np.sqrt(self.squares)
 
 
-def account_of(tensor: Tensor) -> Account:
+def exact_stats_of(tensor: Tensor) -> ExactStats:
     """Takes elements in memory order if the tensor is dense, else in row-major order."""
     by_stride = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     flat = (by_stride if by_stride.is_contiguous() else tensor).reshape(-1).cpu()
     parts = torch.view_as_real(flat.to(torch.complex128)) if flat.is_complex() else flat.double()[:, None]
-    return Account(parts.numpy())
+    return ExactStats(parts.numpy())
 
 
 class WrongError(AssertionError):
@@ -96,40 +96,40 @@ def expect(holds: bool, what: str, where: object, got: object, expected: object)
 
 def assert_rows(
     table: Tensor,
-    accounts: Sequence[Account],
+    exact: Sequence[ExactStats],
     dtypes: Sequence[torch.dtype],
     where: Sequence[Any],
     wide_tolerance: float = WIDE_TOLERANCE,
 ) -> None:
     """Checks every field of every row; ``where`` names the rows in error messages."""
     expect(table.dtype == torch.float64, "dtype", "the table", table.dtype, torch.float64)
-    expect(tuple(table.shape) == (len(accounts), len(_fields.NAMES)), "shape", "the table", table.shape, len(accounts))
+    expect(tuple(table.shape) == (len(exact), len(_fields.NAMES)), "shape", "the table", table.shape, len(exact))
     rows = table.cpu().numpy()
     column = {name: rows[:, i] for name, i in _fields.INDEX.items()}
 
-    def hold(name: str, got: Floats, expected: Floats, slack: Floats | float = 0.0) -> None:
+    def check_field(name: str, got: Floats, expected: Floats, slack: Floats | float = 0.0) -> None:
         with np.errstate(invalid="ignore"):
             right = (got == expected) | (np.abs(got - expected) <= slack)
         for i in np.flatnonzero(~right)[:1]:
             expect(False, name, where[i], got[i], expected[i])
 
-    def true(attribute: str) -> Floats:
+    def exact_column(attribute: str) -> Floats:
         with np.errstate(over="ignore"):
-            return np.array([getattr(account, attribute) for account in accounts]).astype(np.float64)
+            return np.array([getattr(each, attribute) for each in exact]).astype(np.float64)
 
     for name in EXACT:
-        hold(name, column[name], true(name))
+        check_field(name, column[name], exact_column(name))
     is_wide = np.array([is_float64(dtype) for dtype in dtypes], dtype=np.bool_)
     for name in ("sq_sum_large", "sq_sum_small"):
-        hold(name, column[name], np.where(is_wide, column[name], 0.0))
+        check_field(name, column[name], np.where(is_wide, column[name], 0.0))
     with np.errstate(over="ignore", invalid="ignore"):
         norms = _fields.l2_norm(np, rows)
-        expected, magnitudes = true("norm"), true("magnitudes")
-        hold("norm", norms, expected, np.where(is_wide, wide_tolerance, NARROW_TOLERANCE) * expected)
+        expected, magnitudes = exact_column("norm"), exact_column("magnitudes")
+        check_field("norm", norms, expected, np.where(is_wide, wide_tolerance, NARROW_TOLERANCE) * expected)
         # Where the magnitudes add up to more than float64 can hold, partial sums may be infinite, with either sign.
         holds = magnitudes < 1e300
         slack = np.where(is_wide, wide_tolerance, SUM_TOLERANCE) * magnitudes
-        hold("sum", column["sum"][holds], true("sum")[holds], slack[holds])
+        check_field("sum", column["sum"][holds], exact_column("sum")[holds], slack[holds])
 
 
 def is_float64(dtype: torch.dtype) -> bool:

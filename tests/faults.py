@@ -21,8 +21,8 @@ from small_training import (
     RECORD,
     TOKENS,
     Training,
-    by,
     cross_entropy,
+    factory,
     mlp,
     train_bag,
     train_cnn,
@@ -253,7 +253,7 @@ def _half_model(loss_scale: float = 1.0) -> Training:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].half()), batch[1]) * loss_scale
 
-    return train_mlp(model=lambda: mlp().half(), optimize=by(torch.optim.SGD, 0.05), loss=loss, shown=False)
+    return train_mlp(model=lambda: mlp().half(), optimize=factory(torch.optim.SGD, 0.05), loss=loss, shown=False)
 
 
 def _scaled(**options: Any) -> Training:
@@ -274,7 +274,7 @@ def _stalled() -> Training:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
 
-    return train_mlp(model=lambda: mlp().bfloat16(), optimize=by(torch.optim.SGD, 1e-6), loss=loss, shown=False)
+    return train_mlp(model=lambda: mlp().bfloat16(), optimize=factory(torch.optim.SGD, 1e-6), loss=loss, shown=False)
 
 
 def _two_rates() -> Training:
@@ -316,11 +316,11 @@ FAULTS: tuple[Fault, ...] = (
     # NaN and Inf
     Fault("log of a softmax that is 0", "MLP", "nonfinite-loss", "loss", loss(_log_of_softmax),
           also=("nonfinite-gradient",)),
-    Fault("square root of 0 in pairwise distances: its derivative is infinite", "MLP", "nonfinite-gradient", "0.bias",
+    Fault("sqrt of 0 in pairwise distances: infinite derivative", "MLP", "nonfinite-gradient", "0.bias",
           loss(_pairwise_distances)),
     Fault("hand-written softmax overflows", "MLP", "nonfinite-loss", "loss", loss(_softmax_by_hand)),
     Fault("division by the norm of a vector that is 0", "MLP", "nonfinite-loss", "loss", loss(_cosine)),
-    Fault("a batch with everything masked out", "MLP", "nonfinite-loss", "loss",
+    Fault("all labels of a batch are ignore_index", "MLP", "nonfinite-loss", "loss",
           next_batch(lambda batch: (batch[0], torch.full_like(batch[1], -100)))),
     Fault("NaN in a batch", "CNN", "nonfinite-batch", "batch[0]", next_batch(_with_nan), train_cnn,
           also=("nonfinite-loss", "nonfinite-gradient", "nonfinite-buffer")),
@@ -328,7 +328,7 @@ FAULTS: tuple[Fault, ...] = (
           weight("blocks.0.qkv.weight", math.nan), train_gpt, also=("lost-loss",)),
     Fault("a bit flip makes a weight 1e30", "GPT", "parameter-jump", "blocks.1.down.weight",
           weight("blocks.1.down.weight", 1e30), train_gpt),
-    Fault("NaN in the embedding of a rare token", "embedding and linear map", "nonfinite-parameter",
+    Fault("NaN in the embedding of a rare token", "embedding and linear layer", "nonfinite-parameter",
           "0.weight", weight("0.weight", math.nan, 395 * 16), train_bag, late=30, further=40),
     Fault("a bit flip makes a recurrent weight 1e30", "LSTM", "parameter-jump", "cells.weight_hh_l0",
           weight("cells.weight_hh_l0", 1e30), train_recurrent, late=30, further=40),
@@ -337,13 +337,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("NaN in exp_avg_sq of AdamW", "MLP", "nonfinite-optimizer-state", "2.weight",
           state("2.weight", "exp_avg_sq", lambda s: _poke(s, math.nan)), late=1),
     Fault("a hook on a parameter returns NaN", "GPT", "nonfinite-gradient", "blocks.1.up.weight", _hooked, train_gpt),
-    Fault("a hook returns NaN, stepped in backward", "MLP", "nonfinite-gradient", "2.weight",
+    Fault("a hook returns NaN, under step_in_backward", "MLP", "nonfinite-gradient", "2.weight",
           _once, _stepped_in_backward),
     Fault("accumulated gradients are Inf - Inf", "MLP", "nonfinite-gradient", "2.bias", loss(_Alternating()),
           lambda: train_mlp(accumulate=2)),
     Fault("log of a negative output of a module", "MLP", "nonfinite-activation", "2",
           replaced_forward("2", lambda module, out: out.log()), watch={"activations": 1}),
-    Fault("NaN in another parameter every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
+    Fault("NaN in a different gradient every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
           policy={"nonfinite-gradient": "skip", **RECORD}),
     # Half precision
     Fault("float16 gradients overflow under a fixed loss scale", "MLP in float16", "nonfinite-gradient", "4.bias",
@@ -368,18 +368,18 @@ FAULTS: tuple[Fault, ...] = (
           step=120, late=30, further=40),
     Fault("exp_avg_sq is zeroed", "MLP", "second-moment-drop", "2.weight",
           state("2.weight", "exp_avg_sq", lambda s: s.zero_()), step=120, late=30, further=60),
-    Fault("a hand-written backward returns 1000 times too much", "MLP", "exploding-gradient", "0.weight",
+    Fault("a custom backward returns gradients 1000 times too large", "MLP", "exploding-gradient", "0.weight",
           replaced_forward("2", lambda module, out: (out.register_hook(lambda g: g * 1e3), out)[1])),
     Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
           lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
-    Fault("ten sigmoid layers, initialised as usual", "deep MLP", "vanishing-gradient", "0.weight",
-          lambda training: None, lambda: train_mlp(model=_deep_sigmoid, optimize=by(torch.optim.SGD, 0.1)), step=0,
+    Fault("ten sigmoid layers, default initialization", "deep MLP", "vanishing-gradient", "0.weight",
+          lambda training: None, lambda: train_mlp(model=_deep_sigmoid, optimize=factory(torch.optim.SGD, 0.1)), step=0,
           late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
           multiplied("2.weight", 1e-7), lambda: train_mlp(lr=1e-9), step=0, further=70),
     Fault("a loss so small that AdamW divides by its eps", "MLP", "small-second-moment", "0.weight",
           loss(lambda model, batch: 1e-7 * cross_entropy(model, batch)), step=0, late=50, further=160),
-    Fault("a layer of ReLUs that are never positive", "MLP", "dead-gradient", "2.bias",
+    Fault("a layer of dead ReLUs: inputs are always negative", "MLP", "dead-gradient", "2.bias",
           lambda training: nn.init.constant_(training.model[2].bias, -1e3), further=60),
     Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=40),
     Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",
@@ -396,7 +396,7 @@ FAULTS: tuple[Fault, ...] = (
           "param_groups[0]['params'][28]",
           lambda training: setattr(training.model.head, "weight", training.model.tokens.weight), train_gpt,
           step=0, further=5),
-    Fault("a layer replaced after the optimizer was made", "MLP", "optimizer-coverage", "4.weight",
+    Fault("a layer replaced after the optimizer was created", "MLP", "optimizer-coverage", "4.weight",
           lambda training: training.model.__setitem__(4, nn.Linear(32, CLASSES)),
           further=100, also=("unchanged-parameter",)),
     Fault("frozen layers left in the optimizer", "MLP", "optimizer-coverage", "0.weight",
@@ -411,13 +411,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", lambda training: None,
           step=0, ranks=2, watch={"batches": 10}),
     # Data
-    Fault("labels counted from 1", "MLP", "label-out-of-range", "batch[1]",
+    Fault("labels start at 1 instead of 0", "MLP", "label-out-of-range", "batch[1]",
           every_batch(lambda batch: (batch[0], batch[1] + 1)), step=0, classes=CLASSES),
     Fault("labels out of range in one batch", "GPT", "label-out-of-range", "batch[1]",
           next_batch(lambda batch: (batch[0], batch[1] - 1)), train_gpt, classes=TOKENS),
     Fault("a batch that was not normalised", "MLP", "batch-range", "batch[0]",
           next_batch(lambda batch: (batch[0] * 1e3, batch[1]))),
-    Fault("every batch is one sample, repeated", "MLP", "constant-feature", "batch[0]",
+    Fault("every batch repeats a single sample", "MLP", "constant-feature", "batch[0]",
           every_batch(lambda batch: (batch[0][:1].expand_as(batch[0]), batch[1])), late=50, further=200, step=10),
 )  # fmt: skip
 

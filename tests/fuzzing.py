@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from exact import Account, Floats
+from exact import ExactStats, Floats
 from torch import Tensor
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -90,13 +90,13 @@ def _of_exponents(format: Format, rng: np.random.Generator, count: int, first: i
     return (bits & keep) | (exponents << format.unsigned(format.mantissa))
 
 
-def _of_one_size(format: Format, rng: np.random.Generator, count: int) -> Bits:
+def _similar_magnitudes(format: Format, rng: np.random.Generator, count: int) -> Bits:
     """Random significands and signs at adjacent exponents, anywhere in the range."""
     number = int(rng.integers(1, 4))
     return _of_exponents(format, rng, count, int(rng.integers(0, (1 << format.exponent) - number)), number)
 
 
-def _where_squares_end(format: Format, rng: np.random.Generator, count: int) -> Bits:
+def _near_square_limits(format: Format, rng: np.random.Generator, count: int) -> Bits:
     """Numbers near the limits beyond which squares overflow, become subnormal, or underflow to zero."""
     edges = [-511, -487, 486, 511, 485] if format.bits == 64 else [-75, -63, -43, 60, 63]
     first = min(max(edges[rng.integers(5)] + format.bias - 1, 0), (1 << format.exponent) - 4)
@@ -130,8 +130,8 @@ FILLS: dict[str, Callable[[Format, np.random.Generator, int], Bits]] = {
     "any bits": _any_bits,
     "special": _special,
     "same": lambda format, rng, count: np.repeat(_any_bits(format, rng, 1), count),
-    "of one size": _of_one_size,
-    "where squares end": _where_squares_end,
+    "similar magnitudes": _similar_magnitudes,
+    "near square limits": _near_square_limits,
     "subnormal": lambda format, rng, count: _of_exponents(format, rng, count, 0, 1),
     # NaN with all payloads, in most formats.
     "top exponent": lambda format, rng, count: _of_exponents(format, rng, count, (1 << format.exponent) - 1, 1),
@@ -195,14 +195,14 @@ def strides_for(
     return tuple(odd[dim] if shape[dim] == 1 else strides[dim] for dim in range(len(shape)))
 
 
-class Home(NamedTuple):
+class Buffer(NamedTuple):
     """A buffer that holds tensors of one dtype."""
 
     dtype: torch.dtype
     number: int
 
 
-Memory = dict[Home, npt.NDArray[np.uint8]]
+Memory = dict[Buffer, npt.NDArray[np.uint8]]
 
 
 class Batch:
@@ -218,28 +218,29 @@ class Batch:
         self.apart = apart
         rng = np.random.default_rng(seed)
         # The buffer of each tensor, and the index of the tensor's first element in it.
-        self.homes = [Home(recipe.dtype, i if apart else 0) for i, recipe in enumerate(self.recipes)]
+        self.buffers = [Buffer(recipe.dtype, i if apart else 0) for i, recipe in enumerate(self.recipes)]
         self.starts: list[int] = []
-        self._at_home: dict[Home, list[int]] = {}
-        ends: dict[Home, int] = {}
-        for i, (recipe, home) in enumerate(zip(self.recipes, self.homes, strict=True)):
-            self._at_home.setdefault(home, []).append(i)
-            self.starts.append(ends.get(home, 0) + recipe.skip)
-            ends[home] = self.starts[-1] + recipe.extent
+        self._in_buffer: dict[Buffer, list[int]] = {}
+        ends: dict[Buffer, int] = {}
+        for i, (recipe, buffer) in enumerate(zip(self.recipes, self.buffers, strict=True)):
+            self._in_buffer.setdefault(buffer, []).append(i)
+            self.starts.append(ends.get(buffer, 0) + recipe.skip)
+            ends[buffer] = self.starts[-1] + recipe.extent
         behind = 0 if apart else 9
         memory = {
-            home: np.full(max(end + behind, 1) * home.dtype.itemsize, 0xA5, np.uint8) for home, end in ends.items()
+            buffer: np.full(max(end + behind, 1) * buffer.dtype.itemsize, 0xA5, np.uint8)
+            for buffer, end in ends.items()
         }
-        for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True):
+        for recipe, buffer, start in zip(self.recipes, self.buffers, self.starts, strict=True):
             kind = KIND_OF[recipe.dtype]
             begin, count = start * kind.parts, recipe.extent * kind.parts
-            bits = memory[home].view(kind.format.unsigned)
+            bits = memory[buffer].view(kind.format.unsigned)
             bits[begin : begin + count] = _filled(recipe.fill, kind.format, rng, count)
-        self._memory = {home: torch.from_numpy(there).to(device) for home, there in memory.items()}
-        flat = {home: there.view(home.dtype) for home, there in self._memory.items()}
+        self._memory = {buffer: torch.from_numpy(there).to(device) for buffer, there in memory.items()}
+        flat = {buffer: there.view(buffer.dtype) for buffer, there in self._memory.items()}
         self.tensors: list[Tensor] = [
-            flat[home].as_strided(recipe.shape, recipe.strides, start)
-            for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True)
+            flat[buffer].as_strided(recipe.shape, recipe.strides, start)
+            for recipe, buffer, start in zip(self.recipes, self.buffers, self.starts, strict=True)
         ]
 
     @classmethod
@@ -256,34 +257,34 @@ class Batch:
 
     def memory(self) -> Memory:
         """A copy of the current memory."""
-        return {home: there.cpu().numpy().copy() for home, there in self._memory.items()}
+        return {buffer: there.cpu().numpy().copy() for buffer, there in self._memory.items()}
 
     def restore(self, memory: Memory) -> None:
         """Restores a copy that `memory` returned."""
-        for home, there in self._memory.items():
-            there.copy_(torch.from_numpy(memory[home]))
+        for buffer, there in self._memory.items():
+            there.copy_(torch.from_numpy(memory[buffer]))
 
     def elements(self) -> list[Floats]:
         """``[elements, parts]`` of each tensor: in memory order if it is dense, else in row-major order."""
-        decoded = {home: decoded_from(home.dtype, there) for home, there in self.memory().items()}
+        decoded = {buffer: decoded_from(buffer.dtype, there) for buffer, there in self.memory().items()}
         return [
-            decoded[home][start : start + recipe.numel]
+            decoded[buffer][start : start + recipe.numel]
             if recipe.is_dense
-            else view_of(decoded[home], recipe, start).reshape(-1, KIND_OF[recipe.dtype].parts)
-            for recipe, home, start in zip(self.recipes, self.homes, self.starts, strict=True)
+            else view_of(decoded[buffer], recipe, start).reshape(-1, KIND_OF[recipe.dtype].parts)
+            for recipe, buffer, start in zip(self.recipes, self.buffers, self.starts, strict=True)
         ]
 
-    def accounts(self) -> list[Account]:
+    def exact_stats(self) -> list[ExactStats]:
         """The exact statistics of each tensor."""
-        return [Account(elements) for elements in self.elements()]
+        return [ExactStats(elements) for elements in self.elements()]
 
-    def at_home(self, home: Home) -> list[int]:
+    def in_buffer(self, buffer: Buffer) -> list[int]:
         """The positions of the tensors in a buffer."""
-        return self._at_home[home]
+        return self._in_buffer[buffer]
 
-    def owner(self, home: Home, place: int) -> Recipe | None:
+    def owner(self, buffer: Buffer, place: int) -> Recipe | None:
         """The tensor whose extent contains element ``place`` of a buffer, if any."""
-        for i in self.at_home(home):
+        for i in self.in_buffer(buffer):
             if self.starts[i] <= place < self.starts[i] + self.recipes[i].extent:
                 return self.recipes[i]
         return None

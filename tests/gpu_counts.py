@@ -58,7 +58,7 @@ class NoSync(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
-            raise AssertionError("a step waited for the device")
+            raise AssertionError("the step copied a number from the device to the host")
         return func(*args, **(kwargs or {}))
 
 

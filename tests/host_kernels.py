@@ -40,12 +40,12 @@ class EmulatedKernels(Kernels):
     """Work is done when a call returns, unless it is captured. Blocks of each launch run in a different order."""
 
     def __init__(self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None) -> None:
-        super().__init__(self.measured, self._scale_all, self._scale_apart, self._sums)
+        super().__init__(self.measured, self._scale_all, self._scale_each, self._sums)
         library.new_stream.restype = ctypes.c_void_p
         library.error_text.restype = ctypes.c_char_p
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
-        self.decide_clip_, self.guard_ = self._decide, self._refuse
-        self._turns = itertools.cycle(range(4))  # of devices: products do not depend on the device
+        self.decide_clip_, self.guard_ = self._decide, self._guard
+        self._devices = itertools.cycle(range(4))  # in turn: products do not depend on the device
 
     def start(self, name: str, *arguments: Any) -> None:
         if getattr(self.library, f"start_{name}")(self.stream, *arguments):
@@ -75,9 +75,9 @@ class EmulatedKernels(Kernels):
         return table
 
     def _scale_all(self, tensors: Sequence[Tensor], coefficients: Tensor, stride: int = 0) -> None:
-        self.start("scale", next(self._turns), *arrays(tensors), at(coefficients), ctypes.c_int64(stride))
+        self.start("scale", next(self._devices), *arrays(tensors), at(coefficients), ctypes.c_int64(stride))
 
-    def _scale_apart(self, tensors: Sequence[Tensor], coefficients: Tensor) -> None:
+    def _scale_each(self, tensors: Sequence[Tensor], coefficients: Tensor) -> None:
         self._scale_all(tensors, coefficients, stride=1)
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class EmulatedKernels(Kernels):
         self.start("decide", *given, *held, *map(at, (*others, out)))
         return out
 
-    def _refuse(self, options: Sequence[float], state: Tensor, window: int, *others: Tensor | None) -> Tensor:
+    def _guard(self, options: Sequence[float], state: Tensor, window: int, *others: Tensor | None) -> Tensor:
         """The operator ``guard_``, likewise; for float32 values: numbers, verdict, loss, update, counters."""
         out = torch.full((4,), 77.0)
         held = at(state), ctypes.c_int64(window)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from exact import NARROW_TOLERANCE, WIDE_TOLERANCE, Account, Floats, assert_rows, expect, is_float64, rounded_product
+from exact import NARROW_TOLERANCE, WIDE_TOLERANCE, ExactStats, Floats, assert_rows, expect, is_float64, rounded_product
 from fuzzing import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
 from gradients import parameters_with
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ Operation = Callable[[Batch, random.Random, str], None]
 
 
 def assert_unchanged(batch: Batch, before: Memory) -> None:
-    for home, memory in batch.memory().items():
-        for at in np.flatnonzero(memory != before[home])[:1]:
-            owner = batch.owner(home, at // home.dtype.itemsize)
-            expect(False, f"byte {at} of the memory", owner, memory[at], before[home][at])
+    for buffer, memory in batch.memory().items():
+        for at in np.flatnonzero(memory != before[buffer])[:1]:
+            owner = batch.owner(buffer, at // buffer.dtype.itemsize)
+            expect(False, f"byte {at} of the memory", owner, memory[at], before[buffer][at])
 
 
 # Tables and reports ----------------------------------------------------------------------------------------------
@@ -42,60 +42,60 @@ def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
 def judge_stats(batch: Batch, source: random.Random, backend: str) -> None:
     before = batch.memory()
     table = gradstat.stats(batch.tensors, backend=backend)
-    assert_rows(table, batch.accounts(), [recipe.dtype for recipe in batch.recipes], batch.recipes)
+    assert_rows(table, batch.exact_stats(), [recipe.dtype for recipe in batch.recipes], batch.recipes)
     assert_unchanged(batch, before)
 
 
 def judge_check(batch: Batch, source: random.Random, backend: str) -> None:
     """Checks gradients, some of which are missing, and the tensors themselves."""
-    before, accounts = batch.memory(), batch.accounts()
+    before, exact_stats = batch.memory(), batch.exact_stats()
     named = {f"p{i}": parameter for i, parameter in enumerate(parameters_with(batch.tensors))}
     names = list(named)
     if named:
         named["missing"] = nn.Parameter(torch.zeros(3))
         report = gradstat.check(named.items(), backend=backend)
         expect(report.missing == ("missing",), "missing", "the report", report.missing, "missing")
-        assert_report(report, batch, accounts, names)
+        assert_report(report, batch, exact_stats, names)
     report = gradstat.check_tensors(dict(zip(names, batch.tensors, strict=True)), backend=backend)
-    assert_report(report, batch, accounts, names)
+    assert_report(report, batch, exact_stats, names)
     assert_unchanged(batch, before)
 
 
-def assert_report(report: Report, batch: Batch, accounts: Sequence[Account], names: Sequence[str]) -> None:
+def assert_report(report: Report, batch: Batch, exact_stats: Sequence[ExactStats], names: Sequence[str]) -> None:
     expect(report.names == tuple(names), "names", "the report", report.names, names)
-    expect(report.ok == all(account.is_finite for account in accounts), "ok", "the report", report.ok, None)
+    expect(report.ok == all(exact.is_finite for exact in exact_stats), "ok", "the report", report.ok, None)
     for name in ("nan_count", "inf_count", "zero_count"):
-        total = sum(getattr(account, name) for account in accounts)
+        total = sum(getattr(exact, name) for exact in exact_stats)
         expect(getattr(report, name) == total, name, "the report", getattr(report, name), total)
-    total = norm_of(accounts)
+    total = norm_of(exact_stats)
     slack = tolerance_of([recipe.dtype for recipe in batch.recipes]) * total if math.isfinite(total) else 0.0
     expect(is_close(report.total_norm, total, slack), "total_norm", "the report", report.total_norm, total)
-    for i, (stats, account, recipe) in enumerate(zip(report, accounts, batch.recipes, strict=True)):
+    for i, (stats, exact, recipe) in enumerate(zip(report, exact_stats, batch.recipes, strict=True)):
         expect(stats.numel == recipe.numel, "numel", recipe, stats.numel, recipe.numel)
-        expect(stats.ok == account.is_finite, "ok", recipe, stats.ok, account.is_finite)
-        norm = float(account.norm)
+        expect(stats.ok == exact.is_finite, "ok", recipe, stats.ok, exact.is_finite)
+        norm = float(exact.norm)
         expect(is_close(stats.l2_norm, norm, tolerance_of([recipe.dtype]) * norm), "norm", recipe, stats.l2_norm, norm)
-        if account.min <= account.max:
-            expect((stats.min, stats.max) == (account.min, account.max), "range", recipe, stats, account.min)
+        if exact.min <= exact.max:
+            expect((stats.min, stats.max) == (exact.min, exact.max), "range", recipe, stats, exact.min)
         else:
             expect(all(map(math.isnan, (stats.min, stats.max, stats.mean))), "range", recipe, stats, "NaN")
-        assert_first(stats.first_nonfinite, account, batch, i)
+        assert_first(stats.first_nonfinite, exact, batch, i)
     expect(report.to_numpy()["l2_norm"].tolist() == [stats.l2_norm for stats in report], "norms", "it", report, None)
     str(report), report.to_dict()
 
 
-def assert_first(index: tuple[int, ...] | None, account: Account, batch: Batch, position: int) -> None:
+def assert_first(index: tuple[int, ...] | None, exact: ExactStats, batch: Batch, position: int) -> None:
     """Checks the index of a tensor's first nonfinite element, in the order in which elements are counted."""
     recipe = batch.recipes[position]
     if index is None:
-        expect(account.is_finite, "first_nonfinite", recipe, index, account.first_nonfinite)
+        expect(exact.is_finite, "first_nonfinite", recipe, index, exact.first_nonfinite)
         return
     inside = all(0 <= i < size for i, size in zip(index, recipe.shape, strict=True))
     strides: Sequence[int] = recipe.strides
     if not recipe.is_dense:
         strides = [math.prod(recipe.shape[dim + 1 :]) for dim in range(len(recipe.shape))]
     flat = sum(i * stride for i, stride in zip(index, strides, strict=True))
-    expect(inside and flat == account.first_nonfinite, "first_nonfinite", recipe, index, account.first_nonfinite)
+    expect(inside and flat == exact.first_nonfinite, "first_nonfinite", recipe, index, exact.first_nonfinite)
 
 
 def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
@@ -104,18 +104,18 @@ def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
     if not few:
         return
     before = batch.memory()
-    decoded = {home: decoded_from(home.dtype, memory) for home, memory in before.items()}
-    accounts, dtypes, where = [], [], []
+    decoded = {buffer: decoded_from(buffer.dtype, memory) for buffer, memory in before.items()}
+    exact_stats, dtypes, where = [], [], []
     for i in few:
         recipe = batch.recipes[i]
-        view = view_of(decoded[batch.homes[i]], recipe, batch.starts[i])
+        view = view_of(decoded[batch.buffers[i]], recipe, batch.starts[i])
         for unit in view if len(recipe.shape) > 1 else [view]:
-            accounts.append(Account(unit.reshape(-1, KIND_OF[recipe.dtype].parts)))
+            exact_stats.append(ExactStats(unit.reshape(-1, KIND_OF[recipe.dtype].parts)))
             dtypes.append(recipe.dtype)
             where.append(("a unit", recipe))
     device = batch.tensors[0].device
     kernels = backends.resolve(backend, device.type)
-    assert_rows(kernels.unit_stats([batch.tensors[i] for i in few]), accounts, dtypes, where)
+    assert_rows(kernels.unit_stats([batch.tensors[i] for i in few]), exact_stats, dtypes, where)
     assert_unchanged(batch, before)
     products, numbers = {}, []
     chosen = [i for i in few if is_scaled_by(backend, batch.recipes[i])]
@@ -137,16 +137,16 @@ def is_scaled_by(backend: str, recipe: Recipe) -> bool:
 # Norms and clips -------------------------------------------------------------------------------------------------
 
 
-def norm_of(accounts: Sequence[Account], infinity: bool = False) -> float:
+def norm_of(exact_stats: Sequence[ExactStats], infinity: bool = False) -> float:
     """The norm of all tensors together: NaN if any element is NaN, else Inf if any is."""
-    if any(account.nan_count for account in accounts):
+    if any(exact.nan_count for exact in exact_stats):
         return math.nan
-    if any(account.inf_count for account in accounts):
+    if any(exact.inf_count for exact in exact_stats):
         return math.inf
     if infinity:
-        return max((max(account.max, -account.min, 0.0) for account in accounts), default=0.0)
+        return max((max(exact.max, -exact.min, 0.0) for exact in exact_stats), default=0.0)
     with np.errstate(over="ignore"):
-        return float(np.sqrt(np.sum([account.squares for account in accounts], dtype=np.longdouble)))
+        return float(np.sqrt(np.sum([exact.squares for exact in exact_stats], dtype=np.longdouble)))
 
 
 def is_close(got: float, expected: float, slack: float) -> bool:
@@ -181,11 +181,11 @@ def can_have_infinity_norm(batch: Batch, chosen: Sequence[int]) -> bool:
 
 
 def judge_total_norm(batch: Batch, source: random.Random, backend: str) -> None:
-    before, accounts = batch.memory(), batch.accounts()
+    before, exact_stats = batch.memory(), batch.exact_stats()
     dtypes = [recipe.dtype for recipe in batch.recipes]
     infinity = source.random() < 0.3 and can_have_infinity_norm(batch, range(len(dtypes)))
     norm = gradstat.get_total_norm(batch.tensors, math.inf if infinity else 2.0, backend=backend)
-    assert_norm(norm, norm_of(accounts, infinity), dtypes)
+    assert_norm(norm, norm_of(exact_stats, infinity), dtypes)
     assert_unchanged(batch, before)
 
 
@@ -193,7 +193,7 @@ def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
     """Clips the gradients that can be clipped. Adding an expanded gradient raises and changes nothing."""
     refused = FLOAT8 if backend == "triton" else ()
     writable = batch.only(lambda recipe: not recipe.is_expanded and recipe.dtype not in refused)
-    before, every = batch.memory(), batch.accounts()
+    before, every = batch.memory(), batch.exact_stats()
     gradients = [batch.tensors[i] for i in writable]
     dtypes = [batch.recipes[i].dtype for i in writable]
     infinity = source.random() < 0.2 and can_have_infinity_norm(batch, writable)
@@ -233,24 +233,24 @@ def assert_products(
     ``coefficients`` gives bounds for each: two numbers, or arrays. Multiplied by exactly 1 tensors keep their values,
     and the bits of NaN if ``keeps_bits``.
     """
-    for home, memory in batch.memory().items():
-        was, now = decoded_from(home.dtype, before[home]), decoded_from(home.dtype, memory)
+    for buffer, memory in batch.memory().items():
+        was, now = decoded_from(buffer.dtype, before[buffer]), decoded_from(buffer.dtype, memory)
         low, high = np.ones_like(was), np.ones_like(was)
         multiplied = np.zeros(was.shape, dtype=np.bool_)
-        for i in batch.at_home(home):
+        for i in batch.in_buffer(buffer):
             least, most = coefficients.get(i, (1.0, 1.0))
             if i in coefficients and not (keeps_bits and least == most == 1.0):
                 recipe, start = batch.recipes[i], batch.starts[i]
                 view_of(low, recipe, start)[...] = least
                 view_of(high, recipe, start)[...] = most
                 view_of(multiplied, recipe, start)[...] = True
-        a, b = product(was, low, home.dtype), product(was, high, home.dtype)
+        a, b = product(was, low, buffer.dtype), product(was, high, buffer.dtype)
         with np.errstate(invalid="ignore"):
             right = (np.minimum(a, b) <= now) & (now <= np.maximum(a, b)) | (np.isnan(a) & np.isnan(b) & np.isnan(now))
-        same_bytes = (memory == before[home]).reshape(*was.shape, -1).all(-1)
+        same_bytes = (memory == before[buffer]).reshape(*was.shape, -1).all(-1)
         for at, part in np.argwhere(~np.where(multiplied, right, same_bytes))[:1]:
             expected = f"{was[at, part]} times {low[at, part]} to {high[at, part]}"
-            expect(False, f"element {at} of the memory", batch.owner(home, at), now[at, part], expected)
+            expect(False, f"element {at} of the memory", batch.owner(buffer, at), now[at, part], expected)
 
 
 def product(values: Floats, coefficients: Floats, dtype: torch.dtype) -> Floats:
@@ -267,14 +267,14 @@ def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
     before, limit = batch.memory(), source.choice((0.0, 2.0**-14, 0.5, 1.0, 1.5, 448.0, math.inf))
     foreach = source.choice((None, None, True, False))
     gradstat.clip_grad_value_(parameters_with([batch.tensors[i] for i in clamped]), limit, foreach)
-    for home, memory in batch.memory().items():
-        was, now = decoded_from(home.dtype, before[home]), decoded_from(home.dtype, memory)
+    for buffer, memory in batch.memory().items():
+        was, now = decoded_from(buffer.dtype, before[buffer]), decoded_from(buffer.dtype, memory)
         expected = was.copy()
-        for i in set(clamped).intersection(batch.at_home(home)):
+        for i in set(clamped).intersection(batch.in_buffer(buffer)):
             view = view_of(expected, batch.recipes[i], batch.starts[i])
             view[...] = np.clip(view, -limit, limit)
         for at, part in np.argwhere(~((now == expected) | (np.isnan(now) & np.isnan(expected))))[:1]:
-            expect(False, f"element {at} of the memory", batch.owner(home, at), now[at, part], expected[at, part])
+            expect(False, f"element {at} of the memory", batch.owner(buffer, at), now[at, part], expected[at, part])
 
 
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
@@ -292,7 +292,7 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     if direct is None:
         kernels.scale_each_(tensors, coefficients)
     else:
-        expect(direct.scale_each_(tensors, coefficients) is True, "refusal", "the short way", None, True)
+        expect(direct.scale_each_(tensors, coefficients) is True, "return value", "scale_each_", None, True)
     by_position = {i: (number, number) for i, number in zip(chosen, numbers, strict=True)}
     assert_products(batch, before, by_position, keeps_bits=backend == "native")
     before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))
@@ -300,8 +300,8 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     table = unscale(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
     factor = float(np.float32(factor))
     assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
-    accounts, recipes = batch.accounts(), [batch.recipes[i] for i in chosen]
-    assert_rows(table, [accounts[i] for i in chosen], [recipe.dtype for recipe in recipes], recipes)
+    exact_stats, recipes = batch.exact_stats(), [batch.recipes[i] for i in chosen]
+    assert_rows(table, [exact_stats[i] for i in chosen], [recipe.dtype for recipe in recipes], recipes)
 
 
 OPERATIONS: dict[str, Operation] = {

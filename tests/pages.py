@@ -81,7 +81,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
         elif not piece["language"].startswith("{"):
             yield Block(page, line + 1, piece["language"], piece["code"], marks)
             marks = {}
-    assert not marks, f"{page}: no block behind {marks}"
+    assert not marks, f"{page}: no block follows the comments {marks}"
 
 
 def run(blocks: list[Block]) -> None:
@@ -90,7 +90,7 @@ def run(blocks: list[Block]) -> None:
     printed = ""
     for block in blocks:
         if "prints" in block.marks:
-            assert _is_told(block.code, printed), f"{block} is not what was printed:\n{printed}"
+            assert _is_told(block.code, printed), f"{block} does not match what was printed:\n{printed}"
         elif block.language in ("python", "sh"):
             try:
                 printed = _run(block, names)

@@ -31,5 +31,5 @@ def command(program: str, *arguments: object) -> list[str]:
 def output_of(program: str, *arguments: object, **environment: str) -> str:
     """The output of ``program``; fails, showing all its output, if it did not exit with 0."""
     ended = run(program, *arguments, **environment)
-    assert ended.returncode == 0, f"it ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    assert ended.returncode == 0, f"the program ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout.strip()

@@ -30,13 +30,13 @@ from gradstat.monitor import Finding, Monitor
 class Outcome:
     """The values that must fall as the program learns, by step, and the trained modules."""
 
-    course: Sequence[float]
+    curve: Sequence[float]
     modules: Sequence[nn.Module]
 
     def ends(self) -> tuple[float, float]:
-        """The means of the first and of the last tenth of the course."""
-        tenth = max(1, len(self.course) // 10)
-        return sum(self.course[:tenth]) / tenth, sum(self.course[-tenth:]) / tenth
+        """The means of the first and of the last tenth of the curve."""
+        tenth = max(1, len(self.curve) // 10)
+        return sum(self.curve[:tenth]) / tenth, sum(self.curve[-tenth:]) / tenth
 
     def bits(self) -> list[bytes]:
         """The bytes of all parameters and buffers."""
@@ -81,20 +81,20 @@ class Session:
         Args:
             loss: Function of the tensors of a batch.
             each: Called after every step.
-            clip: As for `descend`.
+            clip: As for `train_step`.
             kept: Modules that are changed besides the model.
         """
         if monitor is None:
             self.auto(optimizer, model)
-        course = []
+        curve = []
         for step in range(self.steps):
             data = batch()
             if monitor is not None:
                 monitor.batch(data)
-            course.append(descend(optimizer, loss(*data), monitor, clip))
+            curve.append(train_step(optimizer, loss(*data), monitor, clip))
             if each is not None:
                 each(step)
-        return Outcome(course, [model, *kept])
+        return Outcome(curve, [model, *kept])
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Program:
     name: str
     short: int  # steps in a test
     steps: int  # in the table of docs/diagnosis.md
-    falls: float | None  # the share of its start to which the course falls in a short run; None if that takes longer
+    falls: float | None  # the share of its start to which the curve falls in a short run; None if that takes longer
     train: Callable[[Session], Outcome]  # random numbers are seeded before
 
 
@@ -128,7 +128,7 @@ def run(program: Program, seed: int, steps: int, on: bool = True) -> tuple[Outco
     return outcome, found, session.monitors
 
 
-def descend(optimizer: Optimizer, loss: Tensor, monitor: Monitor | None = None, clip: float | None = None) -> float:
+def train_step(optimizer: Optimizer, loss: Tensor, monitor: Monitor | None = None, clip: float | None = None) -> float:
     """One optimizer step, after clipping if ``clip`` is given; returns the loss."""
     optimizer.zero_grad()
     loss.backward()
@@ -151,7 +151,7 @@ def every(steps: int, call: Callable[[], object]) -> Callable[[int], None]:
 
 
 @torch.no_grad()
-def average(kept: nn.Module, model: nn.Module, decay: float) -> None:
+def update_average(kept: nn.Module, model: nn.Module, decay: float) -> None:
     """Updates an exponential moving average of a model's parameters."""
     for mean, parameter in zip(kept.parameters(), model.parameters(), strict=True):
         mean.lerp_(parameter, 1 - decay)
@@ -229,14 +229,14 @@ def dcgan(session: Session) -> Outcome:
     by_critic, by_generator = (torch.optim.Adam(m.parameters(), 2e-4, (0.5, 0.999)) for m in (critic, generator))
     session.auto(by_critic, critic)
     session.auto(by_generator, generator)
-    images, course, ones = Images(session.seed, 16, 16), [], torch.ones(16)
+    images, curve, ones = Images(session.seed, 16, 16), [], torch.ones(16)
     for _ in range(session.steps):
         real, fake = images()[0] * 2 - 1, generator(torch.randn(16, 16, 1, 1))
         wrong = F.binary_cross_entropy(critic(fake.detach()), 0 * ones)
-        descend(by_critic, F.binary_cross_entropy(critic(real), ones) + wrong)
-        descend(by_generator, F.binary_cross_entropy(critic(fake), ones))
-        course.append(float((fake.detach().mean(0) - real.mean(0)).abs().mean()))
-    return Outcome(course, [generator, critic])
+        train_step(by_critic, F.binary_cross_entropy(critic(real), ones) + wrong)
+        train_step(by_generator, F.binary_cross_entropy(critic(fake), ones))
+        curve.append(float((fake.detach().mean(0) - real.mean(0)).abs().mean()))
+    return Outcome(curve, [generator, critic])
 
 
 @program("LSTM, LBFGS", 10, 30, 0.5)
@@ -298,8 +298,8 @@ def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **par
     model = Net(judge, **parts)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     session.auto(optimizer, model)
-    world, course, running = CartPole(), [], 10.0
-    while len(course) < session.steps and running <= 150:  # until episodes are long on average
+    world, curve, running = CartPole(), [], 10.0
+    while len(curve) < session.steps and running <= 150:  # until episodes are long on average
         state, over, logs, values = world.reset(), False, [], []
         while not over:
             shares, value = model(torch.tensor(state))
@@ -310,10 +310,10 @@ def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **par
             state, over = world.step(int(action))
         returns, guessed = _returns(len(logs)), torch.cat(values)
         actor = -(torch.stack(logs) * (returns - guessed.detach())).sum()
-        descend(optimizer, actor + F.smooth_l1_loss(guessed, returns, reduction="sum"))
-        course.append(-float(len(logs)))
+        train_step(optimizer, actor + F.smooth_l1_loss(guessed, returns, reduction="sum"))
+        curve.append(-float(len(logs)))
         running = 0.95 * running + 0.05 * len(logs)
-    return Outcome(course, [model])
+    return Outcome(curve, [model])
 
 
 @program("REINFORCE", 40, 400, None)
@@ -400,7 +400,7 @@ def word_language_model(session: Session) -> Outcome:
     model, sentences = nn.ModuleList([drop, words, cells, out]), Sentences(session.seed, length=12, size=10)
     monitor = session.monitor(model, max_norm=0.25)
     state: Any = None
-    rate, best, course = 20.0, math.inf, []
+    rate, best, curve = 20.0, math.inf, []
     for step in range(session.steps):
         tokens, following = (part.T for part in sentences())
         model.zero_grad()
@@ -414,12 +414,12 @@ def word_language_model(session: Session) -> Outcome:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(parameter.grad, alpha=-rate)
-        course.append(loss.item())
+        curve.append(loss.item())
         if (step + 1) % 200 == 0:
-            mean = sum(course[-200:]) / 200
+            mean = sum(curve[-200:]) / 200
             rate = rate if mean < best else rate / 4
             best = min(best, mean)
-    return Outcome(course, [model])
+    return Outcome(curve, [model])
 
 
 class _Goodness(nn.Linear):
@@ -440,12 +440,12 @@ def forward_forward(session: Session) -> Outcome:
     images, labels = Images(session.seed, 10, 200)()
     good, bad = images.flatten(1), images.flatten(1).clone()
     good[:, :10], bad[:, :10] = F.one_hot(labels, 10).float(), F.one_hot((labels + 3) % 10, 10).float()
-    layers, course = [_Goodness(100, 64), _Goodness(64, 64)], []
+    layers, curve = [_Goodness(100, 64), _Goodness(64, 64)], []
     for layer in layers:
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
-        course = session.fit(layer, lambda both=(good, bad): both, layer.loss, optimizer).course
+        curve = session.fit(layer, lambda both=(good, bad): both, layer.loss, optimizer).curve
         good, bad = layer(good).detach(), layer(bad).detach()
-    return Outcome(course, layers)
+    return Outcome(curve, layers)
 
 
 def _resnet(width: int = 8) -> nn.Module:
@@ -570,7 +570,7 @@ def nano_gpt(session: Session) -> Outcome:
     optimizer = torch.optim.AdamW(decays, lr=1e-3, betas=(0.9, 0.99))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     session.auto(optimizer, model, scaler=scaler)
-    course = []
+    curve = []
     for step in range(steps):
         done = (step - 100) / max(1, steps - 100)
         rate = 1e-3 * (step + 1) / 101 if step < 100 else 1e-4 + 0.5 * (1 + math.cos(math.pi * done)) * 9e-4
@@ -585,8 +585,8 @@ def nano_gpt(session: Session) -> Outcome:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        course.append(2 * loss.item())
-    return Outcome(course, [model])
+        curve.append(2 * loss.item())
+    return Outcome(curve, [model])
 
 
 class _Experts(nn.Module):
@@ -642,7 +642,7 @@ def timm_sgd(session: Session) -> Outcome:
     by_epochs = _by_epochs(optimizer, 1e-4, session.steps // 40)
 
     def each(step: int) -> None:
-        average(kept, model, 0.9998)
+        update_average(kept, model, 0.9998)
         by_epochs(step)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -791,7 +791,7 @@ def byol(session: Session) -> Outcome:
         return model(one, other) + model(other, one)
 
     images, monitor = Images(session.seed, 12, 32, classes=200), session.monitor(model, optimizer)
-    return session.fit(model, images, loss, optimizer, monitor, lambda _: average(target, online, 0.99))
+    return session.fit(model, images, loss, optimizer, monitor, lambda _: update_average(target, online, 0.99))
 
 
 @program("diffusion, average copy", 200, 1000, None)
@@ -814,7 +814,7 @@ def diffusion(session: Session) -> Outcome:
         return F.mse_loss(model(left.sqrt() * places + (1 - left).sqrt() * noise, times), noise)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return session.fit(model, batch, loss, optimizer, each=lambda _: average(kept, model, 0.999), kept=[kept])
+    return session.fit(model, batch, loss, optimizer, each=lambda _: update_average(kept, model, 0.999), kept=[kept])
 
 
 @program("WGAN, weights cut off", 250, 1500, None)
@@ -825,18 +825,18 @@ def wgan(session: Session) -> Outcome:
     by_generator, by_critic = (torch.optim.RMSprop(m.parameters(), lr=5e-5) for m in (generator, critic))
     session.auto(by_generator, generator)
     session.auto(by_critic, critic)
-    images, course = Images(session.seed, 8, 64), []
+    images, curve = Images(session.seed, 8, 64), []
     for step in range(session.steps):
         real = images()[0].flatten(1)
         fake = generator(torch.randn(64, 8)).detach()
-        descend(by_critic, critic(fake).mean() - critic(real).mean())
+        train_step(by_critic, critic(fake).mean() - critic(real).mean())
         with torch.no_grad():
             for parameter in critic.parameters():
                 parameter.clamp_(-0.01, 0.01)
         if step % 5 == 0:
-            descend(by_generator, -critic(generator(torch.randn(64, 8))).mean())
-        course.append(float((fake.mean(0) - real.mean(0)).abs().mean()))
-    return Outcome(course, [generator, critic])
+            train_step(by_generator, -critic(generator(torch.randn(64, 8))).mean())
+        curve.append(float((fake.mean(0) - real.mean(0)).abs().mean()))
+    return Outcome(curve, [generator, critic])
 
 
 @program("DLRM, sparse gradients", 200, 1000, None)
@@ -890,7 +890,7 @@ def dqn(session: Session) -> Outcome:
     optimizer = torch.optim.Adam(q.parameters(), lr=2.5e-4)
     monitor = session.monitor(agent, optimizer)
     kept: list[tuple[list[float], int, list[float], bool]] = []
-    course, state = [], world.reset()
+    curve, state = [], world.reset()
     for step in range(500 + 4 * session.steps):
         if random.random() < max(0.05, 1 - step / (2 * session.steps)):
             action = random.randrange(2)
@@ -899,17 +899,17 @@ def dqn(session: Session) -> Outcome:
         following, over = world.step(action)
         kept.append((state, action, following, over and world.steps < world.longest))
         if over:
-            course.append(-float(world.steps))
+            curve.append(-float(world.steps))
         state = world.reset() if over else following
         if step < 500 or step % 4:
             continue
         before, actions, after, ends = (torch.tensor(part) for part in zip(*random.choices(kept, k=128), strict=True))
         with torch.no_grad():
             wanted = 1 + 0.99 * target(after).max(1).values * ~ends
-        descend(optimizer, F.mse_loss(q(before).gather(1, actions[:, None])[:, 0], wanted), monitor)
+        train_step(optimizer, F.mse_loss(q(before).gather(1, actions[:, None])[:, 0], wanted), monitor)
         if step // 4 % 50 == 0:
             target.load_state_dict(q.state_dict())
-    return Outcome(course, [agent])
+    return Outcome(curve, [agent])
 
 
 def _orthogonal(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
@@ -953,12 +953,12 @@ def ppo(session: Session) -> Outcome:
     model = nn.ModuleDict({"actor": actor, "critic": critic})
     optimizer = torch.optim.Adam(model.parameters(), lr=2.5e-4, eps=1e-5)
     session.auto(optimizer, model)
-    worlds, course = [CartPole() for _ in range(4)], []
+    worlds, curve = [CartPole() for _ in range(4)], []
     rounds = max(1, session.steps // 16)
     for i in range(rounds):
         optimizer.param_groups[0]["lr"] = 2.5e-4 * (1 - i / rounds)
         states, actions, logs, advantages, values, ends = _rollout(actor, critic, worlds, 128)
-        course.append(float(ends.sum()))
+        curve.append(float(ends.sum()))
         for part in (part for _ in range(4) for part in torch.randperm(512).chunk(4)):
             choice = Categorical(logits=actor(states[part]), validate_args=False)
             ratio = (choice.log_prob(actions[part]) - logs[part]).exp()
@@ -969,8 +969,8 @@ def ppo(session: Session) -> Outcome:
             cut = before + (guess - before).clamp(-0.2, 0.2)
             worst = torch.max((guess - wanted).square(), (cut - wanted).square())
             policy = torch.max(-gain * ratio, -gain * ratio.clamp(0.8, 1.2))
-            descend(optimizer, policy.mean() - 0.01 * choice.entropy().mean() + 0.25 * worst.mean(), clip=0.5)
-    return Outcome(course, [model])
+            train_step(optimizer, policy.mean() - 0.01 * choice.entropy().mean() + 0.25 * worst.mean(), clip=0.5)
+    return Outcome(curve, [model])
 
 
 def _perceptron(inputs: int, outputs: int) -> nn.Sequential:
@@ -990,7 +990,7 @@ def sac(session: Session) -> Outcome:
     for optimizer, model in ((by_critics, critics), (by_actor, actor), (by_alpha, None)):
         session.auto(optimizer, model)
     place, speed = torch.randn(2)
-    kept, course = [], []
+    kept, curve = [], []
 
     def act(state: Tensor) -> tuple[Tensor, Tensor]:
         mean, spread = actor(state).chunk(2, -1)
@@ -1010,7 +1010,7 @@ def sac(session: Session) -> Outcome:
             place = place + 0.2 * speed
         reward = -(place**2) - 0.1 * speed**2
         kept.append((state, action, reward, torch.stack([place, speed])))
-        course.append(-float(reward))
+        curve.append(-float(reward))
         if step % 40 == 39:
             place, speed = torch.randn(2)
         if step < 64:
@@ -1020,9 +1020,9 @@ def sac(session: Session) -> Outcome:
             alpha = log_alpha.exp()
             moves, logs = act(after)
             wanted = rewards + 0.95 * (values(targets, after, moves).min(0).values - alpha * logs)
-        descend(by_critics, (values(critics, before, actions) - wanted).square().mean(1).sum())
+        train_step(by_critics, (values(critics, before, actions) - wanted).square().mean(1).sum())
         moves, logs = act(before)
-        descend(by_actor, (alpha * logs - values(critics, before, moves).min(0).values).mean())
-        descend(by_alpha, (-log_alpha.exp() * (logs.detach() - 1)).mean())
-        average(targets, critics, 0.995)
-    return Outcome(course, [actor, critics, targets])
+        train_step(by_actor, (alpha * logs - values(critics, before, moves).min(0).values).mean())
+        train_step(by_alpha, (-log_alpha.exp() * (logs.detach() - 1)).mean())
+        update_average(targets, critics, 0.995)
+    return Outcome(curve, [actor, critics, targets])

@@ -234,7 +234,7 @@ class LowRank(nn.Module):
 Optimize = Callable[[Iterable[Tensor]], Optimizer]
 
 
-def by(kind: type[Optimizer], lr: float, **settings: Any) -> Optimize:
+def factory(kind: type[Optimizer], lr: float, **settings: Any) -> Optimize:
     """A factory for an optimizer that still needs its parameters."""
     return lambda parameters: kind(parameters, lr=lr, **settings)  # type: ignore[call-arg]
 
@@ -262,19 +262,19 @@ def train_mlp(
     **options: Any,
 ) -> Training:
     """An MLP on clusters, with AdamW."""
-    return train(seed, model, optimize or by(torch.optim.AdamW, lr), batch or Clusters(seed, 16), **options)
+    return train(seed, model, optimize or factory(torch.optim.AdamW, lr), batch or Clusters(seed, 16), **options)
 
 
 def train_cnn(seed: int = 0, **options: Any) -> Training:
     """A CNN with batch norm on clusters of images, with SGD and momentum."""
-    optimize = by(torch.optim.SGD, 0.05, momentum=0.9, weight_decay=5e-4)
+    optimize = factory(torch.optim.SGD, 0.05, momentum=0.9, weight_decay=5e-4)
     return train(seed, cnn, optimize, Clusters(seed, 1, 8, 8, size=16, noise=2.0), **options)
 
 
 def train_gpt(seed: int = 0, lr: float = 3e-3, model: Callable[[], nn.Module] = GPT, **options: Any) -> Training:
     """A small GPT, with AdamW."""
     return train(
-        seed, model, by(torch.optim.AdamW, lr, betas=(0.9, 0.95), weight_decay=0.1), Sentences(seed), **options
+        seed, model, factory(torch.optim.AdamW, lr, betas=(0.9, 0.95), weight_decay=0.1), Sentences(seed), **options
     )
 
 
@@ -283,7 +283,7 @@ def train_recurrent(
 ) -> Training:
     """An LSTM or a plain RNN, with Adam and clipping."""
     options = {"max_norm": 1.0, **options}
-    optimize = by(torch.optim.Adam, 5e-3)
+    optimize = factory(torch.optim.Adam, 5e-3)
     return train(seed, lambda: Recurrent(kind, **(settings or {})), optimize, Sentences(seed), **options)
 
 
@@ -292,7 +292,7 @@ def train_bag(seed: int = 0) -> Training:
     return train(
         seed,
         lambda: nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, CLASSES)),
-        by(torch.optim.Adam, 0.01),
+        factory(torch.optim.Adam, 0.01),
         Bags(seed),
         show=lambda batch: batch[1],
     )

@@ -45,7 +45,7 @@ class DeviceModule(Protocol):
 
     # The verdict; `gradstat.guard` documents what is changed in place.
     def guard_(
-        self, options: tuple[float, ...], state: Tensor, window: int, numbers: Tensor, verdict: Tensor,
+        self, options: tuple[float, ...], state: Tensor, window: int, coefficient_and_norm: Tensor, verdict: Tensor,
         loss: Tensor | None, update: Tensor | None, counters: Tensor | None, /,
     ) -> Tensor | None: ...  # fmt: skip
 

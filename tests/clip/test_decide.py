@@ -108,14 +108,14 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     decide = torch.ops.gradstat.decide_clip_.default
     state, norm = torch.zeros(16, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     for arguments, message in (
-        ((0, [1.0], state, 11, norm), "the state must be 17 contiguous numbers, got 16"),
-        ((2, [1.0], state, 10, norm), "the state must be 18 contiguous numbers"),
-        ((0, [1.0], state.float(), 10, norm), "the state must be float64"),
-        ((0, [1.0], state, 10, norm.float()), "what was measured must be float64"),
-        ((0, [1.0], state, 10, norm, None, norm), "the factor must be float32"),
-        ((0, [1.0] * 6, state, 10, norm), "at most 5 options"),
-        ((4, [1.0], state, 10, torch.zeros(2, 10, dtype=torch.float64)), "weights are for units only"),
-        ((3, [1.0], state, 10, norm), "a table"),
+        ((0, [1.0], state, 11, norm), "state must have 17 contiguous numbers, got 16"),
+        ((2, [1.0], state, 10, norm), "state must have 18 contiguous numbers"),
+        ((0, [1.0], state.float(), 10, norm), "state must be float64"),
+        ((0, [1.0], state, 10, norm.float()), "measured must be float64"),
+        ((0, [1.0], state, 10, norm, None, norm), "factor must be float32"),
+        ((0, [1.0] * 6, state, 10, norm), "at most 5 options, got 6"),
+        ((4, [1.0], state, 10, torch.zeros(2, 10, dtype=torch.float64)), "required for units and only for units"),
+        ((3, [1.0], state, 10, norm), "measured must be a table of rows"),
     ):
         with pytest.raises(RuntimeError, match=message):
             decide(*arguments)

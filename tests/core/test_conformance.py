@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from devices import DEVICES
-from exact import COMPLEX, FLOAT8, NARROW_TOLERANCE, REAL, account_of, assert_rows
+from exact import COMPLEX, FLOAT8, NARROW_TOLERANCE, REAL, assert_rows, exact_stats_of
 from torch import Tensor
 
 import gradstat
@@ -131,12 +131,12 @@ CASES: dict[str, Case] = {
 
 def assert_rows_match(table: Tensor, tensors: list[Tensor]) -> None:
     """Compares each row, and the merge of all rows."""
-    accounts = [account_of(tensor) for tensor in tensors]
+    exact_stats = [exact_stats_of(tensor) for tensor in tensors]
     labels = [f"tensor {i} of shape {tuple(tensor.shape)}" for i, tensor in enumerate(tensors)]
-    assert_rows(table, accounts, [tensor.dtype for tensor in tensors], labels)
+    assert_rows(table, exact_stats, [tensor.dtype for tensor in tensors], labels)
     merged = _fields.merge(np, table.cpu().numpy())
     with np.errstate(over="ignore"):
-        total = float(np.sqrt(np.sum([account.squares for account in accounts])))
+        total = float(np.sqrt(np.sum([exact.squares for exact in exact_stats])))
     assert norm_of(merged) == pytest.approx(total, rel=NARROW_TOLERANCE, abs=0.0)
 
 

@@ -23,21 +23,21 @@ def test_the_account_is_the_exact_one() -> None:
         batch = Batch([recipe], 3)
         elements = batch.elements()[0]
         squares = sum((Fraction(x) ** 2 for x in elements[np.isfinite(elements).all(1)].flat), Fraction(0))
-        norm = float(batch.accounts()[0].norm)
+        norm = float(batch.exact_stats()[0].norm)
         assert norm == pytest.approx(square_root(squares), rel=1e-15, abs=0), recipe
 
 
 @pytest.mark.parametrize("field", gradstat.FIELDS)
 def test_the_judge_notices_what_is_wrong(field: str) -> None:
     batch = Batch([Recipe(torch.float32, (9, 50), (50, 1), 3, (0x3F800001, 0x3F999999, 0)) for _ in range(2)], 0)
-    accounts, dtypes = batch.accounts(), [recipe.dtype for recipe in batch.recipes]
+    exact_stats, dtypes = batch.exact_stats(), [recipe.dtype for recipe in batch.recipes]
     table = gradstat.stats(batch.tensors)
-    assert_rows(table, accounts, dtypes, batch.recipes)
+    assert_rows(table, exact_stats, dtypes, batch.recipes)
     number = table[1, gradstat.FIELDS.index(field)]
     wrong = {"sum": number * 1.000003, "sq_sum": number * 1.0000003, "first_nonfinite": torch.tensor(449.0)}
     number.copy_(wrong.get(field, torch.nextafter(number, number + 1)))
     with pytest.raises(WrongError):
-        assert_rows(table, accounts, dtypes, batch.recipes)
+        assert_rows(table, exact_stats, dtypes, batch.recipes)
 
 
 def test_the_judge_notices_what_is_written_beside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

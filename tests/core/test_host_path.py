@@ -72,6 +72,12 @@ def test_coefficients_of_another_kind_are_refused(coefficients: Any) -> None:
     assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
 
 
+@pytest.mark.parametrize(("rule", "error"), [("adam", TypeError), (0.5, TypeError), (2**70, OverflowError)])
+def test_an_update_rule_that_is_no_integer_raises(rule: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        HELPERS.update_sums([torch.ones(2)] * 2, [rule], WIDE.reshape(1, -1)[:, :12].contiguous())
+
+
 def fake() -> Tensor:
     with FakeTensorMode():
         return torch.ones(2)

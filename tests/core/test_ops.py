@@ -120,13 +120,13 @@ def test_the_operators_refuse_what_they_cannot_read_in_place() -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(3, 4).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)])
-def test_the_operators_refuse_units_that_are_no_stretches_of_memory(tensor: torch.Tensor) -> None:
+def test_the_operators_refuse_units_that_are_not_contiguous(tensor: torch.Tensor) -> None:
     """The message has the tensor's index, however many units precede it."""
     for tensors in ([torch.ones(5, 2), tensor], [torch.ones(0, 2), tensor]):
-        with pytest.raises(RuntimeError, match="tensor 1 is not row-major"):
+        with pytest.raises(RuntimeError, match="tensor 1 is not contiguous, but its units must be"):
             OPS.unit_stats(tensors)
         count = sum(t.shape[0] for t in tensors)
-        with pytest.raises(RuntimeError, match="tensor 1 is not row-major"):
+        with pytest.raises(RuntimeError, match="tensor 1 is not contiguous, but its units must be"):
             OPS.scale_units_(tensors, torch.full((count,), 0.5, dtype=torch.float64))
         assert all((t == 1).all() for t in tensors)
 

@@ -17,12 +17,14 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
+from gradstat import _fields
 from gradstat.kernels import _table
 from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
 from gradstat.kernels._table import Launcher
 from gradstat.kernels.scale import scale_, scale_each_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
+from gradstat.kernels.update import update_sums
 
 # The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 pytestmark = [
@@ -114,6 +116,23 @@ def test_tables_are_kept() -> None:
     assert _table.table_of([x]) is _table.table_of([x])
     assert _table.table_of([x]) is not _table.table_of([x[:50]])
     assert _table.table_of([x]) is not _table.table_of([x.view(torch.bfloat16)])
+
+
+def test_sources_of_captured_uploads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay of a graph reads them again."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(_table, "_sources_of_captured_uploads", kept)
+    x, factor = random(100, torch.float32, DEVICE), torch.tensor(1.0, dtype=torch.float64, device=DEVICE)
+    by = torch.zeros(1, len(_fields.UPDATE_COEFFICIENTS), dtype=torch.float64, device=DEVICE)
+    calls = (lambda: stats([x]), lambda: scale_([x], factor), lambda: update_sums([x, x], [0], by))
+    for call in calls:
+        call()
+    assert not kept
+    monkeypatch.setattr(_table, "is_capturing", lambda device: True)
+    for count, call in enumerate(calls, 1):
+        call()
+        assert len(kept) == count
+        assert kept[-1].device.type == "cpu"
 
 
 def test_misaligned_elements_are_refused() -> None:

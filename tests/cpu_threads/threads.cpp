@@ -59,12 +59,12 @@ int main(int count, char**) {
   std::vector<std::thread> callers;
   for (auto& table : tables) callers.emplace_back([&table] { table = measured_and_halved(); });
   for (std::thread& caller : callers) caller.join();
-  const std::vector<Row> alone = measured_and_halved();
+  const std::vector<Row> expected = measured_and_halved();
   for (const auto& table : tables) {
-    if (std::memcmp(table.data(), alone.data(), alone.size() * sizeof(Row)) != 0) {
-      std::fprintf(stderr, "threads change what is measured\n");
+    if (std::memcmp(table.data(), expected.data(), expected.size() * sizeof(Row)) != 0) {
+      std::fprintf(stderr, "concurrent calls give other results than a single call\n");
       return 1;
     }
   }
-  std::printf("%zu tensors by %zu threads at once: no race, the same bits\n", alone.size(), tables.size());
+  std::printf("%zu tensors on %zu threads: no race, bitwise equal results\n", expected.size(), tables.size());
 }

@@ -39,10 +39,10 @@ struct dim3 {
 namespace cuda_on_host {
 
 constexpr int kWarpSize = 32;
-constexpr int kMostSeconds = 60;  // CPU time for one launch
+constexpr int kMaxSeconds = 60;  // CPU time for one launch
 
 // A barrier: all threads wait until the last one arrives.
-struct Meeting {
+struct Barrier {
   int expected = 0, arrived = 0;
   uint64_t generation = 0;
 };
@@ -65,15 +65,15 @@ class Block {
     left_ = threads_;
     idle_ = 0;
     all_ = {threads_, 0, 0};
-    for (Meeting& warp : warps_) warp = {kWarpSize, 0, 0};
-    std::fill(parity_, parity_ + kMostThreads, 0);
+    for (Barrier& warp : warps_) warp = {kWarpSize, 0, 0};
+    std::fill(parity_, parity_ + kMaxThreads, 0);
     if (_setjmp(home_) == 0) enter(first);
   }
 
   int thread() const { return current_; }
 
-  void meet_all() { meet(all_); }
-  void meet_warp() { meet(warps_[current_ / kWarpSize]); }
+  void block_barrier() { wait_at(all_); }
+  void warp_barrier() { wait_at(warps_[current_ / kWarpSize]); }
 
   // Passes a value to the other lanes of the warp and returns the values of all lanes.
   template <class T>
@@ -83,7 +83,7 @@ class Block {
     // Two buffers in turn suffice: a lane can be one exchange ahead of another, but not two.
     const int base = (2 * warp + (parity_[current_] ^= 1)) * kWarpSize;
     std::memcpy(&exchange_[base + lane], &value, sizeof(T));
-    meet_warp();
+    warp_barrier();
     static T values[kWarpSize];
     for (int i = 0; i < kWarpSize; ++i) std::memcpy(&values[i], &exchange_[base + i], sizeof(T));
     return values;
@@ -91,19 +91,19 @@ class Block {
 
  private:
   static constexpr size_t kStackBytes = 128 * 1024;  // a table in kernel parameters takes 32 KB
-  static constexpr int kMostThreads = 1024;
+  static constexpr int kMaxThreads = 1024;
 
-  void meet(Meeting& meeting) {
-    const uint64_t generation = meeting.generation;
+  void wait_at(Barrier& barrier) {
+    const uint64_t generation = barrier.generation;
     idle_ = 0;
-    if (++meeting.arrived == meeting.expected) {
-      meeting.arrived = 0;
-      ++meeting.generation;
+    if (++barrier.arrived == barrier.expected) {
+      barrier.arrived = 0;
+      ++barrier.generation;
       return;
     }
-    while (meeting.generation == generation) {
+    while (barrier.generation == generation) {
       if (++idle_ > 2 * threads_) {
-        std::fprintf(stderr, "threads of a block wait for each other at different places\n");
+        std::fprintf(stderr, "threads of a block wait at different barriers\n");
         std::abort();
       }
       if (_setjmp(jumps_[current_]) == 0) enter(next());
@@ -149,10 +149,10 @@ class Block {
   std::vector<ucontext_t> contexts_;
   std::vector<char> started_, alive_;
   std::vector<std::unique_ptr<char[]>> stacks_;
-  std::vector<Meeting> warps_;
-  Meeting all_;
+  std::vector<Barrier> warps_;
+  Barrier all_;
   std::vector<uint64_t> exchange_;
-  int parity_[kMostThreads] = {};
+  int parity_[kMaxThreads] = {};
 };
 
 inline Block* block = nullptr;
@@ -178,7 +178,7 @@ template <class Kernel>
 void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   static std::vector<std::unique_ptr<Block>> idle;
   if (threads != 256) std::abort();
-  limit_time(kMostSeconds);  // terminates the process if a kernel never ends, instead of blocking the tests
+  limit_time(kMaxSeconds);  // terminates the process if a kernel never ends, instead of blocking the tests
   if (idle.empty()) idle.push_back(std::make_unique<Block>(256));
   std::unique_ptr<Block> own = std::move(idle.back());
   idle.pop_back();
@@ -202,22 +202,22 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
 
 // The worst case of programmatic dependent launch: the previous kernel has not even started when this one
 // reaches its wait.
-inline std::function<void()> kernel_before;
+inline std::function<void()> previous_kernel;
 inline uint64_t waits = 0;
 
 inline void wait_for_previous_kernel() {
   ++waits;
-  if (kernel_before) std::exchange(kernel_before, nullptr)();
+  if (previous_kernel) std::exchange(previous_kernel, nullptr)();
 }
 
 // Runs `kernel`, and `before` at its first wait.
 template <class Kernel>
 void overlap(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel, std::function<void()> before) {
   const uint64_t outer_waits = std::exchange(waits, 0);
-  kernel_before = std::move(before);
+  previous_kernel = std::move(before);
   launch(blocks, threads, seed, kernel);
   if (waits != static_cast<uint64_t>(blocks) * static_cast<uint64_t>(threads)) {
-    std::fprintf(stderr, "not every thread waited for the kernel before\n");
+    std::fprintf(stderr, "not every thread waited for the previous kernel\n");
     std::abort();
   }
   waits = outer_waits;
@@ -245,8 +245,8 @@ inline cuda_on_host::ThreadIndex threadIdx;
 inline cuda_on_host::BlockIndex blockIdx;
 inline cuda_on_host::GridSize gridDim;
 
-inline void __syncthreads() { cuda_on_host::block->meet_all(); }
-inline void __syncwarp() { cuda_on_host::block->meet_warp(); }
+inline void __syncthreads() { cuda_on_host::block->block_barrier(); }
+inline void __syncwarp() { cuda_on_host::block->warp_barrier(); }
 inline void __threadfence() {}
 
 template <class T>

@@ -21,7 +21,7 @@ std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const in
 std::string last_error;
 
 template <class Call>
-int32_t guarded(const Call& call) {
+int32_t translating_exceptions(const Call& call) {
   try {
     call();
     return 0;
@@ -35,7 +35,7 @@ int32_t guarded(const Call& call) {
 // reuse once the stream has passed. A graph keeps its memory.
 template <class Launch>
 int32_t start(FakeStream* stream, int64_t bytes, const Launch& launch) {
-  return guarded([&] {
+  return translating_exceptions([&] {
     void* memory = std::memset(std::malloc(bytes > 0 ? bytes : 1), 0xff, bytes);
     const bool owned = !stream->capturing;
     launch(memory);
@@ -68,7 +68,7 @@ void* end_capture(FakeStream* stream) {
 void replay(const void* graph, FakeStream* stream) {
   for (const FakeWork& work : *static_cast<const std::vector<FakeWork>*>(graph)) stream->add(work.run);
 }
-void refuse_allocations(int32_t count) { fake.failures_due = count; }
+void fail_allocations(int32_t count) { fake.failures_left = count; }
 const char* error_text() { return last_error.c_str(); }
 int32_t table_capacity() { return kLargeTable; }
 
@@ -128,7 +128,7 @@ int32_t start_decide(FakeStream* stream, int64_t rule, const double* options, in
   ClipRequest request{
       static_cast<ClipRule>(rule), {}, state, window, norm, rows, count, weights, factor, skip, out};
   std::copy(options, options + option_count, request.options);
-  return guarded([&] { launch_decide(request, 0, stream); });
+  return translating_exceptions([&] { launch_decide(request, 0, stream); });
 }
 
 // As the operator guard_, for float32 values, with null for absent arguments.
@@ -137,7 +137,7 @@ int32_t start_guard(FakeStream* stream, const double* options, double* state, in
                     float* out) {
   GuardRequest request{{}, state, window, numbers, verdict, loss, update, {}, out, counters};
   std::copy(options, options + kGuardOptions, request.options);
-  return guarded([&] { launch_guard(request, 0, stream); });
+  return translating_exceptions([&] { launch_guard(request, 0, stream); });
 }
 
 }  // extern "C"

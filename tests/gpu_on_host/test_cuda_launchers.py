@@ -60,23 +60,23 @@ class Stream:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.handle = ctypes.c_void_p(library.new_stream())
-        self.under_way: list[object] = []  # memory that pending work will read and write
+        self.pending: list[object] = []  # memory that pending work will read and write
 
     def synchronize(self) -> None:
         self.library.synchronize(self.handle)
-        self.under_way.clear()
+        self.pending.clear()
 
     def stats(self, tensors: list[np.ndarray], max_norm: float = 1.0) -> Result:
         return Result(self, tensors, max_norm)
 
     def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray, stride: int = 0) -> None:
-        self.under_way.append((tensors, coefficient))
+        self.pending.append((tensors, coefficient))
         numbers = pointer(coefficient), ctypes.c_int64(stride)
         self.check(self.library.start_scale(self.handle, 0, *arguments(tensors), *numbers))
 
     def unscale(self, tensors: list[np.ndarray], factor: np.ndarray) -> np.ndarray:
         table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
-        self.under_way.append((tensors, factor, table))
+        self.pending.append((tensors, factor, table))
         no_norm = None, 0, ctypes.c_double(1.0), 0, None
         numbers = pointer(table), pointer(factor), *no_norm, *NO_STEP
         self.check(self.library.start_stats(self.handle, 0, *arguments(tensors), *numbers, 0))
@@ -107,12 +107,12 @@ class Result:
         self.table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
         self.norm = np.full(1, 77, dtype=np.float32)
         self.coefficient = np.full(1, 77.0)
-        stream.under_way.append(self)
+        stream.pending.append(self)
         norm = pointer(self.norm), 0, ctypes.c_double(max_norm), 0, pointer(self.coefficient)
         numbers = pointer(self.table), None, *norm, *NO_STEP
         stream.check(stream.library.start_stats(stream.handle, 0, *arguments(tensors), *numbers, scalings))
 
-    def assert_right(self, tensors: list[np.ndarray] | None = None) -> None:
+    def assert_correct(self, tensors: list[np.ndarray] | None = None) -> None:
         """Compares with ``tensors``: the contents of the tensors when the launch ran."""
         expected = [t.astype(np.float64) for t in tensors or self.tensors]
         column = dict(zip(_fields.NAMES, self.table.T, strict=True))
@@ -137,76 +137,76 @@ def tensors(count: int, size: int = 50, seed: int = 0) -> list[np.ndarray]:
     return [random.standard_normal(size + i % 7).astype(np.float32) for i in range(count)]
 
 
-def counted(library: ctypes.CDLL) -> dict[str, int]:
+def counts(library: ctypes.CDLL) -> dict[str, int]:
     values = np.zeros(len(COUNTERS), dtype=np.int64)
     library.counters(pointer(values))
     return dict(zip(COUNTERS, values.tolist(), strict=True))
 
 
-def spent(library: ctypes.CDLL, before: dict[str, int]) -> dict[str, int]:
-    """What was counted since ``before``, without zeros."""
-    return {name: value - before[name] for name, value in counted(library).items() if value != before[name]}
+def counts_since(library: ctypes.CDLL, before: dict[str, int]) -> dict[str, int]:
+    """The counts since ``before``, without zeros."""
+    return {name: value - before[name] for name, value in counts(library).items() if value != before[name]}
 
 
 def test_a_check_or_an_unscaling_is_one_launch_and_nothing_else(library: ctypes.CDLL) -> None:
     stream = Stream(library)
     stream.stats(tensors(1))  # allocates the tickets of the stream
-    before = counted(library)
+    before = counts(library)
     results = [stream.stats(tensors(n, 30_000 // max(n, 1), n)) for n in (0, 1, 5, 190, 191, 600, 601, 1550)]
-    assert spent(library, before) == {"launches": 8}
+    assert counts_since(library, before) == {"launches": 8}
     for n in (3, 190, 600, 1550):
         stream.unscale(tensors(n), np.array([0.25], dtype=np.float32))
-    assert spent(library, before) == {"launches": 12}
+    assert counts_since(library, before) == {"launches": 12}
     stream.synchronize()
     for result in results:
-        result.assert_right()
+        result.assert_correct()
 
 
 def test_a_table_is_uploaded_only_when_it_changed(library: ctypes.CDLL) -> None:
     stream, many = Stream(library), tensors(2000)
     first = stream.stats(many)
-    before = counted(library)
+    before = counts(library)
     again = [stream.stats(many) for _ in range(3)]
-    assert spent(library, before) == {"launches": 3}
+    assert counts_since(library, before) == {"launches": 3}
     coefficient = np.array([2.0])
     doubled = [2 * t for t in many]
     stream.scale(many, coefficient)
-    assert spent(library, before) == {"launches": 4}
+    assert counts_since(library, before) == {"launches": 4}
     after = stream.stats(many)
     others = stream.stats(tensors(2000, 50, 9))  # as many and as large, at other addresses
-    assert spent(library, before) == {"pinned_allocations": 1, "copies": 1, "launches": 6}
+    assert counts_since(library, before) == {"pinned_allocations": 1, "copies": 1, "launches": 6}
     originals = [t.copy() for t in many]
     stream.synchronize()
     for result in (first, *again):
-        result.assert_right(originals)
-    after.assert_right(doubled)
-    others.assert_right()
+        result.assert_correct(originals)
+    after.assert_correct(doubled)
+    others.assert_correct()
 
 
-def test_tables_under_way_are_not_overwritten(library: ctypes.CDLL) -> None:
+def test_pending_tables_are_not_overwritten(library: ctypes.CDLL) -> None:
     stream = Stream(library)
     lists = [tensors(1700 + 100 * i, 20, i) for i in range(6)]
     results = [stream.stats(some) for some in lists]  # none has run yet
     stream.synchronize()
     for result in results:
-        result.assert_right()
+        result.assert_correct()
     # All staging memory is free again: lists no larger than before allocate nothing.
-    before = counted(library)
+    before = counts(library)
     results = [stream.stats(some) for some in lists[:2]]
     stream.synchronize()
-    assert spent(library, before) == {"copies": 2, "launches": 2}
+    assert counts_since(library, before) == {"copies": 2, "launches": 2}
     for result in results:
-        result.assert_right()
+        result.assert_correct()
 
 
-def test_streams_keep_apart(library: ctypes.CDLL) -> None:
+def test_streams_are_independent(library: ctypes.CDLL) -> None:
     streams = [Stream(library) for _ in range(3)]
     lists = [[tensors(1, 40_000, 1), tensors(1800, 30, 2)], [tensors(2, 20_000, 3), tensors(1900, 30, 4)]]
     results = [stream.stats(some) for pair in lists for some in pair for stream in streams]
     for stream in reversed(streams):
         stream.synchronize()
     for result in results:
-        result.assert_right()
+        result.assert_correct()
 
 
 @pytest.mark.parametrize("is_first", [False, True])
@@ -221,14 +221,14 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
     if not is_first:
         stream.stats(some)
         stream.synchronize()
-    factor, before = np.array([0.5], dtype=np.float32), counted(fresh)
+    factor, before = np.array([0.5], dtype=np.float32), counts(fresh)
     with stream.capture() as replay:
         if call == "unscale":
             table = stream.unscale(some, factor)
         else:
             captured = stream.stats(some) if call == "stats" else stream.clip(some, 1.0)
             table = captured.table
-    assert "overlaps" not in spent(fresh, before)
+    assert "overlaps" not in counts_since(fresh, before)
     for value in (0.5, 1.0, -3.0):
         factor[0] = value
         for tensor in some:
@@ -241,11 +241,11 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
         other.synchronize()
         stream.synchronize()
         for result in beside:
-            result.assert_right()
+            result.assert_correct()
         if call == "unscale":
             assert table.tobytes() == beside[-1].table.tobytes()
         else:
-            captured.assert_right(originals)
+            captured.assert_correct(originals)
         by = value if call == "unscale" else captured.coefficient[0] if call == "clip" else 1.0
         assert equal(some, times(originals, by))
         table[:] = 1e33
@@ -254,12 +254,12 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
 def test_a_refused_allocation_is_reported_and_the_next_call_works(library: ctypes.CDLL) -> None:
     stream, many = Stream(library), tensors(2000)
     for _ in range(3):  # tickets, table, pinned memory: one more is allocated each time
-        library.refuse_allocations(1)
+        library.fail_allocations(1)
         with pytest.raises(RuntimeError, match=r"gradstat: allocating .*: out of memory"):
             stream.stats(many)
     result = stream.stats(many)
     stream.synchronize()
-    result.assert_right()
+    result.assert_correct()
 
 
 def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -275,16 +275,16 @@ def test_the_scale_kernel_overlaps_the_statistics_kernel(library: ctypes.CDLL, c
     """In this runtime it then starts first, and can read the coefficient only after waiting."""
     stream, some = Stream(library), tensors(count, size)
     originals = [tensor.copy() for tensor in some]
-    before = counted(library)
+    before = counts(library)
     result = stream.clip(some, 1.0)
     behind = stream.stats(some)
-    assert {"launches": 3, "overlaps": 1}.items() <= spent(library, before).items()
+    assert {"launches": 3, "overlaps": 1}.items() <= counts_since(library, before).items()
     stream.synchronize()
-    result.assert_right(originals)
+    result.assert_correct(originals)
     assert result.coefficient[0] < 1
     for tensor, expected in zip(some, times(originals, result.coefficient[0]), strict=True):
         np.testing.assert_array_equal(tensor, expected)
-    behind.assert_right()
+    behind.assert_correct()
     # Below the limit nothing is written.
     unclipped = [tensor.copy() for tensor in some]
     stream.clip(some, 1e9)
@@ -296,9 +296,9 @@ def test_scale_kernels_in_a_row_overlap(library: ctypes.CDLL) -> None:
     """As for tensors listed more than once; empty tensors among them leave blocks without work."""
     stream, some = Stream(library), [*tensors(5, 9000), np.zeros(0, dtype=np.float32)]
     originals = [tensor.copy() for tensor in some]
-    before = counted(library)
+    before = counts(library)
     result = stream.clip(some, 1.0, times=3)
-    assert {"launches": 4, "overlaps": 3}.items() <= spent(library, before).items()
+    assert {"launches": 4, "overlaps": 3}.items() <= counts_since(library, before).items()
     stream.synchronize()
     expected = originals
     for _ in range(3):
@@ -308,10 +308,10 @@ def test_scale_kernels_in_a_row_overlap(library: ctypes.CDLL) -> None:
 
 def test_scaling_alone_and_uploaded_tables_do_not_overlap(library: ctypes.CDLL) -> None:
     stream, some, many = Stream(library), tensors(5, 9000), tensors(2000)
-    before = counted(library)
+    before = counts(library)
     stream.scale(some, np.array([0.5]))
     stream.clip(many, 1.0)
-    assert "overlaps" not in spent(library, before)
+    assert "overlaps" not in counts_since(library, before)
     stream.synchronize()
 
 
@@ -332,7 +332,7 @@ def test_overlapping_can_be_turned_off_and_needs_code_that_waits(
     stream = Stream(fresh)
     stream.clip(tensors(3), 1.0)
     stream.synchronize()
-    assert counted(fresh)["overlaps"] == overlaps
+    assert counts(fresh)["overlaps"] == overlaps
 
 
 @pytest.mark.parametrize(("fits", "blocks"), [(1, 2), (3, 6), (5, 10), (100_000, 73)])
@@ -343,7 +343,7 @@ def test_the_grid_is_what_the_device_holds(fresh: ctypes.CDLL, fits: int, blocks
     result = stream.stats(some)
     assert fresh.last_blocks() == blocks
     stream.synchronize()
-    result.assert_right()
+    result.assert_correct()
     stream.stats(tensors(1, 3 * 4096))
     assert fresh.last_blocks() == min(blocks, 3)
     stream.synchronize()
@@ -356,7 +356,7 @@ def test_memory_stays_the_same_over_ten_thousand_steps(library: ctypes.CDLL) -> 
     for some in sorted(lists, key=len):
         stream.clip(some, 1.0)
         stream.synchronize()
-    before = counted(library), library.bytes_allocated()
+    before = counts(library), library.bytes_allocated()
     library.run_kernels(0)  # kernels allocate nothing
     for step in range(10_000):
         count = int(random.integers(1, 5)) if step % 20 else 1551 + int(random.integers(0, 250))
@@ -366,7 +366,7 @@ def test_memory_stays_the_same_over_ten_thousand_steps(library: ctypes.CDLL) -> 
         stream.synchronize()
     library.run_kernels(1)
     assert library.bytes_allocated() == before[1]
-    assert {"allocations", "pinned_allocations", "fills"}.isdisjoint(spent(library, before[0]))
+    assert {"allocations", "pinned_allocations", "fills"}.isdisjoint(counts_since(library, before[0]))
 
 
 @pytest.mark.parametrize("count", [0, 1, 161, 1550, 1551, 5000])
@@ -427,10 +427,10 @@ def test_a_variant_that_cannot_launch_says_why(fresh: ctypes.CDLL, monkeypatch: 
     stream = Stream(fresh)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream.handle.value))
     kernels = gpu_variants.Kernels(fresh, [torch.ones(3)])
-    fresh.refuse_allocations(100)
+    fresh.fail_allocations(100)
     with pytest.raises(RuntimeError, match="gradstat: allocating"):
         kernels(1.0, True)
-    fresh.refuse_allocations(0)
+    fresh.fail_allocations(0)
 
 
 def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.CDLL) -> None:

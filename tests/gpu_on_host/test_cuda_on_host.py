@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exact import COMPLEX, NARROW_TOLERANCE, account_of, assert_rows, rounded_product
+from exact import COMPLEX, NARROW_TOLERANCE, assert_rows, exact_stats_of, rounded_product
 from host_build import build, needs_compiler
 from host_kernels import DTYPES, EmulatedKernels
 from torch import Tensor
@@ -28,7 +28,7 @@ def kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
     return EmulatedKernels(kernels_on_host)
 
 
-@pytest.fixture(scope="session", params=["as shipped", "to be measured"])
+@pytest.fixture(scope="session", params=["as shipped", "benchmark variant"])
 def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
     if request.param == "as shipped":
         shipped: EmulatedKernels = request.getfixturevalue("kernels")
@@ -51,12 +51,12 @@ def reals(tensor: Tensor) -> Tensor:
 
 def check(tensors: list[Tensor], table: Tensor) -> None:
     labels = [f"{tensor.dtype} {len(tensor)}" for tensor in tensors]
-    accounts, dtypes = [account_of(tensor) for tensor in tensors], [tensor.dtype for tensor in tensors]
-    assert_rows(table, accounts, dtypes, labels, wide_tolerance=1e-13)
+    exact_stats, dtypes = [exact_stats_of(tensor) for tensor in tensors], [tensor.dtype for tensor in tensors]
+    assert_rows(table, exact_stats, dtypes, labels, wide_tolerance=1e-13)
 
 
 def exact_norm(tensors: list[Tensor]) -> float:
-    return float(np.sqrt(sum(account_of(tensor).squares for tensor in tensors)))
+    return float(np.sqrt(sum(exact_stats_of(tensor).squares for tensor in tensors)))
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, "each its own"])

@@ -38,12 +38,12 @@ def test_programs_of_others_are_neither_accused_nor_changed(program: Program, se
     assert found == []
     assert all(monitor.steps for monitor in monitors)
     assert monitors
-    assert all(map(math.isfinite, watched.course))
+    assert all(map(math.isfinite, watched.curve))
     first, last = watched.ends()
     assert program.falls is None or last < program.falls * first
     alone, _, nobody = run(program, seed, steps, on=False)
     assert nobody == []
-    assert watched.course == alone.course
+    assert watched.curve == alone.curve
     assert watched.bits() == alone.bits()
     assert torch.equal(drawn[0], torch.get_rng_state())
     assert drawn[1] == random.getstate()

@@ -51,7 +51,7 @@ using cudaStream_t = FakeStream*;
 struct FakeRuntime {
   int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, overlaps = 0, bytes = 0;
   int64_t seed = 0;
-  int failures_due = 0;     // number of allocations to refuse
+  int failures_left = 0;    // number of allocations to refuse
   int capturing = 0;        // number of streams being captured
   int blocks_that_fit = 3;  // per multiprocessor
   int ptx_version = 90;     // that the kernels were compiled for
@@ -90,7 +90,7 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
 // New memory is filled with a pattern, so that it is never zero by chance.
 inline cudaError_t fake_allocate(void** memory, size_t bytes, int64_t& counter) {
   if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
-  if (fake.failures_due > 0 && fake.failures_due-- > 0) return cudaErrorMemoryAllocation;
+  if (fake.failures_left > 0 && fake.failures_left-- > 0) return cudaErrorMemoryAllocation;
   ++counter;
   fake.bytes += static_cast<int64_t>(bytes);
   *memory = std::memset(std::aligned_alloc(256, (bytes + 255) / 256 * 256), 0xa5, bytes);
@@ -180,7 +180,7 @@ cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Argumen
   std::function<void()> before;
   if (!stream->queue.empty()) {
     if (stream->capturing || !stream->queue.back().is_kernel) {
-      std::fprintf(stderr, "a kernel is to overlap what is no kernel, or is captured\n");
+      std::fprintf(stderr, "overlap requested in a capture, or after work that is not a kernel\n");
       std::abort();
     }
     before = std::move(stream->queue.back().run);
