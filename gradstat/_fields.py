@@ -87,8 +87,13 @@ SMALL = 2.0**-511
 LARGE_SCALE = 2.0**-538
 SMALL_SCALE = 2.0**537
 
-FINGERPRINT: str = ",".join([*(f"{field.name}:{field.merge}" for field in FIELDS), *UPDATE_SUMS, *UPDATE_COEFFICIENTS])
-"""Identifies fields, merges and the columns of both update tables. A compiled extension carries its own."""
+_RULES = zip(UPDATE_RULES, UPDATE_OPERANDS, strict=True)
+FINGERPRINT: str = ",".join(
+    [f"{field.name}:{field.merge}" for field in FIELDS]
+    + [number.hex() for number in (LARGE, SMALL, LARGE_SCALE, SMALL_SCALE)]
+    + [*UPDATE_SUMS, *UPDATE_COEFFICIENTS, *(f"{rule}:{operands}" for rule, operands in _RULES)]
+)
+"""Identifies fields, merges, Blue's constants, update rules and tables. A compiled extension carries its own."""
 
 
 def column(name: str) -> int:

@@ -54,7 +54,8 @@ class Layout(NamedTuple):
         # torch.distributed is restarted, torch's caches return old meshes whose group names now mean other groups.
         known, world = _layouts.get(id(mesh)), dist.group.WORLD
         if known is None or known[0]() is not mesh or known[1] is not world:
-            known = _layouts[id(mesh)] = (weakref.ref(mesh), world, {})
+            key = id(mesh)
+            known = _layouts[key] = (weakref.ref(mesh, lambda _: _layouts.pop(key, None)), world, {})
         layout = known[2].get(placements)
         if layout is None:
             layout = known[2][placements] = cls._build(mesh, placements)

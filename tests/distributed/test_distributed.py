@@ -1,5 +1,6 @@
 """Gradients over several ranks: every layout against one process with the same model and data."""
 
+import gc
 import math
 import pickle
 import random
@@ -14,11 +15,13 @@ from gradients import parameter_with, parameters_with
 from ranked import assert_same_stats
 from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gradstat
+from gradstat._core import sharded
+from gradstat._core.sharded import Layout
 from gradstat.distributed.layouts import backward, batch, fsdp, make_layout, make_layout_and_reference, mesh_of, model
 
 
@@ -447,3 +450,14 @@ def test_strided_shards() -> None:
     assert norm.dtype == gradstat.clip_grad_norm_([parameter], math.inf).dtype
     torch.testing.assert_close(shard, mine / whole.norm())
     assert (memory[..., 1] == 77.0).all()
+
+
+@on_ranks(2)
+def test_layouts_are_forgotten_with_their_mesh() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    Layout.of(mesh, (Shard(0),))
+    key = id(mesh)
+    assert key in sharded._layouts
+    del mesh
+    gc.collect()
+    assert key not in sharded._layouts
