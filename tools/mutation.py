@@ -72,7 +72,7 @@ EXPLAINED = {
 def changed_line(old: str, new: str) -> str:
     """The first line that a mutant changes, as changed, or the line it deletes, without spaces."""
     before, after = ([line.replace(" ", "") for line in text.splitlines()] for text in (old, new))
-    changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:]]
     return next((line[2:] for line in changes if line[0] == "+"), changes[0][2:])
 
 
