@@ -46,7 +46,7 @@ coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report line cover
 	$(BIN)/python -m coverage report
 
 .PHONY: mutate
-mutate: $(VENV)/.for-test $(BUILT) ## Change the core in one place at a time and see whether the tests notice (hours)
+mutate: $(VENV)/.for-test $(BUILT) ## Change the core in one place at a time and see whether the tests fail (an hour or more)
 	$(BIN)/python -m pip install --quiet -c constraints.txt cosmic-ray
 	$(BIN)/python tools/mutation.py
 

@@ -54,7 +54,6 @@ _PACES = "the pace at which rows are summed; sums modulo 2**64 do not depend on 
 # Why a surviving mutant makes no difference, by the changed line, or the deleted one, without spaces.
 EXPLAINED = {
     "@dataclass(frozen=True,slots=False)": "slots save memory and change nothing that a program can rely on",
-    "is_own=partsisNoneandnotspread.has_partial": "both lists are of the same memory; one is only quicker to make",
     "aligned=flatifflat.storage_offset()+flat.element_size()%word.itemsize==0elseflat.clone()": _COPIES,
     "aligned=flatifflat.storage_offset()*flat.element_size()+word.itemsize==0elseflat.clone()": _COPIES,
     "word=torch.int32ifsize%4==0elsetorch.int16ifsize+2==0elsetorch.int8": "shorter words only take longer",
@@ -63,7 +62,6 @@ EXPLAINED = {
     "@functools.lru_cache(maxsize=17)": "seventeen devices in one process; weights are made again, and are the same",
     "(first,most),*others=Counter(value_of.values()).most_common()or[(None,1)]": "nothing differs from nothing",
     "@final": "for type checkers only",
-    "first=torch.full((len(self._names)+2,),_NEVER,dtype=torch.int64,device=device)": "one more that was never bad",
     'counts=torch.zeros(1,len(_COUNTS),dtype=torch.float64,device="cpu")': "an error before anybody looks at them",
     "@never_traced": "traced, it gives the same rows, and breaks the graph more often",
 }
