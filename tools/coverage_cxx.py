@@ -12,15 +12,12 @@ import subprocess
 import sys
 
 import instrumented
-from instrumented import ROOT, step, tests
+from instrumented import COMPILED, DECISIONS, HOST_TESTS, ROOT, step, tests
 
 BUILD = ROOT / "build" / "coverage-cxx"
 FLAGS = "-O0 -g --coverage -fprofile-update=atomic"
 KERNEL_TESTS = ("fuzz", "multiply")  # without the many tests of conformance, which reach no other lines
-DECISIONS = ("update", "guard", "decide")
 OTHER_TESTS = ("ops", "host_path", "check", "clip", "clip_value", "total_norm", "step", "adaptive", *DECISIONS)
-HOST_TESTS = ("cuda_on_host", "cuda_launchers")
-COMPILED = ("-k", "not (triton or reference or emulated)")
 LEAST_PERCENT = 90
 
 

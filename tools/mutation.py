@@ -15,8 +15,6 @@ import re
 import shutil
 import signal
 import sys
-import time
-import traceback
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -31,6 +29,7 @@ from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIES = ROOT / "build" / "mutation"
+FORK = multiprocessing.get_context("fork")
 # The tests that have to detect a change in a file, those that detect most first.
 TESTS = {
     "gradstat/_fields.py": ("fields", "report", "distributed", "update"),
@@ -95,31 +94,23 @@ def enter(copies: SimpleQueue) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
 
 
+def run_tests(tests: list[str]) -> None:
+    os.setsid()
+    output = os.open(f"output.{os.getppid()}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", "not emulated", *tests]))
+
+
 def pass_all(tests: list[str]) -> bool:
     """Whether tests pass, in a fork of this process; not if they exceed the time limit."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setsid()
-            output = os.open(f"output.{os.getppid()}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-k", "not emulated", *tests])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return status == 0
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    process = FORK.Process(target=run_tests, args=(tests,))
+    process.start()
+    process.join(SECONDS)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+    return process.exitcode == 0
 
 
 def survives(mutant: MutationSpec, tests: list[str]) -> str | None:
@@ -140,11 +131,10 @@ def require_passing(test: str) -> None:
 
 
 def workers(copies: list[Path]) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
+    queue = FORK.SimpleQueue()
     for copy in copies:
         queue.put(str(copy))
-    return ProcessPoolExecutor(len(copies), context, enter, (queue,))
+    return ProcessPoolExecutor(len(copies), FORK, enter, (queue,))
 
 
 def main() -> int:

@@ -16,17 +16,14 @@ import subprocess
 import sys
 
 import instrumented
-from instrumented import ROOT, step, tests
+from instrumented import COMPILED, DECISIONS, HOST_TESTS, ROOT, step, tests
 
 BUILD = ROOT / "build" / "sanitize"
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
 # With the sanitizers' checks gcc warns of variables that are in fact initialized.
 HOST_FLAGS = f"{FLAGS} --param asan-stack=0 -Wno-error"
 KERNEL_TESTS = ("conformance", "fuzz", "multiply")
-DECISIONS = ("update", "guard", "decide")
 OTHER_TESTS = ("ops", "host_path", "clip", "total_norm", "step", "adaptive", *DECISIONS)
-HOST_TESTS = ("cuda_on_host", "cuda_launchers")
-COMPILED = ("-k", "not (triton or reference or emulated)")
 TENSORS, QUICK_TENSORS = 20_000, 600
 
 # Measures a float32 tensor that is one element longer than its memory.
