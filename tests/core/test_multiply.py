@@ -107,7 +107,9 @@ def assert_unscale_is_scale_and_check(kernels: Kernels, tensors: list[Tensor], v
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 @pytest.mark.parametrize("case", sorted(set(CASES) - {"strided", "duplicates"}))
-@pytest.mark.parametrize("where", [pair for pair in BACKENDS if pair[0] in ("native", "emulated")], indirect=True)
+@pytest.mark.parametrize(
+    "where", [pair for pair in BACKENDS if pair[0] in ("native", "emulated")], indirect=True, ids="-".join
+)
 def test_unscaling_is_scaling_and_measuring(case: str, dtype: torch.dtype, where: tuple[str, str]) -> None:
     """Bit for bit; the other backends are implemented that way."""
     for value in FACTORS if where[0] == "native" else FACTORS[:1]:
