@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from gradstat._step import loss_scale
-from gradstat.clip import clip_grad_norm_
 from gradstat.integrations._clipping import clip_with_norm
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import unwrapped
@@ -74,9 +72,7 @@ class AcceleratorBase(Handle):
         limit = self._limit(max_norm, "clip_grad_norm_")
         norm = None
         if not self._engine_clips:
-            with self._gaps.suppress_errors(0, "gradstat could not clip; accelerate does"):
-                self._unscale(listed)
-                norm = clip_grad_norm_(listed, math.inf, norm_type)  # only measures
+            norm = self._norm_of(listed, lambda: self._unscale(listed), "accelerate", norm_type)
         is_complete = self._engine_clips or self._accelerator.sync_gradients
         if is_complete:
             self._measure(self._watches_of(listed), self._accelerator.gradient_accumulation_steps)

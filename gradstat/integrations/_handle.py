@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
+from gradstat.clip import clip_grad_norm_
 from gradstat.integrations._framework import PatchedMethod
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -114,6 +117,16 @@ class Handle:
             f"clip configured twice: install(..., max_norm={own!r}), and {caller} is called with {asked!r}. "
             f"Leave max_norm out of install(), or pass float('inf') to {caller}"
         )
+
+    def _norm_of(
+        self, parameters: list[Tensor], unscale: Callable[[], object], framework: str, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """The total norm of gradients, unscaled first; None, after a warning, if ``framework`` has to clip instead."""
+        norm = None
+        with self._gaps.suppress_errors(0, f"gradstat could not clip; {framework} does"):
+            unscale()
+            norm = clip_grad_norm_(parameters, math.inf, norm_type)  # only measures
+        return norm  # noqa: RET504  None if an error was suppressed
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.clip import clip_grad_norm_
 from gradstat.integrations._clipping import OptimizerClip, clip_with_norm
 from gradstat.integrations._engines import engine_clips, engine_of
 from gradstat.integrations._framework import require, unwrapped
@@ -107,25 +105,20 @@ class FabricHandle(Handle):
         error_if_nonfinite: bool = True,
     ) -> Any:
         inner = unwrapped(optimizer)
-        if inner is not self.watches[0].optimizer:
-            return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
-        if self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
-            self._measure(self.watches)
+        is_watched = inner is self.watches[0].optimizer
+        if not is_watched or self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
+            self._measure(self.watches if is_watched else ())
             return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
         limit = self._limit(max_norm, "clip_gradients")
         if self._clip.leaves_scaled(inner):
             self._measure(self.watches)
             return self._clip.clip(inner, limit)
         is_error = error_if_nonfinite and "skip" not in self._options.policies
-        self._fabric.strategy.precision.unscale_gradients(inner)
         parameters = [p for group in inner.param_groups for p in group["params"]]
-        norm: Any = None
-        with self._gaps.suppress_errors(0, "gradstat could not clip; Fabric does"):
-            norm = clip_grad_norm_(parameters, math.inf)  # only measures
+        norm = self._norm_of(parameters, lambda: self._fabric.strategy.precision.unscale_gradients(inner), "Fabric")
         self._measure(self.watches)
         if norm is None:
-            limit = limit if isinstance(limit, float) else max_norm
-            return original(module, optimizer, None, limit, norm_type, is_error)
+            return original(module, optimizer, None, limit if isinstance(limit, float) else max_norm, 2.0, is_error)
         if is_error and not norm.isfinite():
             raise RuntimeError(
                 f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
@@ -134,9 +127,15 @@ class FabricHandle(Handle):
         return clip_with_norm(parameters, limit, norm)
 
     def _in_step(self, original: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Measures and clips the gradients before the step if the loop has not."""
+        watch, max_norm = self.watches[0], self._options.max_norm
+
         def evaluated() -> Any:  # the closure computes the gradients
             loss = closure() if closure is not None else None
-            self._before_step()
+            if not watch.measured:
+                self._measure([watch])
+                if max_norm is not None and watch.optimizer is not None:
+                    self._clip.clip(watch.optimizer, max_norm)
             return loss
 
         try:
@@ -145,12 +144,5 @@ class FabricHandle(Handle):
             evaluated()
             return original()
         finally:
-            self.watches[0].measured = False
+            watch.measured = False
             self._clip.forget()
-
-    def _before_step(self) -> None:
-        """Measures and clips the gradients if the loop has not."""
-        if not self.watches[0].measured:
-            self._measure(self.watches)
-            if self._options.max_norm is not None and self.watches[0].optimizer is not None:
-                self._clip.clip(self.watches[0].optimizer, self._options.max_norm)
