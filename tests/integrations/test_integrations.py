@@ -441,9 +441,9 @@ OWN_ERRORS = [
     *((name, "_watch.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
     *((name, "_watch._describe", "the bad micro-batch could not be determined") for name in UNDER),
     *((name, "_watch.Watch.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
-    ("accelerate", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
-    ("trainer", "_accelerator.clip_grad_norm_", "gradstat could not clip; accelerate does"),
-    ("fabric", "fabric.clip_grad_norm_", "gradstat could not clip; Fabric does"),
+    ("accelerate", "_handle.clip_grad_norm_", "gradstat could not clip; accelerate does"),
+    ("trainer", "_handle.clip_grad_norm_", "gradstat could not clip; accelerate does"),
+    ("fabric", "_handle.clip_grad_norm_", "gradstat could not clip; Fabric does"),
     ("trainer", "_handle.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
 ]
