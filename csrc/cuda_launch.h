@@ -1,6 +1,6 @@
 // The host interface of the CUDA backend, without torch or CUDA headers, so that no compiler has to process
 // both. All functions throw std::runtime_error with CUDA's message if a call fails. None of them syncs with the
-// device. `device` must be current, and `stream` must belong to it.
+// device. `stream` must belong to `device`.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,9 @@
 #include "update.h"
 
 namespace gradstat {
+
+// Loads all kernels; throws if the device or its driver cannot run them.
+void load_all_kernels(int32_t device);
 
 // Bytes of device memory that a launch needs, aligned to 8. The memory may be reused as soon as the launch is
 // enqueued, for later work in the same stream.

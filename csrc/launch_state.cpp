@@ -132,7 +132,7 @@ DeviceInfo device_info(int32_t device) {
     const AllowMemoryCalls allow;
     const LoadedKernels stats = load_stats_kernels(), scale = load_scale_kernels();
     load_decide_kernels();
-    static_cast<void>(load_update_kernels());
+    load_update_kernels();
     info.blocks_per_multiprocessor =
         std::max(1, std::min(stats.blocks_per_multiprocessor, scale.blocks_per_multiprocessor));
     const char* overlap = std::getenv("GRADSTAT_CUDA_PDL");
@@ -145,6 +145,8 @@ DeviceInfo device_info(int32_t device) {
   }
   return info;
 }
+
+void load_all_kernels(int32_t device) { static_cast<void>(device_info(device)); }
 
 Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
   const uint64_t tiles = count_tiles(entries);
