@@ -11,6 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "cuda_launch.h"
+
 namespace gradstat {
 namespace {
 
@@ -170,8 +172,7 @@ uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStrea
   const std::lock_guard<std::mutex> lock(state.mutex);
   if (state.tickets == nullptr) {
     const AllowMemoryCalls allow;
-    void* memory = nullptr;
-    check_cuda(cudaMalloc(&memory, kMaxTickets * sizeof(uint32_t)), "allocating tickets");
+    void* memory = allocate_forever(kMaxTickets * sizeof(uint32_t), device, "allocating tickets");
     check_cuda(cudaMemsetAsync(memory, 0, kMaxTickets * sizeof(uint32_t), stream), "clearing tickets");
     state.tickets = static_cast<uint32_t*>(memory);
   }
@@ -197,9 +198,7 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
     if (state.device_table_bytes < bytes) {
       // The old table stays allocated: a kernel may be reading it, and freeing it would sync with the device.
       // Growing by half each time limits all tables together to three times the largest.
-      void* memory = nullptr;
-      check_cuda(cudaMalloc(&memory, bytes + bytes / 2), "allocating a table");
-      state.device_table = memory;
+      state.device_table = allocate_forever(bytes + bytes / 2, device, "allocating a table");
       state.device_table_bytes = bytes + bytes / 2;
     }
     Staging& staging = free_staging(state, bytes);

@@ -69,6 +69,10 @@ struct Cuda {
   }
 };
 
+void* allocate_forever(size_t bytes, int32_t device, const char* /*torch says it*/) {
+  return (new Tensor(Cuda::workspace(static_cast<int64_t>(bytes), device)))->data_ptr();
+}
+
 }  // namespace gradstat
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, gradstat::Cuda); }

@@ -119,8 +119,9 @@ def load_cuda() -> CudaModule:
         module.load_kernels(torch.cuda.current_device())
     except RuntimeError as error:
         raise BackendUnavailableError(
-            f"the CUDA kernels, compiled for {module.architectures()}, do not run on {torch.cuda.get_device_name()} with "
-            f"this driver: {error}. Update the driver, or rebuild gradstat here with a CUDA toolkit that it supports"
+            f"the CUDA kernels, compiled for {module.architectures()}, do not run on {torch.cuda.get_device_name()} "
+            f"with this driver: {error}. Update the driver, or rebuild gradstat here with a CUDA toolkit that "
+            "supports it"
         ) from error
     return module
 
