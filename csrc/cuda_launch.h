@@ -1,8 +1,9 @@
 // The host interface of the CUDA backend, without torch or CUDA headers, so that no compiler has to process
 // both. All functions throw std::runtime_error with CUDA's message if a call fails. None of them syncs with the
-// device. `device` must be current, and `stream` must belong to it.
+// device. `stream` must belong to `device`.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -12,6 +13,14 @@
 #include "update.h"
 
 namespace gradstat {
+
+// Loads all kernels; throws if the device or its driver cannot run them.
+void load_all_kernels(int32_t device);
+
+// Defined by the library: device memory for work on the current stream, kept until the process ends. From
+// torch's caching allocator in ops_cuda.cpp, as CUDA has nothing left for others once torch reserved
+// everything. Throws std::runtime_error naming `what`.
+void* allocate_forever(size_t bytes, int32_t device, const char* what);
 
 // Bytes of device memory that a launch needs, aligned to 8. The memory may be reused as soon as the launch is
 // enqueued, for later work in the same stream.

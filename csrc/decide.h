@@ -7,6 +7,7 @@
 //   select(numbers, count, k)   the k-th smallest number, counted from 0, and the next, or itself if last
 #pragma once
 
+#include "entry.h"
 #include "stat.h"
 
 #if defined(__CUDACC__)
@@ -33,6 +34,9 @@ GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int6
 
 // In the order of the constants in gradstat/adaptive/_base.py.
 enum class ClipRule : int64_t { kFixed, kPercentile, kZScore, kTensors, kUnits };
+constexpr int64_t kClipRules = 5;
+// Whether a rule gives each row its own coefficient, instead of one to all.
+GRADSTAT_HD bool decides_each(ClipRule rule) { return rule == ClipRule::kTensors || rule == ClipRule::kUnits; }
 constexpr int kClipOptions = 5;
 
 // The state of a clip begins with these, as in gradstat/adaptive/_history.py. They are followed by a ring
@@ -142,8 +146,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   team.barrier();
 
   clips::Tally tally;
-  const bool decides_each = request.rule == ClipRule::kTensors || request.rule == ClipRule::kUnits;
-  if (decides_each) {
+  if (decides_each(request.rule)) {
     const bool warming_up = request.rule == ClipRule::kTensors && before < options[2];
     for (int64_t i = team.rank(); i < request.count; i += team.size()) {
       const double each = factor * reported_norm(request.rows[i], false);
@@ -188,12 +191,21 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   totals.clipped += tally.clipped;
   totals.remaining += tally.remaining;
   totals.smallest = merge::min(totals.smallest, tally.smallest);
-  request.out[decides_each ? request.count : 1] = norm;
+  request.out[decides_each(request.rule) ? request.count : 1] = norm;
 }
 
 // A guard of optimizer steps (gradstat/guard.py) judges three series: losses, norms and update sizes.
 constexpr int kGuarded = 3;
-constexpr int kGuardOptions = 8;
+
+struct GuardOptions {
+  double by_sigmas;  // 1 for the mean-and-sigma rule, 0 for the median rule
+  double threshold;
+  double warmup;
+  double most_in_a_row;     // refusals
+  double scale;             // the factor for a refused step; 0 to skip it
+  double limits[kGuarded];  // the upper limit of each series
+};
+constexpr int kGuardOptions = sizeof(GuardOptions) / sizeof(double);
 
 // The state of a guard begins with these, followed by a ring buffer of the last values of each series.
 struct GuardTotals {
@@ -208,9 +220,7 @@ constexpr int64_t kGuardTotals = sizeof(GuardTotals) / sizeof(double);
 constexpr int kGuardVerdict = 4;
 
 struct GuardRequest {
-  // 1 for the mean-and-sigma rule, 0 for the median rule; threshold; warmup; the most refusals in a row; the
-  // factor for a refused step, 0 to skip it; the upper limit of each series.
-  double options[kGuardOptions];
+  GuardOptions options;
   double* state;
   int64_t window;
   double* coefficient_and_norm;  // of the step (entry.h)
@@ -237,14 +247,14 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   if (series != 1 && (series == 0 ? request.loss : request.update) == nullptr) return kMissing;
   const double value = value_of(request, series);
   if (!clips::is_finite(value)) return kNonfinite;
-  const double* const options = request.options;
-  if (value > options[5 + series]) return kAboveLimit;
+  const GuardOptions& options = request.options;
+  if (value > options.limits[series]) return kAboveLimit;
   const auto& totals = *reinterpret_cast<const GuardTotals*>(request.state);
   const double* const ring = request.state + kGuardTotals + series * request.window;
   const double recorded = totals.recorded[series];
   // The newest values are left out, so that a growing series is compared with values from before it grew.
-  const int64_t newest = options[0] != 0 ? 0 : request.window / 8;
-  if (recorded < merge::max(options[2], static_cast<double>(newest + 2))) return kOrdinary;
+  const int64_t newest = options.by_sigmas != 0 ? 0 : request.window / 8;
+  if (recorded < merge::max(options.warmup, static_cast<double>(newest + 2))) return kOrdinary;
   const auto held = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
   const int64_t count = held - newest;
   const int64_t oldest = recorded > request.window ? static_cast<int64_t>(recorded) % request.window : 0;
@@ -252,7 +262,7 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   const int64_t end = request.window - oldest;
   const auto at = [&](int64_t i) { return (i < end ? ring : wrapped)[oldest + i]; };
   double centre = 0, spread = 0;
-  if (options[0] != 0) {
+  if (options.by_sigmas != 0) {
     const auto sum_of = [&](auto&& term) {
       double mine = 0;
       for (int64_t i = team.rank(); i < count; i += team.size()) mine += term(ring[i]);
@@ -276,41 +286,41 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     spread = merge::max(merge::max(spread, (is_update ? 1.0 : 0.5) * (largest - centre)),
                         (is_update ? 1.0 : 0.01) * fabs(centre));
   }
-  return value - centre <= options[1] * spread ? kOrdinary : kOutlier;
+  return value - centre <= options.threshold * spread ? kOrdinary : kOutlier;
 }
 
 // Called by one thread.
 GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
-  const double* const options = request.options;
+  const GuardOptions& options = request.options;
   auto& totals = *reinterpret_cast<GuardTotals*>(request.state);
-  bool is_finite = request.verdict[0] == 0, is_above = false, is_outlier = false, is_in_gradients = false;
+  bool is_finite = request.verdict[0] == 0, is_above = false;
+  int standing_out = 0;  // as in the reason
   for (int series = 0; series < kGuarded; ++series) {
-    is_finite = is_finite && judgements[series] != kNonfinite;
-    is_above = is_above || judgements[series] == kAboveLimit;
-    is_outlier = is_outlier || judgements[series] == kOutlier;
-    is_in_gradients = is_in_gradients || (series < 2 && (is_above || is_outlier));
+    const int judgement = judgements[series];
+    is_finite = is_finite && judgement != kNonfinite;
+    is_above = is_above || judgement == kAboveLimit;
+    standing_out |= judgement == kAboveLimit || judgement == kOutlier ? 2 << series : 0;
   }
   // This many refusals in a row are a new level, not a spike: accept it and restart the statistics.
-  const bool accepts_new_level = is_finite && is_outlier && !is_above && totals.in_a_row >= options[3];
-  const bool refused = is_finite && (is_above || (is_outlier && !accepts_new_level));
-  const bool by_sigmas = options[0] != 0;
-  double reason = is_finite ? 0 : 1;
+  const bool accepts_new_level =
+      is_finite && standing_out != 0 && !is_above && totals.in_a_row >= options.most_in_a_row;
+  const bool refused = is_finite && standing_out != 0 && !accepts_new_level;
+  const int reason = !is_finite ? 1 : refused ? standing_out : 0;
   for (int series = 0; series < kGuarded; ++series) {
-    const bool is_cause = refused && (judgements[series] == kAboveLimit || judgements[series] == kOutlier);
-    totals.by[series] += is_cause ? 1 : 0;
-    reason += is_cause ? 2 << series : 0;
+    totals.by[series] += reason >> (series + 1) & 1;
     double& recorded = totals.recorded[series];
     if (accepts_new_level) recorded = 0;
-    if (is_finite && judgements[series] != kMissing && (by_sigmas || !refused)) {
+    if (is_finite && judgements[series] != kMissing && (options.by_sigmas != 0 || !refused)) {
       double* const ring = request.state + kGuardTotals + series * request.window;
       ring[static_cast<int64_t>(recorded) % request.window] = value_of(request, series);
       recorded += 1;
     }
   }
   // If only the update stands out, scaling gradients does not help: the learning rate is the cause.
-  const bool scales = options[4] != 0 && is_in_gradients;
-  const bool skip = !is_finite || (refused && !scales);
-  const double coefficient = refused && scales ? options[4] : 1.0;
+  const bool is_in_gradients = (reason & (2 | 4)) != 0;
+  const bool scales = options.scale != 0 && is_in_gradients;
+  const bool skip = reason != 0 && !scales;
+  const double coefficient = scales ? options.scale : 1.0;
   totals.steps += 1;
   totals.refused += refused ? 1 : 0;
   totals.nonfinite += is_finite ? 0 : 1;
@@ -321,11 +331,7 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   request.out[1] = static_cast<float>(request.verdict[1] / coefficient);
   request.out[2] = request.verdict[2];
   request.out[3] = static_cast<float>(reason);
-  if (request.counters != nullptr) {
-    request.counters[0] += 1;
-    request.counters[1] += skip;
-    request.counters[2] = skip ? request.counters[2] + 1 : 0;
-  }
+  count_step(request.counters, skip);
 }
 
 }  // namespace guards

@@ -102,7 +102,7 @@ GRADSTAT_DEVICE float high_half(uint32_t pair) {
 }
 
 // Minimum and maximum of both halves. Of a number and a NaN they return the number, like fminf; the caller
-// discards the results of a tile that contains NaN anyway.
+// discards the results of a thread that has read NaN anyway.
 #if defined(__CUDA_ARCH__)
 #define GRADSTAT_PACKED(name, instruction, choose)                \
   GRADSTAT_DEVICE static uint32_t name(uint32_t a, uint32_t b) {  \

@@ -38,6 +38,13 @@ constexpr int kVerdict = 3;
 // Numbers of steps, of skipped steps, and of skipped steps since the last one that was taken.
 constexpr int kCounters = 3;
 
+GRADSTAT_HD void count_step(int64_t* counters, bool skip) {
+  if (counters == nullptr) return;
+  counters[0] += 1;
+  counters[1] += skip;
+  counters[2] = skip ? counters[2] + 1 : 0;
+}
+
 // Where and how to write the total norm of all tensors, in addition to the table.
 struct NormRequest {
   double max_norm;
@@ -65,11 +72,7 @@ GRADSTAT_HD double decide(const NormRequest& request, const Row& total) {
   step.verdict[0] = skip ? 1.0f : 0.0f;
   step.verdict[1] = grad_scale;
   step.verdict[2] = static_cast<float>(loss_scale);
-  if (step.counters != nullptr) {
-    step.counters[0] += 1;
-    step.counters[1] += skip;
-    step.counters[2] = skip ? step.counters[2] + 1 : 0;
-  }
+  count_step(step.counters, skip);
   return norm;
 }
 

@@ -11,6 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "cuda_launch.h"
+
 namespace gradstat {
 namespace {
 
@@ -132,7 +134,7 @@ DeviceInfo device_info(int32_t device) {
     const AllowMemoryCalls allow;
     const LoadedKernels stats = load_stats_kernels(), scale = load_scale_kernels();
     load_decide_kernels();
-    static_cast<void>(load_update_kernels());
+    load_update_kernels();
     info.blocks_per_multiprocessor =
         std::max(1, std::min(stats.blocks_per_multiprocessor, scale.blocks_per_multiprocessor));
     const char* overlap = std::getenv("GRADSTAT_CUDA_PDL");
@@ -145,6 +147,8 @@ DeviceInfo device_info(int32_t device) {
   }
   return info;
 }
+
+void load_all_kernels(int32_t device) { static_cast<void>(device_info(device)); }
 
 Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
   const uint64_t tiles = count_tiles(entries);
@@ -168,8 +172,7 @@ uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStrea
   const std::lock_guard<std::mutex> lock(state.mutex);
   if (state.tickets == nullptr) {
     const AllowMemoryCalls allow;
-    void* memory = nullptr;
-    check_cuda(cudaMalloc(&memory, kMaxTickets * sizeof(uint32_t)), "allocating tickets");
+    void* memory = allocate_forever(kMaxTickets * sizeof(uint32_t), device, "allocating tickets");
     check_cuda(cudaMemsetAsync(memory, 0, kMaxTickets * sizeof(uint32_t), stream), "clearing tickets");
     state.tickets = static_cast<uint32_t*>(memory);
   }
@@ -195,9 +198,7 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
     if (state.device_table_bytes < bytes) {
       // The old table stays allocated: a kernel may be reading it, and freeing it would sync with the device.
       // Growing by half each time limits all tables together to three times the largest.
-      void* memory = nullptr;
-      check_cuda(cudaMalloc(&memory, bytes + bytes / 2), "allocating a table");
-      state.device_table = memory;
+      state.device_table = allocate_forever(bytes + bytes / 2, device, "allocating a table");
       state.device_table_bytes = bytes + bytes / 2;
     }
     Staging& staging = free_staging(state, bytes);

@@ -55,10 +55,10 @@ LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
 #define GRADSTAT_FOR_LARGE_TABLES(kernel)                             \
   reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>), \
       reinterpret_cast<const void*>(kernel<DeviceTable>)
-LoadedKernels load_stats_kernels();   // in stats_cuda.cu
-LoadedKernels load_scale_kernels();   // in scale_cuda.cu
-LoadedKernels load_update_kernels();  // in update_cuda.cu
-void load_decide_kernels();           // in decide_cuda.cu
+LoadedKernels load_stats_kernels();  // in stats_cuda.cu
+LoadedKernels load_scale_kernels();  // in scale_cuda.cu
+void load_update_kernels();          // in update_cuda.cu
+void load_decide_kernels();          // in decide_cuda.cu
 
 // The same for the statistics and scale kernels together, and the size of the device; queried once.
 struct DeviceInfo {
@@ -96,7 +96,7 @@ inline size_t table_bytes(size_t tensors, const Partition& partition) {
   return tensors > kLargeTable ? (DeviceTable::bytes(tensors, partition.ranges) + 7) / 8 * 8 : 0;
 }
 
-// Up to `count` zeroed tickets for a launch. They belong to the stream, and kernels reset them. A captured
+// At least `count` zeroed tickets for a launch. They belong to the stream, and kernels reset them. A captured
 // launch, whose replay may overlap with others, has its own in `workspace`, zeroed by the graph each time.
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream);
 

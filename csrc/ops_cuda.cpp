@@ -45,8 +45,10 @@ struct Cuda {
   static void scale(const std::vector<Entry>& entries, int32_t device, const Coefficients& coefficients,
                     bool follows_measure) {
     const torch::stable::accelerator::DeviceGuard guard(device);
-    const Tensor memory = workspace(scale_workspace_bytes(entries, device), device);
-    launch_scale(entries, coefficients, follows_measure, memory.data_ptr(), device, current_stream(device));
+    const int64_t bytes = scale_workspace_bytes(entries, device);
+    const std::optional<Tensor> memory = bytes > 0 ? std::optional(workspace(bytes, device)) : std::nullopt;
+    void* const room = memory ? memory->data_ptr() : nullptr;
+    launch_scale(entries, coefficients, follows_measure, room, device, current_stream(device));
   }
 
   static void decide(const ClipRequest& request, int32_t device) {
@@ -67,6 +69,10 @@ struct Cuda {
   }
 };
 
+void* allocate_forever(size_t bytes, int32_t device, const char* /*torch says it*/) {
+  return (new Tensor(Cuda::workspace(static_cast<int64_t>(bytes), device)))->data_ptr();
+}
+
 }  // namespace gradstat
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, gradstat::Cuda); }
@@ -78,7 +84,16 @@ PyMODINIT_FUNC PyInit__C_cuda() {
   static const auto architectures = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
   };
+  static const auto load_kernels = [](PyObject*, PyObject* index) {
+    return translating_exceptions([&]() -> PyObject* {
+      const long device = PyLong_AsLong(index);
+      if (device == -1 && PyErr_Occurred() != nullptr) return nullptr;
+      load_all_kernels(static_cast<int32_t>(device));
+      Py_RETURN_NONE;
+    });
+  };
   static PyMethodDef methods[] = {{"architectures", architectures, METH_NOARGS, nullptr},
+                                  {"load_kernels", load_kernels, METH_O, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
   return make_module<Cuda>("_C_cuda", methods);
 }

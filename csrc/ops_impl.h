@@ -6,11 +6,13 @@
 //   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
 //   decide, guard        decide about a clip's coefficients or about a step, on the device with the given index
 //   update               takes one set of coefficients and writes one row of sums for each entry
+//   kDLPackType          the same device type in DLPack's numbering, for python_ops.h
 // A `Memory` is a new tensor: constructed from sizes, dtype and device index; has data().
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -251,18 +253,19 @@ struct Ops {
                              const std::optional<Tensor>& factor, const std::optional<Tensor>& skip) {
     const auto rule_ = static_cast<ClipRule>(rule);
     const int64_t rows = measured.dim() == 2 ? measured.size(0) : 0;
-    const bool decides_each = rule_ == ClipRule::kTensors || rule_ == ClipRule::kUnits;
+    const bool is_each = decides_each(rule_);
     const int64_t own = rule_ == ClipRule::kZScore ? 2 : rule_ == ClipRule::kTensors ? rows : 0;
     const int32_t device = state.get_device_index();
     require_same_device(state, {&measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
                                 skip ? &*skip : nullptr});
+    STD_TORCH_CHECK(rule >= 0 && rule < kClipRules, "gradstat: unknown clip rule ", rule);
     STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: expected at most ", kClipOptions,
                     " options, got ", options.size());
-    STD_TORCH_CHECK(!decides_each || measured.dim() == 2,
+    STD_TORCH_CHECK(!is_each || measured.dim() == 2,
                     "gradstat: measured must be a table of rows for this rule");
     STD_TORCH_CHECK(window > 0 && weights.has_value() == (rule_ == ClipRule::kUnits),
                     "gradstat: window must be positive; weights are required for units and only for units");
-    const Memory out({decides_each ? rows + 1 : 2}, DType::kFloat64, device);
+    const Memory out({is_each ? rows + 1 : 2}, DType::kFloat64, device);
     ClipRequest request{};
     request.rule = rule_;
     std::copy(options.begin(), options.end(), request.options);
@@ -290,7 +293,7 @@ struct Ops {
     STD_TORCH_CHECK(options.size() == kGuardOptions && window > 0, "gradstat: expected ", kGuardOptions,
                     " options and a positive window, got ", options.size(), " and ", window);
     GuardRequest request{};
-    std::copy(options.begin(), options.end(), request.options);
+    std::memcpy(&request.options, options.data(), sizeof(GuardOptions));
     request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "state");
     request.window = window;
     request.coefficient_and_norm = numbers_in<double>(coefficient_and_norm, 2, "coefficient_and_norm");

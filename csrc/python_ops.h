@@ -339,13 +339,13 @@ struct PythonOps {
   //   -> verdict | None
   static PyObject* guard_(PyObject*, PyObject* arguments) {
     GuardRequest request{};
-    double* const o = request.options;
-    static_assert(kGuardOptions == 8);
+    auto& [by_sigmas, threshold, warmup, most_in_a_row, scale, limits] = request.options;
     PyObject *state = nullptr, *coefficient_and_norm = nullptr, *verdict = nullptr;
     PyObject *loss = nullptr, *update = nullptr, *counters = nullptr;
     long long window = 0;
-    if (!PyArg_ParseTuple(arguments, "(dddddddd)OLOOOOO", &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6],
-                          &o[7], &state, &window, &coefficient_and_norm, &verdict, &loss, &update, &counters)) {
+    if (!PyArg_ParseTuple(arguments, "(dddddddd)OLOOOOO", &by_sigmas, &threshold, &warmup, &most_in_a_row,
+                          &scale, &limits[0], &limits[1], &limits[2], &state, &window, &coefficient_and_norm,
+                          &verdict, &loss, &update, &counters)) {
       return nullptr;
     }
     return translating_exceptions([&] {

@@ -8,6 +8,7 @@ namespace gradstat {
 LoadedKernels load_scale_kernels() { return load_kernels({GRADSTAT_FOR_EVERY_TABLE(scale_kernel)}); }
 
 int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
+  if (entries.size() <= kLargeTable) return 0;
   return static_cast<int64_t>(table_bytes(entries.size(), partition_for(entries, device)));
 }
 

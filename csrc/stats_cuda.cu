@@ -42,7 +42,6 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
                                  reinterpret_cast<Row*>(memory + layout.totals),
                                  tickets_for(partition.ranges + 2, memory + layout.tickets, device, stream),
                                  factor,
-                                 norm != nullptr,
                                  norm != nullptr ? *norm : NormRequest{}};
   const auto start = [&](auto kernel, const auto& entries_table) {
     launch(kernel, blocks, stream, false, "launching the statistics kernel", entries_table, arguments);

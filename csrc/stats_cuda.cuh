@@ -21,9 +21,9 @@ struct StatsArguments {
   Row* totals;          // ranges
   uint32_t* tickets;    // ranges + 2, zero before and after the launch
   const float* factor;  // for the multiplying kernel
-  bool wants_norm;
   NormRequest norm;
 };
+static_assert(sizeof(StatsArguments) <= kOtherArgumentBytes);
 
 // The part of a tensor that one warp reads: chunks begin, begin + step, ... before end.
 struct Segment {
@@ -499,7 +499,7 @@ GRADSTAT_DEVICE void finish(const StatsArguments& arguments, uint32_t range, Blo
   return;
 #endif
   if (warp == 0) {
-    if (arguments.wants_norm) {
+    if (arguments.norm.norm != nullptr) {
       const double total = merge_by_warp(memory.total, kWarps);
       if (lane < kFields) reinterpret_cast<double*>(arguments.totals + range)[lane] = total;
       if (lane == 0) {

@@ -53,12 +53,14 @@ constexpr uint32_t kMaxRanges = kMaxBlocks * kRangesPerBlock;
 constexpr int64_t kSmallTensorBytes = GRADSTAT_SMALL_TENSOR_BYTES;
 static_assert(kSmallTensorBytes <= kTileVectors * kVectorBytes, "a small tensor is one tile");
 
-// How many entries fit in the 32,764 bytes of kernel parameters: 20 bytes each, besides the first tensor of
-// each range and the other arguments. There are three sizes (6, 14 and 32 KB), because a launch copies the
+// How many entries fit in the kernel parameters, besides the first tensor of each range (2 bytes) and the
+// other arguments. There are three sizes (6, 14 and 32 KB), because a launch copies the
 // whole parameter however much of it is used.
 constexpr int kSmallTable = 190;
 constexpr int kMediumTable = 600;
-constexpr int kLargeTable = (32764 - 160 - 2 * (static_cast<int>(kMaxRanges) + 1)) / 200 * 10;
+constexpr int kParameterBytes = 32764, kEntryBytes = 20, kOtherArgumentBytes = 160;
+constexpr int kLargeTable =
+    (kParameterBytes - kOtherArgumentBytes - 2 * (static_cast<int>(kMaxRanges) + 1)) / kEntryBytes / 10 * 10;
 
 struct Extent {
   int64_t head;     // elements before the vectors

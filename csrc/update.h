@@ -17,7 +17,7 @@ namespace gradstat {
 enum class UpdateRule : int32_t { kGradient, kMomentum, kAdam, kAmsgrad, kAdamax };
 constexpr int kUpdateRules = 5;
 constexpr int kMaxOperands = 5;
-GRADSTAT_HD int operands_of(UpdateRule rule) {
+GRADSTAT_HD constexpr int operands_of(UpdateRule rule) {
   return rule == UpdateRule::kAdamax ? 4 : static_cast<int>(rule) + 2;
 }
 
@@ -51,9 +51,10 @@ struct UpdateSums {
 };
 constexpr int kUpdateSums = sizeof(UpdateSums<double>) / sizeof(double);
 
-GRADSTAT_HD void merge_into(UpdateSums<double>& into, const UpdateSums<double>& other) {
+template <class Real>
+GRADSTAT_HD void merge_into(UpdateSums<double>& into, const UpdateSums<Real>& other) {
   double* to = &into.update;
-  const double* from = &other.update;
+  const Real* from = &other.update;
   for (int i = 0; i < kUpdateSums; ++i) to[i] += from[i];
 }
 
@@ -80,7 +81,8 @@ GRADSTAT_HD bool is_safe(const UpdateSums<Real>& sums, bool no_gradient, bool no
 }
 
 // CUDA's own square root and division involve calls, which need more registers than the kernel has left. These
-// use approximations of 22 bits, refined in float64 by two Newton steps.
+// use approximations of 22 bits, refined in float64 by two Newton steps; a step with 0 or infinity would give
+// NaN. The root of a subnormal, below 2**-511, is taken for 0.
 #if defined(__CUDA_ARCH__)
 GRADSTAT_HD float root(float x) {
   asm("sqrt.approx.f32 %0, %0;" : "+f"(x));
@@ -91,14 +93,17 @@ GRADSTAT_HD float inverse_of(float x) {
   return x;
 }
 GRADSTAT_HD double root(double x) {
+  if (x >= 0 && x < 0x1p-1022) return 0;
+  if (x == kInf) return x;
   double y;
   asm("rsqrt.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
   for (int i = 0; i < 2; ++i) y *= 1.5 - 0.5 * x * y * y;
-  return x == 0 ? x : x * y;
+  return x * y;
 }
 GRADSTAT_HD double inverse_of(double x) {
   double y;
   asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+  if (y == 0 || is_inf(y)) return y;
   for (int i = 0; i < 2; ++i) y *= 2.0 - x * y;
   return y;
 }

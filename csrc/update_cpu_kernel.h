@@ -54,7 +54,7 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
                        const UpdateCoefficients<double>& by, const UpdateCoefficients<float>& narrow,
                        bool fits_float, UpdateSums<double>& row) {
   using V = typename Type::V;
-  constexpr int kOperands = kRule == UpdateRule::kAdamax ? 4 : static_cast<int>(kRule) + 2;
+  constexpr int kOperands = operands_of(kRule);
   constexpr bool kIsNarrow = sizeof(typename Type::Real) == 4;
   constexpr int kTwo = 2 * Type::kValues, kGroup = 4;
   const auto exactly = [&](int64_t from, UpdateSums<double>& sums) {

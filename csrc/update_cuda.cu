@@ -19,8 +19,8 @@ size_t places_bytes(const std::vector<UpdateEntry>& entries) {
 
 }  // namespace
 
-LoadedKernels load_update_kernels() {
-  return load_kernels(
+void load_update_kernels() {
+  load_kernels(
       {reinterpret_cast<const void*>(update_kernel), reinterpret_cast<const void*>(update_merge_kernel)});
 }
 
@@ -32,7 +32,7 @@ void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoeffici
                    UpdateSums<double>* table, void* workspace, int32_t device, void* stream_pointer) {
   if (entries.empty()) return;
   const OnDevice on_device(device);
-  static_cast<void>(device_info(device));  // loads the kernels
+  load_all_kernels(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const uint32_t chunks = chunks_of(entries), count = static_cast<uint32_t>(entries.size());
   std::vector<uint64_t> words(places_bytes(entries) / sizeof(uint64_t));

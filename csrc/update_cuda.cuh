@@ -54,7 +54,7 @@ struct UpdateMemory {
   UpdateSums<double> of_warp[kWarps];
 };
 
-// Element `i` of a 16-byte vector, as float32.
+// The 32-bit word `i` of a 16-byte vector.
 GRADSTAT_DEVICE uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
@@ -83,7 +83,7 @@ GRADSTAT_DEVICE bool is_zero(const uint4& v) {
 template <UpdateRule kRule>
 GRADSTAT_DEVICE void read_update_exactly(const UpdateMemory& memory, int64_t begin, int64_t end, int64_t step,
                                          UpdateSums<double>& sums) {
-  constexpr int kOperands = kRule == UpdateRule::kAdamax ? 4 : static_cast<int>(kRule) + 2;
+  constexpr int kOperands = operands_of(kRule);
 #pragma unroll 1
   for (int64_t i = begin; i < end; i += step) {
     double x[kOperands];
@@ -99,7 +99,7 @@ GRADSTAT_DEVICE void read_update_exactly(const UpdateMemory& memory, int64_t beg
 template <UpdateRule kRule, class Format>
 GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, int64_t end,
                                       UpdateSums<double>& total) {
-  constexpr int kOperands = kRule == UpdateRule::kAdamax ? 4 : static_cast<int>(kRule) + 2;
+  constexpr int kOperands = operands_of(kRule);
 #pragma unroll 1
   for (; at < end; at += kThreads * Format::kElements) {
     uint4 v[kOperands];
@@ -123,8 +123,7 @@ GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, i
       const bool no_momentum = kRule == UpdateRule::kGradient || is_zero<Format>(load(2));
       if (!is_safe(sums, no_gradient, no_momentum, no_weight, kRule)) return;
     }
-    merge_into(total, UpdateSums<double>{sums.update, sums.weight, sums.scaled, sums.product, sums.gradient,
-                                         sums.momentum, sums.second});
+    merge_into(total, sums);
   }
 }
 

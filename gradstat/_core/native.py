@@ -78,9 +78,12 @@ class CpuModule(DeviceModule, Protocol):
 
 
 class CudaModule(DeviceModule, Protocol):
-    """``_C_cuda``: also the architectures it was compiled for."""
+    """``_C_cuda``: also the architectures it was compiled for, and whether a device can run it."""
 
     def architectures(self) -> str: ...
+
+    # Raises RuntimeError, with CUDA's reason, if the device with this index or its driver cannot run the kernels.
+    def load_kernels(self, device: int, /) -> None: ...
 
 
 def library_path(name: str) -> Path | None:
@@ -112,6 +115,14 @@ def load_cuda() -> CudaModule:
             f"set. Install the CUDA toolkit. {_REBUILD}"
         )
     module: CudaModule = _load("_C_cuda")
+    try:
+        module.load_kernels(torch.cuda.current_device())
+    except RuntimeError as error:
+        raise BackendUnavailableError(
+            f"the CUDA kernels, compiled for {module.architectures()}, do not run on {torch.cuda.get_device_name()} "
+            f"with this driver: {error}. Update the driver, or rebuild gradstat here with a CUDA toolkit that "
+            "supports it"
+        ) from error
     return module
 
 

@@ -115,6 +115,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         ((0, [1.0], state, 10, norm, None, norm), "factor must be float32"),
         ((0, [1.0] * 6, state, 10, norm), "at most 5 options, got 6"),
         ((4, [1.0], state, 10, torch.zeros(2, 10, dtype=torch.float64)), "required for units and only for units"),
+        ((5, [1.0], state, 10, norm), "unknown clip rule 5"),
         ((3, [1.0], state, 10, norm), "measured must be a table of rows"),
     ):
         with pytest.raises(RuntimeError, match=message):

@@ -9,7 +9,7 @@ import torch
 from forks import Forks
 
 import gradstat
-from gradstat._core import backends
+from gradstat._core import backends, native
 from gradstat._core.measure import resolve_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +41,26 @@ def test_a_device_without_kernels_is_refused_by_the_tensors_name_or_with_the_rem
         resolve_for("native", "mps", lambda i: "w", 0)
     with pytest.raises(gradstat.BackendUnavailableError, match=r"no backend serves.*'mps'.*copies on the CPU"):
         backends.resolve(None, "mps")
+
+
+def test_kernels_that_the_gpu_or_its_driver_cannot_run_are_an_unavailable_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Library:
+        @staticmethod
+        def load_kernels(device: int) -> None:
+            raise RuntimeError("gradstat: loading a kernel: no kernel image is available")
+
+        @staticmethod
+        def architectures() -> str:
+            return "sm_90"
+
+    monkeypatch.setattr(native, "_load", lambda name: Library)
+    monkeypatch.setattr(native, "library_path", lambda name: ROOT)
+    for name, value in (("is_available", True), ("current_device", 0), ("get_device_name", "Tesla T4")):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with pytest.raises(gradstat.BackendUnavailableError, match=r"for sm_90.*Tesla T4.*no kernel image.*Update the dr"):
+        native.load_cuda.__wrapped__()
 
 
 USE = "import gradstat, torch; gradstat.stats([torch.ones(1)])"

@@ -136,7 +136,7 @@ int32_t start_guard(FakeStream* stream, const double* options, double* state, in
                     const float* verdict, const float* loss, const float* update, int64_t* counters,
                     float* out) {
   GuardRequest request{{}, state, window, numbers, verdict, loss, update, {}, out, counters};
-  std::copy(options, options + kGuardOptions, request.options);
+  std::memcpy(&request.options, options, sizeof(GuardOptions));
   return translating_exceptions([&] { launch_guard(request, 0, stream); });
 }
 

@@ -198,6 +198,15 @@ def test_magnitudes_beyond_float32s_squares(
     assert_same(where, operands, rules, 2e-6, **given)
 
 
+def test_a_second_moment_that_decayed_into_subnormal_numbers(where: tuple[str, str]) -> None:
+    """CUDA's approximate root flushes them to zero."""
+    operands: list[Tensor] = []
+    for rule in RULES:
+        gradient, weight, *state = operands_of(rule, 2100, torch.float64, where[1])
+        operands += [gradient.zero_(), weight, *state[:1], *(second.fill_(5e-323) for second in state[1:])]
+    assert_same(where, operands, list(RULES), 1e-13)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_finite_is_named(rule: int, bad: float, where: tuple[str, str]) -> None:
