@@ -63,6 +63,7 @@ class AdaptiveClip(ABC):
     _if_never: str
     _rule: int  # value of ClipRule in csrc/decide.h
     _numbers: tuple[float, ...]  # the options of that rule
+    _rule_names: tuple[str, ...] = ()  # names in `_rule_state_views`, in the order of the state tensor
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
@@ -140,7 +141,7 @@ class AdaptiveClip(ABC):
                 f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make the clip "
                 f"with window={len(tensors['norms'])}"
             )
-        memory = _history.joined(tensors)
+        memory = _history.joined(tensors, self._rule_names)
         if self._memory is not None and len(self._memory) == len(memory):
             self._memory.copy_(memory)
         else:

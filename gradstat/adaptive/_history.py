@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,10 +40,10 @@ def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
     return {"norms": norms, "totals": totals, "smallest": smallest[0]}, own
 
 
-def joined(state: State) -> Tensor:
-    """A new state tensor from such views by name, with the rule's own last."""
-    first = ("totals", "smallest", "norms")
-    return torch.cat([state[name].view(-1) for name in (*first, *(name for name in state if name not in first))])
+def joined(state: State, rule_names: Sequence[str]) -> Tensor:
+    """A new state tensor from such views by name, with the rule's own last, in the order of ``rule_names``."""
+    names = ("totals", "smallest", "norms", *(name for name in rule_names if name in state))
+    return torch.cat([state[name].view(-1) for name in names])
 
 
 def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:

@@ -105,6 +105,7 @@ class ZClip(NormClip):
     """
 
     _rule = 2
+    _rule_names = ("mean", "deviation")
     _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"
     _if_never = "no norm was an outlier; lower z_threshold to clip smaller spikes"
 
@@ -132,7 +133,7 @@ class ZClip(NormClip):
         return 2, 0.0
 
     def _rule_state_views(self, own: Tensor) -> State:
-        return {"mean": own[0], "deviation": own[1]}
+        return dict(zip(self._rule_names, own.unbind(), strict=True))
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
         state, norm, kept = step.state, step.norm, step.kept

@@ -53,6 +53,7 @@ class AdaGC(TensorClip):
 
     _decides_on = "tensor"
     _rule = 3
+    _rule_names = ("means",)
     _if_often = (
         "the means start at the first norms as clipped by absolute, and grow slowly; raise absolute to a usual total "
         "norm, or raise relative to clip only outliers"

@@ -370,6 +370,19 @@ def test_a_saved_clip_continues_identically(make: Any, stored: bool, tmp_path: A
 
 
 @pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_a_state_is_loaded_by_name_in_any_order(make: Any) -> None:
+    first, second = make(), make()
+    parameters = parameters_on("cpu")
+    for _ in range(5):
+        give_gradients(parameters)
+        first.clip_(parameters)
+    state = first.state_dict()
+    second.load_state_dict({"rule": state["rule"], "tensors": dict(sorted(state["tensors"].items()))})
+    for name, tensor in second.state_dict()["tensors"].items():
+        torch.testing.assert_close(tensor, state["tensors"][name], equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
 def test_the_state_stays_where_it_is(make: Any, device: str) -> None:
     """A captured graph writes to the memory it was captured with; loading and stepping must not replace it."""
     clip = make()
