@@ -124,9 +124,11 @@ class GradScaler(TorchGradScaler):
             return clip_grad_norm_(source.parameters, float(max_norm))
         found = gradients_of(source.parameters)
         gradients = found.tensors
-        if isinstance(max_norm, TensorClip):
-            refuse_distributed(gradients, labels_of(source, found).of)
         parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
+        if isinstance(max_norm, TensorClip) and gradients:
+            name_of = labels_of(source, found).of
+            refuse_distributed(gradients, name_of)
+            max_norm.check(parameters, gradients, name_of)
         self.unscale_(optimizer)
         unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
         return torch.tensor(0.0, device="cpu") if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)

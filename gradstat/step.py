@@ -223,26 +223,32 @@ class _Request(NamedTuple):
     loss: Tensor | None
     update: Tensor | None
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether the gradients may have to be clipped or unscaled."""
+        scales = self.guard is not None and self.guard.scales
+        return self.limit != math.inf or self.clip is not None or self.loss_scale is not None or scales
+
 
 def _step(request: _Request, loss: Any) -> StepResult:
     optimizer = request.optimizer
     gradients, measured = _measure(request, counts=True)
-    rewrites = request.limit != math.inf or request.loss_scale is not None
-    rewrites = rewrites or (request.guard is not None and request.guard.scales)
-    clip = request.clip if gradients else None
+    rewrites, clip = request.rewrites, request.clip if gradients else None
     if isinstance(clip, NormClip):
         measured.limit_(clip)
-        rewrites = True
     elif isinstance(clip, TensorClip):
         # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        measured.limit_tensors_(clip, parameters, gradients)
+        measured.limit_tensors_(clip, _having_gradients(optimizer), gradients)
         rewrites = False
     stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
     if not stepped:
         # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     return _result(request, measured, returned if loss is None else loss)
+
+
+def _having_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
@@ -309,8 +315,9 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
             _count(request, measured)
         return [], measured
     labels = labels_of(source, found)
-    if isinstance(request.clip, TensorClip):
+    if isinstance(request.clip, TensorClip) and found.tensors:
         refuse_distributed(found.tensors, labels.of)
+        request.clip.check(_having_gradients(request.optimizer), found.tensors, labels.of)
     before = None  # found_inf of `unscale_`, per device: above 0 if something was not finite
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
@@ -322,7 +329,11 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     home = found.tensors[0].device if found.tensors else torch.device("cpu")
     counters = counters_on(request.optimizer, home).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
-    measured = Measured.of(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups)
+    writes = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
+    measured = Measured.of(
+        *(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups),
+        writes=writes or isinstance(request.clip, TensorClip),
+    )
     if before is not None:
         for tensor in before:
             measured.verdict[0].add_(to_device(tensor, measured.verdict.device))

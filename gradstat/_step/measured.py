@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,12 +55,22 @@ class Measured(NamedTuple):
         parameters: list[Tensor],
         backend: str | None,
         extra_groups: ExtraGroups | None,
+        *,
+        writes: bool = False,
     ) -> Measured:
-        """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike."""
+        """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike.
+
+        With ``writes``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
+        """
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=to_device(step.loss_scale, home))
-        rows = measure(gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups)
+            if writes:
+                refuse_half(gradients, labels.of)
+        prepare = functools.partial(check_writable, gradients, labels.of) if writes else None
+        rows = measure(
+            gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups, prepare=prepare
+        )
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
         return cls(rows, labels, *rows.decision, step.loss_scale is not None, backend, streams)
@@ -91,8 +102,6 @@ class Measured(NamedTuple):
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
         name_of = self.labels.of
-        if self.is_scaled:
-            refuse_half(gradients, name_of)
         kernels = resolve_for(self.backend, gradients[0].device.type, name_of, 0)
         inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
         skip = None if self.before_guard is None else self.verdict[0]
@@ -140,10 +149,7 @@ class Measured(NamedTuple):
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the measured gradients in place, unless the coefficient is 1."""
-        name_of = self.labels.of
-        if self.is_scaled:
-            refuse_half(gradients, name_of)
-        scale_gradients_(gradients, self.numbers, name_of, self.backend)
+        scale_gradients_(gradients, self.numbers, self.labels.of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
     @property

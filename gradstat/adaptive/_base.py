@@ -222,6 +222,13 @@ class TensorClip(AdaptiveClip):
     """A clip that decides one coefficient for each tensor, or for each unit."""
 
     @abstractmethod
+    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
+        """Raises, before anything is changed, if `scale_` cannot clip these gradients: another list, or another kind.
+
+        Arguments are as for `scale_`, which does not check this again.
+        """
+
+    @abstractmethod
     def scale_(
         self,
         parameters: list[Tensor],
@@ -275,6 +282,7 @@ class TensorClip(AdaptiveClip):
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)
+        self.check(parameters, gradients, name_of)
         kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
         return self.scale_(
             parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), kernels, None, name_of

@@ -103,6 +103,16 @@ class AdaGC(TensorClip):
         means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
+    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
+        count = 0 if self._memory is None else len(self._memory) - _history.size(self._window, (0, 0.0))
+        known = tuple(map(id, parameters))
+        if count not in (0, len(known)) or self._known not in (None, known):
+            raise ValueError(
+                f"AdaGC keeps a mean for each of {count} parameters, by position, and this is a different list, of "
+                f"{len(known)}. The parameters with a gradient must be the same on every step: use "
+                "zero_grad(set_to_none=False), or make a new clip for a new list"
+            )
+
     @torch.no_grad()
     def scale_(
         self,
@@ -114,18 +124,9 @@ class AdaGC(TensorClip):
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
-        table = rows()
-        count = 0 if self._memory is None else len(self._memory) - _history.size(self._window, (0, 0.0))
-        known = tuple(map(id, parameters))
-        if count not in (0, len(known)) or self._known not in (None, known):
-            raise ValueError(
-                f"AdaGC keeps a mean for each of {count} parameters, by position, and this is a different list, of "
-                f"{len(known)}. The parameters with a gradient must be the same on every step: use "
-                "zero_grad(set_to_none=False), or make a new clip for a new list"
-            )
-        decided = self._decide(kernels, table, factor=inverse_scale, skip=skip)
+        decided = self._decide(kernels, rows(), factor=inverse_scale, skip=skip)
         _scale_each_(gradients, decided[:-1], kernels, name_of)
-        self._known = known
+        self._known = tuple(map(id, parameters))
         return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,6 +171,11 @@ class AGC(TensorClip):
         assert step.weights is not None
         return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
 
+    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
+        for i, gradient in enumerate(gradients):
+            if gradient.is_sparse:
+                raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
+
     @torch.no_grad()
     def scale_(
         self,
@@ -181,9 +187,6 @@ class AGC(TensorClip):
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
-        for i, gradient in enumerate(gradients):
-            if gradient.is_sparse:
-                raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
         targets = check_writable(gradients, name_of)
         weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device

@@ -490,6 +490,34 @@ def test_adaptive_clips_step_as_they_clip_alone(kind: str, rule: str, scaling: s
     assert summary.clipped
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_what_a_clip_refuses_is_no_step(guarded: bool) -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    adagc = gradstat.AdaGC()
+    weight.grad = torch.ones(3, 4)
+    adagc.clip_([weight])
+    expanded, sparse = torch.ones(3, 1).expand(3, 4), torch.ones(3, 4).to_sparse()
+    for clip, error, message, gradient in (
+        (gradstat.AGC(), NotImplementedError, "'group0.0' is sparse", sparse),
+        (gradstat.AGC(), RuntimeError, "expanded", expanded),
+        (gradstat.AdaGC(), RuntimeError, "expanded", expanded),
+        (adagc, ValueError, "a different list, of 1", torch.ones(3, 4)),
+        (gradstat.ZClip(), RuntimeError, "expanded", expanded),
+        (1.0, RuntimeError, "expanded", expanded),
+    ):
+        parameter, guard = nn.Parameter(torch.ones(3, 4)), gradstat.SpikeGuard() if guarded else None
+        optimizer = torch.optim.SGD([parameter])
+        parameter.grad = torch.ones(3, 4)
+        gradstat.guarded_step(optimizer, guard=guard)
+        parameter.grad = gradient
+        before = None if isinstance(clip, float) else str(clip.state_dict())
+        with pytest.raises(error, match=message):
+            gradstat.guarded_step(optimizer, clip, guard=guard)
+        assert gradstat.step_counters(optimizer).read().steps == 1
+        assert guard is None or guard.read().steps == 1
+        assert before is None or str(clip.state_dict()) == before
+
+
 # With a loss scaler -----------------------------------------------------------------------------------------
 
 
