@@ -101,11 +101,9 @@ class Measured(NamedTuple):
 
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
-        name_of = self.labels.of
-        kernels = resolve_for(self.backend, gradients[0].device.type, name_of, 0)
         inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
         skip = None if self.before_guard is None else self.verdict[0]
-        clip.scale_(parameters, gradients, self.rows.table, kernels, inverse_scale, name_of, skip)
+        clip.scale_(parameters, gradients, self.rows.table, self.backend, inverse_scale, self.labels.of, skip)
         torch.autograd.graph.increment_version(gradients)
 
     def step_optimizer(
@@ -212,8 +210,7 @@ class Unscaled(NamedTuple):
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
-                kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
-                max_norm.scale_(parameters, gradients, self.rows.table, kernels, None, name_of)
+                max_norm.scale_(parameters, gradients, self.rows.table, None, None, name_of)
             else:
                 if isinstance(max_norm, NormClip):
                     coefficient = max_norm.coefficient(total)

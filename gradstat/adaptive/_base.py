@@ -234,7 +234,7 @@ class TensorClip(AdaptiveClip):
         parameters: list[Tensor],
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
-        kernels: Kernels,
+        backend: str | None,
         inverse_scale: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
@@ -242,8 +242,8 @@ class TensorClip(AdaptiveClip):
         """Decides the coefficients of a step, scales ``gradients`` in place, and updates the state. No host sync.
 
         No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
-        on the first one's device. ``kernels`` are for their device type. ``name_of`` names the i-th gradient in errors,
-        which are as in `AdaptiveClip.clip_`. ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that
+        on the first one's device. ``name_of`` names the i-th gradient in errors, which are as in `AdaptiveClip.clip_`.
+        ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that
         they still carry; they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped
         and the state does not change. Returns the norm before, without the loss scale: 0-d float64.
         """
@@ -283,9 +283,8 @@ class TensorClip(AdaptiveClip):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)
         self.check(parameters, gradients, name_of)
-        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
         return self.scale_(
-            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), kernels, None, name_of
+            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), backend, None, name_of
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstat._core.backends import Kernels
+from gradstat._core.measure import direct_for, resolve_for
 from gradstat._core.tensors import (
     NameOf,
     by_device,
@@ -119,13 +120,14 @@ class AdaGC(TensorClip):
         parameters: list[Tensor],
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
-        kernels: Kernels,
+        backend: str | None,
         inverse_scale: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
+        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
         decided = self._decide(kernels, rows(), factor=inverse_scale, skip=skip)
-        _scale_each_(gradients, decided[:-1], kernels, name_of)
+        _scale_each_(gradients, decided[:-1], backend, name_of)
         self._known = tuple(map(id, parameters))
         return decided[-1]
 
@@ -182,7 +184,7 @@ class AGC(TensorClip):
         parameters: list[Tensor],
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
-        kernels: Kernels,
+        backend: str | None,
         inverse_scale: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
@@ -191,12 +193,13 @@ class AGC(TensorClip):
         weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device
         groups = by_device(targets)
-        units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]
-        of_weights = [kernels.unit_stats([weights[i] for i in at]) for at in groups.values()]
-        decided = self._decide(kernels, _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
+        kernels = _kernels_for(groups, backend, name_of)
+        units = [kernels[device].unit_stats([targets[i] for i in at]) for device, at in groups.items()]
+        of_weights = [kernels[device].unit_stats([weights[i] for i in at]) for device, at in groups.items()]
+        decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
         coefficients = decided[:-1].split([len(table) for table in units])
         for (device, at), own in zip(groups.items(), coefficients, strict=True):
-            kernels.scale_units_([targets[i] for i in at], to_device(own, device))
+            kernels[device].scale_units_([targets[i] for i in at], to_device(own, device))
         return decided[-1]
 
 
@@ -204,15 +207,23 @@ def _concat(tables: list[Tensor], device: torch.device) -> Tensor:
     return tables[0] if len(tables) == 1 else torch.cat([to_device(table, device) for table in tables])
 
 
-def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, name_of: NameOf) -> None:
+def _kernels_for(
+    groups: dict[torch.device, list[int]], backend: str | None, name_of: NameOf
+) -> dict[torch.device, Kernels]:
+    return {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
+
+
+def _scale_each_(gradients: list[Tensor], coefficients: Tensor, backend: str | None, name_of: NameOf) -> None:
     """Multiplies each gradient by its coefficient, on any devices."""
-    if kernels.direct is not None and kernels.direct.scale_each_(gradients, coefficients):
+    direct = direct_for(gradients[0], name_of, backend)
+    if direct is not None and direct.scale_each_(gradients, coefficients):
         return
     targets = check_writable(gradients, name_of)
     groups = by_device(targets)
+    kernels = _kernels_for(groups, backend, name_of)
     for device, at in groups.items():
         own = coefficients
         if len(groups) > 1:
             own = to_device(coefficients[to_device(torch.tensor(at, device="cpu"), coefficients.device)], device)
         with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
-            kernels.scale_each_(dense, own)
+            kernels[device].scale_each_(dense, own)

@@ -285,7 +285,6 @@ def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, de
 def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: str) -> None:
     scaled, plain = make(), make()
     parameters = parameters_on(device)
-    kernels = backends.resolve(None, device)
     scale = 1024.0
     for step in range(6):
         give_gradients(parameters, 1.0 if step == 4 else 0.1)
@@ -297,10 +296,42 @@ def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: st
         gradients = [gradient * scale for gradient in start]
         table = gradstat.stats(gradients)
         inverse = torch.tensor(1 / scale, device=device)
-        scaled.scale_(list(parameters), gradients, lambda table=table: table, kernels, inverse, str)
+        scaled.scale_(list(parameters), gradients, lambda table=table: table, None, inverse, str)
         for gradient, wanted in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0)
     assert str(scaled.summary()) == str(plain.summary())
+
+
+@pytest.mark.parametrize("make", CLIPS[3:], ids=CLIP_IDS[3:])
+def test_each_device_has_its_own_kernels(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two gradients is taken for one on a GPU; what cannot be resolved is told before a write."""
+    parameters = parameters_on("cpu", shapes=[(4, 3), (5, 2)])
+    give_gradients(parameters, 100.0)
+    first, before = gradient_of(parameters[0]), gradient_of(parameters[0]).clone()
+    known, used = {"cpu": backends.resolve("reference", "cpu")}, []
+
+    def resolve(_: object, device_type: str) -> backends.Kernels:
+        used.append(device_type)
+        if device_type not in known:
+            raise backends.BackendUnavailableError("no kernels")
+        return known[device_type]
+
+    monkeypatch.setattr(backends, "resolve", resolve)
+    groups = {torch.device("cpu"): [0], torch.device("cuda"): [1]}
+    monkeypatch.setattr(gradstat.adaptive.tensor_clips, "by_device", lambda _: groups)
+    monkeypatch.setattr(gradstat.adaptive.tensor_clips, "to_device", lambda tensor, _: tensor)
+    with pytest.raises(backends.BackendUnavailableError, match=r"no kernels \('the gradient of parameters\[1\]'"):
+        make().clip_(parameters)
+    assert torch.equal(first, before)
+    known["cuda"] = copy.copy(known["cpu"])
+    written = []
+    for kernels in known.values():
+        for name in ("scale_each_", "scale_units_"):
+            monkeypatch.setattr(kernels, name, lambda tensors, _, kernels=kernels: written.append((kernels, *tensors)))
+    make().clip_(parameters)
+    assert [(kernels, id(tensor)) for kernels, tensor in written] == [
+        (known[device.type], id(gradient_of(parameters[i]))) for device, (i,) in groups.items()
+    ]
 
 
 # Lists of parameters ------------------------------------------------------------------------------------------
