@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
-from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture
+from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
 from gradstat._core.tensors import is_distributed, to_device
 from gradstat.adaptive._base import number, whole_number
 
@@ -127,7 +127,7 @@ class SpikeGuard:
         self._group = process_group
         self._memory: Tensor | None = None
         self._streams: Streams = ()
-        self._mirror = Mirror(self._totals)
+        self._mirror = Mirror()
 
     @classmethod
     def sigma(
@@ -165,7 +165,7 @@ class SpikeGuard:
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
         with on_streams(self._streams):
-            numbers = [int(number) for number in self._mirror.read(wait)]
+            numbers = [int(number) for number in self._mirror.read(self._totals(), wait)]
         steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reason = numbers[:_RECORDED]
         return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reasons_of(reason))
 
@@ -181,13 +181,20 @@ class SpikeGuard:
         An existing state is overwritten in place, so that captured graphs see it. No host sync, unless values have to
         move from a GPU to the CPU.
         """
+        if state["rule"] != self._rule:
+            raise ValueError(f"this is the state of {state['rule']}, which {self!r} cannot load")
         values = state["tensors"]["values"]
-        if state["rule"] != self._rule or values.shape[1] != self._window:
+        if values.shape[1] != self._window:
             raise ValueError(
-                f"this is the state of {state['rule']} with window={values.shape[1]}, which {self!r} cannot load"
+                f"this state keeps the last {values.shape[1]} values, this guard {self._window}; make the guard with "
+                f"window={values.shape[1]}"
             )
         memory = torch.cat([state["tensors"]["totals"], values.reshape(-1)])
         self._memory = memory if self._memory is None else self._memory.copy_(memory)
+        self._streams, self._mirror = streams_of([self._memory]), Mirror()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream
 
     def _decide(
         self,
@@ -332,7 +339,7 @@ def _judge(
     scaled = refused & (why[0] | why[1]) if scale else no
     coefficient = torch.where(scaled, scale, 1.0).to(torch.float64)
     skip = ~finite | (refused & ~scaled)
-    bits = torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64, device="cpu").to(memory.device)
+    bits = to_device(torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64, device="cpu"), memory.device)
     reason = (why * bits).sum() + (~finite).to(torch.float64)
     totals[0] += 1
     totals[_REFUSED] += refused
