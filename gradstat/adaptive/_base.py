@@ -19,7 +19,7 @@ from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
-from gradstat._core.tensors import NameOf, check_writable, refuse_distributed
+from gradstat._core.tensors import NameOf, check_writable, refuse_distributed, to_device
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import State
 from gradstat.adaptive.summary import ClipSummary, summarize
@@ -265,7 +265,7 @@ class TensorClip(AdaptiveClip):
                     "new clip for a new list"
                 )
             if len(own):
-                rows[:, -1] = own.to(device)
+                rows[:, -1] = to_device(own, device)
         return rows
 
     def _collect_(self, rows: Tensor, norm: Tensor) -> None:
