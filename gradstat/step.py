@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
+from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale as _scaling
@@ -254,8 +255,8 @@ def _having_gradients(optimizer: Optimizer) -> list[Tensor]:
 def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
     if request.scaler is not None:
         _scaling.record_step(request.scaler, request.optimizer, measured.found_inf)
-    counters = counters_on(request.optimizer, measured.verdict.device)
-    counters.streams = measured.streams
+    counters = counters_on(request.optimizer, measured.home)
+    counters.streams = measured.streams or streams_of([counters.tensor])
     return StepResult(measured, counters, request.skips, loss)
 
 
@@ -324,10 +325,9 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     elif request.scaler is not None:
         before = _scaling.found_by(request.scaler, request.optimizer)
         _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
-    # The kernel counts the step itself if it alone decides.
-    counts_itself = counts and request.skips and before is None and request.guard is None
-    home = found.tensors[0].device if found.tensors else torch.device("cpu")
-    counters = counters_on(request.optimizer, home).tensor if counts_itself else None
+    # The kernel counts the step itself if it alone decides. Without gradients, only the result's device is known.
+    counts_itself = counts and request.skips and before is None and request.guard is None and bool(found.tensors)
+    counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
     writes = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
     measured = Measured.of(
@@ -348,6 +348,6 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
 
 
 def _count(request: _Request, measured: Measured) -> None:
-    counters = counters_on(request.optimizer, measured.verdict.device)
+    counters = counters_on(request.optimizer, measured.home)
     skipped = measured.verdict[0] if request.skips else torch.zeros((), device=measured.verdict.device)
     norms.count_step(counters.tensor, skipped)

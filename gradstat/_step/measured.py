@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,11 @@ class Measured(NamedTuple):
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
         return cls(rows, labels, *rows.decision, step.loss_scale is not None, backend, streams)
+
+    @property
+    def home(self) -> torch.device | None:
+        """The device of the decision; None if no rank has gradients."""
+        return None if not self.rows.tables and self.rows.total is None else self.verdict.device
 
     @property
     def found_inf(self) -> Tensor:
@@ -205,7 +211,10 @@ class Unscaled(NamedTuple):
         return {table.device: norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
-        """Clips the gradients, unless one is not finite. Returns their norm before, 0-d, in their promoted dtype."""
+        """Clips the gradients, unless one is not finite: `AdaGC` and `AGC` then clip what is.
+
+        Returns their norm before, 0-d, in their promoted dtype.
+        """
         name_of = self.labels.of
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
@@ -227,7 +236,7 @@ class Unscaled(NamedTuple):
         labels = self.labels
 
         def make(rows: HostRows, inverse_scale: Any) -> Report:
-            scale = 1.0 / float(inverse_scale)
+            scale = 1.0 / float(inverse_scale) if inverse_scale else math.inf
             return Report(
                 labels.present, rows.table(), rows.infos, labels.missing, loss_scale=scale, total=rows.total()
             )

@@ -235,6 +235,15 @@ def test_checkpoints_go_both_ways_and_the_scaler_pickles() -> None:
     assert copy.deepcopy(mine).get_scale() == 256.0
 
 
+def test_an_infinite_scale_is_reported() -> None:
+    model, mine = network(), GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    backward(model, mine, torch.randn(4, 6), None)
+    mine._scale.fill_(math.inf)  # type: ignore[union-attr]
+    mine.unscale_(optimizer)
+    assert mine.report(optimizer).result().loss_scale == math.inf
+
+
 def test_a_disabled_scaler_is_transparent() -> None:
     model, scaler = network(), GradScaler("cpu", enabled=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

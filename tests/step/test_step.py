@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradstat
+from gradstat import counters
 from gradstat._core import native, norms
 from gradstat._core.measure import direct_for
 from gradstat._step import measured, optimizers
@@ -437,6 +438,17 @@ def test_without_gradients_nothing_happens() -> None:
     assert len(result.report.result()) == 0
     empty = torch.optim.SGD([{"params": []}])
     assert gradstat.guarded_step(empty, 1.0).total_norm == 0
+
+
+def test_a_step_without_gradients_leaves_the_counters_where_they_are() -> None:
+    """On torch's "meta" device, as after steps on a GPU; also if a result or a captured graph holds them."""
+    optimizer = torch.optim.SGD(network().parameters())
+    made = counters._counters[optimizer] = counters.StepCounters(torch.device("meta"))
+    for options in ({}, {"skip_nonfinite": False}, {"guard": gradstat.SpikeGuard()}):
+        assert gradstat.guarded_step(optimizer, 1.0, **options).counters is made  # type: ignore[arg-type]
+    lbfgs = torch.optim.LBFGS(network().parameters())
+    made = counters._counters[lbfgs] = counters.StepCounters(torch.device("meta"))
+    assert gradstat.guarded_step(lbfgs, closure=lambda: torch.zeros(())).counters is made
 
 
 # With an adaptive clip --------------------------------------------------------------------------------------
