@@ -112,7 +112,7 @@ class GradScaler(TorchGradScaler):
             The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
 
         Raises:
-            ValueError: ``max_norm`` is NaN, or an `gradstat.AdaGC` that was used for another list of parameters.
+            ValueError: ``max_norm`` is NaN, or a `gradstat.AdaGC` that was used for another list of parameters.
             NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`;
                 or it is sparse, and the clip is `gradstat.AGC`.
             Further errors as ``unscale_``. Nothing has been changed in these cases.

@@ -115,15 +115,16 @@ class SpikeGuard:
         for name, limit in limits.items():
             if math.isnan(float(limit)):
                 raise ValueError(f"{name} is NaN; expected a number")
-        self._numbers = (
+        self._rule_options = (
             number("threshold", threshold, 0.0),
             float(max(2, self._window // 2) if warmup is None else whole_number("warmup", warmup, 2)),
             math.inf if max_consecutive is None else float(whole_number("max_consecutive", max_consecutive, 0)),
             0.0 if scale is None else float(scale),
             *map(float, limits.values()),
         )
-        self._options: dict[str, object] = {"threshold": threshold, "window": window, "warmup": int(self._numbers[1])}
-        self._options |= {"max_consecutive": max_consecutive, "scale": scale, **limits}
+        self._options: dict[str, object] = {"threshold": threshold, "window": window}
+        self._options |= {"warmup": int(self._rule_options[1]), "max_consecutive": max_consecutive}
+        self._options |= {"scale": scale, **limits}
         self._group = process_group
         self._memory: Tensor | None = None
         self._streams: Streams = ()
@@ -157,7 +158,7 @@ class SpikeGuard:
     @property
     def scales(self) -> bool:
         """Whether a refused step is scaled down rather than skipped."""
-        return self._numbers[3] != 0
+        return self._rule_options[3] != 0
 
     def read(self, wait: bool = False) -> GuardCounts:
         """The newest decisions that have arrived on the host.
@@ -199,7 +200,7 @@ class SpikeGuard:
     def _decide(
         self,
         kernels: Kernels,
-        numbers: Tensor,
+        coefficient_and_norm: Tensor,
         verdict: Tensor,
         loss: Tensor | None,
         update: Tensor | None,
@@ -208,7 +209,7 @@ class SpikeGuard:
     ) -> Tensor:
         """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
 
-        ``numbers`` and ``verdict`` are from the step's decision; the coefficient in ``numbers`` is multiplied by
+        ``coefficient_and_norm`` and ``verdict`` are from the step's decision; the coefficient is multiplied by
         ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
         """
         device = verdict.device
@@ -218,10 +219,13 @@ class SpikeGuard:
         self._streams = streams
         loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         update = None if update is None else _on(update.detach(), device)
-        options = (float(self._by_sigmas), *self._numbers)
+        options = (float(self._by_sigmas), *self._rule_options)
         if kernels.guard_ is not None:
-            return kernels.guard_(options, self._memory, self._window, numbers, verdict, loss, update, counters)
-        return _judge(options, self._memory, self._window, numbers, verdict, [loss, numbers[1], update], counters)
+            return kernels.guard_(
+                options, self._memory, self._window, coefficient_and_norm, verdict, loss, update, counters
+            )
+        values = [loss, coefficient_and_norm[1], update]
+        return _judge(options, self._memory, self._window, coefficient_and_norm, verdict, values, counters)
 
     @property
     def reason(self) -> Tensor | None:
@@ -290,7 +294,7 @@ def _judge(
     options: Sequence[float],
     memory: Tensor,
     window: int,
-    numbers: Tensor,
+    coefficient_and_norm: Tensor,
     verdict: Tensor,
     values: Sequence[Tensor | None],
     counters: Tensor | None,
@@ -299,7 +303,7 @@ def _judge(
     by_sigmas, threshold, warmup, most_in_a_row, scale, *limits = options
     totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
     recorded = totals[_RECORDED:]
-    finite, no = verdict[0] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
+    finite, no = verdict[norms.SKIP] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
     above, outstanding = [no] * len(SERIES), [no] * len(SERIES)
     for i, value in enumerate(values):
         if value is None:
@@ -347,7 +351,7 @@ def _judge(
     totals[_NONFINITE] += ~finite
     totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
     totals[_REASON] = reason
-    numbers[0] *= coefficient
+    coefficient_and_norm[0] *= coefficient
     if counters is not None:
         norms.count_step(counters, skip)
-    return torch.stack([skip, verdict[1] / coefficient, verdict[2], reason]).to(torch.float32)
+    return torch.stack([skip, verdict[norms.DIVISOR] / coefficient, verdict[norms.SCALE], reason]).to(torch.float32)

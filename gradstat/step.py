@@ -53,14 +53,16 @@ class StepResult:
     @property
     def skipped(self) -> Tensor:
         """Whether the step was skipped, 0-d bool on the device."""
-        found_inf = self._measured.verdict[0] != 0
+        found_inf = self._measured.verdict[norms.SKIP] != 0
         return found_inf if self._skips else torch.zeros_like(found_inf)
 
     @property
     def refused(self) -> Tensor:
         """Whether a guard refused the step as an outlier, by skipping or scaling it down: 0-d bool on the device."""
         verdict = self._measured.verdict
-        return verdict[3] > 1 if len(verdict) > 3 else torch.zeros_like(verdict[0], dtype=torch.bool)
+        if len(verdict) > norms.REASON:
+            return verdict[norms.REASON] > 1
+        return torch.zeros_like(verdict[norms.SKIP], dtype=torch.bool)
 
     @property
     def report(self) -> PendingReport:
@@ -132,7 +134,8 @@ def guarded_step(
             was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp`'s scaler or
             another guarded step); a closure is combined with a scaler; during CUDA graph capture, it is this
             optimizer's first guarded step, or skipping would need the host.
-        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`.
+        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`, or a sparse one,
+            and it is `AGC`.
     """
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
@@ -336,8 +339,8 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     )
     if before is not None:
         for tensor in before:
-            measured.verdict[0].add_(to_device(tensor, measured.verdict.device))
-        measured.verdict[0].clamp_(max=1.0)
+            measured.verdict[norms.SKIP].add_(to_device(tensor, measured.verdict.device))
+        measured.verdict[norms.SKIP].clamp_(max=1.0)
     if counts and request.guard is not None:
         counters = counters_on(request.optimizer, measured.verdict.device).tensor
         remember_guard(request.optimizer, request.guard)
@@ -349,5 +352,5 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
 
 def _count(request: _Request, measured: Measured) -> None:
     counters = counters_on(request.optimizer, measured.home)
-    skipped = measured.verdict[0] if request.skips else torch.zeros((), device=measured.verdict.device)
+    skipped = measured.verdict[norms.SKIP] if request.skips else torch.zeros((), device=measured.verdict.device)
     norms.count_step(counters.tensor, skipped)

@@ -21,7 +21,7 @@ from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
 from gradstat._core.tensors import NameOf, check_writable, refuse_distributed, to_device
 from gradstat.adaptive import _history
-from gradstat.adaptive._history import State
+from gradstat.adaptive._history import RuleState, State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_gradients_
 
@@ -62,7 +62,7 @@ class AdaptiveClip(ABC):
     _if_often: str
     _if_never: str
     _rule: int  # value of ClipRule in csrc/decide.h
-    _numbers: tuple[float, ...]  # the options of that rule
+    _rule_options: tuple[float, ...]  # as csrc/decide.h reads them
     _rule_names: tuple[str, ...] = ()  # names in `_rule_state_views`, in the order of the state tensor
 
     def __init__(self, window: int, **options: object) -> None:
@@ -104,9 +104,9 @@ class AdaptiveClip(ABC):
         Updates the tensors of `_rule_state_views` in place. csrc/decide.h implements the same rule.
         """
 
-    def _rule_state(self, count: int) -> tuple[int, float]:
-        """How many numbers the rule itself keeps for ``count`` tensors, and their initial value."""
-        return 0, 0.0
+    def _rule_state(self, count: int) -> RuleState:
+        """The numbers that the rule itself keeps for ``count`` tensors."""
+        return RuleState()
 
     def _rule_state_views(self, own: Tensor) -> State:
         """Views of the rule's own numbers, by name."""
@@ -154,6 +154,14 @@ class AdaptiveClip(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._options.items())})"
 
+    def _memory_for(self, count: int, device: torch.device) -> Tensor:
+        """The state tensor on ``device`` for ``count`` tensors: as it is, continued or new."""
+        memory, own = self._memory, self._rule_state(count)
+        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
+            refuse_capture(device, f"the state of {type(self).__name__}")
+            self._memory = memory = _history.extended(memory, self._window, own, device)
+        return memory
+
     def _decide(
         self,
         kernels: Kernels,
@@ -168,14 +176,10 @@ class AdaptiveClip(ABC):
         their weights. Norms and coefficients are multiplied by ``factor``, 0-d float32. If ``skip``, 0-d float32, is
         not zero, the coefficients are 1 and the state does not change, except to count a norm that is not finite.
         """
-        memory, device = self._memory, measured.device
-        own = self._rule_state(len(measured) if measured.dim() else 0)
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
-            refuse_capture(device, f"the state of {type(self).__name__}")
-            self._memory = memory = _history.extended(memory, self._window, own, device)
+        memory = self._memory_for(len(measured) if measured.dim() else 0, measured.device)
         if kernels.decide_clip_ is not None:
             return kernels.decide_clip_(
-                self._rule, self._numbers, memory, self._window, measured, weights, factor, skip
+                self._rule, self._rule_options, memory, self._window, measured, weights, factor, skip
             )
         state, scale = self._state, 1.0 if factor is None else factor.to(torch.float64)
         norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
@@ -212,7 +216,7 @@ class NormClip(AdaptiveClip):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         measured = _measured(gradients, name_of, backend, norms.StepRequest(math.inf, None, None))
         assert measured.decision is not None
-        norm = measured.decision.numbers[1]
+        norm = measured.decision.coefficient_and_norm[1]
         kernels = resolve_for(backend, norm.device.type, name_of, 0)
         scale_gradients_(gradients, self._decide(kernels, norm), name_of, backend)
         return norm
@@ -257,7 +261,7 @@ class TensorClip(AdaptiveClip):
     def _initial_states(self, count: int, device: torch.device) -> Tensor:
         """The initial states, a row each, of ``_for_one_tensor`` clips for each of ``count`` tensors."""
         rows = _history.extended(None, 1, self._rule_state(1), device).repeat(count, 1)
-        if self._memory is not None and self._rule_state(1)[0]:
+        if self._memory is not None and self._rule_state(1).length:
             own = _history.views(self._memory, self._window)[1]
             if len(own) not in (0, count):
                 raise ValueError(
@@ -270,15 +274,11 @@ class TensorClip(AdaptiveClip):
 
     def _collect_(self, rows: Tensor, norm: Tensor) -> None:
         """Records a step of ``_for_one_tensor`` clips, with states ``rows``; ``norm`` is the total, 0-d float64."""
-        own = self._rule_state(len(rows))
-        memory, device = self._memory, rows.device
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
-            self._memory = memory = _history.extended(memory, self._window, own, device)
-        state, own_numbers = _history.views(memory, self._window)
+        state, own = _history.views(self._memory_for(len(rows), rows.device), self._window)
         _history.add_norm_(state, norm, norm.isfinite())
         _history.add_totals_(state, rows)
-        if own[0]:
-            own_numbers.copy_(rows[:, -1])
+        if len(own):
+            own.copy_(rows[:, -1])
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)

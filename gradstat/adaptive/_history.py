@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +19,27 @@ RECORDED, NONFINITE, DECIDED, CLIPPED, COEFFICIENT_SUM = range(5)
 _TOTALS = 5
 
 
-def size(window: int, own: tuple[int, float]) -> int:
+class RuleState(NamedTuple):
+    """The numbers that a rule itself keeps."""
+
+    length: int = 0
+    initial: float = 0.0
+
+
+def size(window: int, own: RuleState) -> int:
     """The length of the state tensor."""
-    return _TOTALS + 1 + window + own[0]
+    return _TOTALS + 1 + window + own.length
 
 
-def extended(memory: Tensor | None, window: int, own: tuple[int, float], device: torch.device) -> Tensor:
+def extended(memory: Tensor | None, window: int, own: RuleState, device: torch.device) -> Tensor:
     """``memory`` on ``device``, or an initial state, with the layout of csrc/decide.h.
 
-    The history is followed by ``own[0]`` numbers of the rule itself, with initial value ``own[1]``.
+    The history is followed by the numbers of the rule itself.
     """
     if memory is None:
         start = [*[0.0] * _TOTALS, 1.0, *[math.nan] * window]
         memory = torch.tensor(start, dtype=torch.float64, device="cpu")
-    missing = memory.new_full((size(window, own) - len(memory),), own[1])
+    missing = memory.new_full((size(window, own) - len(memory),), own.initial)
     return to_device(torch.cat([memory, missing]), device)
 
 

@@ -22,7 +22,7 @@ from gradstat._core.tensors import (
 )
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
-from gradstat.adaptive._history import State
+from gradstat.adaptive._history import RuleState, State
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +74,7 @@ class AdaGC(TensorClip):
         self._warmup = whole_number("warmup", warmup, 0)
         self._absolute = number("absolute", absolute, 0.0)
         self._known: tuple[int, ...] | None = None
-        self._numbers = (self._relative, self._beta, float(self._warmup), self._absolute)
+        self._rule_options = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
     def _for_one_tensor(self) -> Self:
@@ -85,8 +85,8 @@ class AdaGC(TensorClip):
             )
         return super()._for_one_tensor()
 
-    def _rule_state(self, count: int) -> tuple[int, float]:
-        return count, math.inf
+    def _rule_state(self, count: int) -> RuleState:
+        return RuleState(count, math.inf)
 
     def _rule_state_views(self, own: Tensor) -> State:
         return {"means": own} if len(own) else {}
@@ -105,7 +105,7 @@ class AdaGC(TensorClip):
         return decided, counts
 
     def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
-        count = 0 if self._memory is None else len(self._memory) - _history.size(self._window, (0, 0.0))
+        count = 0 if self._memory is None else len(_history.views(self._memory, self._window)[1])
         known = tuple(map(id, parameters))
         if count not in (0, len(known)) or self._known not in (None, known):
             raise ValueError(
@@ -166,7 +166,7 @@ class AGC(TensorClip):
     def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
         self._clipping = number("clipping", clipping, 0.0)
         self._eps = number("eps", eps, 0.0)
-        self._numbers = (self._clipping, self._eps)
+        self._rule_options = (self._clipping, self._eps)
         super().__init__(window, clipping=clipping, eps=eps)
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
