@@ -38,7 +38,7 @@ class GuardCounts:
         refused: Steps refused, that is skipped or scaled down.
         by_loss, by_norm, by_update: Steps refused because of each value; a step may count in several.
         nonfinite: Steps skipped because a gradient, the loss or the update was NaN or Inf. Not included in ``refused``.
-        in_a_row: Steps refused since the last step that was taken, not counting non-finite ones.
+        consecutive_refused: Steps refused since the last step that was taken, not counting non-finite ones.
         reasons: Why the last step was not taken unchanged: some of ``"nonfinite"``, ``"loss"``, ``"norm"`` and
             ``"update"``; empty if it was taken.
     """
@@ -49,7 +49,7 @@ class GuardCounts:
     by_norm: int
     by_update: int
     nonfinite: int
-    in_a_row: int
+    consecutive_refused: int
     reasons: tuple[str, ...]
 
 
@@ -167,8 +167,8 @@ class SpikeGuard:
         """
         with on_streams(self._streams):
             numbers = [int(number) for number in self._mirror.read(self._totals(), wait)]
-        steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reason = numbers[:_RECORDED]
-        return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reasons_of(reason))
+        steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reason = numbers[:_RECORDED]
+        return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reasons_of(reason))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, and ``"tensors"``, by name, on their device. No host sync."""

@@ -122,7 +122,7 @@ def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, see
         assert numbers.tolist() == [0.5, np.float32(values[1])]
         counts = guard.read()
         assert counts.reasons == reasons[-1]
-        assert counts.in_a_row == expected.in_a_row
+        assert counts.consecutive_refused == expected.in_a_row
     flat = [reason for each in reasons for reason in each]
     assert (counts.by_loss, counts.by_norm, counts.by_update) == tuple(map(flat.count, ("loss", "norm", "update")))
     assert counts.nonfinite == flat.count("nonfinite") > 0
