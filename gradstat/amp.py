@@ -104,15 +104,17 @@ class GradScaler(TorchGradScaler):
     def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float | AdaptiveClip) -> Tensor:
         """``unscale_`` followed by `gradstat.clip_grad_norm_`, with the norm from the same pass.
 
-        No host sync. If a gradient is not finite none is clipped, so that `report` and the gradients still show which
-        one; `step` then skips. ``optimizer`` is as for ``unscale_``, ``max_norm`` as for `gradstat.guarded_step`.
+        No host sync. If a gradient is not finite, `step` skips, and none is clipped; `gradstat.AdaGC` and
+        `gradstat.AGC` still clip those tensors and units that are finite. ``optimizer`` is as for ``unscale_``,
+        ``max_norm`` as for `gradstat.guarded_step`.
 
         Returns:
             The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
 
         Raises:
-            ValueError: ``max_norm`` is NaN.
-            NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`.
+            ValueError: ``max_norm`` is NaN, or a `gradstat.AdaGC` that was used for another list of parameters.
+            NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`;
+                or it is sparse, and the clip is `gradstat.AGC`.
             Further errors as ``unscale_``. Nothing has been changed in these cases.
         """
         if not isinstance(max_norm, AdaptiveClip) and math.isnan(float(max_norm)):
@@ -124,9 +126,11 @@ class GradScaler(TorchGradScaler):
             return clip_grad_norm_(source.parameters, float(max_norm))
         found = gradients_of(source.parameters)
         gradients = found.tensors
-        if isinstance(max_norm, TensorClip):
-            refuse_distributed(gradients, labels_of(source, found).of)
         parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
+        if isinstance(max_norm, TensorClip) and gradients:
+            name_of = labels_of(source, found).of
+            refuse_distributed(gradients, name_of)
+            max_norm.check(parameters, gradients, name_of)
         self.unscale_(optimizer)
         unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
         return torch.tensor(0.0, device="cpu") if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
@@ -206,9 +210,9 @@ class GradScaler(TorchGradScaler):
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
         if self._mirror is None:
-            self._mirror = Mirror(self._numbers)
+            self._mirror = Mirror()
         with on_streams(self._counters.streams):
-            scale, steps, skipped, in_a_row = self._mirror.read(wait).tolist()
+            scale, steps, skipped, in_a_row = self._mirror.read(self._scale_and_counts(), wait).tolist()
         verdict = "ok"
         if in_a_row >= self.collapse_after:
             verdict = "collapsing"
@@ -255,7 +259,7 @@ class GradScaler(TorchGradScaler):
         counters.streams = streams_of([counters.tensor])
         self._counters = counters
 
-    def _numbers(self) -> Tensor:
+    def _scale_and_counts(self) -> Tensor:
         assert self._scale is not None
         assert self._counters is not None
         counters = self._counters.tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -40,8 +41,11 @@ class StepCounters:
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(3, dtype=torch.int64, device=device)
         self.steps, self.skipped, self.consecutive_skipped = self.tensor.unbind()
-        self._mirror = Mirror(lambda: self.tensor)
+        self._mirror = Mirror()
         self.streams: Streams = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "streams": ()}  # which cannot be copied; a copy is made on the current stream
 
     @classmethod
     def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
@@ -61,7 +65,7 @@ class StepCounters:
         call, or of one step earlier than the last if this is called on every step.
         """
         with on_streams(self.streams):
-            return StepCounts(*(int(count) for count in self._mirror.read(wait)))
+            return StepCounts(*(int(count) for count in self._mirror.read(self.tensor, wait)))
 
 
 _counters: weakref.WeakKeyDictionary[Optimizer, StepCounters] = weakref.WeakKeyDictionary()
@@ -75,9 +79,14 @@ def step_counters(optimizer: Optimizer) -> StepCounters:
         raise KeyError("this optimizer has not been stepped by gradstat.guarded_step yet") from None
 
 
-def counters_on(optimizer: Optimizer, device: torch.device) -> StepCounters:
-    """The counters of ``optimizer`` on ``device``, continued or new. Errors as `StepCounters.on`."""
+def counters_on(optimizer: Optimizer, device: torch.device | None) -> StepCounters:
+    """The counters of ``optimizer`` on ``device``, continued or new. Errors as `StepCounters.on`.
+
+    None, for a step without gradients, leaves them where they are, and makes new ones on the CPU.
+    """
     before = _counters.get(optimizer)
+    if device is None:
+        device = torch.device("cpu") if before is None else before.tensor.device
     counters = StepCounters.on(device, before, "the counters of guarded_step")
     if counters is not before:
         _counters[optimizer] = counters

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
-from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture
+from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
 from gradstat._core.tensors import is_distributed, to_device
 from gradstat.adaptive._base import number, whole_number
 
@@ -38,7 +38,7 @@ class GuardCounts:
         refused: Steps refused, that is skipped or scaled down.
         by_loss, by_norm, by_update: Steps refused because of each value; a step may count in several.
         nonfinite: Steps skipped because a gradient, the loss or the update was NaN or Inf. Not included in ``refused``.
-        in_a_row: Steps refused since the last step that was taken, not counting non-finite ones.
+        consecutive_refused: Steps refused since the last step that was taken, not counting non-finite ones.
         reasons: Why the last step was not taken unchanged: some of ``"nonfinite"``, ``"loss"``, ``"norm"`` and
             ``"update"``; empty if it was taken.
     """
@@ -49,7 +49,7 @@ class GuardCounts:
     by_norm: int
     by_update: int
     nonfinite: int
-    in_a_row: int
+    consecutive_refused: int
     reasons: tuple[str, ...]
 
 
@@ -115,19 +115,20 @@ class SpikeGuard:
         for name, limit in limits.items():
             if math.isnan(float(limit)):
                 raise ValueError(f"{name} is NaN; expected a number")
-        self._numbers = (
+        self._rule_options = (
             number("threshold", threshold, 0.0),
             float(max(2, self._window // 2) if warmup is None else whole_number("warmup", warmup, 2)),
             math.inf if max_consecutive is None else float(whole_number("max_consecutive", max_consecutive, 0)),
             0.0 if scale is None else float(scale),
             *map(float, limits.values()),
         )
-        self._options: dict[str, object] = {"threshold": threshold, "window": window, "warmup": int(self._numbers[1])}
-        self._options |= {"max_consecutive": max_consecutive, "scale": scale, **limits}
+        self._options: dict[str, object] = {"threshold": threshold, "window": window}
+        self._options |= {"warmup": int(self._rule_options[1]), "max_consecutive": max_consecutive}
+        self._options |= {"scale": scale, **limits}
         self._group = process_group
         self._memory: Tensor | None = None
         self._streams: Streams = ()
-        self._mirror = Mirror(self._totals)
+        self._mirror = Mirror()
 
     @classmethod
     def sigma(
@@ -157,7 +158,7 @@ class SpikeGuard:
     @property
     def scales(self) -> bool:
         """Whether a refused step is scaled down rather than skipped."""
-        return self._numbers[3] != 0
+        return self._rule_options[3] != 0
 
     def read(self, wait: bool = False) -> GuardCounts:
         """The newest decisions that have arrived on the host.
@@ -165,9 +166,9 @@ class SpikeGuard:
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
         with on_streams(self._streams):
-            numbers = [int(number) for number in self._mirror.read(wait)]
-        steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reason = numbers[:_RECORDED]
-        return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, in_a_row, reasons_of(reason))
+            numbers = [int(number) for number in self._mirror.read(self._totals(), wait)]
+        steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reason = numbers[:_RECORDED]
+        return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reasons_of(reason))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, and ``"tensors"``, by name, on their device. No host sync."""
@@ -181,18 +182,25 @@ class SpikeGuard:
         An existing state is overwritten in place, so that captured graphs see it. No host sync, unless values have to
         move from a GPU to the CPU.
         """
+        if state["rule"] != self._rule:
+            raise ValueError(f"this is the state of {state['rule']}, which {self!r} cannot load")
         values = state["tensors"]["values"]
-        if state["rule"] != self._rule or values.shape[1] != self._window:
+        if values.shape[1] != self._window:
             raise ValueError(
-                f"this is the state of {state['rule']} with window={values.shape[1]}, which {self!r} cannot load"
+                f"this state keeps the last {values.shape[1]} values, this guard {self._window}; make the guard with "
+                f"window={values.shape[1]}"
             )
         memory = torch.cat([state["tensors"]["totals"], values.reshape(-1)])
         self._memory = memory if self._memory is None else self._memory.copy_(memory)
+        self._streams, self._mirror = streams_of([self._memory]), Mirror()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream
 
     def _decide(
         self,
         kernels: Kernels,
-        numbers: Tensor,
+        coefficient_and_norm: Tensor,
         verdict: Tensor,
         loss: Tensor | None,
         update: Tensor | None,
@@ -201,7 +209,7 @@ class SpikeGuard:
     ) -> Tensor:
         """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
 
-        ``numbers`` and ``verdict`` are from the step's decision; the coefficient in ``numbers`` is multiplied by
+        ``coefficient_and_norm`` and ``verdict`` are from the step's decision; the coefficient is multiplied by
         ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
         """
         device = verdict.device
@@ -211,10 +219,13 @@ class SpikeGuard:
         self._streams = streams
         loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         update = None if update is None else _on(update.detach(), device)
-        options = (float(self._by_sigmas), *self._numbers)
+        options = (float(self._by_sigmas), *self._rule_options)
         if kernels.guard_ is not None:
-            return kernels.guard_(options, self._memory, self._window, numbers, verdict, loss, update, counters)
-        return _judge(options, self._memory, self._window, numbers, verdict, [loss, numbers[1], update], counters)
+            return kernels.guard_(
+                options, self._memory, self._window, coefficient_and_norm, verdict, loss, update, counters
+            )
+        values = [loss, coefficient_and_norm[1], update]
+        return _judge(options, self._memory, self._window, coefficient_and_norm, verdict, values, counters)
 
     @property
     def reason(self) -> Tensor | None:
@@ -283,7 +294,7 @@ def _judge(
     options: Sequence[float],
     memory: Tensor,
     window: int,
-    numbers: Tensor,
+    coefficient_and_norm: Tensor,
     verdict: Tensor,
     values: Sequence[Tensor | None],
     counters: Tensor | None,
@@ -292,7 +303,7 @@ def _judge(
     by_sigmas, threshold, warmup, most_in_a_row, scale, *limits = options
     totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
     recorded = totals[_RECORDED:]
-    finite, no = verdict[0] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
+    finite, no = verdict[norms.SKIP] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
     above, outstanding = [no] * len(SERIES), [no] * len(SERIES)
     for i, value in enumerate(values):
         if value is None:
@@ -332,7 +343,7 @@ def _judge(
     scaled = refused & (why[0] | why[1]) if scale else no
     coefficient = torch.where(scaled, scale, 1.0).to(torch.float64)
     skip = ~finite | (refused & ~scaled)
-    bits = torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64, device="cpu").to(memory.device)
+    bits = to_device(torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64, device="cpu"), memory.device)
     reason = (why * bits).sum() + (~finite).to(torch.float64)
     totals[0] += 1
     totals[_REFUSED] += refused
@@ -340,7 +351,7 @@ def _judge(
     totals[_NONFINITE] += ~finite
     totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
     totals[_REASON] = reason
-    numbers[0] *= coefficient
+    coefficient_and_norm[0] *= coefficient
     if counters is not None:
         norms.count_step(counters, skip)
-    return torch.stack([skip, verdict[1] / coefficient, verdict[2], reason]).to(torch.float32)
+    return torch.stack([skip, verdict[norms.DIVISOR] / coefficient, verdict[norms.SCALE], reason]).to(torch.float32)

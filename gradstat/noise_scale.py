@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, final
@@ -79,17 +80,21 @@ class NoiseScale:
         if source.engine is not None:
             raise TypeError(f"{type(parameters).__name__} does not expose gradients per micro-batch")
         named = zip(source.names(), source.parameters, strict=True)
-        self._source = source_of([(name, parameter) for name, parameter in named if parameter.requires_grad])
-        self._names = list(self._source.names())
+        trained = source_of([(name, parameter) for name, parameter in named if parameter.requires_grad])
+        self._names = list(trained.names())
+        self._source = trained._replace(names=functools.partial(list, self._names))  # can be pickled
         if not self._names:
             raise ValueError(f"none of the {len(source.parameters)} parameters requires a gradient")
         self._decay, self._backend = decay, backend
         self._averages = torch.zeros(2, len(self._names), dtype=torch.float64, device="cpu")
         self._streams: Streams = ()
-        self._mirror = Mirror(lambda: self._averages)
+        self._mirror = Mirror()
         self._first: Tensor | None = None  # rows of the first micro-batch, in a step that is measured
         self._count = 0  # micro-batches in the current step
         self._steps = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream
 
     @never_traced
     def micro_batch(self, rows: Tensor | None = None) -> None:
@@ -173,7 +178,7 @@ class NoiseScale:
         self._averages.copy_(state["averages"])
         self._averages[0] *= state["micro_batch_size"] / self._size
         self._streams = streams_of([self._averages])
-        self._mirror = Mirror(lambda: self._averages)
+        self._mirror = Mirror()
         self.reset()
 
     def _add(self, both: Tensor) -> None:
@@ -217,7 +222,7 @@ class NoiseScale:
     def _read(self, wait: bool) -> Any:
         """The averages of noise and signal for each parameter, [2, parameters], on the host."""
         with on_streams(self._streams):
-            averages = self._mirror.read(wait).copy()
+            averages = self._mirror.read(self._averages, wait).copy()
         averages[0] *= -self._size
         return averages
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.compiling import never_traced
+from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale as _scaling
@@ -52,14 +53,16 @@ class StepResult:
     @property
     def skipped(self) -> Tensor:
         """Whether the step was skipped, 0-d bool on the device."""
-        found_inf = self._measured.verdict[0] != 0
+        found_inf = self._measured.verdict[norms.SKIP] != 0
         return found_inf if self._skips else torch.zeros_like(found_inf)
 
     @property
     def refused(self) -> Tensor:
         """Whether a guard refused the step as an outlier, by skipping or scaling it down: 0-d bool on the device."""
         verdict = self._measured.verdict
-        return verdict[3] > 1 if len(verdict) > 3 else torch.zeros_like(verdict[0], dtype=torch.bool)
+        if len(verdict) > norms.REASON:
+            return verdict[norms.REASON] > 1
+        return torch.zeros_like(verdict[norms.SKIP], dtype=torch.bool)
 
     @property
     def report(self) -> PendingReport:
@@ -131,7 +134,8 @@ def guarded_step(
             was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp`'s scaler or
             another guarded step); a closure is combined with a scaler; during CUDA graph capture, it is this
             optimizer's first guarded step, or skipping would need the host.
-        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`.
+        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`, or a sparse one,
+            and it is `AGC`.
     """
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
@@ -223,20 +227,22 @@ class _Request(NamedTuple):
     loss: Tensor | None
     update: Tensor | None
 
+    @property
+    def rewrites(self) -> bool:
+        """Whether the gradients may have to be clipped or unscaled."""
+        scales = self.guard is not None and self.guard.scales
+        return self.limit != math.inf or self.clip is not None or self.loss_scale is not None or scales
+
 
 def _step(request: _Request, loss: Any) -> StepResult:
     optimizer = request.optimizer
     gradients, measured = _measure(request, counts=True)
-    rewrites = request.limit != math.inf or request.loss_scale is not None
-    rewrites = rewrites or (request.guard is not None and request.guard.scales)
-    clip = request.clip if gradients else None
+    rewrites, clip = request.rewrites, request.clip if gradients else None
     if isinstance(clip, NormClip):
         measured.limit_(clip)
-        rewrites = True
     elif isinstance(clip, TensorClip):
         # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        measured.limit_tensors_(clip, parameters, gradients)
+        measured.limit_tensors_(clip, _having_gradients(optimizer), gradients)
         rewrites = False
     stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
     if not stepped:
@@ -245,11 +251,15 @@ def _step(request: _Request, loss: Any) -> StepResult:
     return _result(request, measured, returned if loss is None else loss)
 
 
+def _having_gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
 def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
     if request.scaler is not None:
         _scaling.record_step(request.scaler, request.optimizer, measured.found_inf)
-    counters = counters_on(request.optimizer, measured.verdict.device)
-    counters.streams = measured.streams
+    counters = counters_on(request.optimizer, measured.home)
+    counters.streams = measured.streams or streams_of([counters.tensor])
     return StepResult(measured, counters, request.skips, loss)
 
 
@@ -309,24 +319,28 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
             _count(request, measured)
         return [], measured
     labels = labels_of(source, found)
-    if isinstance(request.clip, TensorClip):
+    if isinstance(request.clip, TensorClip) and found.tensors:
         refuse_distributed(found.tensors, labels.of)
+        request.clip.check(_having_gradients(request.optimizer), found.tensors, labels.of)
     before = None  # found_inf of `unscale_`, per device: above 0 if something was not finite
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
     elif request.scaler is not None:
         before = _scaling.found_by(request.scaler, request.optimizer)
         _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
-    # The kernel counts the step itself if it alone decides.
-    counts_itself = counts and request.skips and before is None and request.guard is None
-    home = found.tensors[0].device if found.tensors else torch.device("cpu")
-    counters = counters_on(request.optimizer, home).tensor if counts_itself else None
+    # The kernel counts the step itself if it alone decides. Without gradients, only the result's device is known.
+    counts_itself = counts and request.skips and before is None and request.guard is None and bool(found.tensors)
+    counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
-    measured = Measured.of(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups)
+    writes = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
+    measured = Measured.of(
+        *(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups),
+        writes=writes or isinstance(request.clip, TensorClip),
+    )
     if before is not None:
         for tensor in before:
-            measured.verdict[0].add_(to_device(tensor, measured.verdict.device))
-        measured.verdict[0].clamp_(max=1.0)
+            measured.verdict[norms.SKIP].add_(to_device(tensor, measured.verdict.device))
+        measured.verdict[norms.SKIP].clamp_(max=1.0)
     if counts and request.guard is not None:
         counters = counters_on(request.optimizer, measured.verdict.device).tensor
         remember_guard(request.optimizer, request.guard)
@@ -337,6 +351,6 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
 
 
 def _count(request: _Request, measured: Measured) -> None:
-    counters = counters_on(request.optimizer, measured.verdict.device)
-    skipped = measured.verdict[0] if request.skips else torch.zeros((), device=measured.verdict.device)
+    counters = counters_on(request.optimizer, measured.home)
+    skipped = measured.verdict[norms.SKIP] if request.skips else torch.zeros((), device=measured.verdict.device)
     norms.count_step(counters.tensor, skipped)

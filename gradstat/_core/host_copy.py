@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -88,21 +88,23 @@ class HostCopy:
 
 
 class Mirror:
-    """Host view of device values that keep changing; ``numbers`` returns the current device tensor."""
+    """Host view of device values that keep changing. A copy or pickle of it begins anew."""
 
-    def __init__(self, numbers: Callable[[], Tensor]) -> None:
-        self._numbers = numbers
+    def __init__(self) -> None:
         self._seen: Any = None
         self._copy: HostCopy | None = None
 
-    def read(self, wait: bool) -> Any:
-        """The newest values that have arrived, as an array; then starts the next copy.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mirror, ()
+
+    def read(self, numbers: Tensor, wait: bool) -> Any:
+        """The newest values of ``numbers`` that have arrived, as an array; then starts the next copy.
 
         Without ``wait`` only the first call waits for a GPU; later results may be some calls old.
         """
         if wait or self._copy is None or not self._copy.needs_copy:
-            self._copy = HostCopy(self._numbers())
+            self._copy = HostCopy(numbers)
         if wait or self._seen is None or self._copy.done():
             self._seen = self._copy.wait().copy()
-            self._copy = HostCopy(self._numbers())
+            self._copy = HostCopy(numbers)
         return self._seen

@@ -53,9 +53,13 @@ class Decision(NamedTuple):
     """The decision about an optimizer step, derived from a table; all on the table's device."""
 
     norm: Tensor  # without the loss scale, 0-d: float64, or the gradients' promoted dtype
-    numbers: Tensor  # [2] float64: the factor for the gradients, loss scale included, and the norm
+    coefficient_and_norm: Tensor  # [2] float64: the factor for the gradients, loss scale included, and the norm
     # [3] float32: 1 to skip the step, else 0; the number to divide the gradients by; the loss scale.
     verdict: Tensor
+
+
+# Indices into a verdict; that of a guard also has a reason.
+SKIP, DIVISOR, SCALE, REASON = range(4)
 
 
 def decide(table: Tensor, step: StepRequest) -> Decision:

@@ -35,7 +35,8 @@ def is_still_scaled(scaler: object, optimizer: Optimizer | None) -> bool:
     """Whether gradients carry the loss scale, as far as can be known; for read-only observers."""
     if optimizer is None or not isinstance(scaler, GradScaler):
         return True
-    return state_of(scaler, optimizer)["stage"] is OptState.READY
+    state = scaler._per_optimizer_states.get(id(optimizer))  # not [], which would add an entry
+    return state is None or state["stage"] is OptState.READY
 
 
 def inner_scaler(scaler: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from gradstat._core import norms
 from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
-from gradstat._core.norms import StepRequest
+from gradstat._core.norms import DIVISOR, REASON, SCALE, SKIP, StepRequest
 from gradstat._core.parameters import Labels
 from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, to_device
 from gradstat._step import optimizers
@@ -30,7 +32,7 @@ class Measured(NamedTuple):
     rows: Measurement  # with the loss scale, if ``is_scaled``
     labels: Labels
     norm: Tensor  # this and the next two are as in `gradstat._core.norms.Decision`
-    numbers: Tensor
+    coefficient_and_norm: Tensor
     verdict: Tensor
     is_scaled: bool
     backend: str | None
@@ -41,9 +43,9 @@ class Measured(NamedTuple):
     def nothing(cls) -> Measured:
         """No gradients: the norm is 0 and nothing needs to be skipped."""
         home = torch.device("cpu")
-        norm, numbers = torch.tensor(0.0, device=home), torch.tensor([1.0, 0.0], dtype=torch.float64, device=home)
-        verdict = torch.tensor([0.0, 1.0, 1.0], device=home)
-        return cls(Measurement([], None, ()), Labels(tuple, tuple), norm, numbers, verdict, False, None)
+        norm, verdict = torch.tensor(0.0, device=home), torch.tensor([0.0, 1.0, 1.0], device=home)
+        coefficient_and_norm = torch.tensor([1.0, 0.0], dtype=torch.float64, device=home)
+        return cls(Measurement([], None, ()), Labels(tuple, tuple), norm, coefficient_and_norm, verdict, False, None)
 
     @classmethod
     def of(
@@ -54,49 +56,60 @@ class Measured(NamedTuple):
         parameters: list[Tensor],
         backend: str | None,
         extra_groups: ExtraGroups | None,
+        *,
+        writes: bool = False,
     ) -> Measured:
-        """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike."""
+        """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike.
+
+        With ``writes``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
+        """
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=to_device(step.loss_scale, home))
-        rows = measure(gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups)
+            if writes:
+                refuse_half(gradients, labels.of)
+        prepare = functools.partial(check_writable, gradients, labels.of) if writes else None
+        rows = measure(
+            gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups, prepare=prepare
+        )
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
         return cls(rows, labels, *rows.decision, step.loss_scale is not None, backend, streams)
 
     @property
+    def home(self) -> torch.device | None:
+        """The device of the decision; None if no rank has gradients."""
+        return None if not self.rows.tables and self.rows.total is None else self.verdict.device
+
+    @property
     def found_inf(self) -> Tensor:
         """Whether something is not finite, 0-d float32, for a loss scaler."""
-        return (self.verdict if self.before_guard is None else self.before_guard)[0]
+        return (self.verdict if self.before_guard is None else self.before_guard)[SKIP]
 
     def guarded(
         self, guard: SpikeGuard, loss: Tensor | None, update: Tensor | None, counters: Tensor | None
     ) -> Measured:
-        """The measurement with the verdict of a guard, which counts the step. Scaling down changes ``numbers``."""
+        """The measurement with the verdict of a guard, which counts the step. Scaling down changes the coefficient."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
-        verdict = guard._decide(kernels, self.numbers, self.verdict, loss, update, counters, self.streams)
+        verdict = guard._decide(kernels, self.coefficient_and_norm, self.verdict, loss, update, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
     def limit_(self, clip: NormClip) -> None:
         """Applies the decision of a clip about all gradients together."""
-        norm = self.numbers[1]
+        norm = self.coefficient_and_norm[1]
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
-        self.scale_by_(clip._decide(kernels, norm, skip=self.verdict[0])[0])
+        self.scale_by_(clip._decide(kernels, norm, skip=self.verdict[SKIP])[0])
 
     def scale_by_(self, coefficient: Tensor) -> None:
-        """Multiplies the factor for the gradients, in ``numbers`` and the verdict, by a 0-d float64."""
-        self.numbers[0].mul_(coefficient)
-        self.verdict[1].div_(coefficient)
+        """Multiplies the factor for the gradients, here and in the verdict, by a 0-d float64."""
+        self.coefficient_and_norm[0].mul_(coefficient)
+        self.verdict[DIVISOR].div_(coefficient)
 
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
-        name_of = self.labels.of
-        if self.is_scaled:
-            refuse_half(gradients, name_of)
-        kernels = resolve_for(self.backend, gradients[0].device.type, name_of, 0)
-        inverse_scale = self.verdict[2].reciprocal() if self.is_scaled else None
-        skip = None if self.before_guard is None else self.verdict[0]
-        clip.scale_(parameters, gradients, self.rows.table, kernels, inverse_scale, name_of, skip)
+        inverse_scale = self.verdict[SCALE].reciprocal() if self.is_scaled else None
+        skip = None if self.before_guard is None else self.verdict[SKIP]
+        clip.scale_(parameters, gradients, self.rows.table, self.backend, inverse_scale, self.labels.of, skip)
         torch.autograd.graph.increment_version(gradients)
 
     def step_optimizer(
@@ -128,9 +141,9 @@ class Measured(NamedTuple):
         labels, is_scaled = self.labels, self.is_scaled
 
         def make(rows: HostRows, verdict: Any) -> Report:
-            scale = float(verdict[2]) if is_scaled else None
+            scale = float(verdict[SCALE]) if is_scaled else None
             table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
-            refused = reasons_of(int(verdict[3])) if len(verdict) > 3 else ()
+            refused = reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
             return Report(
                 labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total, refused=refused
             )
@@ -140,16 +153,13 @@ class Measured(NamedTuple):
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the measured gradients in place, unless the coefficient is 1."""
-        name_of = self.labels.of
-        if self.is_scaled:
-            refuse_half(gradients, name_of)
-        scale_gradients_(gradients, self.numbers, name_of, self.backend)
+        scale_gradients_(gradients, self.coefficient_and_norm, self.labels.of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
     @property
     def is_known_noop(self) -> bool:
         """Whether clipping and unscaling change nothing; False where finding out would wait for a device."""
-        return self.verdict.device.type == "cpu" and self.verdict.tolist()[1] == 1.0
+        return self.verdict.device.type == "cpu" and self.verdict.tolist()[DIVISOR] == 1.0
 
     def on_host(self) -> tuple[bool, float]:
         """Whether to skip the step, and the divisor of the gradients: one host sync, refused during graph capture."""
@@ -201,13 +211,15 @@ class Unscaled(NamedTuple):
         return {table.device: norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
-        """Clips the gradients, unless one is not finite. Returns their norm before, 0-d, in their promoted dtype."""
+        """Clips the gradients, unless one is not finite: `AdaGC` and `AGC` then clip what is.
+
+        Returns their norm before, 0-d, in their promoted dtype.
+        """
         name_of = self.labels.of
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
-                kernels = resolve_for(None, gradients[0].device.type, name_of, 0)
-                max_norm.scale_(parameters, gradients, self.rows.table, kernels, None, name_of)
+                max_norm.scale_(parameters, gradients, self.rows.table, None, None, name_of)
             else:
                 if isinstance(max_norm, NormClip):
                     coefficient = max_norm.coefficient(total)
@@ -224,7 +236,7 @@ class Unscaled(NamedTuple):
         labels = self.labels
 
         def make(rows: HostRows, inverse_scale: Any) -> Report:
-            scale = 1.0 / float(inverse_scale)
+            scale = 1.0 / float(inverse_scale) if inverse_scale else math.inf
             return Report(
                 labels.present, rows.table(), rows.infos, labels.missing, loss_scale=scale, total=rows.total()
             )

@@ -22,7 +22,7 @@ from gradstat._step.optimizers import original_step, require_optimizer
 
 Numbers: TypeAlias = Mapping[str, Tensor]
 _GRADIENT, _MOMENTUM, _ADAM, _AMSGRAD, _ADAMAX = range(len(_fields.UPDATE_RULES))
-_LR = _fields.UPDATE_COEFFICIENTS.index("lr")
+_LR, _GRADIENT_SCALE = map(_fields.UPDATE_COEFFICIENTS.index, ("lr", "gradient_scale"))
 _UPDATE, _SCALED = map(_fields.UPDATE_SUMS.index, ("update", "scaled_gradient"))
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Counts kept in the state, with their initial values.
@@ -164,7 +164,7 @@ def _local_sums(
         kernels = resolve_for(backend, device.type, name_of, of_device[0].positions[0])
         coefficients = torch.cat([to_device(_coefficients_of(kind, batch), device) for batch in of_device])
         if loss_scale is not None:
-            coefficients[:, 0] /= to_device(loss_scale, device)
+            coefficients[:, _GRADIENT_SCALE] /= to_device(loss_scale, device)
         rules = [batch.rule for batch in of_device for _ in batch.positions]
         table = kernels.update_sums([t for batch in of_device for t in batch.operands], rules, coefficients)
         table[:, _UPDATE] *= coefficients[:, _LR].square()

@@ -19,9 +19,9 @@ from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
-from gradstat._core.tensors import NameOf, check_writable, refuse_distributed
+from gradstat._core.tensors import NameOf, check_writable, refuse_distributed, to_device
 from gradstat.adaptive import _history
-from gradstat.adaptive._history import State
+from gradstat.adaptive._history import RuleState, State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_gradients_
 
@@ -62,7 +62,8 @@ class AdaptiveClip(ABC):
     _if_often: str
     _if_never: str
     _rule: int  # value of ClipRule in csrc/decide.h
-    _numbers: tuple[float, ...]  # the options of that rule
+    _rule_options: tuple[float, ...]  # as csrc/decide.h reads them
+    _rule_names: tuple[str, ...] = ()  # names in `_rule_state_views`, in the order of the state tensor
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
@@ -103,9 +104,9 @@ class AdaptiveClip(ABC):
         Updates the tensors of `_rule_state_views` in place. csrc/decide.h implements the same rule.
         """
 
-    def _rule_state(self, count: int) -> tuple[int, float]:
-        """How many numbers the rule itself keeps for ``count`` tensors, and their initial value."""
-        return 0, 0.0
+    def _rule_state(self, count: int) -> RuleState:
+        """The numbers that the rule itself keeps for ``count`` tensors."""
+        return RuleState()
 
     def _rule_state_views(self, own: Tensor) -> State:
         """Views of the rule's own numbers, by name."""
@@ -140,7 +141,7 @@ class AdaptiveClip(ABC):
                 f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make the clip "
                 f"with window={len(tensors['norms'])}"
             )
-        memory = _history.joined(tensors)
+        memory = _history.joined(tensors, self._rule_names)
         if self._memory is not None and len(self._memory) == len(memory):
             self._memory.copy_(memory)
         else:
@@ -152,6 +153,14 @@ class AdaptiveClip(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._options.items())})"
+
+    def _memory_for(self, count: int, device: torch.device) -> Tensor:
+        """The state tensor on ``device`` for ``count`` tensors: as it is, continued or new."""
+        memory, own = self._memory, self._rule_state(count)
+        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
+            refuse_capture(device, f"the state of {type(self).__name__}")
+            self._memory = memory = _history.extended(memory, self._window, own, device)
+        return memory
 
     def _decide(
         self,
@@ -167,14 +176,10 @@ class AdaptiveClip(ABC):
         their weights. Norms and coefficients are multiplied by ``factor``, 0-d float32. If ``skip``, 0-d float32, is
         not zero, the coefficients are 1 and the state does not change, except to count a norm that is not finite.
         """
-        memory, device = self._memory, measured.device
-        own = self._rule_state(len(measured) if measured.dim() else 0)
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
-            refuse_capture(device, f"the state of {type(self).__name__}")
-            self._memory = memory = _history.extended(memory, self._window, own, device)
+        memory = self._memory_for(len(measured) if measured.dim() else 0, measured.device)
         if kernels.decide_clip_ is not None:
             return kernels.decide_clip_(
-                self._rule, self._numbers, memory, self._window, measured, weights, factor, skip
+                self._rule, self._rule_options, memory, self._window, measured, weights, factor, skip
             )
         state, scale = self._state, 1.0 if factor is None else factor.to(torch.float64)
         norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
@@ -211,7 +216,7 @@ class NormClip(AdaptiveClip):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         measured = _measured(gradients, name_of, backend, norms.StepRequest(math.inf, None, None))
         assert measured.decision is not None
-        norm = measured.decision.numbers[1]
+        norm = measured.decision.coefficient_and_norm[1]
         kernels = resolve_for(backend, norm.device.type, name_of, 0)
         scale_gradients_(gradients, self._decide(kernels, norm), name_of, backend)
         return norm
@@ -221,12 +226,19 @@ class TensorClip(AdaptiveClip):
     """A clip that decides one coefficient for each tensor, or for each unit."""
 
     @abstractmethod
+    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
+        """Raises, before anything is changed, if `scale_` cannot clip these gradients: another list, or another kind.
+
+        Arguments are as for `scale_`, which does not check this again.
+        """
+
+    @abstractmethod
     def scale_(
         self,
         parameters: list[Tensor],
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
-        kernels: Kernels,
+        backend: str | None,
         inverse_scale: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
@@ -234,8 +246,8 @@ class TensorClip(AdaptiveClip):
         """Decides the coefficients of a step, scales ``gradients`` in place, and updates the state. No host sync.
 
         No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
-        on the first one's device. ``kernels`` are for their device type. ``name_of`` names the i-th gradient in errors,
-        which are as in `AdaptiveClip.clip_`. ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that
+        on the first one's device. ``name_of`` names the i-th gradient in errors, which are as in `AdaptiveClip.clip_`.
+        ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that
         they still carry; they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped
         and the state does not change. Returns the norm before, without the loss scale: 0-d float64.
         """
@@ -249,7 +261,7 @@ class TensorClip(AdaptiveClip):
     def _initial_states(self, count: int, device: torch.device) -> Tensor:
         """The initial states, a row each, of ``_for_one_tensor`` clips for each of ``count`` tensors."""
         rows = _history.extended(None, 1, self._rule_state(1), device).repeat(count, 1)
-        if self._memory is not None and self._rule_state(1)[0]:
+        if self._memory is not None and self._rule_state(1).length:
             own = _history.views(self._memory, self._window)[1]
             if len(own) not in (0, count):
                 raise ValueError(
@@ -257,26 +269,22 @@ class TensorClip(AdaptiveClip):
                     "new clip for a new list"
                 )
             if len(own):
-                rows[:, -1] = own.to(device)
+                rows[:, -1] = to_device(own, device)
         return rows
 
     def _collect_(self, rows: Tensor, norm: Tensor) -> None:
         """Records a step of ``_for_one_tensor`` clips, with states ``rows``; ``norm`` is the total, 0-d float64."""
-        own = self._rule_state(len(rows))
-        memory, device = self._memory, rows.device
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
-            self._memory = memory = _history.extended(memory, self._window, own, device)
-        state, own_numbers = _history.views(memory, self._window)
+        state, own = _history.views(self._memory_for(len(rows), rows.device), self._window)
         _history.add_norm_(state, norm, norm.isfinite())
         _history.add_totals_(state, rows)
-        if own[0]:
-            own_numbers.copy_(rows[:, -1])
+        if len(own):
+            own.copy_(rows[:, -1])
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)
-        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
+        self.check(parameters, gradients, name_of)
         return self.scale_(
-            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), kernels, None, name_of
+            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), backend, None, name_of
         )
 
 

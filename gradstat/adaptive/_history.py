@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gradstat._core.tensors import to_device
 
 State = dict[str, Tensor]
 
@@ -15,21 +19,28 @@ RECORDED, NONFINITE, DECIDED, CLIPPED, COEFFICIENT_SUM = range(5)
 _TOTALS = 5
 
 
-def size(window: int, own: tuple[int, float]) -> int:
+class RuleState(NamedTuple):
+    """The numbers that a rule itself keeps."""
+
+    length: int = 0
+    initial: float = 0.0
+
+
+def size(window: int, own: RuleState) -> int:
     """The length of the state tensor."""
-    return _TOTALS + 1 + window + own[0]
+    return _TOTALS + 1 + window + own.length
 
 
-def extended(memory: Tensor | None, window: int, own: tuple[int, float], device: torch.device) -> Tensor:
+def extended(memory: Tensor | None, window: int, own: RuleState, device: torch.device) -> Tensor:
     """``memory`` on ``device``, or an initial state, with the layout of csrc/decide.h.
 
-    The history is followed by ``own[0]`` numbers of the rule itself, with initial value ``own[1]``.
+    The history is followed by the numbers of the rule itself.
     """
     if memory is None:
         start = [*[0.0] * _TOTALS, 1.0, *[math.nan] * window]
         memory = torch.tensor(start, dtype=torch.float64, device="cpu")
-    missing = memory.new_full((size(window, own) - len(memory),), own[1])
-    return torch.cat([memory, missing]).to(device)
+    missing = memory.new_full((size(window, own) - len(memory),), own.initial)
+    return to_device(torch.cat([memory, missing]), device)
 
 
 def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
@@ -39,10 +50,10 @@ def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
     return {"norms": norms, "totals": totals, "smallest": smallest[0]}, own
 
 
-def joined(state: State) -> Tensor:
-    """A new state tensor from such views by name, with the rule's own last."""
-    first = ("totals", "smallest", "norms")
-    return torch.cat([state[name].view(-1) for name in (*first, *(name for name in state if name not in first))])
+def joined(state: State, rule_names: Sequence[str]) -> Tensor:
+    """A new state tensor from such views by name, with the rule's own last, in the order of ``rule_names``."""
+    names = ("totals", "smallest", "norms", *(name for name in rule_names if name in state))
+    return torch.cat([state[name].view(-1) for name in names])
 
 
 def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:

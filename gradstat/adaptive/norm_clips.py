@@ -11,7 +11,7 @@ from torch import Tensor
 from gradstat._core import norms
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, whole_number
-from gradstat.adaptive._history import State
+from gradstat.adaptive._history import RuleState, State
 
 Target = Literal["reciprocal", "threshold", "mean"]
 
@@ -36,7 +36,7 @@ class FixedClip(NormClip):
 
     def __init__(self, max_norm: float, window: int = DEFAULT_WINDOW) -> None:
         self._max_norm = number("max_norm", max_norm, 0.0)
-        self._numbers = (self._max_norm,)
+        self._rule_options = (self._max_norm,)
         super().__init__(window, max_norm=max_norm)
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class AutoClip(NormClip):
             f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it to "
             "clip only outliers"
         )
-        self._numbers = (self._percentile,)
+        self._rule_options = (self._percentile,)
         super().__init__(window, percentile=percentile)
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -105,6 +105,7 @@ class ZClip(NormClip):
     """
 
     _rule = 2
+    _rule_names = ("mean", "deviation")
     _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"
     _if_never = "no norm was an outlier; lower z_threshold to clip smaller spikes"
 
@@ -125,14 +126,14 @@ class ZClip(NormClip):
         self._to = to
         self._max_norm = number("max_norm", max_norm, 0.0)
         to_number = float(get_args(Target).index(to))
-        self._numbers = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
+        self._rule_options = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
 
-    def _rule_state(self, count: int) -> tuple[int, float]:
-        return 2, 0.0
+    def _rule_state(self, count: int) -> RuleState:
+        return RuleState(len(self._rule_names))
 
     def _rule_state_views(self, own: Tensor) -> State:
-        return {"mean": own[0], "deviation": own[1]}
+        return dict(zip(self._rule_names, own.unbind(), strict=True))
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
         state, norm, kept = step.state, step.norm, step.kept

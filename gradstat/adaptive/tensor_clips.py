@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradstat._core.backends import Kernels
+from gradstat._core.measure import direct_for, resolve_for
 from gradstat._core.tensors import (
     NameOf,
     by_device,
@@ -21,7 +22,7 @@ from gradstat._core.tensors import (
 )
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
-from gradstat.adaptive._history import State
+from gradstat.adaptive._history import RuleState, State
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,6 +54,7 @@ class AdaGC(TensorClip):
 
     _decides_on = "tensor"
     _rule = 3
+    _rule_names = ("means",)
     _if_often = (
         "the means start at the first norms as clipped by absolute, and grow slowly; raise absolute to a usual total "
         "norm, or raise relative to clip only outliers"
@@ -72,7 +74,7 @@ class AdaGC(TensorClip):
         self._warmup = whole_number("warmup", warmup, 0)
         self._absolute = number("absolute", absolute, 0.0)
         self._known: tuple[int, ...] | None = None
-        self._numbers = (self._relative, self._beta, float(self._warmup), self._absolute)
+        self._rule_options = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
     def _for_one_tensor(self) -> Self:
@@ -83,8 +85,8 @@ class AdaGC(TensorClip):
             )
         return super()._for_one_tensor()
 
-    def _rule_state(self, count: int) -> tuple[int, float]:
-        return count, math.inf
+    def _rule_state(self, count: int) -> RuleState:
+        return RuleState(count, math.inf)
 
     def _rule_state_views(self, own: Tensor) -> State:
         return {"means": own} if len(own) else {}
@@ -102,19 +104,8 @@ class AdaGC(TensorClip):
         means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
-    @torch.no_grad()
-    def scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rows: Callable[[], Tensor],
-        kernels: Kernels,
-        inverse_scale: Tensor | None,
-        name_of: NameOf,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        table = rows()
-        count = 0 if self._memory is None else len(self._memory) - _history.size(self._window, (0, 0.0))
+    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
+        count = 0 if self._memory is None else len(_history.views(self._memory, self._window)[1])
         known = tuple(map(id, parameters))
         if count not in (0, len(known)) or self._known not in (None, known):
             raise ValueError(
@@ -122,9 +113,22 @@ class AdaGC(TensorClip):
                 f"{len(known)}. The parameters with a gradient must be the same on every step: use "
                 "zero_grad(set_to_none=False), or make a new clip for a new list"
             )
-        decided = self._decide(kernels, table, factor=inverse_scale, skip=skip)
-        _scale_each_(gradients, decided[:-1], kernels, name_of)
-        self._known = known
+
+    @torch.no_grad()
+    def scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rows: Callable[[], Tensor],
+        backend: str | None,
+        inverse_scale: Tensor | None,
+        name_of: NameOf,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
+        decided = self._decide(kernels, rows(), factor=inverse_scale, skip=skip)
+        _scale_each_(gradients, decided[:-1], backend, name_of)
+        self._known = tuple(map(id, parameters))
         return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,12 +166,17 @@ class AGC(TensorClip):
     def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
         self._clipping = number("clipping", clipping, 0.0)
         self._eps = number("eps", eps, 0.0)
-        self._numbers = (self._clipping, self._eps)
+        self._rule_options = (self._clipping, self._eps)
         super().__init__(window, clipping=clipping, eps=eps)
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
         assert step.weights is not None
         return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
+
+    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
+        for i, gradient in enumerate(gradients):
+            if gradient.is_sparse:
+                raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
 
     @torch.no_grad()
     def scale_(
@@ -175,24 +184,22 @@ class AGC(TensorClip):
         parameters: list[Tensor],
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
-        kernels: Kernels,
+        backend: str | None,
         inverse_scale: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
-        for i, gradient in enumerate(gradients):
-            if gradient.is_sparse:
-                raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
         targets = check_writable(gradients, name_of)
         weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device
         groups = by_device(targets)
-        units = [kernels.unit_stats([targets[i] for i in at]) for at in groups.values()]
-        of_weights = [kernels.unit_stats([weights[i] for i in at]) for at in groups.values()]
-        decided = self._decide(kernels, _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
+        kernels = _kernels_for(groups, backend, name_of)
+        units = [kernels[device].unit_stats([targets[i] for i in at]) for device, at in groups.items()]
+        of_weights = [kernels[device].unit_stats([weights[i] for i in at]) for device, at in groups.items()]
+        decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
         coefficients = decided[:-1].split([len(table) for table in units])
         for (device, at), own in zip(groups.items(), coefficients, strict=True):
-            kernels.scale_units_([targets[i] for i in at], to_device(own, device))
+            kernels[device].scale_units_([targets[i] for i in at], to_device(own, device))
         return decided[-1]
 
 
@@ -200,15 +207,23 @@ def _concat(tables: list[Tensor], device: torch.device) -> Tensor:
     return tables[0] if len(tables) == 1 else torch.cat([to_device(table, device) for table in tables])
 
 
-def _scale_each_(gradients: list[Tensor], coefficients: Tensor, kernels: Kernels, name_of: NameOf) -> None:
+def _kernels_for(
+    groups: dict[torch.device, list[int]], backend: str | None, name_of: NameOf
+) -> dict[torch.device, Kernels]:
+    return {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
+
+
+def _scale_each_(gradients: list[Tensor], coefficients: Tensor, backend: str | None, name_of: NameOf) -> None:
     """Multiplies each gradient by its coefficient, on any devices."""
-    if kernels.direct is not None and kernels.direct.scale_each_(gradients, coefficients):
+    direct = direct_for(gradients[0], name_of, backend)
+    if direct is not None and direct.scale_each_(gradients, coefficients):
         return
     targets = check_writable(gradients, name_of)
     groups = by_device(targets)
+    kernels = _kernels_for(groups, backend, name_of)
     for device, at in groups.items():
         own = coefficients
         if len(groups) > 1:
             own = to_device(coefficients[to_device(torch.tensor(at, device="cpu"), coefficients.device)], device)
         with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
-            kernels.scale_each_(dense, own)
+            kernels[device].scale_each_(dense, own)

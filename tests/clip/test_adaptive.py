@@ -12,6 +12,7 @@ import torch
 from exact import REAL
 from gpu_counts import NoSync
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradstat
 from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
@@ -285,7 +286,6 @@ def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, de
 def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: str) -> None:
     scaled, plain = make(), make()
     parameters = parameters_on(device)
-    kernels = backends.resolve(None, device)
     scale = 1024.0
     for step in range(6):
         give_gradients(parameters, 1.0 if step == 4 else 0.1)
@@ -297,10 +297,42 @@ def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: st
         gradients = [gradient * scale for gradient in start]
         table = gradstat.stats(gradients)
         inverse = torch.tensor(1 / scale, device=device)
-        scaled.scale_(list(parameters), gradients, lambda table=table: table, kernels, inverse, str)
+        scaled.scale_(list(parameters), gradients, lambda table=table: table, None, inverse, str)
         for gradient, wanted in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0)
     assert str(scaled.summary()) == str(plain.summary())
+
+
+@pytest.mark.parametrize("make", CLIPS[3:], ids=CLIP_IDS[3:])
+def test_each_device_has_its_own_kernels(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two gradients is taken for one on a GPU; what cannot be resolved is told before a write."""
+    parameters = parameters_on("cpu", shapes=[(4, 3), (5, 2)])
+    give_gradients(parameters, 100.0)
+    first, before = gradient_of(parameters[0]), gradient_of(parameters[0]).clone()
+    known, used = {"cpu": backends.resolve("reference", "cpu")}, []
+
+    def resolve(_: object, device_type: str) -> backends.Kernels:
+        used.append(device_type)
+        if device_type not in known:
+            raise backends.BackendUnavailableError("no kernels")
+        return known[device_type]
+
+    monkeypatch.setattr(backends, "resolve", resolve)
+    groups = {torch.device("cpu"): [0], torch.device("cuda"): [1]}
+    monkeypatch.setattr(gradstat.adaptive.tensor_clips, "by_device", lambda _: groups)
+    monkeypatch.setattr(gradstat.adaptive.tensor_clips, "to_device", lambda tensor, _: tensor)
+    with pytest.raises(backends.BackendUnavailableError, match=r"no kernels \('the gradient of parameters\[1\]'"):
+        make().clip_(parameters)
+    assert torch.equal(first, before)
+    known["cuda"] = copy.copy(known["cpu"])
+    written = []
+    for kernels in known.values():
+        for name in ("scale_each_", "scale_units_"):
+            monkeypatch.setattr(kernels, name, lambda tensors, _, kernels=kernels: written.append((kernels, *tensors)))
+    make().clip_(parameters)
+    assert [(kernels, id(tensor)) for kernels, tensor in written] == [
+        (known[device.type], id(gradient_of(parameters[i]))) for device, (i,) in groups.items()
+    ]
 
 
 # Lists of parameters ------------------------------------------------------------------------------------------
@@ -370,6 +402,19 @@ def test_a_saved_clip_continues_identically(make: Any, stored: bool, tmp_path: A
 
 
 @pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
+def test_a_state_is_loaded_by_name_in_any_order(make: Any) -> None:
+    first, second = make(), make()
+    parameters = parameters_on("cpu")
+    for _ in range(5):
+        give_gradients(parameters)
+        first.clip_(parameters)
+    state = first.state_dict()
+    second.load_state_dict({"rule": state["rule"], "tensors": dict(sorted(state["tensors"].items()))})
+    for name, tensor in second.state_dict()["tensors"].items():
+        torch.testing.assert_close(tensor, state["tensors"][name], equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", CLIPS, ids=CLIP_IDS)
 def test_the_state_stays_where_it_is(make: Any, device: str) -> None:
     """A captured graph writes to the memory it was captured with; loading and stepping must not replace it."""
     clip = make()
@@ -414,6 +459,24 @@ def test_no_step_reads_a_value(make: Any, backend: str, monkeypatch: pytest.Monk
             clip.load_state_dict(clip.state_dict())
     with pytest.raises(AssertionError, match="waited"):
         clip.summary()
+
+
+@pytest.mark.parametrize("make", [AGC, lambda: AdaGC(warmup=0)], ids=CLIP_IDS[3:])
+def test_states_are_moved_without_waiting(make: Any) -> None:
+    """To torch's "meta" device, in place of a GPU, where a blocking copy waits."""
+    clip, meta, blocking = make(), torch.device("meta"), []
+    clip._memory = torch.zeros(1006 + 3 * isinstance(clip, AdaGC), dtype=torch.float64)
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and kwargs.get("device") == meta:
+                blocking.append(not kwargs.get("non_blocking"))
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        rows = clip._initial_states(3, meta)
+        clip._collect_(rows, torch.zeros((), dtype=torch.float64, device=meta))
+    assert blocking == [False] * (3 if isinstance(clip, AdaGC) else 2)
 
 
 # Options and summary ------------------------------------------------------------------------------------------

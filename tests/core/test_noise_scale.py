@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import math
+import pickle
 import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,6 +193,20 @@ def test_state_goes_on_elsewhere_with_another_size_and_a_logger_reads_it() -> No
     assert noise.value(wait=False) != pytest.approx(again.value())
     with pytest.raises(ValueError, match="state is of other parameters"):
         gradstat.NoiseScale(nn.Linear(3, 2, bias=False), 2).load_state_dict(noise.state_dict())
+
+
+def test_a_copy_has_averages_of_its_own() -> None:
+    model = nn.Linear(3, 2)
+    noise = gradstat.NoiseScale(model, 2, every=1)
+    parts = [lambda x=x: model(torch.ones(2, 3) * x).square().mean() for x in (3, 2.8, 2.6)]
+    accumulate(noise, model, parts)
+    before = noise.value()
+    noise._streams = (threading.Lock(),)  # type: ignore[assignment]  # like a torch.Stream, it cannot be copied
+    copies = [copy.deepcopy(noise), pickle.loads(pickle.dumps(noise))]
+    noise._streams = ()
+    accumulate(noise, model, parts[:2])
+    assert noise.value() != before
+    assert [copied.value() for copied in copies] == [before, before]
 
 
 def test_what_is_refused() -> None:

@@ -235,6 +235,15 @@ def test_checkpoints_go_both_ways_and_the_scaler_pickles() -> None:
     assert copy.deepcopy(mine).get_scale() == 256.0
 
 
+def test_an_infinite_scale_is_reported() -> None:
+    model, mine = network(), GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters())
+    backward(model, mine, torch.randn(4, 6), None)
+    mine._scale.fill_(math.inf)  # type: ignore[union-attr]
+    mine.unscale_(optimizer)
+    assert mine.report(optimizer).result().loss_scale == math.inf
+
+
 def test_a_disabled_scaler_is_transparent() -> None:
     model, scaler = network(), GradScaler("cpu", enabled=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -312,7 +321,13 @@ def test_half_gradients_are_refused_before_any_is_touched(way: str) -> None:
     with pytest.raises(ValueError, match=r"Attempting to unscale FP16 gradients\. 'group0\.1' is float16"):
         STEPS[way](scaler, optimizer)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
-    if way == "guarded step":  # a fused optimizer unscales in its step
+    if way == "guarded step":
+        assert gradstat.step_counters(optimizer).read().steps == 0
+        parameters[0].grad[0] = math.inf  # type: ignore[index]
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):  # also of a step to be skipped
+            gradstat.guarded_step(optimizer, scaler=scaler)
+        parameters[0].grad[0] = 1.0  # type: ignore[index]
+        # A fused optimizer unscales in its step
         gradstat.guarded_step(torch.optim.SGD(parameters, lr=65536.0, fused=True), scaler=scaler)
         assert not any(parameter.any() for parameter in parameters)
 
@@ -382,6 +397,23 @@ def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
     assert gradstat.check(model).nan_count == 1
     scaler.step(optimizer)
     scaler.update()
+
+
+def test_what_a_clip_refuses_is_still_scaled() -> None:
+    adagc = gradstat.AdaGC()
+    adagc.clip_(scaled()[0].parameters())
+    for clip, error, message in (
+        (adagc, ValueError, "AdaGC keeps a mean for each of 4 parameters, by position, and this is a different list"),
+        (gradstat.AGC(), NotImplementedError, r"'0\.bias' is sparse, and AGC clips slices"),
+    ):
+        _, optimizer, scaler = scaled()
+        bias = optimizer.param_groups[0]["params"][1]
+        bias.grad = bias.grad.to_sparse() if isinstance(clip, gradstat.AGC) else bias.grad
+        before = [p.grad.clone().to_dense() for p in optimizer.param_groups[0]["params"]]
+        with pytest.raises(error, match=message):
+            scaler.unscale_and_clip_(optimizer, clip)
+        after = [p.grad.to_dense() for p in optimizer.param_groups[0]["params"]]
+        assert all(map(torch.equal, before, after))
 
 
 def test_sparse_gradients_are_unscaled() -> None:

@@ -4,6 +4,8 @@ import copy
 import math
 import pickle
 import statistics
+import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -120,7 +122,7 @@ def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, see
         assert numbers.tolist() == [0.5, np.float32(values[1])]
         counts = guard.read()
         assert counts.reasons == reasons[-1]
-        assert counts.in_a_row == expected.in_a_row
+        assert counts.consecutive_refused == expected.in_a_row
     flat = [reason for each in reasons for reason in each]
     assert (counts.by_loss, counts.by_norm, counts.by_update) == tuple(map(flat.count, ("loss", "norm", "update")))
     assert counts.nonfinite == flat.count("nonfinite") > 0
@@ -339,10 +341,29 @@ def test_a_saved_guard_continues_identically(make: Any, tmp_path: Any) -> None:
     assert first.reason.data_ptr() == address, "a captured graph writes to the memory it was captured with"
     assert first.read(wait=True).steps == 30
     other = SpikeGuard.sigma(12) if make is SpikeGuard else SpikeGuard(window=12)
-    for wrong in (other, make(window=13)):
-        with pytest.raises(ValueError, match=r"this is the state of SpikeGuard\S* with window=12, which SpikeGuard"):
-            wrong.load_state_dict(state)
+    for wrong, found, of in ((other, state, r"SpikeGuard\S*"), (first, gradstat.ZClip().state_dict(), "ZClip")):
+        with pytest.raises(ValueError, match=f"this is the state of {of}, which SpikeGuard.*cannot load"):
+            wrong.load_state_dict(found)
+    with pytest.raises(ValueError, match=r"this state keeps the last 12 values, this guard 13; .*with window=12"):
+        make(window=13).load_state_dict(state)
     assert make().read().steps == 0
+
+
+def test_counts_are_those_of_the_copy_or_of_the_loaded_state() -> None:
+    training, guard = Training(), SpikeGuard()
+    training.step(0, guard)
+    counters = training.step(1, guard).counters
+    # As on a GPU: streams, which cannot be copied, and a transfer that has not arrived.
+    guard._streams = counters.streams = (threading.Lock(),)  # type: ignore[assignment]
+    copied, pickled, counted = copy.deepcopy(guard), pickle.loads(pickle.dumps(guard)), copy.deepcopy(counters)
+    guard._streams = counters.streams = ()
+    saved = guard.state_dict()
+    result = training.step(2, guard)
+    assert guard.read().steps == result.counters.read().steps == 3
+    assert copied.read().steps == pickled.read().steps == counted.read().steps == 2
+    guard._mirror._copy = SimpleNamespace(needs_copy=True, done=lambda: False)  # type: ignore[assignment]
+    guard.load_state_dict(saved)
+    assert guard.read().steps == 2
 
 
 def test_misuse_is_told_before_anything_changes() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradstat
+from gradstat import counters
 from gradstat._core import native, norms
 from gradstat._core.measure import direct_for
 from gradstat._step import measured, optimizers
@@ -439,6 +440,17 @@ def test_without_gradients_nothing_happens() -> None:
     assert gradstat.guarded_step(empty, 1.0).total_norm == 0
 
 
+def test_a_step_without_gradients_leaves_the_counters_where_they_are() -> None:
+    """On torch's "meta" device, as after steps on a GPU; also if a result or a captured graph holds them."""
+    optimizer = torch.optim.SGD(network().parameters())
+    made = counters._counters[optimizer] = counters.StepCounters(torch.device("meta"))
+    for options in ({}, {"skip_nonfinite": False}, {"guard": gradstat.SpikeGuard()}):
+        assert gradstat.guarded_step(optimizer, 1.0, **options).counters is made  # type: ignore[arg-type]
+    lbfgs = torch.optim.LBFGS(network().parameters())
+    made = counters._counters[lbfgs] = counters.StepCounters(torch.device("meta"))
+    assert gradstat.guarded_step(lbfgs, closure=lambda: torch.zeros(())).counters is made
+
+
 # With an adaptive clip --------------------------------------------------------------------------------------
 
 CLIPS: dict[str, Callable[[], gradstat.adaptive.AdaptiveClip]] = {
@@ -488,6 +500,34 @@ def test_adaptive_clips_step_as_they_clip_alone(kind: str, rule: str, scaling: s
     summary, alone = mine.summary(), other.summary()
     assert (summary.steps, summary.clipped, summary.nonfinite) == (alone.steps, alone.clipped, alone.nonfinite)
     assert summary.clipped
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_what_a_clip_refuses_is_no_step(guarded: bool) -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    adagc = gradstat.AdaGC()
+    weight.grad = torch.ones(3, 4)
+    adagc.clip_([weight])
+    expanded, sparse = torch.ones(3, 1).expand(3, 4), torch.ones(3, 4).to_sparse()
+    for clip, error, message, gradient in (
+        (gradstat.AGC(), NotImplementedError, "'group0.0' is sparse", sparse),
+        (gradstat.AGC(), RuntimeError, "expanded", expanded),
+        (gradstat.AdaGC(), RuntimeError, "expanded", expanded),
+        (adagc, ValueError, "a different list, of 1", torch.ones(3, 4)),
+        (gradstat.ZClip(), RuntimeError, "expanded", expanded),
+        (1.0, RuntimeError, "expanded", expanded),
+    ):
+        parameter, guard = nn.Parameter(torch.ones(3, 4)), gradstat.SpikeGuard() if guarded else None
+        optimizer = torch.optim.SGD([parameter])
+        parameter.grad = torch.ones(3, 4)
+        gradstat.guarded_step(optimizer, guard=guard)
+        parameter.grad = gradient
+        before = None if isinstance(clip, float) else str(clip.state_dict())
+        with pytest.raises(error, match=message):
+            gradstat.guarded_step(optimizer, clip, guard=guard)
+        assert gradstat.step_counters(optimizer).read().steps == 1
+        assert guard is None or guard.read().steps == 1
+        assert before is None or str(clip.state_dict()) == before
 
 
 # With a loss scaler -----------------------------------------------------------------------------------------
@@ -551,7 +591,7 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
     table, norm, numbers, verdict = measure(gradients, max_norm, 2.0, loss_scale, counters[0])
     expected = norms.decide(table, norms.StepRequest(max_norm, loss_scale, counters[1]))
     torch.testing.assert_close(verdict, expected.verdict, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(numbers, expected.numbers, rtol=1e-15, atol=0, equal_nan=True)
+    torch.testing.assert_close(numbers, expected.coefficient_and_norm, rtol=1e-15, atol=0, equal_nan=True)
     torch.testing.assert_close(norm, expected.norm.float(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(*counters)
     assert verdict[0] in (0.0, 1.0)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -337,6 +338,9 @@ def test_the_loss_scale_is_taken_out() -> None:
     assert torch.allclose(update_stats(optimizer, scaler=scaler).table, plain.table, rtol=1e-6, equal_nan=True)
     scaler.unscale_(optimizer)
     assert torch.allclose(update_stats(optimizer, scaler=scaler).table, plain.table, rtol=1e-6, equal_nan=True)
+    scaler.update()
+    update_stats(optimizer, scaler=scaler)
+    assert pickle.loads(pickle.dumps(scaler)).get_scale() == 4096.0  # torch refuses it while there are entries
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     assert torch.equal(update_stats(optimizer, scaler=disabled).table, plain.table)
 
