@@ -249,10 +249,11 @@ def gradients_to_clip(
     return given, found
 
 
-def require_foreach(tensors: Sequence[Tensor]) -> None:
+def require_foreach(tensors: Sequence[Any]) -> None:
     """Raises RuntimeError, as torch does, if torch has no foreach kernels for a device of ``tensors``."""
     for tensor in tensors:
-        if not has_foreach(tensor.device):
+        # Anything else is refused by name when it is measured.
+        if isinstance(tensor, Tensor) and not has_foreach(tensor.device):
             raise RuntimeError(
                 f"foreach=True was passed, but can't use the foreach API on {tensor.device.type} tensors"
             )

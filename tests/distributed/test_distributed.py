@@ -436,6 +436,23 @@ def test_the_older_fsdp() -> None:
 
 
 @on_ranks(2)
+def test_the_infinity_norm_of_complex_shards_is_the_largest_modulus() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    whole = torch.tensor([1j, 2, 3 + 4j])
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+    assert gradstat.get_total_norm([parameter.grad], math.inf).item() == 5.0
+    assert gradstat.clip_grad_norm_([parameter], 1.0, math.inf).item() == 5.0
+    torch.testing.assert_close(parameter.grad.full_tensor(), whole / 5)  # type: ignore[attr-defined]
+    mine = whole[dist.get_rank() :].expand(2, -1) if dist.get_rank() else whole
+    assert gradstat.get_total_norm([mine], math.inf, extra_groups=mesh["a"]).item() == 5.0
+    # A gradient that cannot be written is refused before any is clipped, although its moduli could be measured.
+    plain = parameter_with(mine)
+    outcome = outcome_of(lambda: gradstat.clip_grad_norm_([plain], 1.0, math.inf, extra_groups=mesh["a"]))
+    assert "is expanded" in outcome if dist.get_rank() else outcome == "tensor(nan)"
+
+
+@on_ranks(2)
 def test_strided_shards() -> None:
     """Shards that are views with gaps are read through a copy, and scaled in place."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
