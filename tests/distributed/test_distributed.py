@@ -5,7 +5,7 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 import gradstat
 from gradstat._core import sharded
@@ -286,6 +287,43 @@ def test_stages_scale_alike() -> None:
         scaler.update()
         assert torch.equal(parameter, torch.ones(3))
         assert scaler.get_scale() == 4.0
+
+
+class CopiesOfNumbers(TorchFunctionMode):
+    """Notes operations that copy Python numbers to the device of a tensor, for which a GPU would have to be waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_index = function in (Tensor.__getitem__, Tensor.__setitem__)
+        index = args[1] if is_index and isinstance(args[1], tuple) else args[1:2]
+        if function is torch.tensor or (is_index and any(isinstance(item, Sequence) for item in index)):
+            self.noted.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_merging_rows_copies_no_numbers_to_the_device() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    placements: list[Any] = [Shard(0), Shard(0), Replicate(), Shard(0)]
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for placement in placements]
+    for parameter in parameters[1:]:
+        parameter.grad = parameter.detach() * 3
+    gradients = [parameter.grad for parameter in parameters[1:]]
+    table = torch.ones(3, len(gradstat.FIELDS), dtype=torch.float64)
+
+    def merge() -> None:
+        gradstat.check_async(parameters)
+        gradstat.clip_grad_norm_(parameters, math.inf, math.inf)
+        gradstat.clip_grad_norm_(parameters, math.inf, extra_groups=[(mesh["a"], parameters[2:])])
+        sharded.sum_over_shards_(table, gradients)  # type: ignore[arg-type]
+
+    merge()  # the first call may
+    with CopiesOfNumbers() as copies:
+        merge()
+    assert not copies.noted
 
 
 # Failures ----------------------------------------------------------------------------------------------------
