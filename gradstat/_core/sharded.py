@@ -27,7 +27,6 @@ from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
 
-_FIELDS = len(_fields.FIELDS)
 _SUMMED = _fields.SUMMED
 # The remaining columns. Fields merged by "min" are negated before the all-reduce, so that a single MAX serves both.
 _EXTREMES = tuple(enumerate(_fields.FIELDS))[_SUMMED.stop :]
@@ -237,7 +236,7 @@ class Sharded:
             for bit, group in enumerate(self._extra):
                 kinds = _reduced(kinds, group, [m for m in range(len(places)) if m >> bit & 1], extremes)
         everything = _merged(_stacked([kinds, nothing], table), None)
-        return _unpack(everything)[:, :_FIELDS], everything.sums[0, -1]
+        return _unpack(everything)[:, : _fields.COUNT], everything.sums[0, -1]
 
     def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo], Exception | None]:
         """A row for every owner: the identity for owners that have no tensor here."""
@@ -309,7 +308,7 @@ def _pack(table: Tensor, failed: bool, is_sharded: list[bool] | None = None) -> 
 
 def _unpack(packed: _Packed) -> Tensor:
     """Rows with their columns in field order, and a last column: the number of ranks with a NaN or Inf."""
-    rows = packed.sums.new_empty(len(packed.sums), _FIELDS + 1)
+    rows = packed.sums.new_empty(len(packed.sums), _fields.COUNT + 1)
     rows[:, _SUMMED] = packed.sums[:, :-2]
     for place, (column, field) in enumerate(_EXTREMES):
         rows[:, column] = -packed.maxima[:, place] if field.merge == "min" else packed.maxima[:, place]
@@ -359,7 +358,7 @@ def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extre
 
 def identity_rows(count: int, like: Tensor) -> Tensor:
     """Rows of tensors without elements: ``[count, len(FIELDS)]`` float64 on the device of ``like``."""
-    rows = torch.zeros(count, _FIELDS, dtype=torch.float64, device=like.device)
+    rows = torch.zeros(count, _fields.COUNT, dtype=torch.float64, device=like.device)
     for column, field in _EXTREMES:
         rows[:, column] = field.identity
     return rows
@@ -373,7 +372,7 @@ def _add_failed(total: Tensor, failed: Tensor) -> Tensor:
 
 def without_ranks(table: Tensor) -> Tensor:
     """The field columns of `Sharded.rows`' table, with the rank removed from the indices."""
-    table = table[:, :_FIELDS].clone()
+    table = table[:, : _fields.COUNT].clone()
     for column in _INDICES:
         index = table[:, column]
         table[:, column] = torch.where(index.isfinite(), index % 2.0 ** index_bits(), index)
