@@ -139,7 +139,7 @@ def get_total_norm(
     Raises:
         As `clip_grad_norm_`; and TypeError if an item of ``tensors`` is not a tensor.
     """
-    given = as_list(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
+    given = as_list(tensors, "tensors")
     norm_type = float(norm_type)
     if not given and extra_groups is None:
         return torch.tensor(0.0, device="cpu")

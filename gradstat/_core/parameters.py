@@ -208,9 +208,13 @@ def names_at(source: Source, positions: list[int] | None) -> Names:
 # The arguments of torch's clipping functions, accepted as torch accepts them ---------------------------------------
 
 
-def as_list(
-    tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
-) -> list[Tensor]:
+_HOW_TO_PASS = {
+    "parameters": "module.parameters()",
+    "tensors": "[p.grad for p in module.parameters() if p.grad is not None]",
+}
+
+
+def as_list(tensors: Tensor | Iterable[Tensor], what: str = "parameters") -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular.
 
     Like torch, warns about an empty generator of parameters, since it may have been exhausted before.
@@ -219,7 +223,7 @@ def as_list(
         return [tensors]
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
         refuse_engine(tensors)
-        raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
+        raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {_HOW_TO_PASS[what]}")
     found = list(tensors)
     if not found and what == "parameters" and isinstance(tensors, types.GeneratorType):
         warn_user("`parameters` is an empty generator, no gradient clipping will occur.")

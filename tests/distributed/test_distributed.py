@@ -397,9 +397,12 @@ def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip() -> No
             with pytest.raises(NotImplementedError, match="is a distributed tensor, whose norm needs a reduction"):
                 call()
         assert clip.summary().steps == 0
+    with pytest.raises(NotImplementedError, match=r"use gradstat\.clip_grad_norm_, or gradstat\.guarded_step with"):
+        gradstat.ZClip().clip_([parameter])
     assert (parameter.grad.to_local() == 1).all()  # type: ignore[union-attr]
     with pytest.raises(KeyError):
         gradstat.step_counters(optimizer)
+    assert gradstat.guarded_step(optimizer, gradstat.ZClip()).total_norm == 2.0
     with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0)
 
