@@ -158,7 +158,7 @@ class Gradients(NamedTuple):
 
 
 def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Gradients:
-    """The gradients of ``parameters``, or the pieces ``engine`` has. AttributeError if an item has no ``.grad``."""
+    """The gradients of ``parameters``, or the shards ``engine`` has. AttributeError if an item has no ``.grad``."""
     kept = None if engine is None else engine.gradients()
     if kept is not None:
         found = [kept.get(id(parameter)) for parameter in parameters]

@@ -130,7 +130,7 @@ class Sharded:
         self._tensors = list(tensors)
         self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
         if self._starts:
-            owners = None  # every rank has a piece of every tensor
+            owners = None  # every rank has a shard of every tensor
         # Positions of the tensors' rows among the rows of all owners.
         self._positions: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
