@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from gradstat._core.tensors import to_device
+
 State = dict[str, Tensor]
 
 # Indices into "totals": norms recorded, non-finite norms, coefficients decided, those below 1, and the sum of these.
@@ -29,7 +31,7 @@ def extended(memory: Tensor | None, window: int, own: tuple[int, float], device:
         start = [*[0.0] * _TOTALS, 1.0, *[math.nan] * window]
         memory = torch.tensor(start, dtype=torch.float64, device="cpu")
     missing = memory.new_full((size(window, own) - len(memory),), own[1])
-    return torch.cat([memory, missing]).to(device)
+    return to_device(torch.cat([memory, missing]), device)
 
 
 def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
