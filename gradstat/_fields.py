@@ -65,6 +65,9 @@ FIELDS: tuple[Field, ...] = (
 NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
 """The columns of a table, in order."""
 
+COUNT: int = len(FIELDS)
+"""The number of columns of a table."""
+
 INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}
 """Column number by field name."""
 
@@ -87,11 +90,11 @@ SMALL = 2.0**-511
 LARGE_SCALE = 2.0**-538
 SMALL_SCALE = 2.0**537
 
-_RULES = zip(UPDATE_RULES, UPDATE_OPERANDS, strict=True)
 FINGERPRINT: str = ",".join(
     [f"{field.name}:{field.merge}" for field in FIELDS]
     + [number.hex() for number in (LARGE, SMALL, LARGE_SCALE, SMALL_SCALE)]
-    + [*UPDATE_SUMS, *UPDATE_COEFFICIENTS, *(f"{rule}:{operands}" for rule, operands in _RULES)]
+    + [*UPDATE_SUMS, *UPDATE_COEFFICIENTS]
+    + [f"{rule}:{operands}" for rule, operands in zip(UPDATE_RULES, UPDATE_OPERANDS, strict=True)]
 )
 """Identifies fields, merges, Blue's constants, update rules and tables. A compiled extension carries its own."""
 
@@ -144,7 +147,7 @@ def render_header() -> str:
         *(f"GRADSTAT_FIELD({f.name + ',':<{width + 1}} {f.merge})" for f in FIELDS),
         "#undef GRADSTAT_FIELD",
         "#else",
-        f"#define GRADSTAT_FIELD_COUNT {len(FIELDS)}",
+        f"#define GRADSTAT_FIELD_COUNT {COUNT}",
         f'#define GRADSTAT_FINGERPRINT "{FINGERPRINT}"',
         f"#define GRADSTAT_LARGE {LARGE.hex()}",
         f"#define GRADSTAT_SMALL {SMALL.hex()}",

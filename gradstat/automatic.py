@@ -18,9 +18,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from gradstat._core.engines import refuse_engine
-from gradstat._core.parameters import as_list, source_of
+from gradstat._core.measure import norm_of
+from gradstat._core.parameters import as_list, gradients_to_clip, source_of
+from gradstat._core.tensors import to_device
 from gradstat._step.loss_scale import is_still_scaled
-from gradstat.clip import clip_grad_norm_
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.monitor import Monitor
 from gradstat.monitor.reporting import warn
 from gradstat.patch import Layer, lock
@@ -94,8 +96,17 @@ class AutoHandle:
         return (args[0], evaluated, *args[2:]), kwargs
 
     def _clip(self) -> None:
-        if self._max_norm is not None:
-            clip_grad_norm_(source_of(self._optimizer).parameters, self._max_norm)
+        if self._max_norm is None:
+            return
+        parameters = source_of(self._optimizer).parameters
+        divisor: Tensor | None = getattr(self._optimizer, "grad_scale", None)
+        if divisor is None:
+            clip_grad_norm_(parameters, self._max_norm)
+            return
+        # A loss scaler leaves the division by the scale to the step of a fused optimizer.
+        _, found = gradients_to_clip(parameters)
+        norm = norm_of(found.tensors, 2.0, found.name_of, None, owners=parameters)
+        clip_grads_with_norm_(parameters, self._max_norm, norm / to_device(divisor, norm.device))
 
     def _holds(self, parameters: Iterable[object]) -> bool:
         """Whether any of ``parameters`` is the optimizer's."""

@@ -31,7 +31,7 @@ from gradstat._core.measure import measure
 from gradstat._core.measurement import Measurement
 from gradstat._core.norms import StepRequest
 from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, source_of
-from gradstat._core.tensors import is_distributed, to_device
+from gradstat._core.tensors import by_device, is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
@@ -149,7 +149,7 @@ class StepInBackward:
         self._limit = float(clip) if isinstance(clip, (int, float)) else math.inf
         self._clips = [clip._for_one_tensor() for _ in source.parameters] if isinstance(clip, TensorClip) else []
         self._clip_states: Tensor | None = None
-        self._is_foreign = optimizers.traits_of(optimizer).repeats_closure
+        self._is_foreign = optimizers.traits_of(optimizer).is_foreign
         kind: Any = type(optimizer)
         # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
         own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
@@ -217,7 +217,7 @@ class StepInBackward:
         wanted = [row_of[id(parameters[i])] for i in positions]
         if wanted != list(range(len(at))):
             table = rows.table()
-            table = table[torch.tensor(wanted, dtype=torch.int64, device="cpu").to(table.device)]
+            table = table[to_device(torch.tensor(wanted, dtype=torch.int64, device="cpu"), table.device)]
             total = rows.total if len(wanted) == len(at) else None
             rows = Measurement([table], None, [rows.infos[row] for row in wanted], total)
         missing = [i for i, p in enumerate(parameters) if p.requires_grad and id(p) not in row_of]
@@ -504,11 +504,8 @@ def _name_at(source: Source, i: int) -> list[str]:
 
 def _concat(parts: list[Measurement]) -> Measurement:
     """The rows of tensors that were measured one by one, joined into one table per device."""
-    tables: dict[torch.device, list[Tensor]] = {}
-    order: dict[torch.device, list[int]] = {}
-    for i, part in enumerate(parts):
-        tables.setdefault(part.tables[0].device, []).append(part.tables[0])
-        order.setdefault(part.tables[0].device, []).append(i)
-    joined = [torch.cat(some) for some in tables.values()]
-    in_order = [i for some in order.values() for i in some]
-    return Measurement(joined, None if len(joined) == 1 else in_order, [part.infos[0] for part in parts])
+    tables = [part.tables[0] for part in parts]
+    groups = by_device(tables).values()
+    joined = [torch.cat([tables[i] for i in at]) for at in groups]
+    order = None if len(joined) == 1 else [i for at in groups for i in at]
+    return Measurement(joined, order, [part.infos[0] for part in parts])

@@ -56,7 +56,7 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's
-            engine, between its ``backward`` and ``step``: its partitions are merged, its loss scale is divided out. Or
+            engine, between its ``backward`` and ``step``: its shards are merged, its loss scale is divided out. Or
             Megatron-Core's DistributedDataParallel, between ``finish_grad_sync`` and the step.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None selects one automatically.
         extra_groups: Further groups of ranks that gradients are spread over, which the tensors do not show, as for

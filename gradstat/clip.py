@@ -76,7 +76,7 @@ def clip_grad_norm_(
     if not gradients and extra_groups is None:
         return torch.tensor(0.0, device="cpu")
     if torch.compiler.is_compiling():
-        refuse_in_compiled("clip_grad_norm_", norm_type, error_if_nonfinite, backend)
+        refuse_in_compiled("clip_grad_norm_", gradients, norm_type, error_if_nonfinite, backend, extra_groups)
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
     norm = direct = None
@@ -139,14 +139,14 @@ def get_total_norm(
     Raises:
         As `clip_grad_norm_`; and TypeError if an item of ``tensors`` is not a tensor.
     """
-    given = as_list(tensors, "tensors", "[p.grad for p in module.parameters() if p.grad is not None]")
+    given = as_list(tensors, "tensors")
     norm_type = float(norm_type)
     if not given and extra_groups is None:
         return torch.tensor(0.0, device="cpu")
     if foreach:
         require_foreach(given)
     if torch.compiler.is_compiling():
-        refuse_in_compiled("get_total_norm", norm_type, error_if_nonfinite, backend)
+        refuse_in_compiled("get_total_norm", given, norm_type, error_if_nonfinite, backend, extra_groups)
         compiled: Tensor = operators(given[0].device).measure.default(given, math.inf, norm_type)[1]
         return compiled
     direct = None
@@ -212,12 +212,19 @@ def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
         )
 
 
-def refuse_in_compiled(function: str, norm_type: float, error_if_nonfinite: bool, backend: str | None) -> None:
+def refuse_in_compiled(
+    function: str,
+    tensors: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    backend: str | None,
+    extra_groups: ExtraGroups | None,
+) -> None:
     """Raises NotImplementedError for options that are unsupported inside torch.compile, where only operators run."""
-    if error_if_nonfinite or backend is not None or norm_type not in (2.0, math.inf):
+    if error_if_nonfinite or backend is not None or extra_groups is not None or not is_fused(tensors, norm_type):
         raise NotImplementedError(
-            f"inside torch.compile, {function} takes norm_type 2 or inf and neither error_if_nonfinite nor backend; "
-            "call it outside of the compiled function"
+            f"inside torch.compile, {function} takes norm_type 2, or inf for real tensors with elements, and none of "
+            "error_if_nonfinite, backend and extra_groups; call it outside of the compiled function"
         )
 
 

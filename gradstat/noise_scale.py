@@ -17,7 +17,6 @@ from gradstat._core.measure import measure
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat.adaptive._base import whole_number
 
-_FIELDS = len(_fields.NAMES)
 _SQUARES, _LARGE = _fields.INDEX["sq_sum"], _fields.INDEX["sq_sum_large"]
 
 
@@ -200,7 +199,7 @@ class NoiseScale:
 
     def _rows(self, caller: str, given: Tensor | None) -> Tensor:
         """One row per parameter; zeros, correct for the columns used here, for a parameter without a gradient."""
-        expected = (len(self._names), _FIELDS)
+        expected = (len(self._names), _fields.COUNT)
         if given is not None:
             if given.shape != expected:
                 raise ValueError(
@@ -213,7 +212,7 @@ class NoiseScale:
             raise RuntimeError(f"no parameter has a gradient; call {caller} after backward() and before zero_grad()")
         name_of, owners = labels_of(self._source, gradients).of, self._source.parameters
         measured = measure(gradients.tensors, name_of, self._backend, owners=owners)
-        rows = measured.nan_if_failed().table()[:, :_FIELDS]  # rows of distributed tensors have one more column
+        rows = measured.nan_if_failed().table()[:, : _fields.COUNT]  # rows of distributed tensors have one more column
         if gradients.positions is None:
             return rows
         at = torch.tensor(gradients.positions, device="cpu").to(rows.device, non_blocking=True)

@@ -177,7 +177,7 @@ class TensorStats(RowValues):
     @property
     def bad_ranks(self) -> int | None:
         """Number of ranks whose shards contain NaN or Inf; None for a tensor that is not distributed."""
-        return None if self._info.shards is None else int(self._row[len(_fields.FIELDS)])
+        return None if self._info.shards is None else int(self._row[_fields.COUNT])
 
     def to_dict(self) -> dict[str, Any]:
         """All of the above as JSON-serializable values: numbers, strings, lists; None where undefined."""

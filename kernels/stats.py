@@ -42,7 +42,7 @@ SMALL = tl.constexpr(_fields.SMALL)
 LARGE_SCALE = tl.constexpr(_fields.LARGE_SCALE)
 SMALL_SCALE = tl.constexpr(_fields.SMALL_SCALE)
 
-FIELD_COUNT = tl.constexpr(len(_fields.FIELDS))
+FIELD_COUNT = tl.constexpr(_fields.COUNT)
 MERGES = tl.constexpr(tuple({"sum": 0, "min": 1, "max": 2}[field.merge] for field in _fields.FIELDS))
 NAN_COUNT = tl.constexpr(_fields.column("nan_count"))
 INF_COUNT = tl.constexpr(_fields.column("inf_count"))
@@ -534,7 +534,7 @@ def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tenso
     captured = _table.is_capturing(device)
     key = (device, 0 if captured else _table.stream_of(device))
     # A launch that splits no tensor uses neither, but passing other dtypes would compile another kernel.
-    length = table.chunks * len(_fields.FIELDS) if table.is_split else 1
+    length = table.chunks * _fields.COUNT if table.is_split else 1
     count = table.chunks if table.is_split else 1
     with _lock:
         kept = None if captured else _scratch.get(key)
@@ -556,6 +556,6 @@ def stats(tensors: list[torch.Tensor]) -> torch.Tensor:
     with _table.on_device(device):
         table = _table.table_of(tensors)
         rows, tickets = _scratch_for(table, device)
-        out = torch.empty((table.tensors, len(_fields.FIELDS)), dtype=torch.float64, device=device)
+        out = torch.empty((table.tensors, _fields.COUNT), dtype=torch.float64, device=device)
         _launch_stats(device, table.chunks, (table.buffer, rows, tickets, out), table.tensors, table.chunks)
     return out

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradstat import _fields
 from gradstat._core import native
 from gradstat._core.native import BackendUnavailableError, DeviceModule
 from gradstat._core.tensors import contiguous_for_update, units_of
 from gradstat._core.warn import warn_user
-from gradstat._fields import NAMES
 
 ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 
@@ -70,7 +70,7 @@ class Kernels:
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
         """The table of all units in order. Tensors that are not row-major are copied first."""
         units = [unit for tensor in tensors for unit in units_of(tensor.contiguous())]
-        return self._stats(units) if units else tensors[0].new_empty((0, len(NAMES)), dtype=torch.float64)
+        return self._stats(units) if units else tensors[0].new_empty((0, _fields.COUNT), dtype=torch.float64)
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
         """Multiplies each unit, in the order of `unit_stats`, by its element of ``coefficients``; see `scale_each_`."""

@@ -1,4 +1,4 @@
-"""Gradients that are not in ``.grad``: engines that partition parameters keep gradients in buffers of their own.
+"""Gradients that are not in ``.grad``: engines that shard parameters keep gradients in buffers of their own.
 
 Everything that depends on an engine's internals is in this module. An engine is recognised by its methods and never
 imported.
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class FlatShard:
-    """This rank's part of a tensor that is flattened and split over the ranks of a group: its memory and its offset.
+    """This rank's shard of a tensor that is flattened and split over the ranks of a group: its memory and its offset.
 
-    Every rank of the group has a piece of each tensor, possibly an empty one. Like a DTensor, it has ``_local_tensor``.
+    Every rank of the group has a shard of each tensor, possibly an empty one. Like a DTensor, it has ``_local_tensor``.
     """
 
     __slots__ = ("_local_tensor", "group", "owner", "shape", "start")
@@ -72,14 +72,14 @@ class DeepSpeed(_Wrapper):
         return self.engine.optimizer
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
-        """The parameters, or under ZeRO-3 this rank's partitions of them, as pieces."""
+        """The parameters, or under ZeRO-3 this rank's shards of them."""
         return [
             _stage_3_shard(parameter, parameter.ds_tensor) if hasattr(parameter, "ds_tensor") else parameter
             for parameter in parameters
         ]
 
     def gradients(self) -> dict[int, Any] | None:
-        """The current gradients, or their pieces, by ``id`` of the parameter; None if they are in ``.grad``.
+        """The current gradients, or shards of them, by ``id`` of the parameter; None if they are in ``.grad``.
 
         All ranks return the same parameters. With offloading, waits for pending copies to the host.
         """
@@ -120,7 +120,7 @@ def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
 
 
 def _stage_3_shard(parameter: Any, local: Tensor) -> FlatShard:
-    """All partitions are as large as the first; those past the parameter's end are padding."""
+    """All shards are as large as the first; elements past the parameter's end are padding."""
     start = parameter.partition_numel() * torch.distributed.get_rank(parameter.ds_process_group)
     start = min(start, parameter.ds_numel)
     local = local.reshape(-1)[: parameter.ds_numel - start]
@@ -140,7 +140,7 @@ def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
             continue
         flat = optimizer.single_partition_of_fp32_groups[number].grad if optimizer.cpu_offload else kept[0]
         for parameter in group:
-            mapping = parameter._hp_mapping  # maps the parameter to its part in this rank's partition
+            mapping = parameter._hp_mapping  # maps the parameter to its shard in this rank's buffer
             if mapping is None:
                 local, start = flat.reshape(-1)[:0], 0
             else:
@@ -150,7 +150,7 @@ def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
 
 
 def _of_bf16(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """ZeRO-1 in bfloat16 with float32 gradients: only the optimizer state is partitioned, and ``.grad`` is stale."""
+    """ZeRO-1 in bfloat16 with float32 gradients: only the optimizer state is sharded, and ``.grad`` is stale."""
     for parameters, gradients, present in zip(
         optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
     ):
@@ -175,14 +175,14 @@ class Megatron(_Wrapper):
     optimizer = None
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
-        """The parameters, which are not partitioned."""
+        """The parameters, which are not sharded."""
         return parameters
 
     def gradients(self) -> dict[int, Any]:
-        """The gradients by ``id`` of the parameter; with the distributed optimizer, the pieces this rank reduces."""
-        is_cut = self.engine.ddp_config.use_distributed_optimizer
+        """The gradients by ``id`` of the parameter; with the distributed optimizer, the shards this rank reduces."""
+        is_sharded = self.engine.ddp_config.use_distributed_optimizer
         return {
-            id(parameter): _bucket_shard(buffer, parameter) if is_cut else parameter.main_grad
+            id(parameter): _bucket_shard(buffer, parameter) if is_sharded else parameter.main_grad
             for buffer in (*self.engine.buffers, *self.engine.expert_parallel_buffers)
             for parameter in buffer.params
         }
@@ -193,9 +193,9 @@ def _bucket_shard(buffer: Any, parameter: Tensor) -> FlatShard:
     start, end, number = buffer.param_index_map[parameter]
     bucket, group = buffer.buckets[number], buffer.data_parallel_group
     size = bucket.grad_data.numel() // group.size()
-    part = bucket.offset + size * group.rank()
-    low = min(max(start, part), end)
-    high = max(min(end, part + size), low)
+    begin = bucket.offset + size * group.rank()
+    low = min(max(start, begin), end)
+    high = max(min(end, begin + size), low)
     return FlatShard(parameter, parameter.shape, buffer.grad_data[low:high], low - start, group)
 
 

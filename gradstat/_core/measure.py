@@ -44,7 +44,8 @@ def measure(
     gradients: ranks on which some gradients are missing then take part as well. With ``over_ranks=False``, rows of
     distributed tensors are those of this rank's shards. ``prepare`` is called before anything but ordinary tensors is
     measured, so that a caller can refuse; on several ranks the others are told. ``wants`` can limit the result for
-    distributed tensors to the total, or to the total's summed fields, for smaller and fewer reductions.
+    distributed tensors to the total, with the extremes of complex elements' moduli, or to the total's summed fields,
+    for smaller and fewer reductions.
     """
     if extra_groups is None:
         measured = measure_directly(tensors, name_of, backend, step)
@@ -57,6 +58,13 @@ def measure(
             sharded = Sharded(tensors, owners, extra_groups)
 
             def measure_local(local: list[Tensor]) -> Measurement:
+                if wants == "total" and not is_fused(local, math.inf):
+                    # The extremes in a row are those of the parts of complex elements, not of their moduli.
+                    if prepare is not None:
+                        prepare()
+                    plain = readable(local, name_of)
+                    local = [t.to(torch.complex128).abs() if t.is_complex() else t for t in plain]
+                    return _measure_any(local, name_of, backend)
                 # Tensors that the kernels can read in place they can also write in place, if the memory is their own.
                 direct = measure_directly(local, name_of, backend)
                 if prepare is not None and (direct is None or sharded.has_partial):
@@ -77,9 +85,11 @@ def measure(
         return measured
 
 
-def is_fused(tensors: list[Tensor], norm_type: float) -> bool:
-    """Whether a norm of order ``norm_type`` can be derived from a table."""
-    return norm_type == 2.0 or (norm_type == math.inf and not any(t.is_complex() or not t.numel() for t in tensors))
+def is_fused(tensors: list[Any], norm_type: float) -> bool:
+    """Whether a norm of order ``norm_type`` can be derived from a table; what is not a tensor is left to `readable`."""
+    return norm_type == 2.0 or (
+        norm_type == math.inf and not any(isinstance(t, Tensor) and (t.is_complex() or not t.numel()) for t in tensors)
+    )
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class Measurement(NamedTuple):
         if self.total is not None:
             return self.total
         if not self.tables:
-            return torch.empty(0, len(_fields.NAMES), dtype=torch.float64, device="cpu")
+            return torch.empty(0, _fields.COUNT, dtype=torch.float64, device="cpu")
         if len(self.tables) == 1:
             return self.tables[0]
         return torch.cat([to_device(table, self.tables[0].device) for table in self.tables])
@@ -86,7 +86,7 @@ class HostRows:
         if self._order is None and len(self._copies) == 1:
             return self._copies[0].wait()
         if not self._copies:
-            return np.empty((0, len(_fields.NAMES)))
+            return np.empty((0, _fields.COUNT))
         joined = np.concatenate([copy.wait() for copy in self._copies])
         return joined if self._order is None else joined[np.argsort(self._order)]
 

@@ -185,11 +185,11 @@ def _register_fakes() -> None:
     # `check` and `unscale_` have no fake implementation: their signature is a host number that depends on real tensors.
     @torch.library.register_fake("gradstat::stats")
     def table_like(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].new_empty((len(tensors), len(_fields.NAMES)), dtype=torch.float64)
+        return tensors[0].new_empty((len(tensors), _fields.COUNT), dtype=torch.float64)
 
     @torch.library.register_fake("gradstat::unit_stats")
     def _(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].new_empty((sum(map(unit_count, tensors)), len(_fields.NAMES)), dtype=torch.float64)
+        return tensors[0].new_empty((sum(map(unit_count, tensors)), _fields.COUNT), dtype=torch.float64)
 
     @torch.library.register_fake("gradstat::measure")
     def _(

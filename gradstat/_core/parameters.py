@@ -158,7 +158,7 @@ class Gradients(NamedTuple):
 
 
 def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Gradients:
-    """The gradients of ``parameters``, or the pieces ``engine`` has. AttributeError if an item has no ``.grad``."""
+    """The gradients of ``parameters``, or the shards ``engine`` has. AttributeError if an item has no ``.grad``."""
     kept = None if engine is None else engine.gradients()
     if kept is not None:
         found = [kept.get(id(parameter)) for parameter in parameters]
@@ -208,9 +208,13 @@ def names_at(source: Source, positions: list[int] | None) -> Names:
 # The arguments of torch's clipping functions, accepted as torch accepts them ---------------------------------------
 
 
-def as_list(
-    tensors: Tensor | Iterable[Tensor], what: str = "parameters", remedy: str = "module.parameters()"
-) -> list[Tensor]:
+_HOW_TO_PASS = {
+    "parameters": "module.parameters()",
+    "tensors": "[p.grad for p in module.parameters() if p.grad is not None]",
+}
+
+
+def as_list(tensors: Tensor | Iterable[Tensor], what: str = "parameters") -> list[Tensor]:
     """One tensor, or several, as a list. TypeError for anything else, a module in particular.
 
     Like torch, warns about an empty generator of parameters, since it may have been exhausted before.
@@ -219,7 +223,7 @@ def as_list(
         return [tensors]
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
         refuse_engine(tensors)
-        raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {remedy}")
+        raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {_HOW_TO_PASS[what]}")
     found = list(tensors)
     if not found and what == "parameters" and isinstance(tensors, types.GeneratorType):
         warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
@@ -249,10 +253,11 @@ def gradients_to_clip(
     return given, found
 
 
-def require_foreach(tensors: Sequence[Tensor]) -> None:
+def require_foreach(tensors: Sequence[Any]) -> None:
     """Raises RuntimeError, as torch does, if torch has no foreach kernels for a device of ``tensors``."""
     for tensor in tensors:
-        if not has_foreach(tensor.device):
+        # Anything else is refused by name when it is measured.
+        if isinstance(tensor, Tensor) and not has_foreach(tensor.device):
             raise RuntimeError(
                 f"foreach=True was passed, but can't use the foreach API on {tensor.device.type} tensors"
             )

@@ -27,7 +27,6 @@ from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
 
-_FIELDS = len(_fields.FIELDS)
 _SUMMED = _fields.SUMMED
 # The remaining columns. Fields merged by "min" are negated before the all-reduce, so that a single MAX serves both.
 _EXTREMES = tuple(enumerate(_fields.FIELDS))[_SUMMED.stop :]
@@ -131,7 +130,7 @@ class Sharded:
         self._tensors = list(tensors)
         self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
         if self._starts:
-            owners = None  # every rank has a piece of every tensor
+            owners = None  # every rank has a shard of every tensor
         # Positions of the tensors' rows among the rows of all owners.
         self._positions: Sequence[int] = range(len(self._tensors))
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
@@ -194,7 +193,7 @@ class Sharded:
             raise error
         whole = _unpack(packed)
         if len(self._positions) < len(self._owners):
-            whole = whole[list(self._positions)]
+            whole = whole[_index(self._positions, whole)]
         return Measurement([whole], None, self._infos(infos), _add_failed(total, failed), failed)
 
     def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
@@ -237,7 +236,7 @@ class Sharded:
             for bit, group in enumerate(self._extra):
                 kinds = _reduced(kinds, group, [m for m in range(len(places)) if m >> bit & 1], extremes)
         everything = _merged(_stacked([kinds, nothing], table), None)
-        return _unpack(everything)[:, :_FIELDS], everything.sums[0, -1]
+        return _unpack(everything)[:, : _fields.COUNT], everything.sums[0, -1]
 
     def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo], Exception | None]:
         """A row for every owner: the identity for owners that have no tensor here."""
@@ -250,10 +249,10 @@ class Sharded:
         table = local.table()
         if len(self._positions) == len(self._owners):
             for column in _INDICES if self._starts else ():
-                table[:, column] += _as_column(self._starts, table.device)
+                table[:, column] += _on_device(self._starts, torch.float64, table.device)
         else:
             table = self._identities()
-            table[self._positions] = local.table()
+            table[_index(self._positions, table)] = local.table()
         return table, local.infos, None
 
     def _local(self) -> list[Tensor]:
@@ -301,7 +300,7 @@ def _pack(table: Tensor, failed: bool, is_sharded: list[bool] | None = None) -> 
     columns = {column: table[:, column] for column, _ in _EXTREMES}
     if is_sharded is not None and any(is_sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
-        offset = rank if all(is_sharded) else rank * torch.tensor(is_sharded, device=table.device)
+        offset = rank if all(is_sharded) else rank * _on_device(tuple(is_sharded), torch.float64, table.device)
         columns.update({column: columns[column] + offset for column in _INDICES})
     maxima = [-columns[column] if field.merge == "min" else columns[column] for column, field in _EXTREMES]
     return _Packed(sums, torch.stack(maxima, 1))
@@ -309,7 +308,7 @@ def _pack(table: Tensor, failed: bool, is_sharded: list[bool] | None = None) -> 
 
 def _unpack(packed: _Packed) -> Tensor:
     """Rows with their columns in field order, and a last column: the number of ranks with a NaN or Inf."""
-    rows = packed.sums.new_empty(len(packed.sums), _FIELDS + 1)
+    rows = packed.sums.new_empty(len(packed.sums), _fields.COUNT + 1)
     rows[:, _SUMMED] = packed.sums[:, :-2]
     for place, (column, field) in enumerate(_EXTREMES):
         rows[:, column] = -packed.maxima[:, place] if field.merge == "min" else packed.maxima[:, place]
@@ -319,14 +318,22 @@ def _unpack(packed: _Packed) -> Tensor:
 
 def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
     """Merges the given rows, at least one, into one; None merges all."""
-    sums, maxima = packed if rows is None or len(rows) == len(packed.sums) else (part[rows] for part in packed)
+    sums, maxima = packed
+    if rows is not None and len(rows) != len(sums):
+        index = _index(rows, sums)
+        sums, maxima = sums[index], maxima[index]
     return _Packed(sums.sum(0, keepdim=True), maxima.amax(0, keepdim=True))
 
 
-@functools.lru_cache(maxsize=16)
-def _as_column(starts: tuple[int, ...], device: torch.device) -> Tensor:
+def _index(rows: Sequence[int], table: Tensor) -> Tensor:
+    """The given rows as an index of ``table``; a list would be copied to its device every time."""
+    return _on_device(tuple(rows), torch.int64, table.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Cached, since a copy to the device may synchronize."""
-    return torch.tensor(starts, dtype=torch.float64, device=device)
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
@@ -337,20 +344,21 @@ def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
 
 def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Packed:
     """The given rows merged over the ranks of ``group``; the other rows unchanged."""
-    sums, maxima = (part.contiguous() if rows is None else part[rows] for part in packed)
+    index = None if rows is None else _index(rows, packed.sums)
+    sums, maxima = (part.contiguous() if index is None else part[index] for part in packed)
     reduced = {dist.ReduceOp.SUM: sums}
     if extremes:
         reduced[dist.ReduceOp.MAX] = maxima
     reduce_together_(reduced, group, "gradstat")
-    if rows is None:
+    if index is None:
         return _Packed(sums, maxima)
-    packed.sums[rows], packed.maxima[rows] = sums, maxima
+    packed.sums[index], packed.maxima[index] = sums, maxima
     return packed
 
 
 def identity_rows(count: int, like: Tensor) -> Tensor:
     """Rows of tensors without elements: ``[count, len(FIELDS)]`` float64 on the device of ``like``."""
-    rows = torch.zeros(count, _FIELDS, dtype=torch.float64, device=like.device)
+    rows = torch.zeros(count, _fields.COUNT, dtype=torch.float64, device=like.device)
     for column, field in _EXTREMES:
         rows[:, column] = field.identity
     return rows
@@ -364,7 +372,7 @@ def _add_failed(total: Tensor, failed: Tensor) -> Tensor:
 
 def without_ranks(table: Tensor) -> Tensor:
     """The field columns of `Sharded.rows`' table, with the rank removed from the indices."""
-    table = table[:, :_FIELDS].clone()
+    table = table[:, : _fields.COUNT].clone()
     for column in _INDICES:
         index = table[:, column]
         table[:, column] = torch.where(index.isfinite(), index % 2.0 ** index_bits(), index)
@@ -379,4 +387,5 @@ def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
             for group in Layout.of(tensor._spec.mesh, tensor._spec.placements).groups:
                 groups.setdefault(group, []).append(row)
     for group, members in groups.items():
-        rows[members] = reduce_(rows[members], dist.ReduceOp.SUM, [group], "gradstat")
+        index = _index(members, rows)
+        rows[index] = reduce_(rows[index], dist.ReduceOp.SUM, [group], "gradstat")

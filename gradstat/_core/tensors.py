@@ -278,10 +278,11 @@ def _type_name(value: object) -> str:
 
 
 def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf) -> None:
-    """Raises NotImplementedError if one of ``tensors`` is a DTensor, which adaptive clips do not handle."""
+    """Raises NotImplementedError if a tensor is distributed, for clips that do not reduce norms over ranks."""
     for i, tensor in enumerate(tensors):
-        if hasattr(tensor, "_local_tensor"):
+        if is_distributed([tensor]):
             raise NotImplementedError(
                 f"{name_of(i)!r} is a distributed tensor, whose norm needs a reduction over its mesh, which this "
-                "clip does not do; use gradstat.clip_grad_norm_"
+                "clip does not do here; use gradstat.clip_grad_norm_, or gradstat.guarded_step with a clip of the "
+                "total norm (AutoClip, ZClip, FixedClip)"
             )

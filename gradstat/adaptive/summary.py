@@ -85,7 +85,8 @@ def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never:
     norms, totals, smallest = np.split(held, [len(state["norms"]), len(held) - 1])
     recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.COEFFICIENT_SUM])
     norms = norms[np.isfinite(norms)]
-    percentiles = np.percentile(norms, [*PERCENTILES, SUGGESTED_PERCENTILE]) if len(norms) else [math.nan] * 7
+    wanted = [*PERCENTILES, SUGGESTED_PERCENTILE]
+    percentiles = np.percentile(norms, wanted) if len(norms) else [math.nan] * len(wanted)
     *shown, suggested = (float(value) for value in percentiles)
 
     advice = ""

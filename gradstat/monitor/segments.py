@@ -18,8 +18,6 @@ from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_n
 from gradstat.monitor.kinds import STATE, kind_of
 from gradstat.monitor.rows import Floats
 
-_WIDTH = len(_fields.FIELDS)
-
 Wanted: TypeAlias = Literal["flag", "norm"] | None
 """What `PendingRows` computes of gradients on the device; ``"norm"`` means flag and norm."""
 
@@ -61,7 +59,7 @@ class PendingRows:
     def table(self) -> Floats:
         """The rows of all segments, concatenated; waits for them, once per device."""
         if self._table is None:
-            self._table = self.rows.table()[:, :_WIDTH]  # distributed tensors have one more column
+            self._table = self.rows.table()[:, : _fields.COUNT]  # distributed tensors have one more column
         return self._table
 
     def split(self) -> Iterator[tuple[Segment, int]]:
@@ -75,7 +73,7 @@ class PendingRows:
 def _first(count: int, measured: Measurement) -> Tensor:
     """The rows of the first ``count`` tensors, or their total, on the device of the first."""
     if measured.total is not None:
-        return measured.total[:, :_WIDTH]
+        return measured.total[:, : _fields.COUNT]
     found, start = [], 0
     for table in measured.tables:
         rows = table[:count]

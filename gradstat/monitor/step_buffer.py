@@ -76,7 +76,7 @@ class StepBuffer:
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
         # Rows of gradients by step. Each field is contiguous, since rules read one field at a time.
-        self._memory = np.empty((len(_fields.FIELDS), 0, 0)).transpose(1, 2, 0)
+        self._memory = np.empty((_fields.COUNT, 0, 0)).transpose(1, 2, 0)
         self._layout: Layout | None = None
         self.observations: list[Observation] = []
         self.newest: Pending | None = None
@@ -175,7 +175,7 @@ class StepBuffer:
         segment = numbers.segments[0]
         self._layout = self._layout_of(segment, numbers.rows.infos, 0)
         if at >= self._memory.shape[0] or self._memory.shape[1] != len(segment.names):
-            longer = np.empty((len(_fields.FIELDS), 2 * at or 1, len(segment.names))).transpose(1, 2, 0)
+            longer = np.empty((_fields.COUNT, 2 * at or 1, len(segment.names))).transpose(1, 2, 0)
             if at:
                 longer[:at] = self._memory
             self._memory = longer

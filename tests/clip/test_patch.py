@@ -248,6 +248,11 @@ def test_other_kinds_of_tensors_are_handed_to_torch() -> None:
         utils.clip_grad_value_([other], -1.0)
 
 
+def test_a_module_instead_of_tensors_is_refused_with_the_remedy() -> None:
+    with gradstat.patch_torch(), pytest.raises(TypeError, match=r"got Linear; pass \[p\.grad for p in module\.param"):
+        utils.get_total_norm(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
 def test_a_compiled_function_compiles_torchs_own() -> None:
     with gradstat.patch_torch():
         parameter = huge()

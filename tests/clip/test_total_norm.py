@@ -94,8 +94,10 @@ def test_what_is_not_a_list_of_tensors_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"expected tensors, got Linear; pass \[p\.grad for p in module\.parameters"):
         gradstat.get_total_norm(model)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"'tensors\[1\]', got None"):
-        gradstat.get_total_norm([torch.ones(1), None])  # type: ignore[list-item]
+    for order in (2.0, 3.0, math.inf):
+        for foreach in (None, True):
+            with pytest.raises(TypeError, match=r"'tensors\[1\]', got None"):
+                gradstat.get_total_norm([torch.ones(1), None], order, foreach=foreach)  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"tensors\[0\].*int64"):
         gradstat.get_total_norm([torch.ones(1, dtype=torch.int64)])
     for backend in ("native", "fast"):

@@ -1,5 +1,6 @@
 """The operators as torch sees them: opcheck, fake tensors, torch.compile, schemas."""
 
+import math
 from typing import Any
 
 import pytest
@@ -90,15 +91,28 @@ def test_clipping_compiles_without_a_break(backend: str, call: str, sizes: tuple
 
 
 @pytest.mark.parametrize(
-    "options", [{"error_if_nonfinite": True}, {"norm_type": 3.0}, {"backend": "reference"}], ids=str
+    "options",
+    [
+        {"error_if_nonfinite": True},
+        {"norm_type": 3.0},
+        {"norm_type": math.inf},
+        {"backend": "reference"},
+        {"extra_groups": []},
+    ],
+    ids=str,
 )
-def test_what_clipping_cannot_do_inside_a_graph_is_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("clips", [True, False])
+def test_what_clipping_cannot_do_inside_a_graph_is_refused(options: dict[str, Any], clips: bool) -> None:
     torch.compiler.reset()
-    parameter = parameter_with(torch.ones(3))
+    parameter = parameter_with(
+        torch.tensor([3 + 4j])
+    )  # an infinity norm is of moduli, which the kernels do not compute
 
     @torch.compile(fullgraph=True, backend="eager")
     def clip() -> torch.Tensor:
-        return gradstat.clip_grad_norm_([parameter], 1.0, **options)
+        if clips:
+            return gradstat.clip_grad_norm_([parameter], 1.0, **options)
+        return gradstat.get_total_norm([parameter.grad], **options)
 
     with pytest.raises(Exception, match="call it outside of the compiled function"):
         clip()

@@ -5,7 +5,7 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 import gradstat
 from gradstat._core import sharded
@@ -288,6 +289,43 @@ def test_stages_scale_alike() -> None:
         assert scaler.get_scale() == 4.0
 
 
+class CopiesOfNumbers(TorchFunctionMode):
+    """Notes operations that copy Python numbers to the device of a tensor, for which a GPU would have to be waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_index = function in (Tensor.__getitem__, Tensor.__setitem__)
+        index = args[1] if is_index and isinstance(args[1], tuple) else args[1:2]
+        if function is torch.tensor or (is_index and any(isinstance(item, Sequence) for item in index)):
+            self.noted.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_merging_rows_copies_no_numbers_to_the_device() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    placements: list[Any] = [Shard(0), Shard(0), Replicate(), Shard(0)]
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement])) for placement in placements]
+    for parameter in parameters[1:]:
+        parameter.grad = parameter.detach() * 3
+    gradients = [parameter.grad for parameter in parameters[1:]]
+    table = torch.ones(3, len(gradstat.FIELDS), dtype=torch.float64)
+
+    def merge() -> None:
+        gradstat.check_async(parameters)
+        gradstat.clip_grad_norm_(parameters, math.inf, math.inf)
+        gradstat.clip_grad_norm_(parameters, math.inf, extra_groups=[(mesh["a"], parameters[2:])])
+        sharded.sum_over_shards_(table, gradients)  # type: ignore[arg-type]
+
+    merge()  # the first call may
+    with CopiesOfNumbers() as copies:
+        merge()
+    assert not copies.noted
+
+
 # Failures ----------------------------------------------------------------------------------------------------
 
 
@@ -359,9 +397,12 @@ def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip() -> No
             with pytest.raises(NotImplementedError, match="is a distributed tensor, whose norm needs a reduction"):
                 call()
         assert clip.summary().steps == 0
+    with pytest.raises(NotImplementedError, match=r"use gradstat\.clip_grad_norm_, or gradstat\.guarded_step with"):
+        gradstat.ZClip().clip_([parameter])
     assert (parameter.grad.to_local() == 1).all()  # type: ignore[union-attr]
     with pytest.raises(KeyError):
         gradstat.step_counters(optimizer)
+    assert gradstat.guarded_step(optimizer, gradstat.ZClip()).total_norm == 2.0
     with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0)
 
@@ -433,6 +474,23 @@ def test_the_older_fsdp() -> None:
         expected, rel=1e-5
     )
     assert gradstat.check(spread, extra_groups=group).total_norm == pytest.approx(0.5 * expected, rel=1e-4)
+
+
+@on_ranks(2)
+def test_the_infinity_norm_of_complex_shards_is_the_largest_modulus() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    whole = torch.tensor([1j, 2, 3 + 4j])
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+    assert gradstat.get_total_norm([parameter.grad], math.inf).item() == 5.0
+    assert gradstat.clip_grad_norm_([parameter], 1.0, math.inf).item() == 5.0
+    torch.testing.assert_close(parameter.grad.full_tensor(), whole / 5)  # type: ignore[attr-defined]
+    mine = whole[dist.get_rank() :].expand(2, -1) if dist.get_rank() else whole
+    assert gradstat.get_total_norm([mine], math.inf, extra_groups=mesh["a"]).item() == 5.0
+    # A gradient that cannot be written is refused before any is clipped, although its moduli could be measured.
+    plain = parameter_with(mine)
+    outcome = outcome_of(lambda: gradstat.clip_grad_norm_([plain], 1.0, math.inf, extra_groups=mesh["a"]))
+    assert "is expanded" in outcome if dist.get_rank() else outcome == "tensor(nan)"
 
 
 @on_ranks(2)

@@ -91,6 +91,19 @@ def test_clips_after_the_check() -> None:
     assert (handle.monitor.recording().scalars["norm"] > 1e-3).all()
 
 
+@pytest.mark.parametrize("max_norm", [0.1, 10.0])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, gradstat.amp.GradScaler])
+def test_a_fused_optimizer_that_unscales_in_its_step_is_clipped_like_any_other(kind: Any, max_norm: float) -> None:
+    stepped = []
+    for fused in (True, False):
+        model, _ = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+        with gradstat.auto(optimizer, max_norm=max_norm, on_anomaly="record"):
+            list(program(optimizer, model, 3, None, kind("cpu")))
+        stepped.append(list(model.parameters()))
+    torch.testing.assert_close(*stepped)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_skips_bad_steps(fused: bool) -> None:
     model, optimizer = made(fused=fused)
