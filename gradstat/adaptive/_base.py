@@ -229,7 +229,7 @@ class TensorClip(AdaptiveClip):
     def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
         """Raises, before anything is changed, if `scale_` cannot clip these gradients: another list, or another kind.
 
-        Arguments are as for `scale_`, which does not check this again.
+        ``parameters``, ``gradients`` and ``name_of`` are as for `scale_`, which does not check this again.
         """
 
     @abstractmethod
@@ -246,10 +246,10 @@ class TensorClip(AdaptiveClip):
         """Decides the coefficients of a step, scales ``gradients`` in place, and updates the state. No host sync.
 
         No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
-        on the first one's device. ``name_of`` names the i-th gradient in errors, which are as in `AdaptiveClip.clip_`.
-        ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that
-        they still carry; they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped
-        and the state does not change. Returns the norm before, without the loss scale: 0-d float64.
+        on the first one's device. ``backend`` and errors are as in `AdaptiveClip.clip_`; ``name_of`` names the i-th
+        gradient in errors. ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that they still carry;
+        they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
+        not change. Returns the norm before, without the loss scale: 0-d float64.
         """
 
     def _for_one_tensor(self) -> Self:

@@ -468,6 +468,6 @@ def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) ->
         replay(stream)
         stream.synchronize()
         assert out.tolist() == [skip, 1, 1, 4 * skip]
-        assert guard.read().in_a_row == counters[2] == in_a_row
+        assert guard.read().consecutive_refused == counters[2] == in_a_row
     assert counters.tolist() == [5, 2, 0]
     assert guard.read().by_norm == 2
