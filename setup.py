@@ -121,7 +121,7 @@ class BuildExtension(build_ext):
             targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_architectures()]
             last = cuda_architectures()[-1]
             command = [os.path.join(cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", *targets]
-            command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", "0"]
+            command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", str(jobs)]
             command += ["-Werror", "all-warnings"] if STRICT else []
             command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
             print(" ".join(command), flush=True)
