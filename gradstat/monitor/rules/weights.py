@@ -57,7 +57,7 @@ class GradientWeightRatio(Rule):
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
         norms = gradients.l2_norm
         # The root mean square is never below the standard deviation, and cheaper.
-        high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
+        high = norms > self.std_ratio * spreads * np.sqrt(gradients.values)
         if high.any():
             ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
             known = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
