@@ -110,11 +110,18 @@ def one_line(text: str) -> str:
 
 
 def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:
-    """The first step with NaN or Inf, of which kind, and in which tensors, in model order."""
+    """The first step with NaN or Inf, of which kind, and in which tensors, in model order.
+
+    Leaves out kinds that a rule has judged, for instance gradients that a loss scaler made overflow.
+    """
     found: tuple[int, str, list[str]] | None = None
-    for kind in in_order(recording.tables):  # causes before effects in one step
+    judged = {finding.about for finding in recording.findings if finding.rule.startswith("nonfinite-")}
+    for kind in in_order(recording.tables.keys() - judged):  # causes before effects in one step
         series = recording.tables[kind]
         bad = bad_cells(series)
+        if kind == "buffer":  # a mask may have Inf from the start
+            infinite = series.column("inf_count")
+            bad = (series.column("nan_count") > 0) | (infinite > infinite[:1])
         rows = np.flatnonzero(bad.any(axis=1))
         if len(rows) and (found is None or series.steps[rows[0]] < found[0]):
             names = [series.names[j] for j in np.flatnonzero(bad[rows[0]])]
