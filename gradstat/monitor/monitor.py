@@ -414,7 +414,9 @@ class Monitor:
             return
         collector = self._collector
         facts = Facts(
-            *(collector.backward_order, collector.is_scaled, self._max_norm),
+            backward_order=collector.backward_order,
+            is_scaled=collector.is_scaled,
+            max_norm=self._max_norm,
             classes=collector.classes,
             is_user_called=self._is_user_called,
             origin_is_unknown=collector.origin_is_unknown,

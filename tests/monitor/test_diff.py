@@ -342,6 +342,8 @@ def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     assert describe(run()).startswith(
         "Nothing was found in 30 steps\nRecorded: steps 0 to 29; 8 gradients, 8 parameters"
     )
+    made = Recording(np.arange(3), {}, {kind: series(2, np.arange(3)) for kind in ("batch", "gradient", "exp_avg")})
+    assert describe(made).endswith("; 2 batches, 2 gradients, 2 exp_avg states")
     assert describe(Recording(np.zeros(0, np.int64), {}, {})) == "No step was recorded\nRecorded: no steps"
     bad = recording()
     bad.findings = ()

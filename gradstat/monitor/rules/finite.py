@@ -59,10 +59,7 @@ class NonfiniteBatch(Rule):
         for rows, row, step, bad in _bad_rows(window, "batch"):
             for name in (name for name in bad if self._episodes.begins(name, step)):
                 counted = _counts(rows, row, name)
-                del counted["numel"]
-                nan, inf, first = counted.values()
-                text = f"{name} has {nan:,} NaN and {inf:,} Inf, the first at {first}"
-                yield self.found(step, name, text, about="batch", **counted)
+                yield self.found(step, name, f"{name} has {_described(counted)}", about="batch", **counted)
 
 
 _CLIP = "clipping before gradients were measured: if one is NaN, the norm is, and the clip multiplies all by it"
