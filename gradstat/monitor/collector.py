@@ -152,9 +152,10 @@ class Collector:
         if left_out:
             self._gaps.report_left_out(step)
         is_scaled = is_scaled or engine_scale is not None
-        origin = None if self._origin is None else self._origin.pending_result()  # also resets it
-        if not self.is_due("origin", step):
-            origin = None
+        origin = None
+        if self._origin is not None:
+            result = self._origin.pending_result()  # also in other steps, since it makes the watch begin anew
+            origin = result if self.is_due("origin", step) else None
         if self._order_recorder is not None:
             self.backward_order, self._order_recorder = self._order_recorder.end(), None
         self._switch_hooks(step + 1)

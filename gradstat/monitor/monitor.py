@@ -147,9 +147,9 @@ class Monitor:
             optimizer = engine.optimizer
             self._watch["optimizer"] = 0  # its states are sharded as well, and not measured
         _check_guard(guard, optimizer, scaler)
-        _check_policies(self._policies, optimizer, replay)
         if handle_of(optimizer) is not None:
             _check_stepping_in_backward(guard, self._policies, replay)
+        _check_policies(self._policies, optimizer, replay)
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer
         self._lag = options.lag
@@ -405,7 +405,7 @@ class Monitor:
         raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
         if raising:
             first = raising[0]
-            replayed = f"\n{self._replayed}" if self._replayed_step == self.steps - 1 else ""
+            replayed = f"\n{self._replayed}" if self._replayed and self._replayed_step == self.steps - 1 else ""
             raise AnomalyError(f"{first}{replayed}\n{_causes_and_advice(first)}", first)
 
     def _run_rules(self) -> None:

@@ -176,7 +176,7 @@ class Activations:
                 rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
             if len(rows) > 1:
                 rows = _fields.merge(torch, rows)[None]
-                rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # an index in which of them?
+                rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
                 info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
             self._seen[name] = rows, info
 

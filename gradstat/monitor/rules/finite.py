@@ -23,8 +23,8 @@ def _bad_rows(
     ``is_bad`` says which tensors of some rows are, ``[m, n]``; by default those with any.
     """
     rows = window.rows(kind)
-    bad = None if rows is None else is_bad(rows)
-    if rows is not None and bad is not None and bad.any():
+    if rows is not None:
+        bad = is_bad(rows)
         for row in np.flatnonzero(bad.any(1)).tolist():
             yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(bad[row])]
 
