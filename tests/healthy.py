@@ -139,6 +139,7 @@ HEALTHY: tuple[Healthy, ...] = (
     Healthy("GPT, warm-up and cosine",
             lambda seed, steps: train_gpt(seed, schedule=warmup_and_cosine(steps), max_norm=1.0)),
     Healthy("GPT, tied embedding, dropout", _of(train_gpt, model=lambda: GPT(layers=1, tied=True, dropout=0.1))),
+    Healthy("GPT, mask buffer of -Inf", _of(train_gpt, model=lambda: GPT(layers=1, masked=True))),
     Healthy("GPT, embedding that begins at 1e-4", _of(train_gpt, model=tiny_embedding)),
     Healthy("LSTM, clipped", _of(train_recurrent)),
     Healthy("RNN, warm restarts", _of(train_recurrent, kind=nn.RNN, schedule=warm_restarts(150))),

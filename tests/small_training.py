@@ -146,8 +146,9 @@ class Bags:
 class Block(nn.Module):
     """Pre-norm causal attention with one head, and an MLP."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, masked: bool) -> None:
         super().__init__()
+        self.register_buffer("mask", torch.full((32, 32), -torch.inf).triu(1) if masked else None)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -155,19 +156,22 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
-        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+        mask = None if self.mask is None else self.mask[: x.shape[1], : x.shape[1]]
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
-    """A GPT with few parameters."""
+    """A GPT with few parameters; if it is ``masked``, its causal mask is a buffer."""
 
-    def __init__(self, layers: int = 2, width: int = 16, dropout: float = 0.0, tied: bool = False) -> None:
+    def __init__(
+        self, layers: int = 2, width: int = 16, dropout: float = 0.0, tied: bool = False, masked: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(32, width)
         nn.init.normal_(self.tokens.weight, std=0.1)
         nn.init.normal_(self.places.weight, std=0.1)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, dropout, masked) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, TOKENS, bias=False)
         if tied:

@@ -11,21 +11,8 @@ from torch.optim import Optimizer
 
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._limit import Limit
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-
-Limit = float | AdaptiveClip
-
-
-def checked_limit(max_norm: Any) -> Limit | None:
-    """``max_norm`` as a positive number, an adaptive clip or None; raises TypeError or ValueError if it is neither."""
-    if max_norm is None or isinstance(max_norm, AdaptiveClip):
-        return max_norm
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | Tensor):
-        raise TypeError(f"max_norm: expected a number, an adaptive clip or None, got {type(max_norm).__name__}")
-    number = float(max_norm)
-    if not number > 0:
-        raise ValueError(f"max_norm is {number}; expected a number above 0, or None to leave clipping as it is")
-    return number
 
 
 def clip_with_norm(parameters: list[Tensor], limit: Limit, norm: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradstat.adaptive._limit import checked_limit
 from gradstat.automatic import Parameters
-from gradstat.integrations._clipping import checked_limit
 from gradstat.monitor import POLICIES, Finding, Monitor, MonitorOptions, default_rules
 from gradstat.monitor.policies import PolicyTable
 

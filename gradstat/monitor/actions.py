@@ -22,9 +22,7 @@ class Skipping:
     optimizer the flag is read, one host sync, and gradients are set to None if the step is to be skipped.
     """
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        if optimizer is None:
-            raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._flags: list[Tensor] = []  # the flag set on the optimizer, if any
         handle = optimizer.register_step_post_hook(Hook(self.disarm))
@@ -73,7 +71,12 @@ class Snapshots:
         self._next: tuple[int, dict[str, Any]] | None = None
 
     def take(self, step: int) -> None:
-        """Copies the state in ``step``, before ``optimizer.step()``; it is used once the step is confirmed healthy."""
+        """Copies the state in ``step``, before ``optimizer.step()``; it is used once the step is confirmed healthy.
+
+        Does nothing while an earlier copy is still to be confirmed.
+        """
+        if self._next is not None:
+            return
         state = {"model": _copied(self._model.state_dict())}
         if self._optimizer is not None:
             state["optimizer"] = _copied(self._optimizer.state_dict())

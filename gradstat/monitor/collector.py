@@ -28,7 +28,7 @@ from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.rows import Observation
-from gradstat.monitor.segments import PendingRows, Segment, Wanted, measure_segments
+from gradstat.monitor.segments import PendingRows, Segment, Wanted, measure_segments, plain_parts
 
 _META = torch.device("meta")
 
@@ -80,6 +80,9 @@ class Collector:
         self.classes: int | None = max(given, default=None)
         self._ignore_index = options.ignore_index
         self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
+        self._origin = _watch_origin(model, options.backend) if watch["origin"] else None
+        if self._origin is not None:
+            weakref.finalize(self, self._origin.remove).atexit = False
         source = source_of(model)
         self._engine = source.engine
         inner = model if source.engine is None else source.engine.module
@@ -90,7 +93,6 @@ class Collector:
         self._buffers = observers.Buffers(inner)
         self._outputs = observers.Outputs(inner) if watch["outputs"] else None
         self._activations = observers.Activations(inner, options.backend) if watch["activations"] else None
-        self._origin = _watch_origin(model, options.backend) if watch["origin"] else None
         self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
@@ -150,7 +152,10 @@ class Collector:
         if left_out:
             self._gaps.report_left_out(step)
         is_scaled = is_scaled or engine_scale is not None
-        origin = None if self._origin is None else self._origin.pending_result()
+        origin = None
+        if self._origin is not None:
+            result = self._origin.pending_result()  # also in other steps, since it makes the watch begin anew
+            origin = result if self.is_due("origin", step) else None
         if self._order_recorder is not None:
             self.backward_order, self._order_recorder = self._order_recorder.end(), None
         self._switch_hooks(step + 1)
@@ -244,7 +249,7 @@ class Collector:
         """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
         observations: list[Observation] = []
         self._batch = []
-        for path, tensor in tensors_in(batch, "batch"):
+        for path, tensor in tensors_in(batch, "batch") if self.is_due("batch", step) else ():
             if not tensor.numel() or tensor.is_meta:
                 continue
             if observers.measurable(tensor):
@@ -355,7 +360,8 @@ class Collector:
         segments, tensors = [], []
         names = source.names()
         for segment, some in self.states(parameters, tuple(names), lambda kind: bool(self._watch[kind])):
-            if segment.kind not in known:
+            # The states of a tensor subclass are kinds of their own, ``exp_avg.scale`` for instance.
+            if segment.kind not in known and not any(kind.startswith(f"{segment.kind}.") for kind in known):
                 segments.append(segment)
                 tensors += some
         if not segments:
@@ -369,8 +375,8 @@ class Collector:
         source = source_of(self._model)
         wanted = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
         held = self.states(self._local_parameters(source), tuple(source.names()), wanted.__getitem__)
-        shards = [shard_of(tensor).detach() for _, some in held for tensor in some]
-        return check_tensors([shard for shard in shards if observers.measurable(shard)], backend=self._backend).ok
+        plain = [part.detach() for _, some in held for tensor in some for _, part in plain_parts(shard_of(tensor))]
+        return check_tensors([part for part in plain if observers.measurable(part)], backend=self._backend).ok
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstat.monitor.diagnosis import Diagnosis
+from gradstat.monitor.kinds import plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import RecordingFileError, load
@@ -27,7 +28,7 @@ class _UsageError(Exception):
 def describe(recording: Recording) -> str:
     """A recording as text for a terminal: its verdict, its steps and tensors, and the diagnosis."""
     _, sentence, _ = verdict(recording)
-    tensors = ", ".join(f"{len(series.names)} {kind}s" for kind, series in recording.tables.items())
+    tensors = ", ".join(f"{len(series.names)} {plural_of(kind)}" for kind, series in recording.tables.items())
     steps = recording.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
     lines = [one_line(sentence), f"Recorded: {extent}" + one_line(f"; {tensors}") * bool(tensors)]

@@ -64,11 +64,11 @@ class Diagnosis:
         def place(finding: Finding) -> tuple[bool, int, int, int]:
             rule = rules.index(finding.rule) if finding.rule in rules else len(rules)  # user rules come last
             known = order.get(finding.about, {})
-            place = known.get(finding.name, len(known))
+            at = known.get(finding.name, len(known))
             if finding.about == "gradient":
                 # Without a backward order, assume that parameters at the end of the model are nearest to the loss.
-                place = backward.get(finding.name, -place)
-            return finding.severity == "info", finding.step, rule, place
+                at = backward.get(finding.name, -at)
+            return finding.severity == "info", finding.step, rule, at
 
         ranked = sorted(recording.findings, key=place)
         serious = [finding for finding in ranked if finding.severity != "info"]

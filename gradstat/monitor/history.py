@@ -36,7 +36,7 @@ class History:
             self.latest[kind] = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:].copy())
             if self._length:
                 is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
-                chunk = Rows(rows.layout, rows.steps, rows.raw.copy("K")) if is_small else rows.series()
+                chunk = Rows(rows.layout, rows.steps, rows.raw.copy("K"), rows.layouts) if is_small else rows.series()
                 self._chunks.setdefault(kind, deque()).append(chunk)
                 self._bytes += _bytes_of(chunk)
         if self._length and len(window.steps):  # empty if a batch was reviewed before the first step

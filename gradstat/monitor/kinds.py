@@ -54,6 +54,11 @@ def kind_of(name: str) -> Kind:
     return KINDS[place_of(name)]
 
 
+def plural_of(name: str) -> str:
+    """What several tensors of the kind called ``name`` are called."""
+    return f"{name} states" if kind_of(name) is STATE else "batches" if name == "batch" else f"{name}s"
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Sorts ``names`` of kinds as in `KINDS`; optimizer states keep the order given."""
     return sorted(names, key=place_of)

@@ -26,6 +26,7 @@ from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._limit import checked_limit
 from gradstat.backward_step import handle_of
 from gradstat.guard import SpikeGuard, remember_guard
 from gradstat.monitor.actions import Skipping, Snapshots
@@ -133,7 +134,7 @@ class Monitor:
     ) -> None:
         rules = None if rules is None else list(rules)
         _check_arguments(model, optimizer, rules)
-        _check_guard(guard, optimizer, scaler)
+        limit = checked_limit(max_norm)
         self.options = options = MonitorOptions.of(options)
         known_name(options.backend)  # an unknown name raises here, not in a step
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
@@ -142,15 +143,17 @@ class Monitor:
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
         if engine is not None:
-            _check_engine_options(engine, optimizer, self._policies, replay, self._watch)
+            _check_engine_options(engine, optimizer, guard, self._policies, replay, self._watch)
             optimizer = engine.optimizer
             self._watch["optimizer"] = 0  # its states are sharded as well, and not measured
+        _check_guard(guard, optimizer, scaler)
         if handle_of(optimizer) is not None:
             _check_stepping_in_backward(guard, self._policies, replay)
+        _check_policies(self._policies, optimizer, replay)
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer
         self._lag = options.lag
-        self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
+        self._max_norm = limit if isinstance(limit, float) else None
         self._save_to = None if save_to is None else Path(save_to)
         self._history = History(options.history, options.max_bytes)
         self._warner = Warner()
@@ -159,7 +162,7 @@ class Monitor:
         self.should_stop = False
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
-        self._replayed = ""
+        self._replayed, self._replayed_step = "", -1
         self._is_user_called = True
         self._replay_argument: str | None = (
             _FUNCTION if engine is None else None
@@ -176,17 +179,14 @@ class Monitor:
         )
         self._buffer = StepBuffer(self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
-        self._skipping = Skipping(optimizer) if skips else None
+        self._skipping = Skipping(optimizer) if skips and optimizer is not None else None
+        self._skip_flag: Tensor | None = None  # of the newest step
         self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
         self._replayer: Replayer | None = None
-        step_fn = replay if callable(replay) else None
         if self._policies.uses("replay"):
-            if step_fn is None:
-                raise TypeError(
-                    "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
-                )
             self._lag = 0  # the next step would overwrite what a replay needs
         if replay:
+            step_fn = replay if callable(replay) else None
             self._replayer = Replayer(model, optimizer, scaler, step_fn, options.keep_batch)
         if self._save_to is not None:
             _unsaved.add(self)
@@ -246,9 +246,11 @@ class Monitor:
             flag = pending.numbers[0].flag
             if self.guard is not None and flag is not None:
                 flag = self._guarded(self.guard, flag, pending.numbers[0].norm, loss)
+            self._skip_flag = flag
             self._skipping.arm(flag, self.scaler)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
-            self._snapshots.take(pending.step)
+            with self._gaps.suppress_errors(pending.step, "the state of a step could not be copied"):
+                self._snapshots.take(pending.step)
         # On the CPU nothing is copied, so there is nothing to wait for.
         self._read(self._lag if pending.numbers[0].needs_copy else 0)
         return self.findings[known:]
@@ -285,7 +287,7 @@ class Monitor:
         Raises:
             AnomalyError: A finding has the policy ``"raise"``.
         """
-        if self._paused or not self._watch["batch"]:
+        if self._paused:
             return []
         known = len(self.findings)
         if self._replayer is not None:
@@ -326,7 +328,9 @@ class Monitor:
         self.flush()
         since = self.steps - within
         vetoes = [f for f in self.findings if f.severity == "error" or f.rule == "refused-step"]
-        return not any(finding.step >= since for finding in vetoes) and self._collector.is_finite()
+        # A finding has the step in which a problem began, and its rule knows in which it was last met.
+        last = self._rules.last_steps({finding.rule for finding in vetoes})
+        return all(step < since for step in [*(f.step for f in vetoes), *last]) and self._collector.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
         """Runs the newest step again, observes every operation, and names the first place that made a NaN or Inf.
@@ -353,12 +357,13 @@ class Monitor:
         paused, self._paused = self._paused, True  # step_fn may call this monitor
         try:
             if self._replayer is not None:
-                self.culprit = self._replayer.run(step_fn, self._skipping is not None)
+                was_skipped = self._skip_flag is not None and bool(self._skip_flag.item())
+                self.culprit = self._replayer.run(step_fn, was_skipped)
             elif step_fn is not None:
                 self.culprit = find_culprit(self._model, step_fn, optimizer=self._optimizer, scaler=self.scaler)
         finally:
             self._paused = paused
-        self._replayed = CLEAN if self.culprit is None else str(self.culprit)
+        self._replayed, self._replayed_step = CLEAN if self.culprit is None else str(self.culprit), self.steps - 1
         if self._replayer is None:
             self._replayed += f"\n{_NO_SAVED_STATE}"
         return self.culprit
@@ -377,8 +382,13 @@ class Monitor:
                 # Measure parameters, buffers and optimizer states, if they are still those of the step.
                 if odd and pending.step + 1 == self.steps and pending.step - self._last_state_check[lost] >= _QUIET:
                     self._last_state_check[lost] = pending.step
-                    pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
+                    with self._gaps.suppress_errors(
+                        pending.step, "parameters, buffers or states could not be measured"
+                    ):
+                        pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
                 self._buffer.take(pending, self._run_rules)
+            except PROPAGATED_ERRORS:
+                raise
             except Exception:
                 self._gaps.report_failure(pending.step, "the numbers of a step could not be read")
                 continue
@@ -395,7 +405,7 @@ class Monitor:
         raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
         if raising:
             first = raising[0]
-            replayed = f"\n{self._replayed}" if self._replayed else ""
+            replayed = f"\n{self._replayed}" if self._replayed and self._replayed_step == self.steps - 1 else ""
             raise AnomalyError(f"{first}{replayed}\n{_causes_and_advice(first)}", first)
 
     def _run_rules(self) -> None:
@@ -404,7 +414,9 @@ class Monitor:
             return
         collector = self._collector
         facts = Facts(
-            *(collector.backward_order, collector.is_scaled, self._max_norm),
+            backward_order=collector.backward_order,
+            is_scaled=collector.is_scaled,
+            max_norm=self._max_norm,
             classes=collector.classes,
             is_user_called=self._is_user_called,
             origin_is_unknown=collector.origin_is_unknown,
@@ -470,6 +482,7 @@ class Monitor:
         try:
             self.replay()
         except Exception as error:  # monitoring must not end the training
+            self.culprit, self._replayed_step = None, finding.step
             self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
         warn(f"step {finding.step}: {self._replayed}")
 
@@ -574,6 +587,7 @@ class Monitor:
         self._pending.clear()
         self._buffer.clear()
         self._to_act_on = []
+        self.culprit, self._replayed, self._replayed_step = None, "", -1
         if self._snapshots is not None:
             self._snapshots.clear()
         self._warner = Warner()
@@ -582,10 +596,11 @@ class Monitor:
         self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
         self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
         self.findings[:] = [Finding.from_dict(values) for values in state["findings"]]
-        saved = dict(state["rules"])
-        for rule in self._rules.rules:
-            if rule.name in saved:
-                rule.load_state_dict(saved[rule.name])
+        saved = list(state["rules"])
+        for rule in self._rules.rules:  # rules of one name are in order
+            place = next((i for i, (name, _) in enumerate(saved) if name == rule.name), None)
+            if place is not None:
+                rule.load_state_dict(saved.pop(place)[1])
         self._collector.backward_order = tuple(state["backward_order"])
         self._history.load(from_state(state["history"]))
         if self.guard is not None and state.get("guard") is not None:
@@ -667,11 +682,25 @@ def _check_guard(guard: object, optimizer: object, scaler: Any) -> None:
         )
 
 
+def _check_policies(policies: PolicyTable, optimizer: object, replay: object) -> None:
+    if policies.uses("skip") and optimizer is None:
+        raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
+    if policies.uses("replay") and not callable(replay):
+        raise TypeError(
+            "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
+        )
+
+
 def _check_engine_options(
-    engine: Engine, optimizer: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]
+    engine: Engine,
+    optimizer: object,
+    guard: object,
+    policies: PolicyTable,
+    replay: object,
+    watch: Mapping[str, int],
 ) -> None:
-    for policy in ("skip", "rollback", "replay"):
-        if policies.uses(policy) or (policy == "replay" and replay):
+    for policy in ("skip", "rollback", "replay", "guard"):
+        if policies.uses(policy) or (policy == "replay" and replay) or (policy == "guard" and guard is not None):
             raise NotImplementedError(
                 f"{policy!r} is not supported with {engine.name}, which clips, skips and steps by itself; use "
                 "'warn', 'raise', 'stop' or 'snapshot'"

@@ -169,10 +169,16 @@ class Activations:
             return
         with torch.no_grad():
             rows = stats([tensor.detach() for tensor in found], backend=self._backend)
-            row = _merged(rows)
+            info = TensorInfo.of(found[0])
+            numel = sum(tensor.numel() for tensor in found)
             earlier = self._seen.get(name)
-            merged = row if earlier is None else _merged(torch.cat([earlier[0], row]))
-            self._seen[name] = merged, TensorInfo.of(found[0])
+            if earlier is not None:
+                rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
+            if len(rows) > 1:
+                rows = _fields.merge(torch, rows)[None]
+                rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
+                info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
+            self._seen[name] = rows, info
 
     def take(self) -> tuple[Segment, Measurement]:
         """The rows measured since the last call."""
@@ -184,11 +190,6 @@ class Activations:
         order = [i for positions in groups for i in positions] if len(tables) > 1 else None
         infos = [seen[name][1] for name in names]
         return Segment("activation", tuple(names)), Measurement(tables, order, infos)
-
-
-def _merged(rows: Tensor) -> Tensor:
-    """Merges several rows into one, ``[1, len(FIELDS)]``."""
-    return rows if len(rows) == 1 else _fields.merge(torch, rows)[None]
 
 
 class Outputs:

@@ -19,7 +19,8 @@ class MonitorOptions:
         lag: On a GPU the numbers of a step are read this many steps later, when their copy has finished. 0 reads them
             at once, with a host sync in every step. On the CPU nothing is copied and they are always read at once.
         review_every: Maximum number of healthy steps between two reviews.
-        rollback_every: For ``"rollback"``: every how many steps the state is copied to host memory.
+        rollback_every: For ``"rollback"``: every how many steps the state is copied to host memory; less often if the
+            numbers of a step are read later than that.
         keep_batch: Whether `Monitor.batch` keeps the batch, so that a replay calls the function with it.
         ignore_index: A label value that marks positions without a label.
         backend: As in `gradstat.check`.

@@ -55,7 +55,7 @@ class PolicyTable:
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
         """The policies for a finding."""
-        return self._by.get(finding.rule) or self._by[finding.severity]
+        return self._by.get(finding.rule, self._by[finding.severity])
 
     def uses(self, policy: str) -> bool:
         """Whether a policy applies to any severity or rule."""
@@ -69,7 +69,7 @@ def _listed(given: Any, known: Sequence[str]) -> tuple[Policy, ...]:
             if policy not in known:
                 raise ValueError(f"unknown policy {policy!r}; known: {', '.join(known)}, or a callable")
         elif not callable(policy):
-            raise TypeError(f"a policy is one of {', '.join(POLICIES)} or a callable, got {type(policy).__name__}")
+            raise TypeError(f"a policy is one of {', '.join(known)} or a callable, got {type(policy).__name__}")
     return listed
 
 

@@ -44,17 +44,21 @@ class Rows:
     """The rows of one kind of tensors over some steps.
 
     Attributes:
-        layout: Which tensors the rows belong to.
+        layout: Which tensors the rows belong to; the newest, if some changed their size.
         steps: ``[m]`` int64, rising.
         raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
+        layouts: The layout of each row, with the same names; None if all have ``layout``.
 
     All values below are ``[m, n]`` float64 over finite elements, as in `gradstat.TensorStats`, NaN where there is none.
     """
 
-    def __init__(self, layout: Layout, steps: npt.NDArray[np.int64], raw: Floats) -> None:
+    def __init__(
+        self, layout: Layout, steps: npt.NDArray[np.int64], raw: Floats, layouts: Sequence[Layout] | None = None
+    ) -> None:
         self.layout = layout
         self.steps = steps
         self.raw = raw
+        self.layouts = layouts
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,8 +77,12 @@ class Rows:
         at = [place[names[i]] for i in here]
         raw = np.full((len(self), len(names), self.raw.shape[2]), math.nan)
         raw[:, here] = self.raw[:, at]
-        infos = [self.layout.infos[place[name]] if name in place else None for name in names]
-        return Rows(Layout.of(names, infos), self.steps, raw)
+
+        def renamed(layout: Layout) -> Layout:
+            return Layout.of(names, [layout.infos[place[name]] if name in place else None for name in names])
+
+        layouts = None if self.layouts is None else list(map(renamed, self.layouts))
+        return Rows(renamed(self.layout), self.steps, raw, layouts)
 
     def first_nonfinite(self, row: int, position: int) -> list[int] | None:
         """Index of the first NaN or Inf of one tensor, as in `gradstat.TensorStats`; None if all are finite.
@@ -83,7 +91,7 @@ class Rows:
             row: Position in `steps`.
             position: Position in `names`.
         """
-        info = self.layout.infos[position]
+        info = (self.layout if self.layouts is None else self.layouts[row]).infos[position]
         stats = None if info is None else TensorStats(self.names[position], self.raw[row, position], info)
         return None if stats is None or stats.first_nonfinite is None else list(stats.first_nonfinite)
 
@@ -91,6 +99,16 @@ class Rows:
         """A measured column: ``name`` is one of `gradstat.FIELDS`."""
         column: Floats = self.raw[:, :, _fields.INDEX[name]]
         return column
+
+    @functools.cached_property
+    def numel(self) -> npt.NDArray[np.int64]:
+        """Number of elements, ``[n]``, or ``[m, n]`` if it varies."""
+        return self.layout.numel if self.layouts is None else np.stack([layout.numel for layout in self.layouts])
+
+    @functools.cached_property
+    def values(self) -> Floats:
+        """Count of real numbers, of the shape of `numel`: a complex element is two."""
+        return self.layout.values if self.layouts is None else np.stack([layout.values for layout in self.layouts])
 
     @functools.cached_property
     def present(self) -> Bools:
@@ -109,9 +127,9 @@ class Rows:
     @functools.cached_property
     def _finite_values(self) -> Floats:
         if self.all_finite:
-            return self.layout.values
-        parts = self.layout.values / np.maximum(self.layout.numel, 1)
-        values: Floats = (self.layout.numel - self.nonfinite) * parts
+            return self.values
+        parts = self.values / np.maximum(self.numel, 1)
+        values: Floats = (self.numel - self.nonfinite) * parts
         return values
 
     @functools.cached_property
@@ -150,12 +168,12 @@ class Rows:
     def zero_fraction(self) -> Floats:
         """Fraction of elements that are zero."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            return self.field("zero_count") / self.layout.numel
+            return self.field("zero_count") / self.numel
 
     @functools.cached_property
     def all_finite(self) -> bool:
         """Whether all tensors were present, not empty and finite: the usual case, in one pass."""
-        return bool((self.raw[:, :, _fields.NONFINITE] == 0).all()) and bool((self.layout.numel > 0).all())
+        return bool((self.raw[:, :, _fields.NONFINITE] == 0).all()) and bool((self.numel > 0).all())
 
     def series(self) -> Series:
         """The rows in the float32 form that the history keeps."""

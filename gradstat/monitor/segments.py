@@ -159,7 +159,7 @@ def _measurable(
         return [(segment._replace(positions=[i for i, _ in kept]), [gradient for _, gradient in kept])]
     found: dict[str, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in zip(segment.names, tensors, strict=True):
-        for part, plain in _parts(tensor):
+        for part, plain in plain_parts(tensor):
             if is_kept(name + part, plain):
                 is_state = kind_of(segment.kind) is STATE
                 names, some = found.setdefault(segment.kind + part * is_state, ([], []))
@@ -168,13 +168,13 @@ def _measurable(
     return [(Segment(kind, tuple(names)), some) for kind, (names, some) in found.items()]
 
 
-def _parts(tensor: Any) -> Iterator[tuple[str, Tensor]]:
+def plain_parts(tensor: Any) -> Iterator[tuple[str, Tensor]]:
     """The plain tensors inside a tensor, with the suffixes of their names."""
     if is_distributed([tensor]) or not is_traceable_wrapper_subclass(tensor):
         yield "", tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
-        for part, plain in _parts(getattr(tensor, attribute)):
+        for part, plain in plain_parts(getattr(tensor, attribute)):
             yield f".{attribute}{part}", plain
 
 

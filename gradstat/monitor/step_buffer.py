@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gradstat import _fields
 from gradstat._core.measurement import without_scale
@@ -70,14 +71,13 @@ class StepBuffer:
 
     def __init__(self, check_labels: CheckLabels) -> None:
         self._check_labels = check_labels
-        self._steps: list[tuple[int, dict[str, float]]] = []
+        self._steps: list[tuple[int, dict[str, float], Layout]] = []
         self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
         self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
         # Rows of gradients by step. Each field is contiguous, since rules read one field at a time.
         self._memory = np.empty((_fields.COUNT, 0, 0)).transpose(1, 2, 0)
-        self._layout: Layout | None = None
         self.observations: list[Observation] = []
         self.newest: Pending | None = None
 
@@ -106,7 +106,8 @@ class StepBuffer:
             for i, name in enumerate(pending.on_device, first):
                 scalars[name] = _value(rows[i].tolist())
         if pending.is_scaled:
-            norm /= scalars["loss_scale"]
+            # A scale of 0 made every gradient 0, whatever it was.
+            norm = norm / scalars["loss_scale"] if scalars["loss_scale"] else math.nan
         scalars["finite_norm"] = scalars["norm"] = norm
         if bad:
             scalars["norm"] = math.nan if sums[_NAN] else math.inf
@@ -133,8 +134,7 @@ class StepBuffer:
             review()
         self._names = names
         self.newest = pending
-        self._keep_gradients(pending)
-        self._steps.append((pending.step, pending.scalars))
+        self._steps.append((pending.step, pending.scalars, self._keep_gradients(pending)))
         if pending.observations:
             self.observations += pending.observations
         for segment, rows, layout in others:
@@ -157,23 +157,24 @@ class StepBuffer:
         """Everything since the last call, as a window for the rules; its memory is reused by the next steps."""
         closed, others, seen = self._steps, self._others, self.observations
         self._steps, self._others, self.observations = [], {}, []
-        steps, scalars = np.array([step for step, _ in closed], dtype=np.int64), _columns([one for _, one in closed])
+        steps = np.array([step for step, _, _ in closed], dtype=np.int64)
+        scalars = _columns([one for _, one, _ in closed])
         tables: dict[str, Rows] = {}
-        if closed and self._layout is not None:
-            tables["gradient"] = Rows(self._layout, steps, self._memory[: len(closed)])
+        if closed:
+            tables["gradient"] = _rows(steps, self._memory[: len(closed)], [layout for _, _, layout in closed])
         known = set(steps.tolist())
         for kind, rows in others.items():
             of_these = [row for row in rows if row[0] in known]  # an interrupt may leave rows without their step
             if of_these:
                 at = np.array([step for step, _, _ in of_these], dtype=np.int64)
-                tables[kind] = Rows(of_these[-1][1], at, np.stack([raw for _, _, raw in of_these]))
+                raw = np.stack([raw for _, _, raw in of_these])
+                tables[kind] = _rows(at, raw, [layout for _, layout, _ in of_these])
         return Window(steps, scalars, tables, facts, seen, latest)
 
-    def _keep_gradients(self, pending: Pending) -> None:
+    def _keep_gradients(self, pending: Pending) -> Layout:
         """Appends the rows of gradients to those of earlier steps, while they are in the cache."""
         numbers, at = pending.numbers[0], len(self._steps)
         segment = numbers.segments[0]
-        self._layout = self._layout_of(segment, numbers.rows.infos, 0)
         if at >= self._memory.shape[0] or self._memory.shape[1] != len(segment.names):
             longer = np.empty((_fields.COUNT, 2 * at or 1, len(segment.names))).transpose(1, 2, 0)
             if at:
@@ -187,6 +188,7 @@ class StepBuffer:
         else:
             rows.fill(math.nan)
             rows[segment.positions] = table
+        return self._layout_of(segment, numbers.rows.infos, 0)
 
     def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
         """The cached layout of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
@@ -207,6 +209,11 @@ class StepBuffer:
             layout = Layout.of(segment.names, infos)
         self._layouts[segment.kind] = (every, segment.positions, layout)
         return layout
+
+
+def _rows(steps: npt.NDArray[np.int64], raw: Floats, layouts: list[Layout]) -> Rows:
+    newest = layouts[-1]
+    return Rows(newest, steps, raw, None if all(layout is newest for layout in layouts) else layouts)
 
 
 def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:

@@ -18,7 +18,7 @@ from gradstat.monitor.command import describe
 from gradstat.monitor.recording import COLUMNS, compare, load, save
 from gradstat.monitor.recording.recording import verdict
 
-NORM, MEAN, NAN = (COLUMNS.index(name) for name in ("l2_norm", "mean", "nan_count"))
+NORM, MEAN, NAN, INF = (COLUMNS.index(name) for name in ("l2_norm", "mean", "nan_count", "inf_count"))
 
 
 def run(m: int = 30, n: int = 8) -> Recording:
@@ -342,6 +342,8 @@ def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     assert describe(run()).startswith(
         "Nothing was found in 30 steps\nRecorded: steps 0 to 29; 8 gradients, 8 parameters"
     )
+    made = Recording(np.arange(3), {}, {kind: series(2, np.arange(3)) for kind in ("batch", "gradient", "exp_avg")})
+    assert describe(made).endswith("; 2 batches, 2 gradients, 2 exp_avg states")
     assert describe(Recording(np.zeros(0, np.int64), {}, {})) == "No step was recorded\nRecorded: no steps"
     bad = recording()
     bad.findings = ()
@@ -357,3 +359,16 @@ def test_the_verdict_blames_the_cause_among_what_is_bad_in_one_step() -> None:
     assert verdict(made) == ("warning", "Step 10: NaN or Inf in the batch of batch['x']", 10)
     del made.tables["batch"]
     assert verdict(made)[1].startswith("Step 10: NaN or Inf in the gradient of ")
+
+
+def test_what_is_not_finite_in_a_healthy_run_is_no_verdict() -> None:
+    """The first steps under a loss scaler, which a rule has judged, and a mask of -Inf."""
+    made = recording(incident=None)
+    made.tables["gradient"].values[:3, :, INF] = 1
+    made.tables["buffer"] = series(2, made.steps)
+    made.tables["buffer"].values[:, 1, INF] = 496
+    assert verdict(made)[0] == "warning"
+    made.findings = (Finding("nonfinite-gradient", "info", 0, "x", {}, about="gradient"),)
+    assert verdict(made)[0] == "ok"
+    made.tables["buffer"].values[20, 1, INF] = 497
+    assert verdict(made)[1].startswith("Step 20: NaN or Inf in the buffer of ")

@@ -147,6 +147,11 @@ def test_states_of_a_quantised_optimizer_are_watched_as_far_as_they_can_be() -> 
     monitor.step()
     found = [finding for finding in monitor.flush() if finding.rule == "nonfinite-optimizer-state"]
     assert [(f.name, f.about) for f in found] == [("2.weight", "exp_avg.scale")]
+    model[0].weight.grad[0] = math.nan
+    monitor.step()
+    steps = monitor.recording().tables["exp_avg.scale"].steps.tolist()
+    assert steps == [1, 2, 3, 4]  # not twice in the bad step
+    assert not monitor.is_healthy(within=0)
 
 
 def test_a_gradient_that_cannot_be_measured_leaves_the_others_watched() -> None:
@@ -270,6 +275,26 @@ def test_an_internal_error_is_reported_once_and_ends_no_training(
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("gradstat.monitor.collector.Collector.measure_state", "parameters, buffers or states could not be measured"),
+        ("gradstat.monitor.actions.Snapshots.take", "the state of a step could not be copied"),
+    ],
+)
+def test_an_error_beside_a_step_does_not_lose_it(target: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, out_of_memory)
+    model = nn.Linear(6, 6)
+    monitor = gradstat.Monitor(model, on_anomaly={"error": "record", "info": "rollback"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loss in (1.0, math.nan, 1.0):
+            monitor.step(loss)
+    assert any(told in str(warning.message) for warning in caught)
+    assert monitor.recording().steps.tolist() == [0, 1, 2]
+    assert "nonfinite-loss" in {finding.rule for finding in monitor.findings}
+
+
 def test_what_the_user_raises_or_asks_for_wrongly_still_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(_monitor: gradstat.Monitor, _finding: Finding) -> None:
         raise ZeroDivisionError
@@ -287,6 +312,10 @@ def test_what_the_user_raises_or_asks_for_wrongly_still_raises(monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr("gradstat.monitor.collector.measure_segments", unavailable)
+        with pytest.raises(gradstat.BackendUnavailableError):
+            gradstat.Monitor(model).step()
+    with monkeypatch.context() as patch:
+        patch.setattr("gradstat.monitor.step_buffer.StepBuffer.take", unavailable)
         with pytest.raises(gradstat.BackendUnavailableError):
             gradstat.Monitor(model).step()
 
@@ -375,6 +404,11 @@ class Engine(nn.Module):
 
     def fp16_enabled(self) -> bool:
         return False
+
+
+def test_a_guard_beside_an_engine_is_refused_with_the_reason() -> None:
+    with pytest.raises(NotImplementedError, match="'guard' is not supported with DeepSpeed"):
+        gradstat.Monitor(Engine(nn.Linear(6, 2)), guard=gradstat.SpikeGuard())
 
 
 def test_advice_under_an_engine_is_what_can_be_done_there() -> None:

@@ -263,6 +263,34 @@ def test_a_state_is_healthy_without_errors_lately_and_with_all_finite() -> None:
             tensor.copy_(kept)  # type: ignore[union-attr]
 
 
+def test_a_state_is_not_healthy_while_an_error_lasts() -> None:
+    """A rule reports it once, when it begins."""
+
+    @rule("lasting", severity="error")
+    def lasting(self: Rule, window: Any) -> Iterator[Finding]:
+        for step in window.steps.tolist():
+            if step >= 3 and self._episodes.begins("", step):
+                yield self.found(step, "loss", "it lasts")
+
+    model, optimizer, monitor = made(rules=[lasting(), *default_rules()])
+    trained(model, optimizer, monitor, 12)
+    assert len(monitor.findings) == 1
+    assert not monitor.is_healthy(within=5)
+    _, _, again = made(rules=[lasting()])
+    again.load_state_dict(monitor.state_dict())
+    assert not again.is_healthy(within=5)
+
+
+def test_a_snapshot_is_confirmed_however_late_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PendingRows, "needs_copy", True)
+    model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 2, "lag": 5})
+    trained(model, optimizer, monitor, 20)
+    with torch.no_grad():
+        model.first.weight[0, 0] = math.inf
+    trained(model, optimizer, monitor, 6)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_rolls_back_to_the_last_healthy_state() -> None:
     model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 5})
     trained(model, optimizer, monitor, 10)
@@ -303,6 +331,13 @@ def test_calls_what_it_is_given_by_severity_or_rule() -> None:
     assert seen == ["3 nonfinite-gradient"]
 
 
+def test_a_rule_without_policies_only_records(recwarn: pytest.WarningsRecorder) -> None:
+    model, optimizer, monitor = made(on_anomaly={"nonfinite-gradient": []})
+    trained(model, optimizer, monitor, 3, bad=2)
+    assert [finding.rule for finding in monitor.findings] == ["nonfinite-gradient"]
+    assert not [str(warning.message) for warning in recwarn if "nonfinite-gradient" in str(warning.message)]
+
+
 GUARD = gradstat.SpikeGuard()
 STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
 
@@ -331,6 +366,8 @@ STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
         ({"model": [nn.Linear(2, 2)]}, TypeError, r"expected a torch\.nn\.Module, got list"),
         ({"rules": [default_rules]}, TypeError, "expected instances"),
         ({"rules": [type(default_rules()[0])]}, TypeError, "make an instance"),
+        ({"max_norm": -1.0}, ValueError, "max_norm is -1.0; expected a number above 0, or None"),
+        ({"max_norm": "1"}, TypeError, "max_norm: expected a number, an adaptive clip or None, got str"),
         ({"guard": 6.0}, TypeError, "expected a gradstat.SpikeGuard, got float"),
         ({"guard": GUARD}, TypeError, "a guard needs the optimizer"),
         ({"guard": gradstat.SpikeGuard(scale=0.1), **STEPPED}, ValueError, "without scale="),
@@ -340,6 +377,16 @@ STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
 def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         gradstat.Monitor(**{"model": Net(), **options})
+
+
+@pytest.mark.parametrize("options", [{"on_anomaly": "skip"}, {"on_anomaly": "replay"}])
+def test_a_monitor_that_was_refused_leaves_no_hook(options: dict[str, Any]) -> None:
+    model = Net()
+    with pytest.raises(TypeError) as caught:
+        gradstat.Monitor(model, watch=["outputs", "activations"], **options)
+    assert caught.value.__traceback__ is not None  # holds what the constructor made
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> None:
@@ -415,6 +462,53 @@ def test_a_bad_batch_is_named_and_comes_first_in_the_diagnosis() -> None:
     assert (first.rule, first.name, first.evidence["first"]) == ("nonfinite-batch", "batch['a'][1][0].inputs", [7, 2])
 
 
+def test_batches_of_changing_sizes_are_judged_by_their_own_sizes() -> None:
+    model, optimizer, monitor = made()
+    sizes = (4, 4, 4, 4, 4, 32, 16, 8)  # the last four are reviewed together
+    for size in sizes:
+        x = torch.full((size, 8), 2.0)
+        x[: size // 2] = 0.0
+        if size == 32:
+            x[31, 7] = math.nan
+        monitor.batch(x)
+        trained(model, optimizer, monitor, 1)
+    table = monitor.recording().tables["batch"]
+    assert table.column("mean")[:, 0].tolist() == pytest.approx([1.0] * len(sizes), abs=0.01)
+    assert table.column("zero_fraction")[:, 0].tolist() == [0.5] * len(sizes)
+    (found,) = [finding for finding in monitor.findings if finding.rule == "nonfinite-batch"]
+    assert (found.step, found.evidence["first"]) == (5, [31, 7])
+
+
+def test_a_parameter_of_another_size_does_not_change_the_steps_before() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    monitor = gradstat.Monitor(model, on_anomaly="record", rules=[])
+    for size in (4, 4, 4, 8, 8):
+        if size != model.weight.shape[0]:
+            model.weight = nn.Parameter(torch.ones(size, 4))
+        model.weight.grad = torch.ones_like(model.weight)
+        monitor.step()
+    table = monitor.recording().tables["gradient"]
+    assert table.column("mean")[:, 0].tolist() == [1.0] * 5
+    assert table.numel.tolist() == [32]
+
+
+def test_a_module_with_several_outputs_is_measured_over_all_of_them() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.ones(2, 2), torch.zeros(4, 3).index_fill(0, torch.tensor(3), math.nan)
+
+    model = nn.ModuleDict({"two": Two(), "last": nn.Linear(2, 2)})
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch=["activations"])
+    for _ in range(2):  # of one step
+        model["two"](torch.ones(1))
+    monitor.step()
+    table = monitor.recording().tables["activation"]
+    assert table.numel.tolist() == [32]
+    assert table.column("mean")[0, 0] == pytest.approx(8 / 26)
+    (found,) = [finding for finding in monitor.findings if finding.rule == "nonfinite-activation"]
+    assert (found.evidence["nan_count"], found.evidence["numel"]) == (6, 32)
+
+
 def test_every_step_is_reviewed_once_in_order() -> None:
     reviewed: list[list[int]] = []
 
@@ -458,6 +552,19 @@ def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
     assert resumed.recording().steps.tolist() == whole.recording().steps.tolist()
     tables = [monitor.recording().tables["gradient"].values for monitor in (whole, resumed)]
     np.testing.assert_array_equal(*tables)
+
+
+def test_two_rules_of_one_name_keep_their_own_states() -> None:
+    def rules() -> list[Rule]:
+        return [type(r)(down=down) for r in default_rules() if r.name == "learning-rate-jump" for down in (20.0, 2.0)]
+
+    model, optimizer, monitor = made(rules=rules())
+    for lr in (1.0, 0.3):
+        monitor.step(lr=lr)
+    monitor._rules.rules[1]._before = 7.0  # type: ignore[attr-defined]
+    resumed = gradstat.Monitor(model, optimizer, on_anomaly="record", rules=rules())
+    resumed.load_state_dict(monitor.state_dict())
+    assert [one.state_dict() for one in resumed._rules.rules] == [one.state_dict() for one in monitor._rules.rules]
 
 
 def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
@@ -534,6 +641,34 @@ def test_updates_are_those_of_unscaled_and_clipped_gradients() -> None:
         assert found[scale, limit] == pytest.approx(made, rel=1e-2, abs=1e-8)
     assert found[1.0, 1e-3] == pytest.approx(found[1024.0, 1e-3], rel=1e-4, abs=1e-9)
     assert found[1.0, None].max() > 10 * found[1.0, 1e-3].max()
+
+
+def test_a_loss_scale_of_zero_loses_no_step() -> None:
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    monitor = gradstat.Monitor(model, None, scaler, on_anomaly="record")
+    for scale in (1.0, 0.0, 1.0):
+        scaler.scale(torch.ones(()))
+        scaler._scale.fill_(scale)
+        model.zero_grad()
+        (model(torch.randn(8, 8)).sum() * scale).backward()
+        monitor.step()
+    recording = monitor.recording()
+    assert recording.steps.tolist() == [0, 1, 2]
+    assert np.isnan(recording.scalars["norm"]).tolist() == [False, True, False]
+
+
+def test_a_batch_is_measured_as_often_as_asked_and_kept_for_a_replay_anyway() -> None:
+    for period, steps in ((1, [0, 1, 2, 3]), (2, [0, 2]), (0, [])):
+        model, optimizer, monitor = made(watch={"batch": period}, replay=True, options={"keep_batch": True})
+        for _ in range(4):
+            batch = torch.randn(4, 8)
+            monitor.batch(batch)
+            trained(model, optimizer, monitor, 1)
+        table = monitor.recording().tables.get("batch")
+        assert ([] if table is None else table.steps.tolist()) == steps
+        assert monitor._replayer is not None
+        assert monitor._replayer._batch is batch
 
 
 def test_a_layer_may_get_another_shape_while_updates_are_measured() -> None:
@@ -703,6 +838,30 @@ def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone()
         monitor.replay(step)
     with pytest.raises(TypeError, match="no function to run"):
         monitor.replay()
+
+
+def test_a_step_that_was_not_skipped_is_gone_although_bad_ones_are() -> None:
+    model, optimizer, monitor = made(replay=True, on_anomaly="skip")
+    trained(model, optimizer, monitor, 2)
+    with pytest.raises(RuntimeError, match="parameters have changed"):
+        monitor.replay(lambda: None)
+    trained(model, optimizer, monitor, 1, bad=2)
+    monitor.replay(lambda: None)
+
+
+def test_the_culprit_of_a_step_is_not_blamed_for_a_later_one() -> None:
+    model, _, monitor = made(replay=True, on_anomaly={"nonfinite-loss": "raise", "error": "record"})
+    x = torch.full((4, 8), math.inf)
+    model(x).sum().backward()
+    monitor.step()
+    assert monitor.replay(lambda: model(x).sum().backward()) is not None
+    state = monitor.state_dict()
+    model.zero_grad()
+    with pytest.raises(AnomalyError) as caught:
+        monitor.step(math.nan)
+    assert "input" not in str(caught.value)
+    monitor.load_state_dict(state)
+    assert (monitor.culprit, monitor.diagnose().culprit) == (None, "")
 
 
 def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:

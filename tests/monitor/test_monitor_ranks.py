@@ -1,5 +1,6 @@
 """A monitor on several ranks: sharded and replicated models, the same findings everywhere."""
 
+import gc
 import math
 import warnings
 
@@ -80,6 +81,18 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
     assert_alike([finding.rule for finding in monitor.findings])
     monitor.detach()
     gradstat.Monitor(model, watch={"origin": 1}).detach()  # the model may be watched again
+    with pytest.raises(TypeError, match="needs the optimizer"):
+        gradstat.Monitor(model, watch={"origin": 1}, on_anomaly="skip")
+    dropped = gradstat.Monitor(model, watch={"origin": 2}, on_anomaly="record")
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((4, 6), math.nan)).sum().backward()
+        dropped.step()
+    assert [finding.step for finding in dropped.findings if finding.rule == "bad-rank"] == [0]
+    assert [seen.origin is None for seen in [dropped._buffer.newest] if seen is not None] == [True]
+    del dropped
+    gc.collect()
+    gradstat.Monitor(model, watch={"origin": 1}).detach()
 
 
 @on_ranks(2)

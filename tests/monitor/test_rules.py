@@ -142,6 +142,12 @@ def with_nan(position: int = 2, count: int = 1) -> list[list[float]]:
     return made
 
 
+def with_inf(position: int, count: int) -> list[list[float]]:
+    made = healthy_rows()
+    made[position] = row(0.1, (64, 8, 64)[position], inf=count)
+    return made
+
+
 def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x") -> Story:
     """Rows of a kind, for one tensor of 64 elements of these sizes, every ``every`` steps."""
     return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)])
@@ -311,6 +317,9 @@ CASES = [
     Case("parameter-jump", begun(1.1e8), 0, "a.weight", (begun(0.9e8), begun(1.1e8, ABSENT), one("parameter", [1e9]))),
     Case("nonfinite-buffer", rows_of("buffer", {0: healthy_rows(), 50: with_nan(0)}), 50, "a.weight",
          (rows_of("buffer", {0: healthy_rows()}),)),
+    # A mask of -Inf from the start is meant; one with more of them is not.
+    Case("nonfinite-buffer", rows_of("buffer", {0: with_inf(0, 9), 50: with_inf(0, 9), 100: with_inf(0, 10)}), 100,
+         "a.weight", (rows_of("buffer", {0: with_inf(0, 9), 50: with_inf(0, 9), 100: with_inf(0, 8)}),)),
     Case("sporadic-nonfinite", incidents(0, 1, 2), 10, "a.weight",
          (incidents(0, 1, 1), incidents(2, 2, 2), incidents())),
     Case("nonfinite-activation", rows_of("activation", {0: healthy_rows(), 5: with_nan(1)}), 5, "a.bias",
@@ -491,6 +500,28 @@ def test_what_rests_is_not_missed() -> None:
     story.observations = [Observation("coverage", 0, resting), *story.observations]
     for size in (1, 100):
         assert hits(new("missing-gradient"), story.windows(size)) == []
+
+
+def test_the_limit_in_a_finding_of_a_spike_is_below_its_value() -> None:
+    for name, scalar, values in (
+        ("loss-spike", "loss", [*LOSSES, 12.1]),
+        ("exploding-gradient", "norm", [*NORMS, 20.1]),
+        ("exploding-gradient", "norm", [*(math.exp(4 * math.sin(i * 1.7)) for i in range(96)), 1e3]),
+    ):
+        for found in findings(new(name), series(scalar, values).windows(32)):
+            assert found.evidence["limit"] < found.evidence[scalar]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_mask_of_another_size_may_have_more_infinities(size: int) -> None:
+    rows = [Table({step: [row(0.1, n * n, inf=n)]}, ("mask",), [(n, n)]) for step, n in enumerate((4, 8, 8))]
+    measured = [one.within(0, 9) for one in rows]
+    asked = new("nonfinite-buffer")
+    for first in range(0, 3, size):
+        some = [made for made in measured[first : first + size] if made is not None]
+        steps, raw = (np.concatenate([getattr(made, key) for made in some]) for key in ("steps", "raw"))
+        joined = Rows(some[-1].layout, steps, raw, [made.layout for made in some])
+        assert hits(asked, [Window(steps, {}, {"buffer": joined})]) == []
 
 
 def test_gradients_that_come_and_go_are_an_info() -> None:
@@ -687,5 +718,21 @@ def test_a_rule_that_raises_is_switched_off_and_training_goes_on() -> None:
     ):
         monitor = trained([broken(), loss_negative()], -1.0, steps=70)
     assert len(calls) == 1
+    assert monitor.steps == 70
+    assert monitor.findings  # other rules still run
+
+
+def test_a_rule_whose_bands_raise_is_switched_off_and_training_goes_on() -> None:
+    class Broken(Rule):
+        name = "broken"
+
+        def review(self, window: Window) -> Any:
+            return ()
+
+        def bands(self) -> Any:
+            raise ZeroDivisionError("in bands")
+
+    with pytest.warns(RuntimeWarning, match=r"rule 'broken' failed and is switched off(.|\n)*in bands"):
+        monitor = trained([Broken(), loss_negative()], -1.0, steps=70)
     assert monitor.steps == 70
     assert monitor.findings  # other rules still run

@@ -400,3 +400,15 @@ def test_recordings_with_nothing_in_them_are_shown(browser: Any, tmp_path: Path)
     page = Page(browser, write_page(one, tmp_path / "scalars.html"))
     assert page("$$('#series .chart, #constant').length") >= 1
     page.assert_clean()
+
+
+def test_play_goes_on_to_the_end_if_the_incident_is_the_first_step(browser: Any, tmp_path: Path) -> None:
+    made = recording(incident=0)
+    made.scalars["refused"] = np.arange(40.0) % 3
+    page = Page(browser, write_page(made, tmp_path / "page.html"))
+    assert page.step == "step 0 of 39"
+    page.click("#play")
+    page.wait("Number($('#step').value) > 1")
+    page.press(" ")
+    assert "verdict of the guard" in page.text("series")
+    page.assert_clean()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat.monitor.kinds import in_order, kind_of, place_of
+from gradstat.monitor.kinds import in_order, kind_of, place_of, plural_of
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
 _FIRST_SERIES = ("lr", "loss_scale")  # set before the step
@@ -80,7 +80,7 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
         found.append((place, _scalars(a, b, [name for name in a.scalars if name in names and name in b.scalars])))
     for kind in in_order(kind for kind in a.tables if kind in b.tables):
         found.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
-        structure += _one_sided(f"{kind}s", a.tables[kind].names, b.tables[kind].names)
+        structure += _one_sided(plural_of(kind), a.tables[kind].names, b.tables[kind].names)
         structure += _sizes(kind, a.tables[kind], b.tables[kind])
     found.sort(key=lambda pair: pair[0])
     return [measured for _, measured in found if measured.names], tuple(structure)
@@ -143,7 +143,7 @@ def _sizes(kind: str, a: Series, b: Series) -> list[str]:
     size = dict(zip(b.names, b.numel.tolist(), strict=True))
     pairs = zip(a.names, a.numel.tolist(), strict=True)
     other = [f"{name} ({n:,} and {size[name]:,})" for name, n in pairs if name in size and size[name] != n]
-    return [f"{kind}s of different sizes: {_some(other)}"] if other else []
+    return [f"{plural_of(kind)} of different sizes: {_some(other)}"] if other else []
 
 
 def _some(names: list[str]) -> str:

@@ -58,7 +58,8 @@ class Recording:
         steps: ``[k]`` int64, rising, counted from 0 at the start of the run.
         scalars: By name, ``[k]`` float64, NaN where there was none: ``"norm"`` (total norm of the gradients, NaN or Inf
             if an element is), ``"finite_norm"``, ``"nonfinite"`` (elements), ``"missing"`` (gradients that are None),
-            and if given ``"loss"``, ``"lr"``, ``"loss_scale"``.
+            and if given ``"loss"``, ``"loss_nonfinite"`` (1: it is NaN, 2: Inf), ``"lr"``, ``"loss_scale"``, and
+            ``"refused"`` (of a `gradstat.SpikeGuard`: above 1 if it refused the last guarded step before).
         tables: By kind, as in ``gradstat.monitor.kinds.KINDS``; optimizer states by their keys in the optimizer,
             ``"exp_avg"`` and so on.
         findings: Findings of the rules, in the order in which they were found.
@@ -110,11 +111,18 @@ def one_line(text: str) -> str:
 
 
 def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:
-    """The first step with NaN or Inf, of which kind, and in which tensors, in model order."""
+    """The first step with NaN or Inf, of which kind, and in which tensors, in model order.
+
+    Leaves out kinds that a rule has judged, for instance gradients that a loss scaler made overflow.
+    """
     found: tuple[int, str, list[str]] | None = None
-    for kind in in_order(recording.tables):  # causes before effects in one step
+    judged = {finding.about for finding in recording.findings if finding.rule.startswith("nonfinite-")}
+    for kind in in_order(recording.tables.keys() - judged):  # causes before effects in one step
         series = recording.tables[kind]
         bad = bad_cells(series)
+        if kind == "buffer":  # a mask may have Inf from the start
+            infinite = series.column("inf_count")
+            bad = (series.column("nan_count") > 0) | (infinite > infinite[:1])
         rows = np.flatnonzero(bad.any(axis=1))
         if len(rows) and (found is None or series.steps[rows[0]] < found[0]):
             names = [series.names[j] for j in np.flatnonzero(bad[rows[0]])]

@@ -1,4 +1,4 @@
-"""Locations in the user's code: from the running_lines frames, and from the traceback kept with an autograd node."""
+"""Locations in the user's code: from the running frames, and from the traceback kept with an autograd node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TRACEBACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<f
 
 
 class Line(NamedTuple):
-    """One line of code that was running_lines."""
+    """One line of code that was running."""
 
     file: str
     number: int
@@ -72,7 +72,7 @@ def culprit_fields(lines: list[Line]) -> dict[str, Any]:
 
 
 def running_lines() -> list[Line]:
-    """The lines of all running_lines frames, innermost first, up to the replay and without its callers."""
+    """The lines of all running frames, innermost first, up to the replay and without its callers."""
     frames = traceback.walk_stack(sys._getframe(1))
     return _up_to_replay(Line(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames)
 
@@ -87,7 +87,7 @@ def user_fields(lines: list[Line]) -> dict[str, Any]:
 
 
 def below_engine(lines: list[Line]) -> list[Line]:
-    """The lines called by the innermost running_lines backward pass; on the engine's threads, all of them."""
+    """The lines called by the innermost running backward pass; on the engine's threads, all of them."""
     return list(itertools.takewhile(lambda line: (line.file, line.function) != _ENGINE, lines))
 
 

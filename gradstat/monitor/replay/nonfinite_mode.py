@@ -24,10 +24,10 @@ from gradstat.monitor.replay.taint import (
     first,
     has_nan,
     is_bad,
-    kind_of,
     looks_like_mask,
+    nan_or_inf,
     report_of,
-    values_of,
+    stored_values,
 )
 
 _PLAIN = (Tensor, Parameter)
@@ -89,7 +89,7 @@ class NonfiniteMode(TorchDispatchMode):
         if unwritten:
             culprit = Culprit("nan", **fields)
         else:
-            culprit = Culprit(kind_of(tensor), output=report_of({called: tensor}), **fields)
+            culprit = Culprit(nan_or_inf(tensor), output=report_of({called: tensor}), **fields)
         origin = Origin(len(self.origins), culprit, intended, unwritten)
         self.origins.append(origin)
         self.taint.add(tensor, origin)
@@ -276,5 +276,5 @@ class NonfiniteMode(TorchDispatchMode):
 
 
 def _address(tensor: Tensor) -> int:
-    values = values_of(tensor)
+    values = stored_values(tensor)
     return 0 if values is None else values.data_ptr()

@@ -131,28 +131,20 @@ class StepStateKeeper:
 
     Attributes:
         states: The `StepState` of each forward pass since `begin_step`, in order.
-        inputs: Arguments and keyword arguments of each of these forward passes; empty without ``keep_batch``.
     """
 
-    def __init__(self, model: Module, *, keep_batch: bool = False) -> None:
-        """Registers a hook on ``model``.
-
-        Args:
-            model: The outermost module that is called; a compiled one as ``torch.compile`` returned it.
-            keep_batch: Whether to keep the arguments of the model, too, which holds their memory until the next step.
-        """
+    def __init__(self, model: Module) -> None:
+        """Registers a hook on ``model``: the outermost module that is called, or what ``torch.compile`` returned."""
         self.states: list[StepState] = []
-        self.inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._keep_batch = keep_batch
         self._ended = False
         self._last: StepState | None = None
         hook: Any = Hook(self._before_forward)
         if getattr(model, "_compiled_call_impl", None) is not None:
             hook = torch.compiler.disable(hook)  # ``model.compile()`` compiles hooks, too
-        handle = hook_forward(model, hook, before=True, prepend=True, with_kwargs=keep_batch)
+        handle = hook_forward(model, hook, before=True, prepend=True)
         self._remove = removed_with(self, [handle])
 
-    def _before_forward(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _before_forward(self, model: Module, _inputs: Any) -> None:
         if in_backward() or is_replaying() or is_evaluation(model):
             return
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -161,13 +153,10 @@ class StepStateKeeper:
             self.begin_step()
         self._last = StepState.capture(model, self._last)
         self.states.append(self._last)
-        if self._keep_batch:
-            self.inputs.append((args, kwargs or {}))
 
     def begin_step(self) -> None:
         """Forgets the forward passes so far: a new step begins."""
         self.states = []
-        self.inputs = []
         self._ended = False
 
     def end_step(self) -> None:

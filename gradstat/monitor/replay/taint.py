@@ -28,7 +28,7 @@ class Origin:
     def complete(self, tensor: Tensor) -> None:
         """Completes the culprit of unwritten memory by the bad ``tensor`` that was read from it."""
         if self.unwritten:
-            self.culprit = replace(self.culprit, kind=kind_of(tensor), output=report_of({"memory": tensor}))
+            self.culprit = replace(self.culprit, kind=nan_or_inf(tensor), output=report_of({"memory": tensor}))
             self.unwritten = False
 
 
@@ -37,7 +37,7 @@ def first(origins: Iterable[Origin]) -> Origin | None:
     return min(origins, key=lambda origin: (origin.intended, origin.index), default=None)
 
 
-def values_of(tensor: Tensor) -> Tensor | None:
+def stored_values(tensor: Tensor) -> Tensor | None:
     """The tensor whose memory holds the values, or None if there are none that could be bad."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
         return None
@@ -56,7 +56,7 @@ def finite(tensor: Tensor) -> Tensor:
 
 def is_bad(tensor: Tensor) -> bool:
     """Whether a tensor holds NaN or Inf. One sync on a GPU, or two if its sum is not finite."""
-    values = values_of(tensor)
+    values = stored_values(tensor)
     if values is None:
         return False
     if values.element_size() > 1:
@@ -68,18 +68,18 @@ def is_bad(tensor: Tensor) -> bool:
 
 
 def has_nan(tensor: Tensor) -> bool:
-    values = values_of(tensor)
+    values = stored_values(tensor)
     return values is not None and bool(torch.isnan(values if values.element_size() > 1 else values.float()).any())
 
 
-def kind_of(tensor: Tensor) -> Literal["nan", "inf"]:
+def nan_or_inf(tensor: Tensor) -> Literal["nan", "inf"]:
     """Whether a bad tensor holds NaN, or only Inf."""
     return "nan" if has_nan(tensor) else "inf"
 
 
 def looks_like_mask(tensor: Tensor) -> bool:
     """Whether a bad tensor may be an additive mask: -Inf beside one other value."""
-    values = values_of(tensor)
+    values = stored_values(tensor)
     if values is None or values.is_complex() or has_nan(values) or bool((values == torch.inf).any()):
         return False
     rest = values[finite(values)]
@@ -88,7 +88,7 @@ def looks_like_mask(tensor: Tensor) -> bool:
 
 def report_of(tensors: dict[str, Tensor]) -> Report | None:
     """A report on the tensors that can be measured; None if there are none."""
-    measurable = {name: tensor.detach() for name, tensor in tensors.items() if values_of(tensor) is not None}
+    measurable = {name: tensor.detach() for name, tensor in tensors.items() if stored_values(tensor) is not None}
     if not measurable:
         return None
     try:
@@ -104,7 +104,7 @@ class Taint:
         self._entries: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Origin]]]] = {}
 
     def add(self, tensor: Tensor, origin: Origin) -> None:
-        values = values_of(tensor)
+        values = stored_values(tensor)
         if values is None:
             return
         storage = values.untyped_storage()
@@ -115,7 +115,7 @@ class Taint:
 
     def of(self, tensor: Tensor) -> Iterator[Origin]:
         """The origins of bad values that a tensor may hold."""
-        values = values_of(tensor)
+        values = stored_values(tensor)
         if values is not None:
             begin, end = _bytes(values)
             _, ranges = self._entries.get(values.untyped_storage()._cdata, (None, []))
@@ -123,7 +123,7 @@ class Taint:
 
     def clear(self, tensor: Tensor) -> None:
         """Drops the origins in the memory of a tensor that was overwritten."""
-        values = values_of(tensor)
+        values = stored_values(tensor)
         key = 0 if values is None else values.untyped_storage()._cdata
         if values is None or key not in self._entries:
             return

@@ -209,9 +209,6 @@ class LastingRule(Rule):
         """
         names = rows.names if names is None else names
         before, since, times = self._lasts_for.of(names), self._since.of(names), self._times.of(names)
-        if not condition.any():
-            before[:] = 0
-            return
         needed = np.broadcast_to(measurements, condition.shape)
         for row, lengths in runs(condition, before):
             step = int(rows.steps[row])

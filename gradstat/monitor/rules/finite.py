@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Rule, series
+from gradstat.monitor.rules.base import PerName, Rule, series
 
 
-def _bad_rows(window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
-    """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors."""
+def _bad_rows(
+    window: Window, kind: str, is_bad: Callable[[Rows], npt.NDArray[Any]] = operator.attrgetter("nonfinite")
+) -> Iterator[tuple[Rows, int, int, list[str]]]:
+    """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors.
+
+    ``is_bad`` says which tensors of some rows are, ``[m, n]``; by default those with any.
+    """
     rows = window.rows(kind)
-    if rows is not None and rows.nonfinite.any():
-        for row in np.flatnonzero(rows.nonfinite.any(1)).tolist():
-            yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(rows.nonfinite[row])]
+    if rows is not None:
+        bad = is_bad(rows)
+        for row in np.flatnonzero(bad.any(1)).tolist():
+            yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(bad[row])]
 
 
 def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
@@ -26,7 +34,7 @@ def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
     counted: dict[str, Any] = {
         "nan_count": int(rows.field("nan_count")[row, position]),
         "inf_count": int(rows.field("inf_count")[row, position]),
-        "numel": int(rows.layout.numel[position]),
+        "numel": int(np.broadcast_to(rows.numel, rows.nonfinite.shape)[row, position]),
     }
     first = rows.first_nonfinite(row, position)
     return counted if first is None else {**counted, "first": first}
@@ -51,10 +59,7 @@ class NonfiniteBatch(Rule):
         for rows, row, step, bad in _bad_rows(window, "batch"):
             for name in (name for name in bad if self._episodes.begins(name, step)):
                 counted = _counts(rows, row, name)
-                del counted["numel"]
-                nan, inf, first = counted.values()
-                text = f"{name} has {nan:,} NaN and {inf:,} Inf, the first at {first}"
-                yield self.found(step, name, text, about="batch", **counted)
+                yield self.found(step, name, f"{name} has {_described(counted)}", about="batch", **counted)
 
 
 _CLIP = "clipping before gradients were measured: if one is NaN, the norm is, and the clip multiplies all by it"
@@ -103,7 +108,7 @@ class NonfiniteGradient(Rule):
                     *advice,
                 )
             is_whole = len(bad) == len(rows.names) > 1
-            if is_whole and (rows.field("nan_count")[row] == rows.layout.numel).all():
+            if is_whole and (rows.field("nan_count") == rows.numel)[row].all():
                 words, causes, advice = self._all_nan(window, step, causes, advice)
                 text += words
             yield self.found(step, name, text, "gradient", severity, causes, advice, **evidence)
@@ -194,7 +199,7 @@ class _NonfiniteTensor(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
-            for rows, row, step, bad in _bad_rows(window, kind):
+            for rows, row, step, bad in _bad_rows(window, kind, self._is_bad):
                 if not self._episodes.begins(kind, step):
                     continue
                 counted = _counts(rows, row, bad[0])
@@ -203,6 +208,9 @@ class _NonfiniteTensor(Rule):
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
                 yield self.found(step, bad[0], text, kind, causes=causes, **evidence)
+
+    def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
+        return rows.nonfinite
 
 
 class NonfiniteParameter(_NonfiniteTensor):
@@ -222,9 +230,9 @@ class NonfiniteParameter(_NonfiniteTensor):
 
 
 class NonfiniteBuffer(_NonfiniteTensor):
-    """NaN or Inf in a buffer, such as the running variance of a batch norm.
+    """NaN in a buffer, such as the running variance of a batch norm, or more Inf than at first.
 
-    Training may look healthy while every evaluation is NaN.
+    A mask may have Inf on purpose. Training may look healthy while every evaluation is NaN.
     """
 
     name = "nonfinite-buffer"
@@ -234,6 +242,20 @@ class NonfiniteBuffer(_NonfiniteTensor):
         "reset the running statistics (module.reset_running_stats()) and run some batches, or load a checkpoint",
         "check batches before the forward pass: monitor.batch(batch)",
     )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inf_at_first, self._numel = PerName(0.0), PerName(-1.0)
+
+    def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
+        at_first, known = self._inf_at_first.of(rows.names), self._numel.of(rows.names)
+        bad = rows.field("nan_count") > 0
+        for row, inf in enumerate(rows.field("inf_count")):
+            numel = np.broadcast_to(rows.numel, bad.shape)[row]
+            np.copyto(at_first, inf, where=known != numel)  # new, or of another size
+            known[:] = numel
+            bad[row] |= inf > at_first
+        return bad
 
 
 class NonfiniteActivation(_NonfiniteTensor):

@@ -56,7 +56,7 @@ class ExplodingGradient(SpikeRule):
         for row, (step, norm) in enumerate(series(window, "norm")):
             if not math.isfinite(norm):
                 continue
-            limit, median = self._high, self._median
+            limit, median = min(self._high, self._beyond), self._median
             began = self.detect_jump(step, norm)
             if began is not None:
                 yield self._finding(window, row, norm, began, median, limit)
@@ -239,7 +239,7 @@ class DeadGradient(_AbsentGradientRule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        dead = (rows.field("zero_count") == rows.layout.numel) & (rows.layout.numel > 0)
+        dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
         stuck = self._stuck(window, rows, dead)
         needed = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
         for row, fresh, lengths, since in self.lasting(rows, dead, needed):

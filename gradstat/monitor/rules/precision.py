@@ -10,7 +10,7 @@ import torch
 
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import LastingRule, Rule
+from gradstat.monitor.rules.base import Episodes, LastingRule, Rule
 
 # The smallest normal numbers of the dtypes in which gradients underflow.
 _FLOORS = {dtype: torch.finfo(dtype).smallest_normal for dtype in (torch.float16, torch.bfloat16)}
@@ -91,6 +91,7 @@ class LossScale(Rule):
         self._run = 0
         self._told_runaway = False
         self._settled = False
+        self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
         scales = window.scalars.get("loss_scale")
@@ -101,7 +102,7 @@ class LossScale(Rule):
             if math.isnan(scale):
                 continue
             self._run = self._run + 1 if count > 0 else 0
-            if self._run == self.in_a_row:
+            if self._run >= self.in_a_row and self._episodes.begins("", step):
                 text = f"{self.in_a_row} steps in a row were skipped; the loss scale is down to {scale:g}"
                 severity: Severity = "error" if self._settled else self.severity
                 evidence = {"in_a_row": self.in_a_row, "loss_scale": scale}

@@ -11,7 +11,7 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn_of_failure
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules import Rule
-from gradstat.monitor.rules.base import Band
+from gradstat.monitor.rules.base import Band, Episodes
 
 
 class RuleRunner:
@@ -48,21 +48,34 @@ class RuleRunner:
                 try:
                     found += list(rule.review(window))
                 except Exception:
-                    # Monitoring must not end the training. The rule does not run again.
-                    self._failed.add(id(rule))
-                    warn_of_failure(f"the rule {rule.name!r} failed and is switched off")
+                    self._switch_off(rule)
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
         found.sort(key=lambda finding: finding.step)
         return found
+
+    def last_steps(self, names: set[str]) -> list[int]:
+        """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
+        known = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
+        return [step for episodes in known if isinstance(episodes, Episodes) for step in episodes.values()]
 
     def refresh(self, steps: int | None) -> None:
         """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review."""
         joined: dict[str, Band] = {}
         for rule in self.rules:
-            for name, (low, high) in rule.bands().items():
+            try:
+                bands = {} if id(rule) in self._failed else {n: (low, high) for n, (low, high) in rule.bands().items()}
+            except Exception:
+                self._switch_off(rule)
+                continue
+            for name, (low, high) in bands.items():
                 before = joined.get(name, (-math.inf, math.inf))
                 joined[name] = (max(low, before[0]), min(high, before[1]))
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
             # The first steps are reviewed soon, so that problems from the start are reported early.
             self._next = steps + min(max(steps, 1), self._every)
+
+    def _switch_off(self, rule: Rule) -> None:
+        """Monitoring must not end the training: after the exception being handled, ``rule`` does not run again."""
+        self._failed.add(id(rule))
+        warn_of_failure(f"the rule {rule.name!r} failed and is switched off")

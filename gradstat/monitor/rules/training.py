@@ -72,11 +72,11 @@ class LossSpike(SpikeRule):
         for step, loss in series(window, "loss"):
             if not math.isfinite(loss):
                 continue
-            high, median = self._high, self._median
+            limit, median = min(self._high, self._beyond), self._median
             began = self.detect_jump(step, loss)
             if began is not None:
                 text = f"the loss jumps to {loss:.4g} from about {median:.4g}"
-                yield self.found(began, "loss", text, loss=loss, median=median, limit=high)
+                yield self.found(began, "loss", text, loss=loss, median=median, limit=limit)
             if not 0 < self._lowest < math.inf:
                 continue
             recent = self._values[-20:]

@@ -57,7 +57,7 @@ class GradientWeightRatio(Rule):
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
         norms = gradients.l2_norm
         # The root mean square is never below the standard deviation, and cheaper.
-        high = norms > self.std_ratio * spreads * np.sqrt(gradients.layout.values)
+        high = norms > self.std_ratio * spreads * np.sqrt(gradients.values)
         if high.any():
             ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
             known = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
@@ -132,6 +132,7 @@ class ParameterJump(Rule):
     """
 
     name = "parameter-jump"
+    severity = "error"
     causes = (
         "memory that was overwritten: a bit flip in an exponent multiplies by a power of two",
         "an update that was far too large: a learning rate or an optimizer state that is wrong",
@@ -158,7 +159,7 @@ class ParameterJump(Rule):
                 self._episodes.begins(rows.names[i], rows.steps[0])
                 text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
                 more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
-                yield self.found(rows.steps[0], rows.names[i], text, "parameter", "error", **more)
+                yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
         for row, step in enumerate(rows.steps.tolist()):
             largest = rows.max_abs[row]
             jumped = judged & (known > 0) & (largest > self.factor * known)
@@ -168,7 +169,7 @@ class ParameterJump(Rule):
                 if self._episodes.begins(rows.names[i], step):
                     text = f"the largest magnitude in {rows.names[i]} jumps from {known[i]:.3g} to {largest[i]:.3g}"
                     evidence = {"before": known[i], "now": largest[i], "parameters": int(jumped.sum())}
-                    yield self.found(step, rows.names[i], text, "parameter", "error", **evidence)
+                    yield self.found(step, rows.names[i], text, "parameter", **evidence)
             np.copyto(known, largest, where=np.isfinite(largest))
 
 
@@ -205,13 +206,13 @@ class UnchangedParameter(Rule):
         if rows is None or gradients is None:
             return
         largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
-        moved = largest > self.rounding * largest.max(initial=0.0)
+        has_gradient = largest > self.rounding * largest.max(initial=0.0)
         counts, since = self._same_for.of(rows.names), self._since.of(rows.names)
         for row, step in enumerate(rows.steps.tolist()):
             sums = rows.raw[row, :, _SUMS]
             same = np.zeros(len(rows.names), dtype=bool)
             if self._sums is not None and self._names == list(rows.names):
-                same = (sums == np.asarray(self._sums)).all(1) & moved
+                same = (sums == np.asarray(self._sums)).all(1) & has_gradient
                 same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             self._names, self._sums = list(rows.names), sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
@@ -219,7 +220,7 @@ class UnchangedParameter(Rule):
             still = np.flatnonzero((counts >= self.measurements) & (step - since >= self.steps))
             fresh = [rows.names[i] for i in still if self._episodes.begins(rows.names[i], step)]
             if fresh:
-                begun = int(since[rows.names.index(fresh[0])])
-                text = f"{fresh[0]} has gradients and has not changed since step {begun}"
+                began = int(since[rows.names.index(fresh[0])])
+                text = f"{fresh[0]} has gradients and has not changed since step {began}"
                 text += f"; nor have {len(fresh) - 1} others" * (len(fresh) > 1)
-                yield self.found(begun, fresh[0], text, about="parameter", parameters=fresh[:20])
+                yield self.found(began, fresh[0], text, about="parameter", parameters=fresh[:20])

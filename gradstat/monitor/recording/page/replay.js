@@ -107,7 +107,7 @@ async function main() {
 
   // Plays up to the incident, or from after it to the end; from either end point it starts at the beginning.
   function start() {
-    const incident = data.incident >= 0 ? data.incident : last;
+    const incident = data.incident > 0 ? data.incident : last;  // up to the first step there is nothing to play
     let goal = state.step > incident ? last : incident;
     if (state.step === last || state.step === incident) { show(0); goal = incident; }
     const stride = Math.max(1, Math.ceil(goal / 300));
