@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._limit import Limit
+from gradstat.adaptive._base import Limit
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 

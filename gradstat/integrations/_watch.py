@@ -19,7 +19,7 @@ from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
-from gradstat.adaptive._limit import Limit
+from gradstat.adaptive._base import Limit
 from gradstat.integrations._options import COLLECTIVE_POLICIES, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.reporting import warn

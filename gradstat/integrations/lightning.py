@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._limit import Limit
+from gradstat.adaptive._base import Limit
 from gradstat.automatic import Parameters
 from gradstat.integrations._clipping import OptimizerClip
 from gradstat.integrations._engines import engine_clips, engine_of

@@ -26,7 +26,7 @@ from gradstat._core.parameters import source_of
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._limit import checked_limit
+from gradstat.adaptive._base import checked_limit
 from gradstat.backward_step import handle_of
 from gradstat.guard import SpikeGuard, remember_guard
 from gradstat.monitor.actions import Skipping, Snapshots
