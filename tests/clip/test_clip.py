@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from exact import COMPLEX, REAL
+from exact import REAL
 from gradients import parameters_with
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as torch_clip
@@ -134,8 +134,7 @@ def test_a_gradient_listed_twice_counts_and_scales_twice(where: tuple[str, str],
     expected = torch_clip([*other, *other[:2]], 1.0)
     norm = clip([*parameters, *parameters[:2]], 1.0, backend=backend)
     torch.testing.assert_close(norm, expected)
-    for ours, theirs in zip(parameters, other, strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close([p.grad for p in parameters], [p.grad for p in other])
 
 
 # Deliberate differences from torch --------------------------------------------------------------------------
@@ -188,13 +187,6 @@ def test_empty_gradients_have_no_infinity_norm_as_in_torch() -> None:
         with pytest.raises(RuntimeError, match="identity"):
             clip(parameters_with(clones(gradients)), 1.0, math.inf)
     assert gradstat.clip_grad_norm_(parameters_with(gradients), 1.0) == pytest.approx(math.sqrt(2))
-
-
-@pytest.mark.parametrize("dtype", COMPLEX[1:], ids=str)
-def test_complex_infinity_norm_is_the_largest_modulus(dtype: torch.dtype, where: tuple[str, str]) -> None:
-    backend, device = where
-    parameters = parameters_with([torch.tensor([3 + 4j, 1j], dtype=dtype, device=device)])
-    assert gradstat.clip_grad_norm_(parameters, 10.0, math.inf, backend=backend).item() == pytest.approx(5.0)
 
 
 # Bad input --------------------------------------------------------------------------------------------------

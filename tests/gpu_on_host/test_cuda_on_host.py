@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 from exact import COMPLEX, NARROW_TOLERANCE, assert_rows, exact_stats_of, rounded_product
-from host_build import build, needs_compiler
+from host_build import build
 from host_kernels import DTYPES, EmulatedKernels
 from torch import Tensor
 
-pytestmark = needs_compiler
 KINDS = [*DTYPES, *COMPLEX]
 # Macros of benchmarks/gpu_variants.py that change what the kernels do, not only their speed.
 VARIANT = ("RANGES_PER_BLOCK=4", "SMALL_TENSOR_BYTES=16384", "PREFETCH_NEXT_TENSOR")
@@ -29,10 +28,11 @@ def kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
 
 
 @pytest.fixture(scope="session", params=["as shipped", "benchmark variant"])
-def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
+def any_kernels(
+    kernels: EmulatedKernels, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EmulatedKernels:
     if request.param == "as shipped":
-        shipped: EmulatedKernels = request.getfixturevalue("kernels")
-        return shipped
+        return kernels
     return EmulatedKernels(build(tmp_path_factory.mktemp("variant"), VARIANT))
 
 
