@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from devices import DEVICES
-from exact import COMPLEX, FLOAT8, REAL
-from test_conformance import assert_rows_match, random
+from exact import COMPLEX, FLOAT8, REAL, assert_rows_match
+from test_conformance import random
 
 pytest.importorskip("triton")
 

@@ -85,8 +85,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> tuple[Any, Any]:
 
 
 def assert_same_parameters(ours: nn.Module, theirs: nn.Module, **tolerance: float) -> None:
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
+    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()), **tolerance)
 
 
 def is_as_before(model: nn.Module, before: dict[str, Tensor]) -> bool:

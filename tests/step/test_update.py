@@ -46,9 +46,9 @@ def without_decay(optimizer: Optimizer) -> None:
             group["weight_decay"] = 0.0
 
 
-def set_gradients(parameters: list[Tensor], scale: float = 1.0) -> None:
+def set_gradients(parameters: list[Tensor]) -> None:
     for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter) * scale
+        parameter.grad = torch.randn_like(parameter)
 
 
 def close(value: float, expected: float, tolerance: float = 1e-12) -> bool:
