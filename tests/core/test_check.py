@@ -14,7 +14,7 @@ from gradstat._core.measurement import HostRows, Measurement
 
 
 def trained(model: nn.Module, features: int = 6) -> nn.Module:
-    model(torch.randn(4, features)).square().sum().backward()
+    model(torch.randn(4, features, device=next(model.parameters()).device)).square().sum().backward()
     return model
 
 
@@ -203,7 +203,7 @@ def test_several_devices_in_one_report() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_launches_and_syncs_of_every_call(backend: str) -> None:
-    model = trained_on_gpu()
+    model = trained(make_model().cuda())
     tensors = [parameter.grad for parameter in model.parameters()]
     assert count(lambda: gradstat.stats(tensors, backend=backend)) == Counts(launches=1, syncs=0)
     assert count(lambda: gradstat.check_async(model, backend=backend)) == Counts(launches=1, syncs=0)
@@ -231,9 +231,3 @@ def test_a_check_joins_a_cuda_graph_and_follows_its_input() -> None:
         x.fill_(value)
         graph.replay()
         assert table[0, gradstat.FIELDS.index("max")].item() == value
-
-
-def trained_on_gpu() -> nn.Module:
-    model = make_model().cuda()
-    model(torch.randn(4, 6, device="cuda")).square().sum().backward()
-    return model

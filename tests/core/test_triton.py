@@ -29,7 +29,6 @@ from gradstat.kernels.update import update_sums
 # The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.usefixtures("short_chunks"),
 ]
 
