@@ -9,13 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton.language as tl
 from devices import DEVICES
 from exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from test_conformance import random
-
-pytest.importorskip("triton")
-
-import triton.language as tl
 
 from gradstat import _fields
 from gradstat.kernels import _table

@@ -243,8 +243,8 @@ def test_zeros_are_exact(where: tuple[str, str]) -> None:
 # The public call ------------------------------------------------------------------------------------------------
 
 
-def stepped(make: Make = lambda p: AdamW(p, 1e-2), steps: int = 2, **options: object) -> tuple[nn.Module, Optimizer]:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(**options)
+def stepped(make: Make = lambda p: AdamW(p, 1e-2), steps: int = 2) -> tuple[nn.Module, Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
     optimizer = make(list(model.parameters()))
     for _ in range(steps):
         set_gradients(list(model.parameters()))
