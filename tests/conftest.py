@@ -45,8 +45,12 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _stop_watching() -> Iterator[None]:
-    """Stops `gradstat.auto` of one test from watching torch's clips in the next."""
+    """Stops `gradstat.auto` of one test from watching torch's clips in the next, which may make another accelerator."""
     yield
+    if "accelerate.state" in sys.modules:
+        from trainers import forget_accelerators
+
+        forget_accelerators()
     automatic = sys.modules.get("gradstat.automatic")
     if automatic is not None:
         from gradstat.monitor import AnomalyError
