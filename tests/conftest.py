@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -45,8 +45,12 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _stop_watching() -> Iterator[None]:
-    """Stops `gradstat.auto` of one test from watching torch's clips in the next."""
+    """Stops `gradstat.auto` of one test from watching torch's clips in the next, which may make another accelerator."""
     yield
+    if "accelerate.state" in sys.modules:
+        from trainers import forget_accelerators
+
+        forget_accelerators()
     automatic = sys.modules.get("gradstat.automatic")
     if automatic is not None:
         from gradstat.monitor import AnomalyError
@@ -104,23 +108,6 @@ def emulated(kernels_on_host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> K
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
-
-
-@pytest.fixture
-def skip_unless_fused() -> Callable[[Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], str], None]:
-    """Skips optimizers that torch itself refuses to fuse on a device, as torch 2.11 does Adagrad on a GPU."""
-
-    def skip(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str) -> None:
-        parameter = torch.nn.Parameter(torch.zeros(2, device=device))
-        parameter.grad = torch.zeros_like(parameter)
-        try:
-            make([parameter]).step()
-        except RuntimeError as error:
-            if "`fused=True` requires all the params" not in str(error):
-                raise
-            pytest.skip(f"torch: {error}")
-
-    return skip
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gradstat._core.backends import Kernels
 
 HAS_CUDA = torch.cuda.is_available()
@@ -35,3 +37,15 @@ def kernels_on_the_cpu(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "emulated":
         request.getfixturevalue("emulated")
     return backends.resolve(request.param, "cpu")
+
+
+def skip_unless_fused(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str) -> None:
+    """Skips optimizers that torch itself refuses to fuse on a device, as torch 2.11 does Adagrad on a GPU."""
+    parameter = torch.nn.Parameter(torch.zeros(2, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        make([parameter]).step()
+    except RuntimeError as error:
+        if "`fused=True` requires all the params" not in str(error):
+            raise
+        pytest.skip(f"torch: {error}")

@@ -132,6 +132,18 @@ def assert_rows(
         check_field("sum", column["sum"][holds], exact_column("sum")[holds], slack[holds])
 
 
+def assert_rows_match(table: Tensor, tensors: Sequence[Tensor], wide_tolerance: float = WIDE_TOLERANCE) -> float:
+    """Compares each row, and the merge of all rows, with the tensors; returns their exact norm."""
+    exact = [exact_stats_of(tensor) for tensor in tensors]
+    labels = [f"tensor {i}, {tensor.dtype} of shape {tuple(tensor.shape)}" for i, tensor in enumerate(tensors)]
+    assert_rows(table, exact, [tensor.dtype for tensor in tensors], labels, wide_tolerance)
+    with np.errstate(over="ignore"):
+        norm = float(_fields.l2_norm(np, _fields.merge(np, table.cpu().numpy())))
+        total = float(np.sqrt(np.sum([each.squares for each in exact])))
+    expect(math.isclose(norm, total, rel_tol=NARROW_TOLERANCE), "norm", "all rows", norm, total)
+    return total
+
+
 def is_float64(dtype: torch.dtype) -> bool:
     return dtype.to_real() == torch.float64
 

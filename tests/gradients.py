@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 
-def parameter_with(gradient: Tensor | None, shape: tuple[int, ...] = (3, 4)) -> nn.Parameter:
-    """A parameter of zeros with this gradient; ``shape`` is used if it has none."""
-    like = torch.zeros(shape) if gradient is None else gradient
+def parameter_with(gradient: Tensor | None) -> nn.Parameter:
+    """A parameter of zeros with this gradient."""
+    like = torch.zeros(3, 4) if gradient is None else gradient
     zeros = torch.zeros_like(like.to_dense() if like.is_sparse else like)
     parameter = nn.Parameter(zeros, requires_grad=like.is_floating_point() or like.is_complex())
     parameter.grad = gradient

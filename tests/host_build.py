@@ -3,17 +3,12 @@
 import ctypes
 import fcntl
 import os
-import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "tests" / "gpu_on_host"
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
@@ -21,7 +16,16 @@ def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
     made = folder / "launchers.so"
     with (folder / "launchers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return ctypes.CDLL(str(made if made.exists() else compiled("launchers.cpp", folder, macros)))
+        return loaded(made if made.exists() else compiled("launchers.cpp", folder, macros))
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """A library of launchers, whose functions return what tests/gpu_on_host/launchers.cpp says."""
+    library = ctypes.CDLL(str(path))
+    library.new_stream.restype = library.end_capture.restype = ctypes.c_void_p
+    library.bytes_allocated.restype = library.stats_bytes.restype = library.scale_bytes.restype = ctypes.c_int64
+    library.error_text.restype = ctypes.c_char_p
+    return library
 
 
 def compiled(source: str, folder: Path, macros: Iterable[str] = ()) -> Path:

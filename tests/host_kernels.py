@@ -41,8 +41,6 @@ class EmulatedKernels(Kernels):
 
     def __init__(self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None) -> None:
         super().__init__(self.measured, self._scale_all, self._scale_each, self._sums)
-        library.new_stream.restype = ctypes.c_void_p
-        library.error_text.restype = ctypes.c_char_p
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
         self.decide_clip_, self.guard_ = self._decide, self._guard
         self._devices = itertools.cycle(range(4))  # in turn: products do not depend on the device

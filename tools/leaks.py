@@ -50,15 +50,9 @@ class Sizes(NamedTuple):
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, without free memory of its heap; 0 if the system does not report it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        return 0
+    """Resident memory of this process, without free memory of its heap, on Linux with glibc."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Training:

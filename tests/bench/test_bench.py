@@ -175,11 +175,8 @@ def test_a_batch_becomes_a_loss(
     assert loss().item() == expected
 
 
-def tiny_step(hook: Callable[[torch.Tensor], torch.Tensor] | None = None) -> steps.Step:
-    model = nn.Linear(3, 2)
-    if hook is not None:
-        model.weight.register_hook(hook)
-    x = torch.randn(5, 3)
+def tiny_step() -> steps.Step:
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=steps.LEARNING_RATE)
     return steps.Step(model, lambda: model(x).square().sum(), optimizer, CPU)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import gpu_plan
 import gpu_session
@@ -121,9 +122,7 @@ def test_no_part_starts_without_time_left(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 def test_libraries_are_taken_from_the_bundle_or_compiled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale() -> bool:
-        raise RuntimeError("gpu-bundle/ is stale")
-
+    stale = Mock(side_effect=RuntimeError("gpu-bundle/ is stale"))
     monkeypatch.setitem(sys.modules, "gpu_bundle", SimpleNamespace(install=stale))  # type: ignore[arg-type]
     with pytest.raises(SystemExit, match="gpu-bundle/ is stale"):
         gpu_session.installed(Session(Path()))

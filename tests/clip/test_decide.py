@@ -22,8 +22,8 @@ kernels = pytest.fixture(params=["native", "triton", "emulated"])(kernels_on_the
 def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:
     for step, (own, expected) in enumerate(decisions):
         torch.testing.assert_close(own, expected, rtol=1e-11, atol=0, equal_nan=True, msg=lambda m, s=step: f"{s}: {m}")
-    for name, tensor in theirs.state_dict()["tensors"].items():
-        torch.testing.assert_close(ours.state_dict()["tensors"][name], tensor, rtol=1e-11, atol=0, equal_nan=True)
+    own, expected = (clip.state_dict()["tensors"] for clip in (ours, theirs))
+    torch.testing.assert_close(own, expected, rtol=1e-11, atol=0, equal_nan=True)
 
 
 def norms(steps: int) -> list[float]:

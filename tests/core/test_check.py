@@ -1,7 +1,7 @@
 """check, check_async, check_tensors and stats: what they accept, what they name, and what they refuse."""
 
 import math
-import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from gradstat._core.measurement import HostRows, Measurement
 
 
 def trained(model: nn.Module, features: int = 6) -> nn.Module:
-    model(torch.randn(4, features)).square().sum().backward()
+    model(torch.randn(4, features, device=next(model.parameters()).device)).square().sum().backward()
     return model
 
 
@@ -137,33 +137,23 @@ def test_inference_mode(device: str) -> None:
         assert x.norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def quantized() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated in torch
-        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-
-
-def csc() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in beta in torch
-        return torch.eye(3).to_sparse(layout=torch.sparse_csc)
-
-
+@pytest.mark.filterwarnings("ignore:.*(deprecated|beta state)")  # torch's quantized and compressed tensors
 @pytest.mark.parametrize("backend", [None, "native", "reference"])
 @pytest.mark.parametrize(
-    ("gradient", "error", "message"),
+    ("make", "error", "message"),
     [
-        (torch.ones(2, dtype=torch.int64), TypeError, r"'w'.*int64.*\.float\(\)"),
-        (torch.ones(2, dtype=torch.bool), TypeError, r"'w'.*bool"),
-        (quantized(), TypeError, r"'w'.*quantized.*dequantize"),
-        (torch.ones(2, device="meta"), ValueError, r"'w'.*meta.*to_empty"),
-        (csc(), ValueError, r"'w'.*sparse_csc.*to_sparse_coo"),
+        (lambda x: x.long(), TypeError, r"'w'.*int64.*\.float\(\)"),
+        (lambda x: x.bool(), TypeError, r"'w'.*bool"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), TypeError, r"'w'.*quantized.*dequantize"),
+        (lambda x: x.to("meta"), ValueError, r"'w'.*meta.*to_empty"),
+        (lambda x: x.to_sparse(layout=torch.sparse_csc), ValueError, r"'w'.*sparse_csc.*to_sparse_coo"),
     ],
     ids=["integer", "bool", "quantized", "meta", "compressed"],
 )
 def test_what_has_no_statistics_is_refused_by_name(
-    gradient: torch.Tensor, error: type[Exception], message: str, backend: str | None
+    make: Callable[[torch.Tensor], torch.Tensor], error: type[Exception], message: str, backend: str | None
 ) -> None:
+    gradient = make(torch.ones(3, 3))
     tensors = {"fine": torch.ones(3), "w": gradient}
     with pytest.raises(error, match=message):
         gradstat.check_tensors(tensors, backend=backend)
@@ -213,7 +203,7 @@ def test_several_devices_in_one_report() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_launches_and_syncs_of_every_call(backend: str) -> None:
-    model = trained_on_gpu()
+    model = trained(make_model().cuda())
     tensors = [parameter.grad for parameter in model.parameters()]
     assert count(lambda: gradstat.stats(tensors, backend=backend)) == Counts(launches=1, syncs=0)
     assert count(lambda: gradstat.check_async(model, backend=backend)) == Counts(launches=1, syncs=0)
@@ -241,9 +231,3 @@ def test_a_check_joins_a_cuda_graph_and_follows_its_input() -> None:
         x.fill_(value)
         graph.replay()
         assert table[0, gradstat.FIELDS.index("max")].item() == value
-
-
-def trained_on_gpu() -> nn.Module:
-    model = make_model().cuda()
-    model(torch.randn(4, 6, device="cuda")).square().sum().backward()
-    return model

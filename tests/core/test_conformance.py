@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from devices import DEVICES
-from exact import COMPLEX, FLOAT8, NARROW_TOLERANCE, REAL, assert_rows, exact_stats_of
+from exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from torch import Tensor
 
 import gradstat
@@ -127,22 +126,6 @@ CASES: dict[str, Case] = {
     "many": lambda t, d: [*(random(1 + i % 40, t, d) for i in range(3000)), full(math.nan, t, d, 2), random(7, t, d)],
     "zeros-of-both-signs": lambda t, d: [with_values([0.0, -0.0], t, d, 600).abs(), -random(600, t, d).relu()],
 }
-
-
-def assert_rows_match(table: Tensor, tensors: list[Tensor]) -> None:
-    """Compares each row, and the merge of all rows."""
-    exact_stats = [exact_stats_of(tensor) for tensor in tensors]
-    labels = [f"tensor {i} of shape {tuple(tensor.shape)}" for i, tensor in enumerate(tensors)]
-    assert_rows(table, exact_stats, [tensor.dtype for tensor in tensors], labels)
-    merged = _fields.merge(np, table.cpu().numpy())
-    with np.errstate(over="ignore"):
-        total = float(np.sqrt(np.sum([exact.squares for exact in exact_stats])))
-    assert norm_of(merged) == pytest.approx(total, rel=NARROW_TOLERANCE, abs=0.0)
-
-
-def norm_of(row: np.ndarray) -> float:
-    with np.errstate(over="ignore"):
-        return float(_fields.l2_norm(np, row))
 
 
 def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:

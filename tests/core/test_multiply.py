@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from devices import BACKENDS
-from exact import COMPLEX, FLOAT8, REAL, rounded_product
-from test_conformance import CASES, assert_rows_match, random, thinned
+from exact import COMPLEX, FLOAT8, REAL, assert_rows_match, rounded_product
+from test_conformance import CASES, random, thinned
 from torch import Tensor
 
 from gradstat._core import backends

@@ -13,7 +13,6 @@ import pytest
 import tables
 import torch
 from exact import square_root
-from host_build import needs_compiler
 
 from gradstat.bench.timing import progress_bar
 
@@ -54,7 +53,6 @@ def known(kernels_on_host: ctypes.CDLL) -> list[numerics.Provider]:
     return [each for each in providers if each.name not in ("gradstat triton", "gradstat reference")]
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", numerics.DTYPES)
 def test_norms_are_as_exact_as_promised(dtype: torch.dtype, known: list[numerics.Provider]) -> None:
     with progress_bar(1000, "measuring") as progress:
@@ -68,7 +66,6 @@ def test_norms_are_as_exact_as_promised(dtype: torch.dtype, known: list[numerics
             assert each.worst <= bound + rounding * (1 + bound), (kind, name, each.family)
 
 
-@needs_compiler
 def test_what_loses_norms_is_seen_to(known: list[numerics.Provider]) -> None:
     with progress_bar(1000, "measuring") as progress:
         errors = numerics.measure([torch.float32], 100, 2, known, progress)

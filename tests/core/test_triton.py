@@ -9,13 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from devices import DEVICES
-from exact import COMPLEX, FLOAT8, REAL
-from test_conformance import assert_rows_match, random
-
-pytest.importorskip("triton")
-
 import triton.language as tl
+from devices import DEVICES
+from exact import COMPLEX, FLOAT8, REAL, assert_rows_match
+from test_conformance import random
 
 from gradstat import _fields
 from gradstat.kernels import _table
@@ -29,7 +26,6 @@ from gradstat.kernels.update import update_sums
 # The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.usefixtures("short_chunks"),
 ]
 

@@ -4,15 +4,12 @@ import functools
 import inspect
 import re
 import textwrap
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from public_names import public_names
-from trainers import OF_FRAMEWORKS
-
-from gradstat.monitor import AnomalyWarning
+from trainers import OF_FRAMEWORKS, QUIET
 
 pytestmark = OF_FRAMEWORKS
 TRAINING = """
@@ -142,6 +139,7 @@ def test_what_is_taken_for_granted_belongs_to_an_example() -> None:
     assert examples().keys() == TAKEN_FOR_GRANTED.keys()
 
 
+@QUIET  # three steps of noise are what they are
 @pytest.mark.parametrize("name", TAKEN_FOR_GRANTED)
 def test_the_examples_of_a_docstring_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -149,8 +147,6 @@ def test_the_examples_of_a_docstring_run(name: str, tmp_path: Path, monkeypatch:
     exec(TRAINING + TAKEN_FOR_GRANTED[name], names)
     try:
         for example in examples()[name]:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", AnomalyWarning)  # three steps of noise are what they are
-                exec(compile(example, f"an example of {name}", "exec"), names)
+            exec(compile(example, f"an example of {name}", "exec"), names)
     finally:
         exec(AFTERWARDS.get(name, ""), names)

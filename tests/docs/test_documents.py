@@ -75,8 +75,7 @@ def test_every_block_says_what_it_is() -> None:
             assert block.language in LANGUAGES, f"{block} is of the language {block.language!r}; known: {LANGUAGES}"
             if block.language == "sh" and "not run" not in block.marks:
                 assert len(block.commands) == len(block.code.strip().splitlines()), f"not all lines of {block} run"
-            if "```" in block.code:
-                raise AssertionError(f"{block} has no end")
+            assert "```" not in block.code, f"{block} has no end"
 
 
 def test_the_factory_of_the_quick_start_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ struct uint4 {
 struct dim3 {
   uint32_t x;
 };
+inline dim3 threadIdx, blockIdx, gridDim;
 
 namespace cuda_on_host {
 
@@ -69,8 +70,6 @@ class Block {
     std::fill(parity_, parity_ + kMaxThreads, 0);
     if (_setjmp(home_) == 0) enter(first);
   }
-
-  int thread() const { return current_; }
 
   void block_barrier() { wait_at(all_); }
   void warp_barrier() { wait_at(warps_[current_ / kWarpSize]); }
@@ -121,6 +120,7 @@ class Block {
 
   [[noreturn]] void enter(int thread) {
     current_ = thread;
+    threadIdx.x = static_cast<uint32_t>(thread);
     if (started_[thread]) _longjmp(jumps_[thread], 1);
     started_[thread] = true;
     getcontext(&contexts_[thread]);
@@ -156,7 +156,6 @@ class Block {
 };
 
 inline Block* block = nullptr;
-inline uint32_t block_number = 0, block_count = 0;
 
 inline void Block::start() {
   Block& self = *block;
@@ -184,19 +183,20 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   idle.pop_back();
   Block& runner = *own;
   Block* const outer = std::exchange(block, &runner);
-  const uint32_t outer_number = block_number, outer_count = std::exchange(block_count, blocks);
+  const dim3 outer_thread = threadIdx, outer_block = blockIdx, outer_grid = std::exchange(gridDim, {blocks});
   std::vector<uint32_t> order(blocks);
   for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
   std::mt19937 random(seed);
   std::shuffle(order.begin(), order.end(), random);
   for (const uint32_t number : order) {
-    block_number = number;
+    blockIdx.x = number;
     runner.run(kernel, static_cast<int>(random() % 256));
   }
   limit_time(0);
   block = outer;
-  block_number = outer_number;
-  block_count = outer_count;
+  threadIdx = outer_thread;
+  blockIdx = outer_block;
+  gridDim = outer_grid;
   idle.push_back(std::move(own));
 }
 
@@ -223,27 +223,7 @@ void overlap(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel, 
   waits = outer_waits;
 }
 
-struct ThreadIndex {
-  struct X {
-    operator uint32_t() const { return static_cast<uint32_t>(block->thread()); }
-  } x;
-};
-struct BlockIndex {
-  struct X {
-    operator uint32_t() const { return block_number; }
-  } x;
-};
-struct GridSize {
-  struct X {
-    operator uint32_t() const { return block_count; }
-  } x;
-};
-
 }  // namespace cuda_on_host
-
-inline cuda_on_host::ThreadIndex threadIdx;
-inline cuda_on_host::BlockIndex blockIdx;
-inline cuda_on_host::GridSize gridDim;
 
 inline void __syncthreads() { cuda_on_host::block->block_barrier(); }
 inline void __syncwarp() { cuda_on_host::block->warp_barrier(); }
@@ -251,12 +231,12 @@ inline void __threadfence() {}
 
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
-  const int lane = cuda_on_host::block->thread() % cuda_on_host::kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x % cuda_on_host::kWarpSize);
   return cuda_on_host::block->exchange(value)[lane ^ mask];
 }
 template <class T>
 T __shfl_down_sync(uint32_t, T value, int distance) {
-  const int lane = cuda_on_host::block->thread() % cuda_on_host::kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x % cuda_on_host::kWarpSize);
   const T* values = cuda_on_host::block->exchange(value);
   return values[lane + distance < cuda_on_host::kWarpSize ? lane + distance : lane];
 }

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exact import COMPLEX, NARROW_TOLERANCE, assert_rows, exact_stats_of, rounded_product
-from host_build import build, needs_compiler
+from exact import COMPLEX, NARROW_TOLERANCE, assert_rows_match, rounded_product
+from host_build import build
 from host_kernels import DTYPES, EmulatedKernels
 from torch import Tensor
 
-pytestmark = needs_compiler
 KINDS = [*DTYPES, *COMPLEX]
 # Macros of benchmarks/gpu_variants.py that change what the kernels do, not only their speed.
 VARIANT = ("RANGES_PER_BLOCK=4", "SMALL_TENSOR_BYTES=16384", "PREFETCH_NEXT_TENSOR")
@@ -29,10 +28,11 @@ def kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
 
 
 @pytest.fixture(scope="session", params=["as shipped", "benchmark variant"])
-def any_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EmulatedKernels:
+def any_kernels(
+    kernels: EmulatedKernels, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EmulatedKernels:
     if request.param == "as shipped":
-        shipped: EmulatedKernels = request.getfixturevalue("kernels")
-        return shipped
+        return kernels
     return EmulatedKernels(build(tmp_path_factory.mktemp("variant"), VARIANT))
 
 
@@ -47,16 +47,6 @@ def random_values(dtype: torch.dtype, count: int, seed: int) -> Tensor:
 
 def reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def check(tensors: list[Tensor], table: Tensor) -> None:
-    labels = [f"{tensor.dtype} {len(tensor)}" for tensor in tensors]
-    exact_stats, dtypes = [exact_stats_of(tensor) for tensor in tensors], [tensor.dtype for tensor in tensors]
-    assert_rows(table, exact_stats, dtypes, labels, wide_tolerance=1e-13)
-
-
-def exact_norm(tensors: list[Tensor]) -> float:
-    return float(np.sqrt(sum(exact_stats_of(tensor).squares for tensor in tensors)))
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, "each its own"])
@@ -76,8 +66,8 @@ def test_thousands_of_tensors_of_all_kinds(any_kernels: EmulatedKernels, factor:
             by = torch.tensor(factor)
             coefficients *= by
         table = any_kernels.measured(values, by, norm, coefficient=new(77.0), device=device)
-        check(values, table)
-        assert norm.item() == pytest.approx(exact_norm(values), rel=NARROW_TOLERANCE, abs=0.0)
+        exact = assert_rows_match(table, values, wide_tolerance=1e-13)
+        assert norm.item() == pytest.approx(exact, rel=NARROW_TOLERANCE, abs=0.0)
         for now, old, coefficient in zip(map(reals, values), before, coefficients, strict=True):
             expected = rounded_product(old, coefficient, old.dtype)
             torch.testing.assert_close(now.double(), expected.double(), rtol=0, atol=0)
@@ -90,7 +80,7 @@ def test_same_bits_in_any_order_of_blocks(any_kernels: EmulatedKernels, dtype: t
     values[2].view(torch.uint8)[:8] = 0xFF  # NaN
     norm = new(77.0)
     first, its_norm = any_kernels.measured(values, None, norm, coefficient=new(77.0), device=2), norm.clone()
-    check(values, first)
+    assert_rows_match(first, values, wide_tolerance=1e-13)
     for _ in range(5):
         again = any_kernels.measured(values, None, norm, coefficient=new(77.0), device=2)
         assert torch.equal(again.view(torch.int64), first.view(torch.int64))
@@ -100,7 +90,7 @@ def test_same_bits_in_any_order_of_blocks(any_kernels: EmulatedKernels, dtype: t
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_norm_and_coefficient(kernels: EmulatedKernels, norm_dtype: torch.dtype) -> None:
     values = [random_values(torch.float32, n, n) for n in (5000, 0, 12)]
-    exact = exact_norm(values)
+    exact = assert_rows_match(kernels.measured(values), values, wide_tolerance=1e-13)
 
     def asked(max_norm: float = 1.0, infinity: bool = False) -> tuple[Tensor, float]:
         norm, coefficient = new(77.0, dtype=norm_dtype), new(77.0)
@@ -129,5 +119,6 @@ def test_norm_where_squares_leave_the_range(kernels: EmulatedKernels, exponent: 
     """Squares in float32 and float64 are infinite, subnormal or zero, or they are finite and their sum is not."""
     for dtype in [torch.float64] if abs(exponent) > 30 else [torch.float32, torch.bfloat16]:
         values, norm = [random_values(torch.float64, 30000, 0).mul(10.0**exponent).to(dtype)], new(77.0)
-        check(values, kernels.measured(values, None, norm, coefficient=new(77.0)))
-        assert norm.item() == pytest.approx(exact_norm(values), rel=NARROW_TOLERANCE, abs=0)
+        table = kernels.measured(values, None, norm, coefficient=new(77.0))
+        exact = assert_rows_match(table, values, wide_tolerance=1e-13)
+        assert norm.item() == pytest.approx(exact, rel=NARROW_TOLERANCE, abs=0)

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from trainers import QUIET, Net, forget_accelerators, samples
 
 import gradstat
 from gradstat.integrations.accelerate import install
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    forget_accelerators()  # from tests of other modules
-    yield
-    forget_accelerators()
 
 
 def loader(batches: int) -> DataLoader[Any]:

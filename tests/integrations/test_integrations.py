@@ -251,9 +251,8 @@ UNDER = {"lightning": under_lightning, "trainer": under_trainer, "accelerate": u
 
 
 @pytest.fixture(params=UNDER)
-def under(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Run]]:
-    yield UNDER[request.param]
-    forget_accelerators()
+def under(request: pytest.FixtureRequest) -> Callable[[Case], Run]:
+    return UNDER[request.param]
 
 
 def weights(run: Run) -> list[Tensor]:
@@ -334,7 +333,6 @@ def test_statistics_and_clips_exclude_the_loss_scale(
     case = Case(tmp_path, OPTIMIZERS[kind], accumulate=accumulate, clip=0.5, scaler=scaler)
     expected = plain(case)
     run = UNDER[name](case if limit is None else case._replace(clip=None, watch={"max_norm": limit}))
-    forget_accelerators()
     assert run.norms in ([], pytest.approx(expected.norms, rel=0.05))
     assert not {"found_inf", "grad_scale"} & set(run.optimizer.__dict__)
     torch.testing.assert_close(weights(run), weights(expected), rtol=0.02, atol=2e-3)  # half precision
@@ -352,7 +350,6 @@ def test_an_overflow_under_a_loss_scale_is_the_scalers_to_skip(name: str, kind: 
     watch = {"on_anomaly": "skip", "max_norm": 0.5}
     case = Case(tmp_path, OPTIMIZERS[kind], bad_at=frozenset({2}), watch=watch, scaler=torch.amp.GradScaler)
     run = UNDER[name](case)
-    forget_accelerators()
     skipped = weights(plain(case._replace(clip=0.5), skip=2))
     torch.testing.assert_close(weights(run), skipped, rtol=0.02, atol=2e-3)
     assert not {"found_inf", "grad_scale"} & set(run.optimizer.__dict__)
@@ -471,7 +468,6 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = UNDER[name](case)
-    forget_accelerators()
     torch.testing.assert_close(weights(run), weights(expected), rtol=1e-4, atol=1e-6)
     (message,) = (str(one.message) for one in caught if "training goes on" in str(one.message))
     assert message.startswith(f"gradstat: {words}; training goes on:\nTraceback")
@@ -600,7 +596,6 @@ def test_an_example_runs_and_names_the_fault(command: str, tmp_path: Path, monke
     assert ("--output" in command) == (tmp_path / "run.gradstat").exists()
     headers = [path.read_text().splitlines()[0] for path in tmp_path.rglob("metrics.csv")]
     assert ["grad/l2_norm/body.1.weight" in header for header in headers] == [True] * ("--folder" in command)
-    forget_accelerators()
 
 
 def test_versions() -> None:

@@ -3,7 +3,7 @@
 import io
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from trainers import QUIET, Net, forget_accelerators, samples, training_arguments
+from trainers import QUIET, Net, samples, training_arguments
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install
@@ -34,12 +34,11 @@ Make = Callable[..., Trainer]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path) -> Make:
     def made(kind: type[Trainer] = InOrder, **changes: Any) -> Trainer:
         return kind(Net(), training_arguments(tmp_path, **changes), train_dataset=dataset(), eval_dataset=dataset(4))
 
-    yield made
-    forget_accelerators()
+    return made
 
 
 def logged(trainer: Trainer, name: str) -> list[float]:

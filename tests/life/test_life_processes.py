@@ -1,8 +1,5 @@
 """Life with a program: how processes begin and end. Forks, spawned workers, interrupts, interpreter shutdown."""
 
-import multiprocessing
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -120,20 +117,19 @@ def measuring_until_the_end(minus):
 if __name__ == "__main__":
     folder, ways = sys.argv[1], sys.argv[2:]
     torch.set_num_threads(2)
-    if hasattr(os, "fork"):
-        for child_steps in (0, 2):
-            child = os.fork()
-            if child == 0:
-                recorded(f"{folder}/{child_steps}.gradstat", child_steps)
-            os.waitpid(child, 0)
-        print("same bits", same_bits())
+    for child_steps in (0, 2):
+        child = os.fork()
+        if child == 0:
+            recorded(f"{folder}/{child_steps}.gradstat", child_steps)
+        os.waitpid(child, 0)
+    print("same bits", same_bits())
     for way in ways:
         print(way, loaded(way))
     minus = torch.full((2,), -1.0, dtype=torch.float64)
     measuring_until_the_end(minus)
     print("the end")
 """
-WAYS = [way for way in ("fork", "spawn") if way in multiprocessing.get_all_start_methods()]
+WAYS = ("fork", "spawn")
 
 
 def test_forks_workers_and_the_end_of_a_program_that_measures(tmp_path: Path) -> None:
@@ -145,10 +141,9 @@ def test_forks_workers_and_the_end_of_a_program_that_measures(tmp_path: Path) ->
     ended = run(started, program, tmp_path, *WAYS)
     # Coverage warns of modules imported before a fork.
     printed = [line for line in ended.stderr.splitlines() if "CoverageWarning" not in line and "self.warn(" not in line]
-    forked = ["same bits True"] if hasattr(os, "fork") else []
     assert (ended.returncode, printed) == (0, [])
-    assert ended.stdout.splitlines() == [*forked, *(f"{way} True" for way in WAYS), "the end"]
-    for child_steps, expected in ((0, 4), (2, 5)) if forked else ():
+    assert ended.stdout.splitlines() == ["same bits True", *(f"{way} True" for way in WAYS), "the end"]
+    for child_steps, expected in ((0, 4), (2, 5)):
         assert len(load(tmp_path / f"{child_steps}.gradstat").steps) == expected
 
 
@@ -217,7 +212,6 @@ print("right")
 """
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a system with timers that send signals")
 def test_an_interrupt_at_any_place_leaves_everything_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     # An interrupt while coverage holds its own lock would leave it locked.
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)

@@ -9,6 +9,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -471,10 +472,7 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
     model, optimizer = net()
     monitor = gradstat.Monitor(model, optimizer, watch={"activations": 1}, replay=True)
     train(model, optimizer, monitor, 2)
-
-    def fail(*_: object) -> None:
-        raise KeyError("on purpose")
-
+    fail = Mock(side_effect=KeyError("on purpose"))
     for register in (model[0].weight.register_hook, model[2].register_forward_hook, model[0].register_forward_pre_hook):
         handle = register(fail)
         with pytest.raises(KeyError, match="on purpose"):

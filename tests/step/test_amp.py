@@ -3,12 +3,12 @@
 import copy
 import math
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from devices import skip_unless_fused
 from test_step import OPTIMIZERS, assert_same_parameters, assert_same_state, is_as_before, network
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
@@ -60,7 +60,7 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     [*((way, GradScaler) for way in WAYS), *((way, TorchScaler) for way in WAYS if "guarded" in way)],
 )
 def test_a_random_sequence_ends_where_torchs_ends(
-    kind: str, way: str, our_scaler: type[TorchScaler], device: str, skip_unless_fused: Callable[..., None]
+    kind: str, way: str, our_scaler: type[TorchScaler], device: str
 ) -> None:
     if "fused" in kind:
         skip_unless_fused(OPTIMIZERS[kind][0], device)
@@ -260,7 +260,7 @@ def test_a_disabled_scaler_is_transparent() -> None:
 
 def test_a_cuda_scaler_without_a_gpu_warns_and_is_disabled() -> None:
     if torch.cuda.is_available():
-        return
+        pytest.skip("there is a GPU")
     with pytest.warns(UserWarning, match="CUDA is not available"):
         assert not GradScaler().is_enabled()
 
@@ -380,8 +380,7 @@ def test_a_grad_scale_set_by_the_user_multiplies_as_in_torch() -> None:
         optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
         scaler.step(optimizer)
         results.append(list(model.parameters()))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*results)
 
 
 def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
@@ -462,7 +461,6 @@ def test_an_optimizer_that_takes_the_scaler_itself_still_gets_it() -> None:
     model, scaler = network(), GradScaler("cpu")
     optimizer = Old(model.parameters(), lr=0.1)
     backward(model, scaler, torch.randn(4, 6), None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with pytest.warns(FutureWarning, match="stop passing itself"):
         scaler.step(optimizer)
     assert optimizer.seen is scaler

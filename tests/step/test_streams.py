@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_counts import busy_device
 from torch import nn
 
 import gradstat
@@ -108,10 +109,6 @@ def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatc
 # On a GPU ---------------------------------------------------------------------------------------------------
 
 
-def busy() -> None:
-    torch.cuda._sleep(50_000_000)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_a_report_asked_for_on_another_stream_waits_for_its_step(backend: str) -> None:
@@ -122,7 +119,7 @@ def test_a_report_asked_for_on_another_stream_waits_for_its_step(backend: str) -
     for step in range(1, 4):
         with torch.cuda.stream(stream):
             parameter.grad = torch.full_like(parameter, step)
-            busy()  # so that the kernel has not run yet when the report is read
+            busy_device()  # so that the kernel has not run yet when the report is read
             result = gradstat.guarded_step(optimizer, backend=backend)
         pending = result.report
         counts = result.counters.read(wait=True)
@@ -143,7 +140,7 @@ def test_the_report_of_a_captured_step_follows_the_stream_of_its_replays() -> No
     with torch.cuda.graph(graph):
         result = gradstat.guarded_step(optimizer)
     parameter.grad.fill_(2.0)
-    busy()
+    busy_device()
     graph.replay()
     assert result.report.result()[0].max == 2
     assert result.counters.read(wait=True).steps == 2
