@@ -318,9 +318,10 @@ def test_an_install_that_fails_changes_nothing(kind: str, tmp_path: Path, monkey
     enter = FRAMEWORKS[kind](*made(), tmp_path)
     with enter() as first:
         held = {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches}
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr("gradstat.integrations._watch.Monitor", lambda *_, **__: 1 / 0)
-            enter()
+        with monkeypatch.context() as broken:
+            broken.setattr("gradstat.integrations._watch.Monitor", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                enter()
         assert {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches} == held
         assert not first.monitor._paused
     forget_accelerators()
