@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradstat._step import loss_scale
 from gradstat.integrations._clipping import clip_with_norm
-from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
@@ -35,7 +35,7 @@ class AcceleratorBase(Handle):
         """Raises what `engine_clips` raises; afterwards watches can be made."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         self._engine_clips = engine_clips(
-            None if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False) else engine_of(kind),
+            None if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False) else engine_name_of(kind),
             self._options,
             self._options.max_norm,
             accelerator.num_processes,

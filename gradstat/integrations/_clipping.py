@@ -71,7 +71,7 @@ class OptimizerClip:
         optimizers.first_momentum_is_at_risk(optimizer)
         with torch.no_grad():
             # Not get_total_norm: the scaled norm may overflow the gradients' dtype.
-            norm = norm_of(found.tensors, 2.0, found.name_of, None, owners=parameters)
+            norm: Tensor = norm_of(found.tensors, 2.0, found.name_of, None, owners=parameters)
             norm = norm / scaled._scale.to(norm.device)
             divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
             # A step with a nonfinite gradient is skipped, so its divisor does not matter.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._clipping import OptimizerClip, clip_with_norm
-from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
@@ -79,7 +79,7 @@ class FabricHandle(Handle):
         super().__init__(options, fabric)
         self._fabric, self._micro_batches, strategy, ranks = fabric, micro_batches, fabric.strategy, fabric.world_size
         self._engine_clips = engine_clips(
-            engine_of(strategy), options, options.max_norm, ranks, "set its clip in its strategy's configuration"
+            engine_name_of(strategy), options, options.max_norm, ranks, "set its clip in its strategy's configuration"
         )
         scaler = getattr(strategy.precision, "scaler", None)
         self._clip = OptimizerClip(scaler)

@@ -26,7 +26,7 @@ from transformers import Trainer
 
 import gradstat
 from gradstat.integrations import _framework, accelerate, fabric, transformers
-from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations.lightning import GradstatCallback
@@ -579,7 +579,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
 
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
         options = Options(given, "trainer", runs_steps=True)
-        clips = engine_clips(engine_of(strategy), options, max_norm, ranks, "set it there")
+        clips = engine_clips(engine_name_of(strategy), options, max_norm, ranks, "set it there")
         return clips, {rule.name for rule in options.given["rules"]}
 
     for policy in ("skip", "rollback", "replay"):
