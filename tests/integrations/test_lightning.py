@@ -440,10 +440,10 @@ class _OneWants(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
             (watch,) = self.callback.watches
+            if self.policy == "raise":
+                watch._error = AnomalyError("it is on this rank")
             if self.policy == "stop":
                 watch.monitor.should_stop = True
-            elif self.policy == "raise":
-                watch._error = AnomalyError("it is on this rank")
             else:
                 watch._requested.add(self.policy)
 
