@@ -50,7 +50,8 @@ def interleaved(
         on_device = None
         if tries[name]:
             before(name)
-            on_device = _device_seconds(calls[name], seconds)
+            with torch.cuda.device(device):
+                on_device = _device_seconds(calls[name], seconds, device)
             tries[name] = TRIES if on_device is not None else tries[name] - 1
         asleep[name].append(on_device)
 
@@ -61,13 +62,16 @@ def interleaved(
     }
 
 
-def _device_seconds(call: Callable[[], object], host: float) -> float | None:
-    """Device seconds of a call that takes ``host`` seconds to queue; None if the device woke before it was queued."""
+def _device_seconds(call: Callable[[], object], host: float, device: torch.device) -> float | None:
+    """Device seconds of a call that takes ``host`` seconds to queue; None if the device woke before it was queued.
+
+    ``device`` has to be the current one.
+    """
     asleep = max(_LEAST_HEAD_START, _HOST_TIMES * host)
     if asleep > _LONGEST_HEAD_START:
         return None
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(int(asleep * _cycles_per_second()))
+    torch.cuda._sleep(int(asleep * _cycles_per_second(device)))
     start.record()
     call()
     end.record()
@@ -77,8 +81,8 @@ def _device_seconds(call: Callable[[], object], host: float) -> float | None:
 
 
 @cache
-def _cycles_per_second() -> float:
-    """The highest clock rate observed on the GPU; if it is slower later, it sleeps longer, which does no harm."""
+def _cycles_per_second(device: torch.device) -> float:
+    """The highest clock rate observed on ``device``, the current one; if slower later, it sleeps longer: no harm."""
     fastest = 0.0
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

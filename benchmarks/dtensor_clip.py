@@ -16,14 +16,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from launched import process_group, show
-from rows import Row, add_arguments, row
+from rows import Row, add_arguments, microseconds, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import gradstat
 from gradstat.bench.steps import WrongAnswerError
-from gradstat.bench.timing import Quartiles, interleaved, quartiles
+from gradstat.bench.timing import interleaved
 
 GROUP = "distributed gradients"
 COUNTS = (300, 3000)
@@ -62,8 +62,7 @@ def _measured(count: int, device: torch.device, rounds: int) -> list[Row]:
     samples = interleaved(calls, rounds, device=device, before=lambda _: dist.barrier())
     made = []
     for name, sample in samples.items():
-        micro = Quartiles(*(1e6 * s for s in quartiles(sample)))
-        made.append(row(GROUP, case, name, "wall time", "us", micro, device, tensors=count))
+        made.append(row(GROUP, case, name, "wall time", "us", microseconds(sample), device, tensors=count))
     for name in ("gradstat clip", "gradstat.check"):
         made.append(row(GROUP, case, name, "collectives", "", float(_collectives(calls[name])), device, tensors=count))
     return made

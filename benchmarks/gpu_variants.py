@@ -134,9 +134,9 @@ def timed(
     """Times calls, and prints and appends rows of device time."""
     from caches import Flush
     from device_timing import interleaved
-    from rows import append, row
+    from rows import append, microseconds, row
 
-    from gradstat.bench.timing import Quartiles, quartiles, ratios
+    from gradstat.bench.timing import ratios
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     device = tensors[0].device
@@ -148,7 +148,7 @@ def timed(
     for name, sample in samples.items():
         if not sample.device:
             raise RuntimeError(f"{name}: the host cannot queue calls ahead of the device, so there is no device time")
-        time = Quartiles(*(1e6 * seconds for seconds in quartiles(sample.device)))
+        time = microseconds(sample.device)
         made.append(make_row(name, "device time", "us", time))
         compared = ""
         if len(samples) > 1 and len(sample.device) == len(shipped):

@@ -24,13 +24,13 @@ import tables
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.loggers import TensorBoardLogger
-from rows import Row, append, row, step_rows
+from rows import Row, add_arguments, append, microseconds, row, step_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 import gradstat
-from gradstat.bench.timing import Quartiles, interleaved, quartiles
+from gradstat.bench.timing import interleaved
 from gradstat.demo.model import GPT, SMALL
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import log_report
@@ -169,7 +169,7 @@ def _lightning_rows(rounds: int, device: torch.device, folder: str) -> list[Row]
     ):
         inside = _Timed(**options)
         _training(_Language, tokens, lambda inside=inside: ([inside], {}))()
-        micro = Quartiles(*(1e6 * s for s in quartiles(inside.took[_WARM:])))
+        micro = microseconds(inside.took[_WARM:])
         made.append(row(STEPS, "gpt-0.9m, inside the step", name, "time inside", "us", micro, device))
     batch = torch.randn(8 * (_WARM + _TIMED), 8)
 
@@ -224,16 +224,15 @@ def _logging_rows(rounds: int, device: torch.device, folder: str) -> list[Row]:
     samples = interleaved(calls, rounds, device=device)
     writer.close()
     return [
-        row(LOGGING, "300 norms to TensorBoard", name, "wall time", "us", micro, device)
+        row(LOGGING, "300 norms to TensorBoard", name, "wall time", "us", microseconds(sample), device)
         for name, sample in samples.items()
-        for micro in [Quartiles(*(1e6 * s for s in quartiles(sample)))]
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    add_arguments(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -243,7 +242,7 @@ def main() -> None:
         made = _lightning_rows(options.rounds, device, folder) + _logging_rows(5 * options.rounds, device, folder)
     print(tables.table_of_rows(made))
     if options.record:
-        print(f"recorded in {append(made, 'full')}")
+        print(f"recorded in {append(made, 'full', options.results)}")
 
 
 if __name__ == "__main__":

@@ -108,13 +108,17 @@ def row(
     )
 
 
+def microseconds(seconds: Sequence[float]) -> Quartiles:
+    """The quartiles of ``seconds``, in microseconds."""
+    return quartiles([1e6 * s for s in seconds])
+
+
 def step_rows(
     group: str, case: str, provider: str, seconds: Sequence[float], plain: Sequence[float], device: torch.device
 ) -> list[Row]:
     """A step's time in microseconds, and its ratio to the plain step, round by round."""
-    micro = Quartiles(*(1e6 * s for s in quartiles(seconds)))
     return [
-        row(group, case, provider, "wall time", "us", micro, device),
+        row(group, case, provider, "wall time", "us", microseconds(seconds), device),
         row(group, case, provider, "time ratio", "", ratios(seconds, plain), device),
     ]
 

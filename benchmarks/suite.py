@@ -45,7 +45,7 @@ from cases import (
 from device_timing import interleaved
 from models import TRAININGS, Training
 from optimizer_steps import CIRCUMSTANCES, Circumstance, OptimizerChoice, Setting
-from rows import Row, add_arguments, append, dtype_name, row
+from rows import Row, add_arguments, append, dtype_name, microseconds, row
 
 import gradstat
 from gradstat._core.parameters import gradients_of, source_of
@@ -141,7 +141,7 @@ def _timed(
         if sample.device:
             metrics |= {"device time": sample.device, "host time": sample.host}
         for metric, seconds in metrics.items():
-            made.append(row_of(name, metric, "us", quartiles([1e6 * s for s in seconds])))
+            made.append(row_of(name, metric, "us", microseconds(seconds)))
     return made
 
 
@@ -360,13 +360,8 @@ MEMORY_CASES = ("10,000 tensors of 64", "transformer of 17 M", "one tensor of 64
 def memory(plan: Plan) -> Work:
     """Peak memory of a call, beyond the gradients."""
     for case in CASES:
-        if (
-            case.name not in MEMORY_CASES
-            or plan.device.type not in case.devices
-            or not (case.full if plan.full else case.quick)
-        ):
-            continue
-        yield f"memory, {case.name}", partial(_memory, plan, case)
+        if case.name in MEMORY_CASES and plan.holds(case):
+            yield f"memory, {case.name}", partial(_memory, plan, case)
 
 
 def _memory(plan: Plan, case: Case) -> list[Row]:

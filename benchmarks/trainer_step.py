@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import tables
 import torch
 import transformers
-from rows import Row, append, row
+from rows import Row, add_arguments, append, microseconds, row
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from gradstat.bench.machine import synchronize
-from gradstat.bench.timing import Quartiles, quartiles, ratios
+from gradstat.bench.timing import ratios
 from gradstat.integrations.transformers import install
 
 GROUP = "Trainer steps"
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(_SIZES), default="gpt2-1m")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=23, help="steps of each training")
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    add_arguments(parser)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transformers.logging.set_verbosity_error()
@@ -150,16 +150,12 @@ def main() -> None:
     plain = [one.step for one in timed["Trainer"]]
     for name, samples in timed.items():
         steps, clips = [one.step for one in samples], [one.clip for one in samples]
-        made.append(row(GROUP, case, name, "wall time", "us", _micro(steps), device))
-        made.append(row(GROUP, case, f"{name}: its clip", "time inside", "us", _micro(clips), device))
+        made.append(row(GROUP, case, name, "wall time", "us", microseconds(steps), device))
+        made.append(row(GROUP, case, f"{name}: its clip", "time inside", "us", microseconds(clips), device))
         made.append(row(GROUP, case, name, "time ratio", "", ratios(steps, plain), device))
     print(tables.table_of_rows(made))
     if options.record:
-        print(f"recorded in {append(made, 'full')}")
-
-
-def _micro(seconds: list[float]) -> Quartiles:
-    return Quartiles(*(1e6 * s for s in quartiles(seconds)))
+        print(f"recorded in {append(made, 'full', options.results)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import tables
 import torch
 import wandb
-from rows import append, step_rows
+from rows import add_arguments, append, step_rows
 
 import gradstat
 from gradstat.bench.timing import interleaved
@@ -29,7 +29,7 @@ GROUP = "Weights & Biases steps"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
+    add_arguments(parser)
     options = parser.parse_args()
     device = torch.device("cpu")
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def main() -> None:
     for name, sample in samples.items():
         made += step_rows(GROUP, "gpt-0.9m", name, sample, samples["step"], device)
     if options.record:
-        append(made, "full")
+        append(made, "full", options.results)
     print(tables.table_of_rows(made))
 
 

@@ -33,6 +33,15 @@ _LEVELS = 4
 _OF_TENSORS, _OF_LISTS = 0, _LEVELS  # index of the first weights for tensors and for lists of checksums
 
 
+def comparable(tensor: Tensor, name: str) -> Tensor:
+    """``tensor``; TypeError, with its ``name``, if it has no bits that can be compared."""
+    if tensor.is_meta:
+        raise TypeError(f"{name!r} is on the meta device and holds no data to compare")
+    if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"{name!r} has a layout that cannot be compared ({tensor.layout})")
+    return tensor
+
+
 def checksums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The checksum of each tensor's bits in row-major order, whatever its strides: ``[n]`` int64 on ``device``.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradstat._core.collectives import device_of, format_ranks, gather, require_member
 from gradstat._core.nested import leaves_in
-from gradstat.distributed._checksum import checksums, combined, of_text
+from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 
 _CALLER = "verify_batches"
 _COMPARED_BY_REPR = (str, bytes, int, float, complex, type(None))
@@ -66,7 +66,7 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
             data-parallel group, since the other ranks of a model share their batch.
 
     Raises:
-        TypeError: ``batch`` contains something else; the message says where.
+        TypeError: ``batch`` contains something else, or a tensor whose bits cannot be compared; the message says where.
         ValueError: This rank is not in ``group``.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """
@@ -76,7 +76,7 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
     tensors: list[Tensor] = []
     for path, leaf in leaves_in(batch, "batch"):
         if isinstance(leaf, Tensor):
-            tensors.append(leaf.detach())
+            tensors.append(comparable(leaf.detach(), path))
             words.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")
         elif isinstance(leaf, _COMPARED_BY_REPR):
             words.append(f"{path}: {leaf!r}")

@@ -334,7 +334,9 @@ def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequen
             ([factors[0]] * WORLD, "gradients are not multiplied by min(1, max_norm / (norm + 1e-6))"),
             (factors, "ranks multiply by different factors, so their parts of the model no longer match"),
         ]
-        yield _COLUMNS[1:], _ratio(factors, wanted), next(what for values, what in usual if _same(factors, values))
+        lost = "gradients became NaN, or were removed"  # their factor is NaN, which equals nothing
+        told = next((what for values, what in usual if _same(factors, values)), lost)
+        yield _COLUMNS[1:], _ratio(factors, wanted), told
     odd: dict[str, list[int]] = {}
     for rank, (outcome, factor) in enumerate(zip(outcomes, factors, strict=True)):
         for name in {*outcome.odd, *(key for key, f in outcome.factors.items() if not _same([f], [factor]))}:
@@ -366,7 +368,7 @@ def _same(values: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 def _ratio(values: Sequence[float], expected: Sequence[float]) -> str:
-    ratios = sorted(f"{value / right:.4g}" for value, right in zip(values, expected, strict=True))
+    ratios = sorted((f"{value / right:.4g}" for value, right in zip(values, expected, strict=True)), key=float)
     return f"x{ratios[0]}" if ratios[0] == ratios[-1] else f"x{ratios[0]} to {ratios[-1]}"
 
 

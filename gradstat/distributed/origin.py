@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat import _fields
+from gradstat._core.backends import known_name
 from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
 from gradstat._core.compiling import never_traced
 from gradstat._core.measurement import Measurement
@@ -74,8 +75,10 @@ def watch_origin(
 
     Raises:
         TypeError: ``ddp_model`` is neither of these.
+        ValueError: ``backend`` is unknown.
         RuntimeError: The model is already watched, or has a communication hook.
     """
+    known_name(backend)  # an unknown name raises here, not in a backward pass
     ddp_model = uncompiled(ddp_model)
     if not isinstance(ddp_model, DistributedDataParallel):
         raise TypeError(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
 from gradstat._core.parameters import source_of
-from gradstat.distributed._checksum import checksums, combined, of_text
+from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 
 _CALLER = "verify_replicas"
 _NAMED_IN_ERROR = 5
@@ -132,13 +132,13 @@ def verify_replicas(
     groups, ranks = _participants(group, mesh)
     tensors = _replicated(target, what, ranks)
     with torch.no_grad():
-        comparable = [(tensor, tensor.bits) for tensor in tensors if tensor.bits is not None and tensor.replicas]
-        numbers = checksums([bits for _, bits in comparable], device_of(groups[0]))
+        having = [(tensor, tensor.bits) for tensor in tensors if tensor.bits is not None and tensor.replicas]
+        numbers = checksums([bits for _, bits in having], device_of(groups[0]))
         drifted: tuple[Drift, ...] = ()
-        compared = len(comparable)
-        if not _agree(tensors, [tensor for tensor, _ in comparable], numbers, groups):
+        compared = _count_if_equal(tensors, [tensor for tensor, _ in having], numbers, groups)
+        if compared is None:
             mine = {(t.kind, t.name): _Seen(t.layout, t.replicas, None) for t in tensors}
-            for (t, _), number in zip(comparable, numbers.tolist(), strict=True):
+            for (t, _), number in zip(having, numbers.tolist(), strict=True):
                 mine[t.kind, t.name] = _Seen(t.layout, t.replicas, number)
             seen_by = gather_by_rank(mine, groups, _CALLER)
             drifted = tuple(_drifts(seen_by))
@@ -169,17 +169,20 @@ def _participants(
     return groups, tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _agree(
+def _count_if_equal(
     tensors: list[_Replicated], compared: list[_Replicated], numbers: Tensor, groups: list[dist.ProcessGroup]
-) -> bool:
-    """Whether all ranks have the same tensors, and ``compared`` the same checksums ``numbers``; same answer on all."""
+) -> int | None:
+    """How many tensors some rank has in ``compared``, whose checksums are ``numbers``; the same answer on all ranks.
+
+    None unless all ranks have the same tensors and checksums.
+    """
     # First compare over all ranks: the list of tensors, so that all ranks or none go on, and the plain tensors. These
     # are two numbers, whatever tensors a rank has.
     listed = of_text("\n".join(f"{tensor.kind} {tensor.name} {tensor.layout}" for tensor in tensors))
     plain = [i for i, tensor in enumerate(compared) if tensor.over is None]
     both = torch.stack([torch.tensor(listed, device=numbers.device), combined(_chosen(numbers, plain))])
     if not bool(_equal(both, groups).item()):
-        return False
+        return None
     by_dimension: dict[tuple[DeviceMesh, int], list[int]] = {}
     for i, tensor in enumerate(compared):
         if tensor.over is not None:
@@ -187,14 +190,18 @@ def _agree(
             for dimension in dimensions:
                 by_dimension.setdefault((mesh, dimension), []).append(i)
     if not any(tensor.distributed for tensor in tensors):
-        return True
+        return len(compared)
     # Tensors equal along every dimension are equal everywhere, so no group over several dimensions is needed.
     verdicts = [
         _equal(combined(_chosen(numbers, chosen)).reshape(1), [mesh.get_group(dimension)])
         for (mesh, dimension), chosen in by_dimension.items()
     ]
-    worst = torch.stack(verdicts).all() if verdicts else torch.ones((), dtype=torch.bool, device=numbers.device)
-    return bool(reduce_(worst.to(torch.int64), dist.ReduceOp.MIN, groups, _CALLER).item())
+    # Which tensors are compared here: with several meshes, ranks compare different ones.
+    here = torch.tensor([t.bits is not None and bool(t.replicas) for t in tensors], device=numbers.device)
+    differs = ~torch.stack(verdicts).all() if verdicts else here.new_zeros(())
+    found = torch.cat([differs.reshape(1), here]).to(torch.int64)
+    is_different, *is_compared = reduce_(found, dist.ReduceOp.MAX, groups, _CALLER).tolist()
+    return None if is_different else sum(is_compared)
 
 
 def _chosen(numbers: Tensor, positions: list[int]) -> Tensor:
@@ -310,7 +317,7 @@ _FINDERS: dict[str, Callable[[Any], _Named]] = {
 def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ...]) -> _Replicated:
     if tensor is None:
         return _Replicated(kind, name, None, _MISSING, (), None, distributed=False)
-    bits = _comparable((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach(), name)
+    bits = comparable((tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach(), name)
     layout = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if not isinstance(tensor, DTensor):
         replicas = ranks if len(ranks) > 1 else ()
@@ -328,11 +335,3 @@ def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ..
         )
     over = (mesh, dimensions) if len(replicas) > 1 else None
     return _Replicated(kind, name, bits, layout, replicas if over else (), over, distributed=True)
-
-
-def _comparable(tensor: Tensor, name: str) -> Tensor:
-    if tensor.is_meta:
-        raise TypeError(f"{name!r} is on the meta device and holds no data to compare")
-    if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"{name!r} has a layout that cannot be compared ({tensor.layout})")
-    return tensor

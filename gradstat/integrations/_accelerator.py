@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from gradstat._step import loss_scale
 from gradstat.integrations._clipping import clip_with_norm
-from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
@@ -29,20 +29,26 @@ class AcceleratorBase(Handle):
         super().__init__(options)
         self._micro_batches = micro_batches
         self._warned: set[str] = set()
-        self._attach(accelerator)
+        self._check(accelerator)
 
-    def _attach(self, accelerator: Any) -> None:
+    def _check(self, accelerator: Any) -> None:
+        """Raises what `engine_clips` raises; afterwards watches can be made."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         self._engine_clips = engine_clips(
-            None if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False) else engine_of(kind),
+            None if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False) else engine_name_of(kind),
             self._options,
             self._options.max_norm,
             accelerator.num_processes,
             "set its clip in its configuration, or pass a number to clip_grad_norm_",
         )
         self._accelerator, self._engine = accelerator, None
-        self._mark_watched(accelerator)
         self._device = accelerator.device if accelerator.num_processes > 1 else None
+        self._end_origin_watch(accelerator)
+
+    def _attach(self) -> None:
+        """Patches the accelerator, once the watches have been made: a handle that it already has is removed."""
+        accelerator = self._accelerator
+        self._mark_watched(accelerator)
         self._patch(accelerator, "clip_grad_norm_", self._in_clip)
         self._patch(accelerator, "backward", self._in_backward)
 
@@ -72,18 +78,22 @@ class AcceleratorBase(Handle):
         limit = self._limit(max_norm, "clip_grad_norm_")
         norm = None
         if not self._engine_clips:
-            norm = self._norm_of(listed, lambda: self._unscale(listed), "accelerate", norm_type)
+            self._unscale(listed)
+            norm = self._norm_of(listed, norm_type)
         is_complete = self._engine_clips or self._accelerator.sync_gradients
         if is_complete:
             self._measure(self._watches_of(listed), self._accelerator.gradient_accumulation_steps)
         else:
+            how = "clipped but not" if isinstance(limit, float) else "neither clipped nor"
             self._warn_once(
                 "partial",
                 "clip_grad_norm_ was called while gradients are still being accumulated: the partial gradients are "
-                "clipped but not measured. Call it under `if accelerator.sync_gradients:`",
+                f"{how} measured. Call it under `if accelerator.sync_gradients:`",
             )
+        if self._engine_clips:
+            return original(listed, max_norm, norm_type)
         if norm is None:
-            return original(listed, limit if isinstance(limit, float) else max_norm, norm_type)
+            return self._torch_clip(listed, max_norm, norm_type)
         if is_complete or isinstance(limit, float):
             clip_with_norm(listed, limit, norm)
         return norm

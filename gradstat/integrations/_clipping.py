@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradstat._core.measure import norm_of
+from gradstat._core.parameters import gradients_to_clip
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
-from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 
 
 def clip_with_norm(parameters: list[Tensor], limit: Limit, norm: Tensor) -> Tensor:
@@ -49,13 +51,15 @@ class OptimizerClip:
             return limit.clip_(parameters)
         if scaled is None:
             return clip_grad_norm_(parameters, limit)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
+        _, found = gradients_to_clip(parameters)
+        if not found.tensors:
             return torch.zeros(())
         optimizers.refuse_foreign_verdict(optimizer)
         optimizers.first_momentum_is_at_risk(optimizer)
         with torch.no_grad():
-            norm: Tensor = get_total_norm(gradients).to(torch.float64) / scaled._scale.to(gradients[0].device)
+            # Not get_total_norm: the scaled norm may overflow the gradients' dtype.
+            norm: Tensor = norm_of(found.tensors, 2.0, found.name_of, None, owners=parameters)
+            norm = norm / scaled._scale.to(norm.device)
             divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
             # A step with a nonfinite gradient is skipped, so its divisor does not matter.
             divisor = torch.where(norm.isfinite(), divisor, 1.0).to(torch.float32)

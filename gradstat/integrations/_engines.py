@@ -38,7 +38,7 @@ _POLICIES = {
 }
 
 
-def engine_of(strategy: object) -> str | None:
+def engine_name_of(strategy: object) -> str | None:
     """The engine behind a strategy or a distributed type; None if gradients are left to torch."""
     kinds = [strategy] if isinstance(strategy, str) else [kind.__name__ for kind in type(strategy).__mro__]
     return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)

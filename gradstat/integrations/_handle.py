@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from gradstat.accumulation import AccumulationReport
@@ -22,21 +24,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MARK = "_gradstat_watch"  # set on the watched object, to the handle that watches it
+# For an object that several handles may patch, how often they have measured.
+_MEASUREMENTS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 class Handle:
     """The base of what integrations return. A context manager; leaving it calls `remove`.
 
+    ``shared``: the object whose backward passes are shown to several handles, if any.
+
     Attributes:
         watches: One `Watch` for each model or optimizer; empty before training begins.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, shared: Any = None) -> None:
         self._options = options
         self._patches: list[PatchedMethod] = []
         self._owner: Any = None
         self._gaps = Gaps([])  # warns of failures of the handle itself
-        self._is_measured = False  # whether a watch has measured since the last backward pass
+        self._measurements = [0] if shared is None else _MEASUREMENTS.setdefault(shared, [0])
+        self._measurements_at_backward = 0  # in the last backward pass
         self.watches: Sequence[Watch] = ()
 
     @property
@@ -91,8 +98,10 @@ class Handle:
         return f"{prefix}{number}/" if len(self.watches) > 1 else prefix
 
     def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        if self._is_measured:  # with models that take turns, none may be given the losses of another
-            self._is_measured = False
+        (measurements,) = self._measurements
+        if measurements != self._measurements_at_backward:
+            # With models that take turns, none may be given the losses of another.
+            self._measurements_at_backward = measurements
             for watch in self.watches:
                 watch.forget()
         for watch in self.watches:
@@ -102,7 +111,7 @@ class Handle:
         """Lets monitors measure the current gradients, each once per step."""
         for watch in watches:
             if not watch.measured:
-                self._is_measured = True
+                self._measurements[0] += 1
                 watch.step(divisor)
 
     def _limit(self, asked: float, caller: str) -> float | AdaptiveClip:
@@ -118,15 +127,18 @@ class Handle:
             f"Leave max_norm out of install(), or pass float('inf') to {caller}"
         )
 
-    def _norm_of(
-        self, parameters: list[Tensor], unscale: Callable[[], object], framework: str, norm_type: float = 2.0
-    ) -> Tensor | None:
-        """The total norm of gradients, unscaled first; None, after a warning, if ``framework`` has to clip instead."""
+    def _norm_of(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor | None:
+        """The total norm of unscaled gradients; None, after a warning, if `_torch_clip` has to clip instead."""
         norm = None
-        with self._gaps.suppress_errors(0, f"gradstat could not clip; {framework} does"):
-            unscale()
+        with self._gaps.suppress_errors(0, "gradstat could not clip; torch does"):
             norm = clip_grad_norm_(parameters, math.inf, norm_type)  # only measures
         return norm  # noqa: RET504  None if an error was suppressed
+
+    def _torch_clip(self, parameters: list[Tensor], asked: float, norm_type: float = 2.0, error: bool = False) -> Any:
+        """Clips by torch: the framework's own clip would unscale the gradients, which are unscaled, once more."""
+        own = self._options.max_norm
+        limit = own if isinstance(own, float) else asked
+        return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type, error)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""
@@ -160,6 +172,12 @@ class Handle:
     def _load_clip(self, state: Mapping[str, Any]) -> None:
         if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
             self._options.max_norm.load_state_dict(state["clip"])
+
+    def _end_origin_watch(self, owner: Any) -> None:
+        """Before watches are made: removes a handle of ``owner`` that watches the origin, as a model has one such."""
+        known = getattr(owner, _MARK, None)
+        if known is not None and self._options.watches_origin and known._options.watches_origin:
+            known.remove()
 
     def _mark_watched(self, owner: Any) -> None:
         """Marks ``owner`` as watched. A handle it already has, as when a notebook cell runs again, is removed."""

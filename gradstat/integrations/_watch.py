@@ -244,6 +244,7 @@ class Watch:
                     warn(text)
         elif self._error is None:
             self._error = AnomalyError("\n".join([str(error), *(text for _, text in texts)]), error.finding)
+            self._requested.add("raise")  # once: votes may arrive a step later
         if found:
             with self.contained("findings could not be shown"):
                 self.on_findings(found)
@@ -263,8 +264,8 @@ class Watch:
 
     def _carry_out(self, in_step: bool = False, wait: bool = False) -> None:
         """Carries out what any rank asks for; raises last."""
-        wants = [name in self._requested for name in COLLECTIVE_POLICIES]
-        wants += [self._error is not None, self.monitor.should_stop]
+        wants = [name in self._requested for name in (*COLLECTIVE_POLICIES, "raise")]
+        wants.append(self.monitor.should_stop)
         self._requested.clear()
         if self._ranks is not None:
             wants = self._ranks.any_of(wants, wait or "replay" in self._options.policies)

@@ -114,6 +114,7 @@ class AccelerateHandle(AcceleratorBase):
             )
             for number, (model, wrapper) in enumerate(pairs)
         ]
+        self._attach()
         for watch, (_, wrapper) in zip(self.watches, pairs, strict=True):
             if wrapper is not None:
                 self._patch(wrapper, "step", functools.partial(self._in_step, watch))

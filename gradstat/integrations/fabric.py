@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._clipping import OptimizerClip, clip_with_norm
-from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import require, unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
@@ -44,7 +44,8 @@ def install(
 
     Args:
         fabric: A ``lightning.Fabric``.
-        model, optimizer: As ``fabric.setup`` returned them. For several models call `install` for each.
+        model, optimizer: As ``fabric.setup`` returned them. For several models call `install` for each, and
+            pass ``model=`` to ``fabric.backward`` unless each model steps right after its own loss.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
         max_norm: What to clip to, a number or an adaptive clip, if the loop does not clip.
         micro_batches: How many times ``fabric.backward`` is called per step. If more than once, the micro-batch that
@@ -75,24 +76,25 @@ class FabricHandle(Handle):
 
     def __init__(self, fabric: Any, model: Any, optimizer: Any, options: Options, micro_batches: int) -> None:
         """Made by `install`."""
-        super().__init__(options)
-        self._fabric, self._micro_batches = fabric, micro_batches
-        strategy, ranks = fabric.strategy, fabric.world_size
+        super().__init__(options, fabric)
+        self._fabric, self._micro_batches, strategy, ranks = fabric, micro_batches, fabric.strategy, fabric.world_size
         self._engine_clips = engine_clips(
-            engine_of(strategy), options, options.max_norm, ranks, "set its clip in its strategy's configuration"
+            engine_name_of(strategy), options, options.max_norm, ranks, "set its clip in its strategy's configuration"
         )
         scaler = getattr(strategy.precision, "scaler", None)
         self._clip = OptimizerClip(scaler)
         device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
+        self._end_origin_watch(optimizer)
         self.watches = [Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)]
         self._mark_watched(optimizer)
         self._patch(fabric, "backward", self._in_backward)
         self._patch(fabric, "clip_gradients", self._in_clip)
         self._patch(optimizer, "step", self._in_step)
 
-    def _in_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        original(tensor, *args, **kwargs)
-        self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
+    def _in_backward(self, original: Any, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        original(tensor, *args, model=model, **kwargs)
+        if model is None or model._forward_module is self.watches[0].model:
+            self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
 
     def _in_clip(
         self,
@@ -115,15 +117,14 @@ class FabricHandle(Handle):
             return self._clip.clip(inner, limit)
         is_error = error_if_nonfinite and "skip" not in self._options.policies
         parameters = [p for group in inner.param_groups for p in group["params"]]
-        norm = self._norm_of(parameters, lambda: self._fabric.strategy.precision.unscale_gradients(inner), "Fabric")
+        self._fabric.strategy.precision.unscale_gradients(inner)
+        norm = self._norm_of(parameters)
         self._measure(self.watches)
         if norm is None:
-            return original(module, optimizer, None, limit if isinstance(limit, float) else max_norm, 2.0, is_error)
+            return self._torch_clip(parameters, max_norm, error=is_error)
         if is_error and not norm.isfinite():
-            raise RuntimeError(
-                f"the total norm of the gradients is non-finite ({norm.item()}), so they cannot be clipped; pass "
-                "error_if_nonfinite=False, or on_anomaly='skip' to install()"
-            )
+            remedy = "pass error_if_nonfinite=False, or on_anomaly='skip' to install()"
+            raise RuntimeError(f"cannot clip, as the norm of the gradients is non-finite ({norm.item()}); {remedy}")
         return clip_with_norm(parameters, limit, norm)
 
     def _in_step(self, original: Any, closure: Callable[[], Any] | None = None) -> Any:

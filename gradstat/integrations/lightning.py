@@ -19,7 +19,7 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
 from gradstat.automatic import Parameters
 from gradstat.integrations._clipping import OptimizerClip
-from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._lightning_step import StepReplay
@@ -122,7 +122,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         own = self._options.max_norm
         by_norm = trainer.gradient_clip_val and _is_norm(trainer.gradient_clip_algorithm)
         self._clips_to = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
-        engine = engine_of(trainer.strategy)
+        engine = engine_name_of(trainer.strategy)
         # Lightning passes its gradient_clip_val to DeepSpeed's engine, so only max_norm matters.
         asked = own if engine == "DeepSpeed" else self._clips_to
         remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
@@ -184,7 +184,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if len(trainer.optimizers) > 1:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in held)
-        elif self._options.watches_origin or engine_of(trainer.strategy) == "DeepSpeed":
+        elif self._options.watches_origin or engine_name_of(trainer.strategy) == "DeepSpeed":
             model = trainer.strategy.model  # the DDP module, or the engine
         watch = Watch(
             model,

@@ -117,10 +117,11 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if not (trainer.model_init is not None or engine or options.watches_origin):  # else train() makes it
             trainer.create_optimizer()
             self.watches = [self._make_watch()]
+        self._attach()
         trainer.add_callback(self)
 
-    def _attach(self, accelerator: Any) -> None:
-        super()._attach(accelerator)
+    def _attach(self) -> None:
+        super()._attach()
         self._patch(self.trainer, "train", self._in_train)
         self._patch(self.trainer, "log", self._in_log)
         self._patch(self.trainer, "training_step", self._in_training_step)
@@ -148,8 +149,9 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         """Makes sure that the model to be trained is the one watched, and loads the state of a checkpoint."""
         trainer = self.trainer
         if self._accelerator is not trainer.accelerator:  # a hyperparameter search has made another
+            self._check(trainer.accelerator)
             self._detach()
-            self._attach(trainer.accelerator)
+            self._attach()
         known = self.watches[0] if self.watches else None
         if known is None or known.model is not self._model() or known.optimizer is not unwrapped(trainer.optimizer):
             if known is not None:

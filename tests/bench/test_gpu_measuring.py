@@ -1,6 +1,7 @@
 """How calls are measured on a GPU, with a clock in its place: device time, launches, goals, published figures."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,20 @@ class Clock:
                 return 1e3 * (end.time - self.time)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(cycles / self.RATE))
+
+        @contextmanager
+        def on(device: torch.device) -> Iterator[None]:
+            self.current, before = device, self.current
+            yield
+            self.current = before
+
+        def sleep(cycles: int) -> None:
+            self.slept_on.add(str(self.current))
+            self.launch(cycles / self.RATE)
+
+        self.current, self.slept_on = torch.device("cuda:0"), set[str]()
+        monkeypatch.setattr(torch.cuda, "device", on)
+        monkeypatch.setattr(torch.cuda, "_sleep", sleep)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait())
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.host)
         device_timing._cycles_per_second.cache_clear()
@@ -81,10 +95,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 @pytest.mark.parametrize("host", [1e-6, 1e-3, 0.1])
 def test_device_time_excludes_host_time(host: float, clock: Clock) -> None:
-    samples = interleaved({"call": clock.call(host, 2e-5)}, 3, 1, device=torch.device("cuda"))["call"]
+    samples = interleaved({"call": clock.call(host, 2e-5)}, 3, 1, device=torch.device("cuda:1"))["call"]
     assert samples.device == pytest.approx([2e-5] * 3)
     assert samples.host == pytest.approx([host] * 3)
-    assert device_timing._cycles_per_second() == pytest.approx(clock.RATE)
+    assert device_timing._cycles_per_second(torch.device("cuda:1")) == pytest.approx(clock.RATE)
+    assert clock.slept_on == {"cuda:1"}
 
 
 def test_calls_that_cannot_be_queued_ahead_have_no_device_time(clock: Clock) -> None:

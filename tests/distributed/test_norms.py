@@ -151,6 +151,23 @@ def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Ten
     return of_all_ranks(parameters, max_norm, norm_type).nan_to_num(1.0)
 
 
+def making_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    norm = gradstat.clip_grad_norm_(parameters, math.inf)
+    scaled(parameters, norm * math.nan, max_norm)
+    return norm
+
+
+def dropping(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    norm = gradstat.clip_grad_norm_(parameters, math.inf)
+    for parameter in parameters:
+        parameter.grad = None
+    return norm
+
+
+def uneven(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
+    return gradstat.clip_grad_norm_(parameters, math.inf) * (9.0 if dist.get_rank() else 12.0)
+
+
 @pytest.mark.parametrize(
     ("clip", "layout", "cells", "problem"),
     [
@@ -172,6 +189,9 @@ def hiding_nan(parameters: Parameters, max_norm: float, norm_type: float) -> Ten
         (clipping_values, "fsdp2", ("ok", "x", "x"), r"blocks.*gradients scaled differently on"),
         (twice, "ddp", ("ok", "x0.5 (2/4)", "x0.5 (2/4)"), r"not multiplied by min\(1, max_norm / \(norm \+ 1e-6\)\)"),
         (each_by_its_rank, "ddp", ("ok", "x0.5 to 1 (3/4)", "x0.5 to 1 (3/4)"), "ranks multiply by different factors"),
+        (making_nan, "ddp", ("ok", "xnan (3/4)", "xnan (3/4)"), "gradients became NaN, or were removed"),
+        (dropping, "ddp", ("ok", "xnan (3/4)", "xnan (3/4)"), "gradients became NaN, or were removed"),
+        (uneven, "ddp", ("x9 to 12 (3/4)", "x2", "x2"), "are pipeline stages left out"),
         (waiting, "fsdp2", ("hangs (1/4)", "hangs (1/4)", "hangs (1/4)"), "ranks 0, 1, 2: made no progress for 3 s"),
         (dying, "fsdp2", ("dies (1/4)", "dies (1/4)", "dies (1/4)"), "rank 1: died with exit status 3"),
         (raising, "ddp", ("raises", "raises", "raises"), "rank 2: ValueError: two "),

@@ -382,6 +382,8 @@ def test_ddp_takes_one_hook_for_life() -> None:
     backward(hooked, bad=False)  # and it still works
 
     model = wrapped()
+    with pytest.raises(ValueError, match="unknown backend 'fast'"):
+        watch_origin(model, fp16_compress_hook, backend="fast")
     watch = watch_origin(model, per_micro_batch=True)
     with pytest.raises(RuntimeError, match="already watched; call remove"):
         watch_origin(model)

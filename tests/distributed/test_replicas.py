@@ -407,7 +407,7 @@ def test_a_rank_outside_of_a_mesh_takes_part() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     tensor = distribute_tensor(torch.ones(4), mesh, [Replicate()])
     agreeing = verify_replicas(nn.Parameter(tensor), what="parameters")
-    assert agreeing == ReplicaReport((), compared=int(dist.get_rank() < 2), ranks=(0, 1, 2))
+    assert agreeing == ReplicaReport((), compared=1, ranks=(0, 1, 2))
     if dist.get_rank() == 1:
         flip(tensor.to_local())
     (drift,) = verify_replicas(nn.Parameter(tensor), what="parameters").drifted
@@ -481,6 +481,9 @@ def test_shape_dtype_structure_and_order_make_a_batch_different() -> None:
     ]
     with pytest.raises(TypeError, match=r"batch\['a'\]\[1\] is of type object; expected tensors in mappings"):
         verify_batches({"a": [torch.ones(1), object()]})
+    for tensor in (*unusual_layouts(), torch.ones(2, device="meta")):
+        with pytest.raises(TypeError, match=r"batch\['a'\]. (has a layout that cannot be|is on the meta device)"):
+            verify_batches({"a": tensor})
     for pair in pairs:
         assert verify_batches(pair[rank]).ok
 

@@ -124,6 +124,12 @@ def test_clips_outside_of_a_step_are_refused_or_reported() -> None:
     assert float(norm) == pytest.approx(math.sqrt(3))
     assert float(gradstat.check(other).total_norm) == pytest.approx(0.1, rel=1e-4)
     handle.remove()
+    with (
+        install(accelerator, max_norm=gradstat.FixedClip(0.5)),
+        accelerator.accumulate(model),
+        pytest.warns(UserWarning, match="the partial gradients are neither clipped nor measured"),
+    ):
+        accelerator.clip_grad_norm_(model.parameters(), math.inf)
 
 
 def test_bad_arguments_are_refused_before_training() -> None:

@@ -74,6 +74,25 @@ def test_gradients_are_measured_after_the_closure() -> None:
     assert gradstat.check(model).total_norm == pytest.approx(0.05, rel=1e-3)
 
 
+def test_models_that_take_turns_have_their_own_losses() -> None:
+    fabric, maker, first = prepared()
+    _, judge, second = prepared(fabric=fabric)
+    with install(fabric, maker, first) as one, install(fabric, judge, second, micro_batches=2) as other:
+        for step in range(4):
+            fabric.backward(maker(torch.ones(2, 4)).mean() * 0 + step)
+            first.step()
+            for _ in range(2):
+                fabric.backward(judge(torch.ones(2, 4)).mean() * 0 + 100)
+            second.step()
+        assert one.monitor.recording().scalars["loss"].tolist() == [0, 1, 2, 3]
+        assert other.monitor.recording().scalars["loss"].tolist() == [200] * 4
+        for model, loss in ((maker, 7), (judge, 8)):
+            fabric.backward(model(torch.ones(2, 4)).mean() * 0 + loss, model=model)
+        first.step()
+        second.step()
+    assert [handle.monitor.recording().scalars["loss"][-1] for handle in (one, other)] == [7, 8]
+
+
 def test_other_clips_of_fabric_are_unchanged_and_remove_restores_everything() -> None:
     fabric, model, optimizer = prepared()
     before = set(vars(fabric)), set(vars(optimizer))

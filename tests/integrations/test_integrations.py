@@ -26,7 +26,7 @@ from transformers import Trainer
 
 import gradstat
 from gradstat.integrations import _framework, accelerate, fabric, transformers
-from gradstat.integrations._engines import engine_clips, engine_of
+from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations.lightning import GradstatCallback
@@ -438,9 +438,10 @@ OWN_ERRORS = [
     *((name, "_watch.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
     *((name, "_watch._describe", "the bad micro-batch could not be determined") for name in UNDER),
     *((name, "_watch.Watch.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
-    ("accelerate", "_handle.clip_grad_norm_", "gradstat could not clip; accelerate does"),
-    ("trainer", "_handle.clip_grad_norm_", "gradstat could not clip; accelerate does"),
-    ("fabric", "_handle.clip_grad_norm_", "gradstat could not clip; Fabric does"),
+    *(
+        (n, "_handle.clip_grad_norm_", "gradstat could not clip; torch does")
+        for n in ("accelerate", "trainer", "fabric")
+    ),
     ("trainer", "_handle.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
 ]
@@ -473,6 +474,22 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(
     assert message.startswith(f"gradstat: {words}; training goes on:\nTraceback")
 
 
+@pytest.mark.parametrize("name", ["accelerate", "fabric"])
+def test_torch_clips_where_gradstat_cannot_also_under_a_loss_scale(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_it(_: Handle) -> None:
+        monkeypatch.setattr("gradstat.integrations._handle.clip_grad_norm_", lambda *_: 1 / 0)
+
+    case = Case(tmp_path, lambda p: torch.optim.SGD(p, lr=0.1), clip=0.5, scaler=torch.amp.GradScaler, before=break_it)
+    with pytest.warns(match="gradstat could not clip; torch does"):
+        run = UNDER[name](case)
+    forget_accelerators()
+    expected = plain(case)
+    assert run.norms == pytest.approx(expected.norms, rel=0.05)
+    torch.testing.assert_close(weights(run), weights(expected), rtol=0.02, atol=2e-3)
+
+
 def test_advice_fits_the_framework(under: Any, tmp_path: Path) -> None:
     run = under(Case(tmp_path, bad_at=frozenset({2}), watch={"on_anomaly": "skip"}))
     advice = [one for finding in run.handle.monitor.findings for one in finding.advice if "replay" in one]
@@ -487,6 +504,18 @@ def test_warnings_point_at_the_users_line(under: Any, tmp_path: Path, recwarn: p
     warned = [warning for warning in recwarn if "gradstat" in str(warning.message)]
     assert warned
     assert {warning.filename for warning in warned} == {__file__}
+
+
+@on_ranks(2, timeout=60.0)
+def test_a_second_install_watches_the_origin_again() -> None:
+    net = Net()
+    made = Fabric(accelerator="cpu", **settings_of_ranks())
+    made.launch()
+    both = made.setup(net, torch.optim.SGD(net.parameters()))
+    first = fabric.install(made, *both, watch=["origin"])
+    with fabric.install(made, *both, watch=["origin"]) as second:
+        assert second._patches
+    assert not first._patches
 
 
 @pytest.mark.parametrize("name", UNDER)
@@ -546,7 +575,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
 
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
         options = Options(given, "trainer", runs_steps=True)
-        clips = engine_clips(engine_of(strategy), options, max_norm, ranks, "set it there")
+        clips = engine_clips(engine_name_of(strategy), options, max_norm, ranks, "set it there")
         return clips, {rule.name for rule in options.given["rules"]}
 
     for policy in ("skip", "rollback", "replay"):

@@ -26,7 +26,9 @@ from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
-from gradstat.integrations._watch import RankReductions
+from gradstat.integrations._clipping import OptimizerClip
+from gradstat.integrations._options import Options
+from gradstat.integrations._watch import RankReductions, Watch
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
 
@@ -438,10 +440,10 @@ class _OneWants(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
             (watch,) = self.callback.watches
+            if self.policy == "raise":
+                watch._error = AnomalyError("it is on this rank")
             if self.policy == "stop":
                 watch.monitor.should_stop = True
-            elif self.policy == "raise":
-                watch._error = AnomalyError("it is on this rank")
             else:
                 watch._requested.add(self.policy)
 
@@ -537,3 +539,34 @@ def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
         votes = RankReductions(torch.device("cpu"))
         received = [votes.any_of(wants, wait) for wants, wait in calls]
     assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]
+
+
+@on_ranks(2)
+def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> None:
+    """Also where votes arrive a step later, as on a GPU."""
+    for travels in (False, True):
+        model, raised = nn.Linear(2, 1), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostCopy, "needs_copy", travels)
+            options, optimizer = Options({"on_anomaly": "raise"}, "trainer"), torch.optim.SGD(model.parameters())
+            watch = Watch(model, optimizer, None, options, device=torch.device("cpu"))
+            for step in range(6):
+                bad = step == 1 and dist.get_rank() == 0
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, math.nan if bad else 1.0)
+                try:
+                    watch.step()
+                except AnomalyError:
+                    raised.append(step)
+        assert raised == [3 if travels else 1]
+
+
+def test_scaled_gradients_whose_norm_overflows_their_dtype_are_clipped() -> None:
+    parameter = nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 40_000.0)
+    optimizer = torch.optim.SGD([parameter], fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    norm = OptimizerClip(scaler).clip(optimizer, 1.0)
+    assert float(norm) == pytest.approx(320_000 / 1024, rel=1e-3)
+    assert float(optimizer.grad_scale) == pytest.approx(float(norm), rel=1e-3)  # type: ignore[attr-defined]

@@ -311,3 +311,17 @@ def test_a_second_install_replaces_the_first(kind: str, tmp_path: Path) -> None:
         assert second._patches
     assert not second._patches
     forget_accelerators()
+
+
+@pytest.mark.parametrize("kind", ["Accelerate", "Fabric", "Trainer"])
+def test_an_install_that_fails_changes_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = FRAMEWORKS[kind](*made(), tmp_path)
+    with enter() as first:
+        held = {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches}
+        with monkeypatch.context() as broken:
+            broken.setattr("gradstat.integrations._watch.Monitor", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                enter()
+        assert {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches} == held
+        assert not first.monitor._paused
+    forget_accelerators()
