@@ -14,6 +14,8 @@ CXX_FILES = $(shell find csrc tests benchmarks -name "*.h" -o -name "*.cpp" -o -
 BUILT := $(VENV)/.built$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,-cpu)
 
 export GRADSTAT_WERROR := 1
+# Where it is set, as in many containers, each of the hundreds of processes of the tests compiles torch's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # all targets install into one environment
