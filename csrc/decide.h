@@ -294,18 +294,18 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   const GuardOptions& options = request.options;
   auto& totals = *reinterpret_cast<GuardTotals*>(request.state);
   bool is_finite = request.verdict[0] == 0, is_above = false;
-  int standing_out = 0;  // as in the reason
+  int flagged = 0;  // bits as in the reason
   for (int series = 0; series < kGuarded; ++series) {
     const int judgement = judgements[series];
     is_finite = is_finite && judgement != kNonfinite;
     is_above = is_above || judgement == kAboveLimit;
-    standing_out |= judgement == kAboveLimit || judgement == kOutlier ? 2 << series : 0;
+    flagged |= judgement == kAboveLimit || judgement == kOutlier ? 2 << series : 0;
   }
   // This many refusals in a row are a new level, not a spike: accept it and restart the statistics.
   const bool accepts_new_level =
-      is_finite && standing_out != 0 && !is_above && totals.in_a_row >= options.most_in_a_row;
-  const bool refused = is_finite && standing_out != 0 && !accepts_new_level;
-  const int reason = !is_finite ? 1 : refused ? standing_out : 0;
+      is_finite && flagged != 0 && !is_above && totals.in_a_row >= options.most_in_a_row;
+  const bool refused = is_finite && flagged != 0 && !accepts_new_level;
+  const int reason = !is_finite ? 1 : refused ? flagged : 0;
   for (int series = 0; series < kGuarded; ++series) {
     totals.by[series] += reason >> (series + 1) & 1;
     double& recorded = totals.recorded[series];

@@ -304,7 +304,7 @@ def _judge(
     totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
     recorded = totals[_RECORDED:]
     finite, no = verdict[norms.SKIP] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
-    above, outstanding = [no] * len(SERIES), [no] * len(SERIES)
+    above, outliers = [no] * len(SERIES), [no] * len(SERIES)
     for i, value in enumerate(values):
         if value is None:
             continue
@@ -327,11 +327,11 @@ def _judge(
             spread = torch.maximum(torch.maximum(spread, of_largest * (largest - centre)), of_centre * centre.abs())
         above[i] = value > limits[i]
         is_known = recorded[i] >= max(warmup, newest + 2)
-        outstanding[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
-    is_above, stands_out = torch.stack(above).any(), torch.stack(outstanding).any()
-    accepts_new_level = finite & stands_out & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
-    refused = finite & (is_above | (stands_out & ~accepts_new_level))
-    why = torch.stack([a | s for a, s in zip(above, outstanding, strict=True)]) & refused
+        outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
+    is_above, is_outlier = torch.stack(above).any(), torch.stack(outliers).any()
+    accepts_new_level = finite & is_outlier & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
+    refused = finite & (is_above | (is_outlier & ~accepts_new_level))
+    why = torch.stack([a | o for a, o in zip(above, outliers, strict=True)]) & refused
     kept = finite & ~refused if not by_sigmas else finite
     recorded.mul_(~accepts_new_level)
     for i, value in enumerate(values):

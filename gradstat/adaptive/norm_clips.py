@@ -141,12 +141,12 @@ class ZClip(NormClip):
         warming_up = recorded <= self._warmup
         excess = norm - mean
         ordinary = self._z_threshold * deviation
-        stands_out = ~warming_up & (excess > ordinary)
+        is_outlier = ~warming_up & (excess > ordinary)
         if self._to == "reciprocal":
             allowed = mean + ordinary * (ordinary / excess)
         else:
             allowed = mean + ordinary if self._to == "threshold" else mean
-        after = torch.where(stands_out, allowed, norm)
+        after = torch.where(is_outlier, allowed, norm)
 
         # One update for both phases: during warm-up the weight of each norm is one over their number, which gives their
         # mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no finite norm

@@ -363,7 +363,8 @@ class Monitor:
                 self.culprit = find_culprit(self._model, step_fn, optimizer=self._optimizer, scaler=self.scaler)
         finally:
             self._paused = paused
-        self._replayed, self._replayed_step = CLEAN if self.culprit is None else str(self.culprit), self.steps - 1
+        self._replayed_step = self.steps - 1
+        self._replayed = f"replay of step {self._replayed_step}: {CLEAN if self.culprit is None else self.culprit}"
         if self._replayer is None:
             self._replayed += f"\n{_NO_SAVED_STATE}"
         return self.culprit
@@ -484,7 +485,7 @@ class Monitor:
         except Exception as error:  # monitoring must not end the training
             self.culprit, self._replayed_step = None, finding.step
             self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
-        warn(f"step {finding.step}: {self._replayed}")
+        warn(self._replayed)
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
@@ -699,12 +700,13 @@ def _check_engine_options(
     replay: object,
     watch: Mapping[str, int],
 ) -> None:
-    for policy in ("skip", "rollback", "replay", "guard"):
-        if policies.uses(policy) or (policy == "replay" and replay) or (policy == "guard" and guard is not None):
-            raise NotImplementedError(
-                f"{policy!r} is not supported with {engine.name}, which clips, skips and steps by itself; use "
-                "'warn', 'raise', 'stop' or 'snapshot'"
-            )
+    chosen = [policy for policy in ("skip", "rollback", "replay") if policies.uses(policy)]
+    chosen += ["replay"] * bool(replay) + ["guard"] * (guard is not None)
+    if chosen:
+        raise NotImplementedError(
+            f"{chosen[0]!r} is not supported with {engine.name}, which clips, skips and steps by itself; use "
+            "'warn', 'raise', 'stop' or 'snapshot'"
+        )
     if watch["updates"]:
         raise NotImplementedError(f"watch={{'updates': ...}} is not supported with {engine.name}, which may shard them")
     if optimizer is not None:

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
 from torch import nn
-from trainers import forget_accelerators, training_arguments
+from trainers import training_arguments
 from transformers import Trainer
 
 import gradstat
@@ -118,7 +118,6 @@ def test_a_watched_model_can_be_saved_copied_and_compiled(kind: str, operation: 
         _steps(model, [optimizer], [watcher], 2)
     torch.testing.assert_close(OPERATIONS[operation](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
     getattr(watcher, "remove", lambda: None)()
-    forget_accelerators()
 
 
 # Programs that do something between steps: each is given a function that watches, and returns its result.
@@ -310,7 +309,6 @@ def test_a_second_install_replaces_the_first(kind: str, tmp_path: Path) -> None:
         assert not first._patches
         assert second._patches
     assert not second._patches
-    forget_accelerators()
 
 
 @pytest.mark.parametrize("kind", ["Accelerate", "Fabric", "Trainer"])
@@ -324,4 +322,3 @@ def test_an_install_that_fails_changes_nothing(kind: str, tmp_path: Path, monkey
                 enter()
         assert {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches} == held
         assert not first.monitor._paused
-    forget_accelerators()

@@ -807,7 +807,7 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
     assert culprit.line.endswith("# the root")
     assert 1 < monitor.steps == len(batches)
     assert "the root" in str(monitor.diagnose())
-    assert monitor.recording().meta["culprit"].startswith("Inf")
+    assert monitor.recording().meta["culprit"].startswith(f"replay of step {monitor.steps - 1}: Inf was first")
 
 
 def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone() -> None:

@@ -23,8 +23,8 @@ from gradstat.monitor.replay.taint import Origin, first, is_bad, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
 
 CLEAN = (
-    "the replay was clean: the same step gave finite values this time. The fault depends on state that was not "
-    "restored (an iterator, other state of your own), or is not a bug in the program: hardware, or a race"
+    "the same step gave finite values this time. The fault depends on state that was not restored (an iterator, other "
+    "state of your own), or is not a bug in the program: hardware, or a race"
 )
 
 
