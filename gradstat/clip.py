@@ -18,13 +18,13 @@ from gradstat._core.tensors import (
     ExtraGroups,
     NameOf,
     by_device,
-    check_writable,
     contiguous_for_update,
     is_dense,
     is_distributed,
     name_by_position,
     shard_of,
     to_device,
+    writable,
 )
 
 
@@ -86,19 +86,16 @@ def clip_grad_norm_(
         clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
         norm = clip(gradients, max_norm, norm_type)
     if norm is None:
-        # Checked on every rank before anything is measured: if a gradient cannot be written, none is clipped.
-        targets: list[Tensor] = []
-        prepare = None if max_norm == math.inf else lambda: targets.extend(check_writable(gradients, name_of))
+        in_place = max_norm != math.inf
         total = norm_of(
-            gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, prepare=prepare
+            gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, in_place=in_place
         )
-        measured = targets or gradients  # same dtypes; attributes of plain tensors are faster to read
-        norm = total.to(norms.norm_dtype(measured) if measured else torch.float32)
+        shards = list(map(shard_of, gradients))
+        norm = total.to(norms.norm_dtype(shards) if shards else torch.float32)
         if error_if_nonfinite:
             raise_if_nonfinite(norm, norm_type)
-        if gradients and max_norm != math.inf:
-            coefficient = norms.clip_coefficient(total, max_norm)
-            scale_gradients_(targets or list(map(shard_of, gradients)), coefficient, name_of, backend)
+        if shards and in_place:
+            scale_gradients_(shards, norms.clip_coefficient(total, max_norm), name_of, backend)
     if max_norm != math.inf:
         # As an in-place operation does: graphs that saved a gradient detect that it was changed.
         torch.autograd.graph.increment_version(gradients)
@@ -254,13 +251,17 @@ def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: Name
     RuntimeError or NotImplementedError, before any gradient is changed, if one cannot be scaled in place.
     """
     direct = direct_for(gradients[0], name_of, backend)
-    if direct is None or not direct.scale_(gradients, to_device(coefficient, gradients[0].device)):
-        with torch.no_grad():
-            scale_everywhere_(check_writable(gradients, name_of), coefficient.reshape(-1)[0], name_of, backend)
+    factor = to_device(coefficient, gradients[0].device)
+    if direct is not None and direct.scale_(gradients, factor):
+        return
+    with torch.no_grad():
+        targets = writable(gradients, name_of)
+        if direct is None or not direct.scale_(targets, factor):
+            scale_everywhere_(targets, coefficient.reshape(-1)[0], name_of, backend)
 
 
 def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Scales tensors from `check_writable`, on any devices; strided views by way of a dense copy."""
+    """Scales tensors from `writable`, on any devices; strided views by way of a dense copy."""
     groups = by_device(targets)
     kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
     for device, at in groups.items():

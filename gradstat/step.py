@@ -332,10 +332,10 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     counts_itself = counts and request.skips and before is None and request.guard is None and bool(found.tensors)
     counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
-    writes = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
+    in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
     measured = Measured.of(
         *(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups),
-        writes=writes or isinstance(request.clip, TensorClip),
+        in_place=in_place or isinstance(request.clip, TensorClip),
     )
     if before is not None:
         for tensor in before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,16 @@ from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
 from gradstat._core.norms import Decision, StepRequest
-from gradstat._core.tensors import ExtraGroups, NameOf, TensorInfo, by_device, is_distributed, readable, to_device
+from gradstat._core.tensors import (
+    ExtraGroups,
+    NameOf,
+    TensorInfo,
+    by_device,
+    is_distributed,
+    readable,
+    to_device,
+    writable,
+)
 
 # Device types that have compiled kernels.
 COMPILED_FOR = frozenset({"cpu", "cuda"})
@@ -31,7 +40,7 @@ def measure(
     owners: list[Tensor] | None = None,
     extra_groups: ExtraGroups | None = None,
     over_ranks: bool = True,
-    prepare: Callable[[], object] | None = None,
+    in_place: bool = False,
     wants: Literal["rows", "total", "sums"] = "rows",
 ) -> Measurement:
     """The rows of ``tensors``, without waiting for a device; one launch per device.
@@ -42,8 +51,8 @@ def measure(
 
     With ``step`` it also decides about an optimizer's step. ``owners`` are the parameters, if ``tensors`` are their
     gradients: ranks on which some gradients are missing then take part as well. With ``over_ranks=False``, rows of
-    distributed tensors are those of this rank's shards. ``prepare`` is called before anything but ordinary tensors is
-    measured, so that a caller can refuse; on several ranks the others are told. ``wants`` can limit the result for
+    distributed tensors are those of this rank's shards. ``in_place`` refuses tensors that cannot be multiplied in
+    place, before anything is measured; on several ranks the others are told. ``wants`` can limit the result for
     distributed tensors to the total, with the extremes of complex elements' moduli, or to the total's summed fields,
     for smaller and fewer reductions.
     """
@@ -58,26 +67,22 @@ def measure(
             sharded = Sharded(tensors, owners, extra_groups)
 
             def measure_local(local: list[Tensor]) -> Measurement:
+                if in_place and sharded.has_partial:
+                    writable(tensors, name_of)  # in ``local`` are reduced copies of some
                 if wants == "total" and not is_fused(local, math.inf):
                     # The extremes in a row are those of the parts of complex elements, not of their moduli.
-                    if prepare is not None:
-                        prepare()
-                    plain = readable(local, name_of)
+                    plain = readable(local, name_of, in_place)
                     local = [t.to(torch.complex128).abs() if t.is_complex() else t for t in plain]
                     return _measure_any(local, name_of, backend)
-                # Tensors that the kernels can read in place they can also write in place, if the memory is their own.
+                # Tensors that the kernels can read directly they can also multiply in place.
                 direct = measure_directly(local, name_of, backend)
-                if prepare is not None and (direct is None or sharded.has_partial):
-                    prepare()
-                return direct if direct is not None else _measure_any(local, name_of, backend)
+                return direct if direct is not None else _measure_any(local, name_of, backend, in_place)
 
             measured = (
                 sharded.rows(measure_local) if wants == "rows" else sharded.total(measure_local, wants == "total")
             )
         else:
-            if prepare is not None:
-                prepare()
-            measured = _measure_any(tensors, name_of, backend)
+            measured = _measure_any(tensors, name_of, backend, in_place)
         if step is not None:
             decision = norms.decide(measured.summands(), step)
             dtype = norms.norm_dtype(tensors) if tensors else torch.float32
@@ -101,7 +106,7 @@ def norm_of(
     *,
     owners: list[Tensor] | None = None,
     extra_groups: ExtraGroups | None = None,
-    prepare: Callable[[], object] | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """The norm of all ``tensors``, 0-d float64 on the first one's device; arguments and errors as in `measure`.
 
@@ -114,9 +119,7 @@ def norm_of(
             "torch.nn.utils.clip_grad_norm_"
         )
     if not is_over_ranks and not is_fused(tensors, norm_type):
-        if prepare is not None:
-            prepare()
-        plain = readable(tensors, name_of)
+        plain = readable(tensors, name_of, in_place)
         for device, at in by_device(plain).items():
             resolve_for(backend, device.type, name_of, at[0])  # unused, but an unavailable backend has to raise
         return _norm_of_norms(plain, norm_type)
@@ -126,7 +129,7 @@ def norm_of(
         backend,
         owners=owners,
         extra_groups=extra_groups,
-        prepare=prepare,
+        in_place=in_place,
         wants="sums" if norm_type == 2.0 else "total",
     )
     return norms.total_norm(measured.summands(), norm_type)
@@ -162,9 +165,9 @@ def measure_directly(
     return Measurement([table], None, infos_of(tensors, signature), decision=Decision(*decision))
 
 
-def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None) -> Measurement:
+def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_place: bool = False) -> Measurement:
     """The rows of any measurable tensors, on any devices; for distributed tensors, the rows of their local shards."""
-    plain = readable(tensors, name_of)
+    plain = readable(tensors, name_of, in_place)
     groups = by_device(plain)
     tables, known = [], None
     for device, positions in groups.items():

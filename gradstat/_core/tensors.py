@@ -83,15 +83,18 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def readable(tensors: Sequence[Any], name_of: NameOf) -> list[Tensor]:
+def readable(tensors: Sequence[Any], name_of: NameOf, in_place: bool = False) -> list[Tensor]:
     """Dense strided tensors with the elements to be measured; the original tensors where possible.
 
-    A tensor that cannot be measured raises an error with its name: see `_refusal`.
+    A tensor that cannot be measured raises an error with its name: see `_refusal`. With ``in_place`` one that cannot be
+    multiplied in place does as well: see `writable`.
     """
     _refuse_fake_mode()
     found = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
+        if in_place:
+            _target(local, name_of, i)
         if local.layout is torch.sparse_coo:
             local = local.coalesce().values()
         local = local.resolve_conj().resolve_neg()
@@ -239,25 +242,25 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def check_writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
+def writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
     """The strided tensors that hold the elements of ``tensors``, to be multiplied in place by a real number."""
     _refuse_fake_mode()
-    targets = []
-    for i, tensor in enumerate(tensors):
-        local = _strided(tensor, name_of, i)
-        if local.layout is torch.sparse_coo:
-            local = local._values()  # scaling uncoalesced values scales their sum
-        if local.is_conj():
-            local = local.conj()  # clears the conjugate bit; multiplying by a real number commutes with conjugation
-        if local.is_neg():
-            raise NotImplementedError(f"{_describe(name_of(i), local)} is a lazy negation; assign its .resolve_neg()")
-        if not is_dense(local) and _overlaps(local):
-            raise RuntimeError(
-                f"{_describe(name_of(i), local)} is expanded: several of its elements share memory, so it cannot be "
-                "scaled in place; assign its .clone()"
-            )
-        targets.append(local)
-    return targets
+    return [_target(_strided(tensor, name_of, i), name_of, i) for i, tensor in enumerate(tensors)]
+
+
+def _target(local: Tensor, name_of: NameOf, i: int) -> Tensor:
+    if local.layout is torch.sparse_coo:
+        local = local._values()  # scaling uncoalesced values scales their sum
+    if local.is_conj():
+        local = local.conj()  # clears the conjugate bit; multiplying by a real number commutes with conjugation
+    if local.is_neg():
+        raise NotImplementedError(f"{_describe(name_of(i), local)} is a lazy negation; assign its .resolve_neg()")
+    if not is_dense(local) and _overlaps(local):
+        raise RuntimeError(
+            f"{_describe(name_of(i), local)} is expanded: several of its elements share memory, so it cannot be "
+            "scaled in place; assign its .clone()"
+        )
+    return local
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import DIVISOR, REASON, SCALE, SKIP, StepRequest
 from gradstat._core.parameters import Labels
-from gradstat._core.tensors import ExtraGroups, NameOf, check_writable, to_device
+from gradstat._core.tensors import ExtraGroups, NameOf, to_device, writable
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
@@ -57,20 +56,19 @@ class Measured(NamedTuple):
         backend: str | None,
         extra_groups: ExtraGroups | None,
         *,
-        writes: bool = False,
+        in_place: bool = False,
     ) -> Measured:
         """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike.
 
-        With ``writes``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
+        With ``in_place``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
         """
         if step.loss_scale is not None:
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=to_device(step.loss_scale, home))
-            if writes:
+            if in_place:
                 refuse_half(gradients, labels.of)
-        prepare = functools.partial(check_writable, gradients, labels.of) if writes else None
         rows = measure(
-            gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups, prepare=prepare
+            gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups, in_place=in_place
         )
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
@@ -199,7 +197,7 @@ class Unscaled(NamedTuple):
             rows = Measurement([table], None, infos_of(gradients, signature))
         else:
             with torch.no_grad():
-                targets = check_writable(gradients, name_of)
+                targets = writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
             rows = measure(gradients, name_of, None, owners=parameters, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)

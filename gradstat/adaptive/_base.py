@@ -16,10 +16,10 @@ from gradstat._core import norms
 from gradstat._core.backends import Kernels, resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
-from gradstat._core.measure import measure, resolve_for
+from gradstat._core.measure import measure, measure_directly, resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
-from gradstat._core.tensors import NameOf, check_writable, refuse_distributed, to_device
+from gradstat._core.tensors import NameOf, refuse_distributed, to_device
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import RuleState, State
 from gradstat.adaptive.summary import ClipSummary, summarize
@@ -292,12 +292,11 @@ def _measured(
     gradients: list[Tensor], name_of: NameOf, backend: str | None, step: norms.StepRequest | None = None
 ) -> Measurement:
     """`measure` for gradients that are to be clipped; raises before anything changes if one cannot be."""
-
-    def prepare() -> None:
+    measured = measure_directly(gradients, name_of, backend, step)
+    if measured is None:
         refuse_distributed(gradients, name_of)
-        check_writable(gradients, name_of)
-
-    return measure(gradients, name_of, backend, step=step, over_ranks=False, prepare=prepare)
+        measured = measure(gradients, name_of, backend, step=step, in_place=True)
+    return measured
 
 
 def limited(norm: Tensor, limit: Tensor | float) -> Tensor:

@@ -14,11 +14,11 @@ from gradstat._core.measure import direct_for, resolve_for
 from gradstat._core.tensors import (
     NameOf,
     by_device,
-    check_writable,
     contiguous_for_update,
     is_dense,
     readable,
     to_device,
+    writable,
 )
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
@@ -189,7 +189,7 @@ class AGC(TensorClip):
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
-        targets = check_writable(gradients, name_of)
+        targets = writable(gradients, name_of)
         weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device
         groups = by_device(targets)
@@ -218,7 +218,7 @@ def _scale_each_(gradients: list[Tensor], coefficients: Tensor, backend: str | N
     direct = direct_for(gradients[0], name_of, backend)
     if direct is not None and direct.scale_each_(gradients, coefficients):
         return
-    targets = check_writable(gradients, name_of)
+    targets = writable(gradients, name_of)
     groups = by_device(targets)
     kernels = _kernels_for(groups, backend, name_of)
     for device, at in groups.items():
