@@ -74,18 +74,19 @@ def where(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shortens the chunks of Triton's kernels in the interpreter to a quarter, 16 KB. A chunk is still one tile."""
+    """Shortens the chunks of Triton's kernels in the interpreter, to a quarter (16 KB), or 2048 elements of updates."""
     import triton.language as tl
 
-    from gradstat.kernels import _table, scale, stats
+    from gradstat.kernels import _table, scale, stats, update
 
     vectors = 2 * stats.UNROLL.value * stats.LANES.value
-    assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS
+    assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS  # a chunk is one tile before and after
     _table._tables.clear()
     if not HAS_CUDA:  # constants of compiled kernels cannot be changed
         for module, name, value in (
             *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
             *((module, "CHUNK_VECTORS", tl.constexpr(vectors)) for module in (stats, scale)),
+            (update, "CHUNK", tl.constexpr(2048)),
         ):
             monkeypatch.setattr(module, name, value)
     yield
