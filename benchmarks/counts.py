@@ -52,9 +52,9 @@ def _of_calls(device: torch.device, case: Case) -> list[Row]:
 def _of_steps(device: torch.device, choice: optimizer_steps.OptimizerChoice) -> list[Row]:
     """Counts of optimizer steps, for one list of shapes, since counts do not depend on the list."""
     case, made = optimizer_steps.STEP_CASES[0], []
-    for circumstance in optimizer_steps.CIRCUMSTANCES:
-        setting = optimizer_steps.Setting(case.shapes(), choice, circumstance, str(device))
-        name = optimizer_steps.case_name(case.name, choice, circumstance)
-        for provider in providers_for(setting):
-            made += _counted(device, name, provider.name, partial(provider.run, setting))
+    for setting in optimizer_steps.SETTINGS:
+        given = optimizer_steps.StepInput(case.shapes(), choice, setting, str(device))
+        name = optimizer_steps.case_name(case.name, choice, setting)
+        for provider in providers_for(given):
+            made += _counted(device, name, provider.name, partial(provider.run, given))
     return made

@@ -67,7 +67,7 @@ OPTIMIZERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstance:
+class Setting:
     """The setting of a step.
 
     Attributes:
@@ -87,27 +87,27 @@ class Circumstance:
         return min(1.0, self.share)
 
 
-CIRCUMSTANCES = tuple(Circumstance(scaled, share) for scaled in (True, False) for share in (2.0, 0.5))
+SETTINGS = tuple(Setting(scaled, share) for scaled in (True, False) for share in (2.0, 0.5))
 
 
 def combinations(full: bool) -> Iterator[tuple[Case, OptimizerChoice]]:
-    """The combinations to measure in all `CIRCUMSTANCES`: all, or unless ``full`` the first optimizer on one list."""
+    """The combinations to measure in all `SETTINGS`: all, or unless ``full`` the first optimizer on one list."""
     for case in STEP_CASES:
         for choice in OPTIMIZERS:
             if full or (case.name == QUICK_CASE and choice is OPTIMIZERS[0]):
                 yield case, choice
 
 
-def case_name(case: str, choice: OptimizerChoice, circumstance: Circumstance) -> str:
+def case_name(case: str, choice: OptimizerChoice, setting: Setting) -> str:
     """The ``case`` of a row."""
-    return SEPARATOR.join((case, choice.name, circumstance.name))
+    return SEPARATOR.join((case, choice.name, setting.name))
 
 
-class Setting:
+class StepInput:
     """The input of a provider: gradients, parameters, an optimizer that has stepped before, scalers and clips.
 
     Attributes:
-        choice, circumstance: What it is made from.
+        choice, setting: What it is made from.
         gradients: Random, times the loss scale if there is one.
         facts: Their true statistics without the loss scale.
         parameters: They begin at zero, so that changes by a small learning rate are not rounded away.
@@ -116,14 +116,12 @@ class Setting:
         limit: The limit of the gradients' norm.
     """
 
-    def __init__(
-        self, shapes: list[Shape], choice: OptimizerChoice, circumstance: Circumstance, device: str = "cpu"
-    ) -> None:
-        self.choice, self.circumstance = choice, circumstance
+    def __init__(self, shapes: list[Shape], choice: OptimizerChoice, setting: Setting, device: str = "cpu") -> None:
+        self.choice, self.setting = choice, setting
         given = input_of(shapes, torch.float32, device)
         self.gradients, self.facts, self._fill = given.gradients, given.facts, given.restore
         self.bytes, self.device = given.bytes, given.device
-        self.limit = circumstance.share * self.facts.norm
+        self.limit = setting.share * self.facts.norm
         self.parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in self.gradients]
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
@@ -133,7 +131,7 @@ class Setting:
     def restore(self) -> None:
         """Restores the gradients."""
         self._fill()
-        if self.circumstance.scaled:
+        if self.setting.scaled:
             torch._foreach_mul_(self.gradients, LOSS_SCALE)
 
     def renew(self) -> None:
@@ -149,15 +147,15 @@ class Setting:
     def forget(self) -> None:
         """Replaces scalers and clips by new ones."""
         self.torch_scaler, self.gradstat_scaler = self._scaler(torch.amp.GradScaler), self._scaler(amp.GradScaler)
-        self._made: dict[Callable[[Setting], Any], Any] = {}
+        self._made: dict[Callable[[StepInput], Any], Any] = {}
 
     def _scaler(self, kind: Callable[..., torch.amp.GradScaler]) -> torch.amp.GradScaler:
-        enabled = self.circumstance.scaled
+        enabled = self.setting.scaled
         scaler = kind(self.device.type, init_scale=LOSS_SCALE, growth_interval=1 << 30, enabled=enabled)
         scaler.scale(torch.zeros(1, device=self.device))  # creates the scale tensor
         return scaler
 
-    def made(self, make: Callable[[Setting], Any]) -> Any:
+    def made(self, make: Callable[[StepInput], Any]) -> Any:
         """The clip or guard that ``make`` returned on the first call."""
         if make not in self._made:
             self._made[make] = make(self)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from optimizer_steps import LOSS_SCALE, OPTIMIZERS, Setting
+from optimizer_steps import LOSS_SCALE, OPTIMIZERS, StepInput
 from torch import Tensor, nn
 
 import gradstat
@@ -29,8 +29,8 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.bench.steps import WrongAnswerError
 
 
-def _agreed_factor(setting: Setting, gradient: Tensor) -> Tensor | float:
-    return setting.circumstance.coefficient
+def _agreed_factor(given: StepInput, gradient: Tensor) -> Tensor | float:
+    return given.setting.coefficient
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,19 @@ class StepProvider:
         name: The displayed name.
         run: The timed call; returns the norm of the gradients before clipping, None if it does not compute it.
         passes: Memory passes over gradients, parameters and state, including the optimizer's.
-        supports: Whether it can run in a setting.
+        supports: Whether it can run on an input.
         skips: Whether it leaves everything unchanged if a gradient is NaN.
         tolerance: Relative error allowed for the norm.
         factor: The gradient that the optimizer has to see, as a multiple of the given, unscaled gradient.
     """
 
     name: str
-    run: Callable[[Setting], Tensor | None]
-    passes: Callable[[Setting], int]
-    supports: Callable[[Setting], bool] = lambda setting: True
-    skips: Callable[[Setting], bool] = lambda setting: True
+    run: Callable[[StepInput], Tensor | None]
+    passes: Callable[[StepInput], int]
+    supports: Callable[[StepInput], bool] = lambda given: True
+    skips: Callable[[StepInput], bool] = lambda given: True
     tolerance: float = 1e-6
-    factor: Callable[[Setting, Tensor], Tensor | float] = _agreed_factor
+    factor: Callable[[StepInput, Tensor], Tensor | float] = _agreed_factor
 
 
 TORCH = "torch: unscale_, clip, step"
@@ -64,59 +64,59 @@ _READ, _MULTIPLY = 1, 2
 _TORCH_ERROR = 1e-2  # of its float32 norm on a CPU: 9e-4 for GPT-2 small
 
 
-def _torch_step(setting: Setting) -> Tensor:
-    scaler, optimizer = setting.torch_scaler, setting.optimizer
+def _torch_step(given: StepInput) -> Tensor:
+    scaler, optimizer = given.torch_scaler, given.optimizer
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(setting.parameters, setting.limit)
+    norm = nn.utils.clip_grad_norm_(given.parameters, given.limit)
     scaler.step(optimizer)
     scaler.update()
     return norm
 
 
-def _torch_passes(setting: Setting) -> int:
-    unscaling = _MULTIPLY if setting.circumstance.scaled else 0
-    return unscaling + _READ + _MULTIPLY + setting.choice.passes
+def _torch_passes(given: StepInput) -> int:
+    unscaling = _MULTIPLY if given.setting.scaled else 0
+    return unscaling + _READ + _MULTIPLY + given.choice.passes
 
 
-def _guarded_step(setting: Setting, max_norm: float | AdaptiveClip, **guard: Any) -> Tensor:
-    scaler = setting.gradstat_scaler
-    norm = gradstat.guarded_step(setting.optimizer, max_norm, scaler=scaler, **guard).total_norm
+def _guarded_step(given: StepInput, max_norm: float | AdaptiveClip, **guard: Any) -> Tensor:
+    scaler = given.gradstat_scaler
+    norm = gradstat.guarded_step(given.optimizer, max_norm, scaler=scaler, **guard).total_norm
     scaler.update()
     return norm
 
 
-def _guarded_passes(setting: Setting) -> int:
-    rewritten = setting.circumstance.scaled or setting.circumstance.share < 1
-    if setting.choice.fused:
+def _guarded_passes(given: StepInput) -> int:
+    rewritten = given.setting.scaled or given.setting.share < 1
+    if given.choice.fused:
         # Given a divisor, the optimizer writes gradients back. On a GPU it is always given one, even if that is 1.
-        return _READ + setting.choice.passes + (1 if rewritten or setting.device.type != "cpu" else 0)
-    return _READ + (_MULTIPLY if rewritten else 0) + setting.choice.passes
+        return _READ + given.choice.passes + (1 if rewritten or given.device.type != "cpu" else 0)
+    return _READ + (_MULTIPLY if rewritten else 0) + given.choice.passes
 
 
-def _amp_step(setting: Setting) -> Tensor:
-    scaler, optimizer = setting.gradstat_scaler, setting.optimizer
+def _amp_step(given: StepInput) -> Tensor:
+    scaler, optimizer = given.gradstat_scaler, given.optimizer
     assert isinstance(scaler, amp.GradScaler)
-    norm = scaler.unscale_and_clip_(optimizer, setting.limit)
+    norm = scaler.unscale_and_clip_(optimizer, given.limit)
     scaler.step(optimizer)
     scaler.update()
     return norm
 
 
-def _amp_passes(setting: Setting) -> int:
-    return _MULTIPLY + (_MULTIPLY if setting.circumstance.share < 1 else 0) + setting.choice.passes
+def _amp_passes(given: StepInput) -> int:
+    return _MULTIPLY + (_MULTIPLY if given.setting.share < 1 else 0) + given.choice.passes
 
 
-def _auto_clip(setting: Setting) -> gradstat.AutoClip:
+def _auto_clip(given: StepInput) -> gradstat.AutoClip:
     # The tenth percentile stays at the limit until more than nine times as many norms follow.
     clip = gradstat.AutoClip()
     for _ in range(100):
-        clip.coefficient(torch.tensor(setting.limit, dtype=torch.float64, device=setting.device))
+        clip.coefficient(torch.tensor(given.limit, dtype=torch.float64, device=given.device))
     return clip
 
 
-def _spike_guard(setting: Setting) -> dict[str, Any]:
+def _spike_guard(given: StepInput) -> dict[str, Any]:
     # Past its warm-up, so that it judges every step, and with a threshold so high that it refuses none.
-    guard, loss = gradstat.SpikeGuard(1e9), torch.ones((), device=setting.device)
+    guard, loss = gradstat.SpikeGuard(1e9), torch.ones((), device=given.device)
     parameter = nn.Parameter(loss.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     for step in range(200):
@@ -125,45 +125,45 @@ def _spike_guard(setting: Setting) -> dict[str, Any]:
     return {"guard": guard, "loss": loss}
 
 
-def _unit_limit(setting: Setting) -> float:
-    units = sum(len(gradient) if gradient.dim() > 1 else 1 for gradient in setting.gradients)
-    return setting.limit / math.sqrt(units)
+def _unit_limit(given: StepInput) -> float:
+    units = sum(len(gradient) if gradient.dim() > 1 else 1 for gradient in given.gradients)
+    return given.limit / math.sqrt(units)
 
 
-def _unit_factor(setting: Setting, gradient: Tensor) -> Tensor:
+def _unit_factor(given: StepInput, gradient: Tensor) -> Tensor:
     units = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(1, -1)
-    factors = (_unit_limit(setting) / units.norm(dim=1)).clamp(max=1.0)
+    factors = (_unit_limit(given) / units.norm(dim=1)).clamp(max=1.0)
     return factors.view(-1, *[1] * (gradient.dim() - 1))
 
 
 def _adaptive(
-    make: Callable[[Setting], AdaptiveClip],
-    passes: Callable[[Setting], int] = _guarded_passes,
-    factor: Callable[[Setting, Tensor], Tensor | float] = _agreed_factor,
+    make: Callable[[StepInput], AdaptiveClip],
+    passes: Callable[[StepInput], int] = _guarded_passes,
+    factor: Callable[[StepInput, Tensor], Tensor | float] = _agreed_factor,
 ) -> Callable[[str], StepProvider]:
-    """A guarded step with an adaptive clip, for one optimizer and clipped settings only: some always clip."""
+    """A guarded step with an adaptive clip, for one optimizer and clipped inputs only: some always clip."""
     return lambda name: StepProvider(
         name,
-        lambda setting: _guarded_step(setting, setting.made(make)),
+        lambda given: _guarded_step(given, given.made(make)),
         passes,
-        supports=lambda setting: setting.choice is OPTIMIZERS[0] and setting.circumstance.share < 1,
+        supports=lambda given: given.choice is OPTIMIZERS[0] and given.setting.share < 1,
         factor=factor,
     )
 
 
 # All are configured to clip to the same norm; AGC clips each unit to its share of it.
 _ADAPTIVE = {
-    "FixedClip": _adaptive(lambda setting: gradstat.FixedClip(setting.limit)),
+    "FixedClip": _adaptive(lambda given: gradstat.FixedClip(given.limit)),
     "AutoClip": _adaptive(_auto_clip),
-    "ZClip": _adaptive(lambda setting: gradstat.ZClip(max_norm=setting.limit)),
+    "ZClip": _adaptive(lambda given: gradstat.ZClip(max_norm=given.limit)),
     "AdaGC": _adaptive(
-        lambda setting: gradstat.AdaGC(absolute=setting.limit, warmup=1 << 30),
-        lambda setting: _READ + _MULTIPLY + setting.choice.passes,
+        lambda given: gradstat.AdaGC(absolute=given.limit, warmup=1 << 30),
+        lambda given: _READ + _MULTIPLY + given.choice.passes,
     ),
     "AGC": _adaptive(
-        lambda setting: gradstat.AGC(clipping=_unit_limit(setting), eps=1.0),
+        lambda given: gradstat.AGC(clipping=_unit_limit(given), eps=1.0),
         # The norms of units of gradients and of parameters are two more reads.
-        lambda setting: _READ + 2 * _READ + _MULTIPLY + setting.choice.passes,
+        lambda given: _READ + 2 * _READ + _MULTIPLY + given.choice.passes,
         _unit_factor,
     ),
 }
@@ -171,31 +171,29 @@ ADAPTIVE = tuple(f"{GUARDED}, {name}" for name in _ADAPTIVE)
 GUARD = f"{GUARDED}, SpikeGuard"
 
 PROVIDERS = (
-    StepProvider(GUARDED, lambda setting: _guarded_step(setting, setting.limit), _guarded_passes),
+    StepProvider(GUARDED, lambda given: _guarded_step(given, given.limit), _guarded_passes),
     StepProvider(
         GUARD,
-        lambda setting: _guarded_step(setting, setting.limit, **setting.made(_spike_guard)),
+        lambda given: _guarded_step(given, given.limit, **given.made(_spike_guard)),
         _guarded_passes,
-        supports=lambda setting: setting.choice is OPTIMIZERS[0],
+        supports=lambda given: given.choice is OPTIMIZERS[0],
     ),
-    StepProvider(AMP, _amp_step, _amp_passes, supports=lambda setting: setting.circumstance.scaled),
-    StepProvider(
-        TORCH, _torch_step, _torch_passes, skips=lambda setting: setting.circumstance.scaled, tolerance=_TORCH_ERROR
-    ),
+    StepProvider(AMP, _amp_step, _amp_passes, supports=lambda given: given.setting.scaled),
+    StepProvider(TORCH, _torch_step, _torch_passes, skips=lambda given: given.setting.scaled, tolerance=_TORCH_ERROR),
     StepProvider(
         ALONE,
-        lambda setting: setting.optimizer.step(),
-        lambda setting: setting.choice.passes,
-        skips=lambda setting: False,
-        factor=lambda setting, gradient: LOSS_SCALE if setting.circumstance.scaled else 1.0,
+        lambda given: given.optimizer.step(),
+        lambda given: given.choice.passes,
+        skips=lambda given: False,
+        factor=lambda given, gradient: LOSS_SCALE if given.setting.scaled else 1.0,
     ),
     *(make(name) for name, make in zip(ADAPTIVE, _ADAPTIVE.values(), strict=True)),
 )
 
 
-def providers_for(setting: Setting) -> list[StepProvider]:
-    """The providers that run in this setting."""
-    return [provider for provider in PROVIDERS if provider.supports(setting)]
+def providers_for(given: StepInput) -> list[StepProvider]:
+    """The providers that run on this input."""
+    return [provider for provider in PROVIDERS if provider.supports(given)]
 
 
 _END = 1 << 16
@@ -208,23 +206,23 @@ def _ends(tensor: Tensor) -> Tensor:
     return (torch.cat([flat[:_END], flat[-_END:]]) if len(flat) > 2 * _END else flat).double().clone()
 
 
-def _expected(provider: StepProvider, setting: Setting) -> list[Tensor]:
-    """The expected `Setting.tensors` after a step, computed in float64 by torch's loop over tensors."""
+def _expected(provider: StepProvider, given: StepInput) -> list[Tensor]:
+    """The expected `StepInput.tensors` after a step, computed in float64 by torch's loop over tensors."""
     expected = []
-    scale = LOSS_SCALE if setting.circumstance.scaled else 1.0
-    for parameter, gradient in zip(setting.parameters, setting.gradients, strict=True):
+    scale = LOSS_SCALE if given.setting.scaled else 1.0
+    for parameter, gradient in zip(given.parameters, given.gradients, strict=True):
         true = gradient.double() / scale
         wide = nn.Parameter(_ends(parameter.detach()))
-        wide.grad = _ends(true * provider.factor(setting, true))
-        optimizer = setting.choice.make_plain([wide])
-        state = setting.optimizer.state[parameter]
+        wide.grad = _ends(true * provider.factor(given, true))
+        optimizer = given.choice.make_plain([wide])
+        state = given.optimizer.state[parameter]
         optimizer.state[wide] = {name: _ends(value) for name, value in state.items()}
         optimizer.step()
         expected += [wide.detach(), *optimizer.state[wide].values()]
     return expected
 
 
-def verify(provider: StepProvider, setting: Setting) -> None:
+def verify(provider: StepProvider, given: StepInput) -> None:
     """Compares a step of ``provider`` with float64, so that no time of a wrong result is reported.
 
     Its norm, the parameters and the state must be right. If it claims to skip a step with a NaN, which is put into the
@@ -233,22 +231,22 @@ def verify(provider: StepProvider, setting: Setting) -> None:
     Raises:
         WrongAnswerError: A check failed.
     """
-    setting.renew()
-    if provider.skips(setting):
-        before = [_ends(tensor) for _, tensor in setting.tensors()]
-        setting.gradients[-1].view(-1)[-1] = math.nan
-        provider.run(setting)
-        for (name, tensor), old in zip(setting.tensors(), before, strict=True):
+    given.renew()
+    if provider.skips(given):
+        before = [_ends(tensor) for _, tensor in given.tensors()]
+        given.gradients[-1].view(-1)[-1] = math.nan
+        provider.run(given)
+        for (name, tensor), old in zip(given.tensors(), before, strict=True):
             if not torch.equal(_ends(tensor), old):
                 raise WrongAnswerError(f"{provider.name} changed {name} although a gradient is NaN")
-        setting.forget()
-        setting.restore()
-    expected = _expected(provider, setting)
-    norm = provider.run(setting)
-    if norm is not None and not math.isclose(float(norm), setting.facts.norm, rel_tol=provider.tolerance):
-        raise WrongAnswerError(f"{provider.name} returned norm {float(norm)}, expected {setting.facts.norm}")
+        given.forget()
+        given.restore()
+    expected = _expected(provider, given)
+    norm = provider.run(given)
+    if norm is not None and not math.isclose(float(norm), given.facts.norm, rel_tol=provider.tolerance):
+        raise WrongAnswerError(f"{provider.name} returned norm {float(norm)}, expected {given.facts.norm}")
     # Second moments scale with the square of the coefficient, which scales with the norm.
     tolerance = _ROUNDING + 2 * provider.tolerance
-    for (name, tensor), right in zip(setting.tensors(), expected, strict=True):
+    for (name, tensor), right in zip(given.tensors(), expected, strict=True):
         if not torch.allclose(_ends(tensor), right, rtol=tolerance, atol=1e-12):
             raise WrongAnswerError(f"{provider.name} updated {name} differently from a step in float64")

@@ -44,7 +44,7 @@ from cases import (
 )
 from device_timing import interleaved
 from models import TRAININGS, Training
-from optimizer_steps import CIRCUMSTANCES, Circumstance, OptimizerChoice, Setting
+from optimizer_steps import SETTINGS, OptimizerChoice, Setting, StepInput
 from rows import Row, add_arguments, append, dtype_name, microseconds, row
 
 import gradstat
@@ -297,12 +297,12 @@ def _backward(plan: Plan, training: Training) -> list[Row]:
 
 
 def steps_of_optimizers(plan: Plan) -> Work:
-    """Steps from scaled gradients to updated parameters, for every optimizer in every circumstance."""
+    """Steps from scaled gradients to updated parameters, for every optimizer in every setting."""
     flush = Flush(plan.device)
     for case, choice in optimizer_steps.combinations(plan.full):
-        for circumstance in CIRCUMSTANCES:
-            what = optimizer_steps.case_name(case.name, choice, circumstance)
-            yield what, partial(_steps_of_optimizer, plan, flush, what, case.shapes(), choice, circumstance)
+        for setting in SETTINGS:
+            what = optimizer_steps.case_name(case.name, choice, setting)
+            yield what, partial(_steps_of_optimizer, plan, flush, what, case.shapes(), choice, setting)
 
 
 def _steps_of_optimizer(
@@ -311,23 +311,23 @@ def _steps_of_optimizer(
     case: str,
     shapes: list[Shape],
     choice: OptimizerChoice,
-    circumstance: Circumstance,
+    setting: Setting,
 ) -> list[Row]:
-    setting = Setting(shapes, choice, circumstance, str(plan.device))
-    providers = step_providers.providers_for(setting)
-    about = {"bytes": setting.bytes, "tensors": len(setting.gradients), "dtype": torch.float32}
+    given = StepInput(shapes, choice, setting, str(plan.device))
+    providers = step_providers.providers_for(given)
+    about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": torch.float32}
     row_of = partial(row, optimizer_steps.GROUP, case, device=plan.device, **about)
     made = []
     for provider in providers:
-        step_providers.verify(provider, setting)
-        made.append(row_of(provider.name, "bytes moved", "B", float(provider.passes(setting) * setting.bytes)))
-    setting.renew()
+        step_providers.verify(provider, given)
+        made.append(row_of(provider.name, "bytes moved", "B", float(provider.passes(given) * given.bytes)))
+    given.renew()
 
     def ready(name: str) -> None:
-        setting.restore()
+        given.restore()
         flush()
 
-    return made + _timed(plan, {p.name: (lambda p=p: p.run(setting)) for p in providers}, ready, row_of)
+    return made + _timed(plan, {p.name: (lambda p=p: p.run(given)) for p in providers}, ready, row_of)
 
 
 def updates(plan: Plan) -> Work:

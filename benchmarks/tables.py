@@ -353,7 +353,7 @@ def _passes(row: Row | None, base: Row | None) -> str:
 def adaptive_steps(rows: Sequence[Row], short: bool = False) -> str:
     """A guarded step with a fixed limit and with each adaptive clip: passes, and time with the ratio to the former.
 
-    If ``short``, for one circumstance only and without the name of the gradients.
+    If ``short``, for one setting only and without the name of the gradients.
     """
     moved, lines = _by_case(rows, "bytes moved"), []
     cases = [each for each in _by_case(rows, "wall time").items() if ADAPTIVE[0] in each[1]]

@@ -16,7 +16,7 @@ import torch
 from caches import Flush
 from cases import CASES, PROVIDERS, Input, Provider, input_of, verify
 from models import TRAININGS
-from optimizer_steps import CIRCUMSTANCES, Circumstance, Setting
+from optimizer_steps import SETTINGS, Setting, StepInput
 from step_providers import StepProvider
 
 from gradstat.bench import machine, steps
@@ -39,9 +39,9 @@ VARIANTS = [
 ]
 
 OPTIMIZER_STEPS = [
-    pytest.param(device, circumstance, provider, id=f"{device}-{circumstance.name}-{provider.name}")
+    pytest.param(device, setting, provider, id=f"{device}-{setting.name}-{provider.name}")
     for device in DEVICES
-    for circumstance in CIRCUMSTANCES
+    for setting in SETTINGS
     for provider in step_providers.PROVIDERS
 ]
 
@@ -60,9 +60,9 @@ def step_of(device: str, name: str) -> steps.Step:
 
 
 @lru_cache(maxsize=1)
-def setting_of(device: str, circumstance: Circumstance) -> tuple[Setting, Flush]:
+def step_input_of(device: str, setting: Setting) -> tuple[StepInput, Flush]:
     ((case, choice),) = optimizer_steps.combinations(full=False)
-    return Setting(case.shapes(), choice, circumstance, device), Flush(torch.device(device))
+    return StepInput(case.shapes(), choice, setting, device), Flush(torch.device(device))
 
 
 @pytest.mark.parametrize(("device", "name", "dtype", "provider"), LISTS)
@@ -102,21 +102,21 @@ def test_step(benchmark: Any, device: str, name: str, variant: str) -> None:
     benchmark.pedantic(call, warmup_rounds=1, rounds=7)
 
 
-@pytest.mark.parametrize(("device", "circumstance", "provider"), OPTIMIZER_STEPS)
-def test_optimizer_step(benchmark: Any, device: str, circumstance: Circumstance, provider: StepProvider) -> None:
-    setting, flush = setting_of(device, circumstance)
-    if not provider.supports(setting):
-        pytest.skip("does not support this setting")
-    step_providers.verify(provider, setting)
+@pytest.mark.parametrize(("device", "setting", "provider"), OPTIMIZER_STEPS)
+def test_optimizer_step(benchmark: Any, device: str, setting: Setting, provider: StepProvider) -> None:
+    given, flush = step_input_of(device, setting)
+    if not provider.supports(given):
+        pytest.skip("does not support this input")
+    step_providers.verify(provider, given)
 
     def call() -> None:
-        provider.run(setting)
-        machine.synchronize(setting.device)
+        provider.run(given)
+        machine.synchronize(given.device)
 
     def ready() -> None:
-        setting.restore()
+        given.restore()
         flush()
 
-    benchmark.group = f"optimizer step, {circumstance.name}, {device}"
-    benchmark.extra_info["bytes moved"] = provider.passes(setting) * setting.bytes
+    benchmark.group = f"optimizer step, {setting.name}, {device}"
+    benchmark.extra_info["bytes moved"] = provider.passes(given) * given.bytes
     benchmark.pedantic(call, setup=ready, warmup_rounds=1, rounds=7)

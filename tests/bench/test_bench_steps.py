@@ -14,7 +14,7 @@ import step_providers
 import suite
 import tables
 import torch
-from optimizer_steps import CIRCUMSTANCES, OPTIMIZERS, Circumstance, OptimizerChoice, Setting, case_name
+from optimizer_steps import OPTIMIZERS, SETTINGS, OptimizerChoice, Setting, StepInput, case_name
 from step_providers import ALONE, AMP, GUARDED, TORCH, StepProvider, providers_for, verify
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,67 +25,67 @@ from gradstat.bench import steps
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (200, 3, 5)]
-SCALED, PLAIN = CIRCUMSTANCES[1], CIRCUMSTANCES[3]  # clipped
+SCALED, PLAIN = SETTINGS[1], SETTINGS[3]  # clipped
 choices = pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda choice: choice.name)
-circumstances = pytest.mark.parametrize("circumstance", CIRCUMSTANCES, ids=lambda circumstance: circumstance.name)
+in_every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 
 
 def provider(name: str) -> StepProvider:
     return next(each for each in step_providers.PROVIDERS if each.name == name)
 
 
-def measured(choice: OptimizerChoice, circumstance: Circumstance, case: str = "tiny") -> list[rows.Row]:
+def measured(choice: OptimizerChoice, setting: Setting, case: str = "tiny") -> list[rows.Row]:
     plan = suite.Plan(CPU, full=True, seconds=0.0, min_rounds=2)
-    name = case_name(case, choice, circumstance)
-    return suite._steps_of_optimizer(plan, lambda: None, name, SHAPES, choice, circumstance)
+    name = case_name(case, choice, setting)
+    return suite._steps_of_optimizer(plan, lambda: None, name, SHAPES, choice, setting)
 
 
 @choices
-@circumstances
-def test_every_axis_runs(choice: OptimizerChoice, circumstance: Circumstance) -> None:
-    made = measured(choice, circumstance)
-    supporting = [each.name for each in providers_for(Setting(SHAPES, choice, circumstance))]
+@in_every_setting
+def test_every_axis_runs(choice: OptimizerChoice, setting: Setting) -> None:
+    made = measured(choice, setting)
+    supporting = [each.name for each in providers_for(StepInput(SHAPES, choice, setting))]
     assert {GUARDED, TORCH, ALONE} <= set(supporting)
     for metric in ("wall time", "bytes moved"):
         assert sorted(row.provider for row in made if row.metric == metric) == sorted(supporting)
 
 
 def test_every_provider_supports_some_setting() -> None:
-    settings = [Setting([(2,)], choice, circumstance) for choice in OPTIMIZERS for circumstance in CIRCUMSTANCES]
-    assert all(any(each.supports(setting) for setting in settings) for each in step_providers.PROVIDERS)
+    inputs = [StepInput([(2,)], choice, setting) for choice in OPTIMIZERS for setting in SETTINGS]
+    assert all(any(each.supports(given) for given in inputs) for each in step_providers.PROVIDERS)
     ((case, choice),) = optimizer_steps.combinations(full=False)
     assert (case.name, choice.fused, case.quick) == (optimizer_steps.QUICK_CASE, True, True)
     assert len(optimizer_steps.STEP_CASES) == 3
 
 
-def unclipped(setting: Setting) -> Tensor:
-    return step_providers._guarded_step(setting, math.inf)
+def unclipped(given: StepInput) -> Tensor:
+    return step_providers._guarded_step(given, math.inf)
 
 
-def twice(setting: Setting) -> Tensor:
-    step_providers._torch_step(setting)
-    return step_providers._torch_step(setting)
+def twice(given: StepInput) -> Tensor:
+    step_providers._torch_step(given)
+    return step_providers._torch_step(given)
 
 
-def without_the_last_tensor(setting: Setting) -> Tensor:
-    setting.torch_scaler.unscale_(setting.optimizer)
-    norm = nn.utils.get_total_norm(setting.gradients)
-    nn.utils.clip_grads_with_norm_(setting.parameters[:-1], setting.limit, norm)
-    setting.torch_scaler.step(setting.optimizer)
+def without_the_last_tensor(given: StepInput) -> Tensor:
+    given.torch_scaler.unscale_(given.optimizer)
+    norm = nn.utils.get_total_norm(given.gradients)
+    nn.utils.clip_grads_with_norm_(given.parameters[:-1], given.limit, norm)
+    given.torch_scaler.step(given.optimizer)
     return norm
 
 
-def without_skipping(setting: Setting) -> Tensor:
-    norm = gradstat.clip_grad_norm_(setting.parameters, setting.limit)
-    setting.optimizer.step()
+def without_skipping(given: StepInput) -> Tensor:
+    norm = gradstat.clip_grad_norm_(given.parameters, given.limit)
+    given.optimizer.step()
     return norm
 
 
 @pytest.mark.parametrize(
-    ("name", "circumstance", "run", "message"),
+    ("name", "setting", "run", "message"),
     [
-        (GUARDED, SCALED, lambda setting: torch.tensor(1.0), "returned norm 1.0, expected"),
-        (GUARDED, SCALED, lambda setting: torch.tensor(setting.facts.norm), "updated parameter 0 differently"),
+        (GUARDED, SCALED, lambda given: torch.tensor(1.0), "returned norm 1.0, expected"),
+        (GUARDED, SCALED, lambda given: torch.tensor(given.facts.norm), "updated parameter 0 differently"),
         (GUARDED, PLAIN, unclipped, "updated .* differently from a step in float64"),
         (GUARDED, PLAIN, without_skipping, "changed parameter 0 although a gradient is NaN"),
         (TORCH, PLAIN, twice, "returned norm"),
@@ -96,8 +96,8 @@ def without_skipping(setting: Setting) -> Tensor:
 @pytest.mark.parametrize("choice", [OPTIMIZERS[0], OPTIMIZERS[-1]], ids=lambda choice: choice.name)
 def test_a_wrong_step_is_never_timed(
     name: str,
-    circumstance: Circumstance,
-    run: Callable[[Setting], Tensor],
+    setting: Setting,
+    run: Callable[[StepInput], Tensor],
     message: str,
     choice: OptimizerChoice,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,22 +106,22 @@ def test_a_wrong_step_is_never_timed(
     monkeypatch.setattr(step_providers, "PROVIDERS", [broken])
     monkeypatch.setattr(suite, "interleaved", lambda *_, **__: pytest.fail("was timed"))
     with pytest.raises(steps.WrongAnswerError, match=message):
-        measured(choice, circumstance)
+        measured(choice, setting)
 
 
 def test_the_ends_of_large_tensors_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_providers, "_END", 4)
-    setting = Setting(SHAPES, OPTIMIZERS[0], SCALED)
-    verify(provider(GUARDED), setting)
+    given = StepInput(SHAPES, OPTIMIZERS[0], SCALED)
+    verify(provider(GUARDED), given)
 
-    def spoiling(setting: Setting) -> Tensor:
-        norm = step_providers._guarded_step(setting, setting.limit)
-        setting.optimizer.state[setting.parameters[2]]["exp_avg"].view(-1)[-1] *= 1.01
+    def spoiling(given: StepInput) -> Tensor:
+        norm = step_providers._guarded_step(given, given.limit)
+        given.optimizer.state[given.parameters[2]]["exp_avg"].view(-1)[-1] *= 1.01
         return norm
 
-    broken = dataclasses.replace(provider(GUARDED), run=spoiling, skips=lambda setting: False)
+    broken = dataclasses.replace(provider(GUARDED), run=spoiling, skips=lambda given: False)
     with pytest.raises(steps.WrongAnswerError, match="updated exp_avg of parameter 2"):
-        verify(broken, setting)
+        verify(broken, given)
 
 
 @pytest.mark.parametrize("name", [GUARDED, AMP, TORCH])
@@ -129,10 +129,10 @@ def test_every_call_finds_the_same_gradients_and_loss_scale(name: str, monkeypat
     seen = []
     original = provider(name)
 
-    def run(setting: Setting) -> Any:
-        scales = (setting.torch_scaler.get_scale(), setting.gradstat_scaler.get_scale())
-        seen.append((*scales, *(float(gradient.sum()) for gradient in setting.gradients[:-1])))
-        return original.run(setting)
+    def run(given: StepInput) -> Any:
+        scales = (given.torch_scaler.get_scale(), given.gradstat_scaler.get_scale())
+        seen.append((*scales, *(float(gradient.sum()) for gradient in given.gradients[:-1])))
+        return original.run(given)
 
     monkeypatch.setattr(step_providers, "PROVIDERS", [dataclasses.replace(original, run=run)])
     measured(OPTIMIZERS[0], SCALED)
@@ -165,19 +165,19 @@ class PassesOfTorch(TorchDispatchMode):
 
 
 @choices
-@circumstances
-def test_passes_are_those_of_the_operators(choice: OptimizerChoice, circumstance: Circumstance) -> None:
-    setting = Setting([(200, 300), (50_000,)], choice, circumstance)
+@in_every_setting
+def test_passes_are_those_of_the_operators(choice: OptimizerChoice, setting: Setting) -> None:
+    given = StepInput([(200, 300), (50_000,)], choice, setting)
     # gradstat's own pass does not go through torch's dispatcher.
     for name, unseen in ((TORCH, 0), (ALONE, 0), *([(GUARDED, 1)] if choice.fused else [])):
-        setting.renew()
+        given.renew()
         with PassesOfTorch() as counted:
-            provider(name).run(setting)
-        assert round(counted.moved / setting.bytes, 1) == provider(name).passes(setting) - unseen
+            provider(name).run(given)
+        assert round(counted.moved / given.bytes, 1) == provider(name).passes(given) - unseen
 
 
 def test_rows_become_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = [row for circumstance in (SCALED, PLAIN) for row in measured(OPTIMIZERS[0], circumstance)]
+    made = [row for setting in (SCALED, PLAIN) for row in measured(OPTIMIZERS[0], setting)]
     shown = tables.everything(made)
     assert shown.count("| tiny") == 2 + 2
     for row in made:
