@@ -91,7 +91,7 @@ def clip_grad_norm_(
             gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, in_place=in_place
         )
         shards = list(map(shard_of, gradients))
-        norm = total.to(norms.norm_dtype(shards) if shards else torch.float32)
+        norm = total.to(norms.norm_dtype(shards))
         if error_if_nonfinite:
             raise_if_nonfinite(norm, norm_type)
         if shards and in_place:

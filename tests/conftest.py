@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from devices import BACKENDS, DEVICES, HAS_CUDA
+from devices import BACKENDS, DEVICES, HAS_CUDA, INTERPRETED
 
 if TYPE_CHECKING:
     from forks import Forks
@@ -67,7 +67,7 @@ def _stop_watching() -> Iterator[None]:
 def where(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A backend and the device to run it on."""
     backend: tuple[str, str] = request.param
-    if backend in (("emulated", "cpu"), ("triton", "cpu")):
+    if backend in (("emulated", "cpu"), INTERPRETED):
         request.getfixturevalue({"emulated": "emulated", "triton": "short_chunks"}[backend[0]])
     return backend
 

@@ -85,8 +85,8 @@ def measure(
             measured = _measure_any(tensors, name_of, backend, in_place)
         if step is not None:
             decision = norms.decide(measured.summands(), step)
-            dtype = norms.norm_dtype(tensors) if tensors else torch.float32
-            measured = measured._replace(decision=decision._replace(norm=decision.norm.to(dtype)))
+            norm = decision.norm.to(norms.norm_dtype(tensors))
+            measured = measured._replace(decision=decision._replace(norm=norm))
         return measured
 
 

@@ -1,12 +1,11 @@
 """One suite for every backend: a table of cases, each compared with exact statistics of the same tensors."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from devices import DEVICES
+from devices import DEVICES, thinned
 from exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from torch import Tensor
 
@@ -126,11 +125,6 @@ CASES: dict[str, Case] = {
     "many": lambda t, d: [*(random(1 + i % 40, t, d) for i in range(3000)), full(math.nan, t, d, 2), random(7, t, d)],
     "zeros-of-both-signs": lambda t, d: [with_values([0.0, -0.0], t, d, 600).abs(), -random(600, t, d).relu()],
 }
-
-
-def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:
-    """All items, or about ``most`` of them for Triton's interpreter, which takes 30 ms per tensor."""
-    return items[:: max(len(items) // most, 1)] if where == ("triton", "cpu") else items
 
 
 @pytest.mark.usefixtures("_poisoned")

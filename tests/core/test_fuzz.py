@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tables
 import torch
+from devices import INTERPRETED
 from exact import WrongError, assert_rows, square_root
 from fuzz import as_rows, run
 from fuzzing import Batch, Recipe, drawn_recipe
@@ -60,7 +61,7 @@ def test_the_judge_notices_what_is_written_beside_tensors(monkeypatch: pytest.Mo
 def test_any_tensors(operation: str, where: tuple[str, str]) -> None:
     """The same tensors in every run: a test that fails at random would tell nothing about a change."""
     backend, device = where
-    is_slow = where == ("triton", "cpu")
+    is_slow = where == INTERPRETED
     for seed in range(4 if is_slow else 40):
         largest = 500 if is_slow else 20_000
         batch = Batch.drawn(seed, seed % (4 if is_slow else 9), device, apart=seed % 2 == 1, largest=largest)

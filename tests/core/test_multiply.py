@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from devices import BACKENDS
+from devices import BACKENDS, INTERPRETED, thinned
 from exact import COMPLEX, FLOAT8, REAL, assert_rows_match, rounded_product
-from test_conformance import CASES, random, thinned
+from test_conformance import CASES, random
 from torch import Tensor
 
 from gradstat._core import backends
@@ -65,7 +65,7 @@ def product(tensor: Tensor, coefficient: float | Tensor) -> Tensor:
 
 def assert_products(got: list[Tensor], expected: list[Tensor], where: tuple[str, str]) -> None:
     for a, b in zip(got, expected, strict=True):
-        if where == ("triton", "cpu") and a.dtype == torch.bfloat16:
+        if where == INTERPRETED and a.dtype == torch.bfloat16:
             torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-38, equal_nan=True)  # the interpreter truncates
             continue
         a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
@@ -86,13 +86,13 @@ def coefficients_of(values: list[float], device: str) -> Tensor:
 def every_kind(dtype: torch.dtype, where: tuple[str, str]) -> list[Tensor]:
     """Lengths around vectors, steps, blocks and chunks; with a NaN, an Inf, a zero and a subnormal."""
     device, tensors = where[1], []
-    for size in (0, 1, 3, 17, 255, 1023, 1025, 4097, 9001 if where == ("triton", "cpu") else 3 * 65536 + 321):
+    for size in (0, 1, 3, 17, 255, 1023, 1025, 4097, 9001 if where == INTERPRETED else 3 * 65536 + 321):
         x = torch.randn(size).to(dtype).to(device)
         for place, value in enumerate((math.nan, -math.inf, 0.0, 1e-40)):
             if size > 1000:
                 x[(place * 577 + size // 2) % size] = torch.tensor(value).to(dtype)
         tensors.append(x)
-    return [*tensors, apart(tensors[-2][1:]), *([] if where == ("triton", "cpu") else [apart(tensors[-1][3:])])]
+    return [*tensors, apart(tensors[-2][1:]), *([] if where == INTERPRETED else [apart(tensors[-1][3:])])]
 
 
 def assert_unscale_is_scale_and_check(kernels: Kernels, tensors: list[Tensor], value: float, device: str) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from devices import DEVICES
+from devices import DEVICES, INTERPRETED, thinned
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
@@ -124,7 +124,7 @@ RULES = range(len(_fields.UPDATE_RULES))
 
 def shorter(length: int, where: tuple[str, str]) -> int:
     """A third of a length for Triton's interpreter, which is slow, and whose steps have 256 to 1024 elements."""
-    return length // 3 if where == ("triton", "cpu") else length
+    return length // 3 if where == INTERPRETED else length
 
 
 def operands_of(rule: int, shape: tuple[int, ...] | int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -166,7 +166,7 @@ def assert_close_sums(found: Tensor, expected: Tensor, tolerance: float) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_size(rule: int, dtype: torch.dtype, where: tuple[str, str]) -> None:
     sizes = [0, 1, 17, 1023, 1024, 4163]  # with Triton's interpreter, two chunks and a part of one
-    if where != ("triton", "cpu"):
+    if where != INTERPRETED:
         sizes += [3, 64, 255, 1029, 9001, *range(100, 140), 2 * 65536 + 77]
     operands = [tensor for size in sizes for tensor in operands_of(rule, size, dtype, where[1])]
     assert_same(where, operands, [rule] * len(sizes), 1e-13 if dtype is torch.float64 else 1e-6)
@@ -200,8 +200,7 @@ def test_magnitudes_beyond_float32s_squares(
     given: dict[str, float], dtype: torch.dtype, where: tuple[str, str]
 ) -> None:
     operands: list[Tensor] = []
-    scales, length = [1e-30, 1e-22, 1e-15, 1e15, 1e25, 1e36], shorter(2100, where)
-    scales = scales[:: 3 if where == ("triton", "cpu") else 1]
+    scales, length = thinned([1e-30, 1e-22, 1e-15, 1e15, 1e25, 1e36], where, 2), shorter(2100, where)
     for rule in RULES:
         for scale in scales:
             made = operands_of(rule, length, dtype, where[1])
@@ -232,7 +231,7 @@ def test_what_is_not_finite_is_named(rule: int, bad: float, where: tuple[str, st
     length = shorter(2100, where)
     of_operand = ["gradient", "weight", "momentum", "second_moment", "second_moment"]
     for which in range(_fields.UPDATE_OPERANDS[rule]):
-        for place in (0, length - 1) if where == ("triton", "cpu") else (0, 1500, length - 1):
+        for place in (0, length - 1) if where == INTERPRETED else (0, 1500, length - 1):
             made = operands_of(rule, length, torch.float32, device)
             made[which][place] = bad
             operands += made
