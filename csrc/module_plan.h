@@ -119,6 +119,29 @@ inline PyObject* planned_parameters(PyObject*, PyObject* capsule) {
   });
 }
 
+// holds_exactly(param_groups, parameters) -> bool: whether the groups of an optimizer hold these parameters, in
+// order
+inline PyObject* holds_exactly(PyObject*, PyObject* arguments) {
+  static PyObject* const params = PyUnicode_InternFromString("params");
+  PyObject *groups = nullptr, *parameters = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OO", &groups, &parameters)) return nullptr;
+  if (!PyList_Check(groups) || !PyList_Check(parameters)) Py_RETURN_FALSE;
+  Py_ssize_t next = 0;
+  const Py_ssize_t count = PyList_Size(parameters);
+  for (Py_ssize_t g = 0; g < PyList_Size(groups); ++g) {
+    PyObject* group = PyList_GetItem(groups, g);
+    PyObject* held = PyDict_Check(group) ? PyDict_GetItemWithError(group, params) : nullptr;
+    if (held == nullptr || !PyList_Check(held)) {
+      if (PyErr_Occurred() != nullptr) return nullptr;
+      Py_RETURN_FALSE;
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(held); ++i, ++next) {
+      if (next == count || PyList_GetItem(held, i) != PyList_GetItem(parameters, next)) Py_RETURN_FALSE;
+    }
+  }
+  return PyBool_FromLong(next == count);
+}
+
 inline Ref list_of_positions(const std::vector<Py_ssize_t>& positions) {
   Ref list = owned(PyList_New(static_cast<Py_ssize_t>(positions.size())));
   for (size_t i = 0; i < positions.size(); ++i) {

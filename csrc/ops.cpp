@@ -74,6 +74,7 @@ PyMODINIT_FUNC PyInit__C() {
   static PyMethodDef methods[] = {{"instructions", instructions, METH_NOARGS, nullptr},
                                   {"make_plan", make_plan, METH_VARARGS, nullptr},
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},
+                                  {"holds_exactly", holds_exactly, METH_VARARGS, nullptr},
                                   {"gradients_of", gradients_of, METH_O, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
   return make_module<Cpu>("_C", methods);

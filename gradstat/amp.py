@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
-from gradstat._core import norms
+from gradstat._core import announce, norms
 from gradstat._core.host_copy import Mirror, on_streams, streams_of
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
@@ -131,9 +131,12 @@ class GradScaler(TorchGradScaler):
             name_of = labels_of(source, found).of
             refuse_distributed(gradients, name_of)
             max_norm.check(parameters, gradients, name_of)
-        self.unscale_(optimizer)
-        unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
-        return torch.tensor(0.0, device="cpu") if unscaled is None else unscaled.clip_(parameters, gradients, max_norm)
+        with announce.change(source.parameters, self):
+            self.unscale_(optimizer)
+            unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
+            if unscaled is None:
+                return torch.tensor(0.0, device="cpu")
+            return unscaled.clip_(parameters, gradients, max_norm)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.

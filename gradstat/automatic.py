@@ -1,39 +1,37 @@
-"""`auto`: attaches a monitor to the step of an existing optimizer, without editing the training loop.
+"""`auto`: attaches a monitor to the steps of an existing optimizer, without editing the training loop.
 
-Clips and loss scalers change gradients before the step, and a scaler may skip the step. So while any optimizer is
-watched, torch's clips and the methods of its scalers are patched to notify the monitor before they do their work.
+Clips and loss scalers change gradients before the step, and a scaler may skip the step. Each of them announces what it
+is about to do (`gradstat._core.announce`), and the monitor measures before the first of them does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from gradstat._core.announce import Closure
 from gradstat._core.engines import refuse_engine
 from gradstat._core.measure import norm_of
-from gradstat._core.parameters import as_list, gradients_to_clip, source_of
+from gradstat._core.parameters import Parameters, gradients_to_clip, source_of
 from gradstat._core.tensors import to_device
+from gradstat._step import optimizers, torch_calls
 from gradstat._step.loss_scale import is_still_scaled
+from gradstat.backward_step import handle_of
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.monitor import Monitor
 from gradstat.monitor.reporting import warn
-from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MARK = "_gradstat_auto"  # the attribute set on a watched optimizer
+_MARK = "_gradstat_auto"  # the attribute set on a watched optimizer, which keeps the handle alive
 _handles: weakref.WeakSet[AutoHandle] = weakref.WeakSet()
-# Losses scaled by each scaler since an optimizer last consumed them.
-_losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
 
 
 class AutoHandle:
@@ -46,18 +44,18 @@ class AutoHandle:
     def __init__(self, optimizer: Optimizer, monitor: Monitor, max_norm: float | None) -> None:
         self.monitor = monitor
         monitor._is_user_called = False
+        monitor._why_nothing = self._why_nothing
         self._optimizer = optimizer
         self._max_norm = max_norm
         # One of the measured gradients and its version; another backward pass changes it.
         self._measured: tuple[weakref.ref[Tensor], int] | None = None
         self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._steps_itself = False  # whether a step of this very optimizer has been seen
+        self._others: set[str] = set()  # classes of other optimizers whose steps were seen before the first of ours
         setattr(optimizer, _MARK, self)
         _handles.add(self)
+        torch_calls.listen(self)
 
     def _contained(self) -> AbstractContextManager[None]:
         """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
@@ -65,35 +63,74 @@ class AutoHandle:
             self.monitor.steps, "calls of clips and loss scalers could not be tracked"
         )
 
-    def _after(self, *_: object) -> None:
-        self._measured, self._is_over = None, False
+    # What is announced -----------------------------------------------------------------------------------
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # torch passes the optimizer itself as the first argument.
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+    def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any) -> None:
+        """Measures complete gradients, unless already measured, before ``scaler`` or (None) a clip changes them."""
+        if not self._holds(parameters):
+            return
+        if not self._is_over:
+            self._measure(scaler, loss)
+        if scaler is None:
+            self._warn_if_scaled()
+
+    def after_change(self, parameters: Sequence[Tensor]) -> None:
+        """Notes that the gradients have been measured, though they are others now."""
+        if self._holds(parameters):
+            self._note_gradients()
+
+    def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        """Measures and clips before ``optimizer`` steps, or in its closure, which computes the gradients."""
+        if not self._is_ours(optimizer):
+            return closure
+        if closure is None:
             if self._measured is None:
                 self.monitor.step()
             self._clip()
             return None
-        # The closure computes the gradients inside the step; those of its first call are the step's.
-        self._after()
+        # The gradients of the closure's first call are the step's.
+        self.after_step(optimizer)
 
         def evaluated() -> Any:
             loss = closure()
             if not self._is_over:
                 if self._measured is None:  # the closure does not clip
-                    is_number = isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1)
-                    self.monitor.step(loss if is_number else None)
+                    self.monitor.step(_as_loss(loss))
                 self._clip()
                 self._is_over = True
             return loss
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluated}
-        return (args[0], evaluated, *args[2:]), kwargs
+        return evaluated
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Marks the coming step as not measured yet."""
+        if self._is_ours(optimizer):
+            self._measured, self._is_over = None, False
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        """Whether a step of ``optimizer`` is one of the training that is watched.
+
+        An optimizer may leave the step to another one that it made for the same parameters, as SAM does.
+        """
+        if optimizer is self._optimizer:
+            self._steps_itself = True
+            return handle_of(optimizer) is None  # otherwise it stepped in backward, which announces that itself
+        if self._steps_itself or getattr(optimizer, _MARK, None) is not None:
+            return False
+        if not self._holds(source_of(optimizer).parameters):
+            self._others.add(type(optimizer).__name__)
+            return False
+        return True
+
+    def _why_nothing(self) -> str:
+        name = type(self._optimizer).__name__
+        others = f"; steps of {', '.join(sorted(self._others))}, with other parameters, were seen" * bool(self._others)
+        return (
+            f"step() of the watched {name} has not been called{others}. Pass auto() the optimizer that steps, after it "
+            "was made for the final (wrapped, moved) model"
+        )
+
+    # What is done about it -------------------------------------------------------------------------------
 
     def _clip(self) -> None:
         if self._max_norm is None:
@@ -109,36 +146,35 @@ class AutoHandle:
         clip_grads_with_norm_(parameters, self._max_norm, norm / to_device(divisor, norm.device))
 
     def _holds(self, parameters: Iterable[object]) -> bool:
-        """Whether any of ``parameters`` is the optimizer's."""
+        """Whether any of ``parameters`` is watched."""
         own: set[int] = set()
         with self._contained():
-            own = {id(parameter) for parameter in source_of(self._optimizer).parameters}
+            own = set(map(id, self.monitor._trained.source().parameters))
         return not own.isdisjoint(map(id, parameters))
 
-    def _measure(self, scaler: GradScaler | None) -> None:
-        """Measures complete gradients, unless already measured, before ``scaler`` or (None) a clip changes them."""
-        is_measured, loss = False, None
+    def _measure(self, scaler: Any, loss: Any) -> None:
+        is_measured = False
         with self._contained():
-            if scaler is None and len(_handles) == len(_losses) == 1:
-                scaler = next(iter(_losses))  # the only scaler that can have scaled these gradients
+            if scaler is None and len(_handles) == 1:
+                scaler = torch_calls.only_scaler()  # no other can have scaled these gradients
             if self.monitor.scaler is None and scaler is not None:
                 self.monitor.scaler = scaler
             if self._measured is not None:
                 known, version = self._measured
                 gradient = known()
                 is_measured = gradient is not None and gradient._version == version
-            if not is_measured and self.monitor.scaler is not None:
-                losses = _losses.pop(self.monitor.scaler, ())
+            if not is_measured and loss is None:
+                losses = torch_calls.losses_scaled_by(self.monitor.scaler)
                 # On the last one's device: parts of a model may have losses on different devices.
                 loss = torch.stack([one.to(losses[-1].device).float() for one in losses]).sum() if losses else None
         if not is_measured:
-            self.monitor.step(loss)
+            self.monitor.step(_as_loss(loss))
             self._note_gradients()
 
     def _note_gradients(self) -> None:
         """Remembers the current gradients, either measured or changed since by a clip or scaler that notified us."""
         with self._contained():
-            gradients = (parameter.grad for parameter in source_of(self._optimizer).parameters)
+            gradients = (parameter.grad for parameter in self.monitor._trained.source().parameters)
             gradient = next((gradient for gradient in gradients if gradient is not None), None)
             self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
@@ -154,11 +190,9 @@ class AutoHandle:
 
     def remove(self) -> None:
         """Detaches the monitor from the optimizer and closes it; its findings remain."""
-        for hook in self._hooks:
-            hook.remove()
         self._optimizer.__dict__.pop(_MARK, None)
         _handles.discard(self)
-        _remove_layers()
+        torch_calls.leave(self)
         self.monitor.detach()
 
     def __enter__(self) -> Self:
@@ -168,87 +202,10 @@ class AutoHandle:
         self.remove()
 
 
-_layers: list[Layer] = []
-
-
-def _call_and_measure(handles: list[AutoHandle], scaler: GradScaler | None, call: Callable[[], Any]) -> Any:
-    """Calls ``call``, a clip or a method of ``scaler``, which changes gradients; measures before, takes note after."""
-    for handle in handles:
-        if not handle._is_over:
-            handle._measure(scaler)
-        if scaler is None:
-            handle._warn_if_scaled()
-    try:
-        return call()
-    finally:
-        for handle in handles:
-            handle._note_gradients()
-
-
-def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return layer.below(parameters, *args, **kwargs)
-    given = as_list(parameters)
-    concerned = [handle for handle in list(_handles) if handle._holds(given)]
-    return _call_and_measure(concerned, None, lambda: layer.below(given, *args, **kwargs))
-
-
-def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    handle = getattr(optimizer, _MARK, None)
-    concerned = [] if handle is None or not scaler.is_enabled() else [handle]
-    return _call_and_measure(concerned, scaler, lambda: layer.below(scaler, optimizer, *args, **kwargs))
-
-
-def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    result = _unscale(layer, scaler, optimizer, *args, **kwargs)
-    handle = getattr(optimizer, _MARK, None)
-    if handle is not None:  # also if the scaler has skipped the optimizer's step
-        handle._after()
-    return result
-
-
-def _scale(layer: Layer, scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    is_loss = isinstance(outputs, Tensor) and outputs.numel() == 1
-    if is_loss and not torch.compiler.is_compiling() and scaler.is_enabled():
-        for handle in list(_handles)[:1]:
-            with handle._contained():
-                _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
-    return layer.below(scaler, outputs, *args, **kwargs)
-
-
-def _scalers(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
-    yield kind
-    for derived in kind.__subclasses__():
-        yield from _scalers(derived)
-
-
-def _install_layers() -> None:
-    """Patches torch's clips and scalers so that they notify the handles."""
-    with lock:
-        if _layers:
-            return
-        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-            _layers.extend(Layer(module, name, _clip, watches=True) for name in ("clip_grad_norm_", "clip_grad_value_"))
-        for kind in _scalers(GradScaler):
-            methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
-            _layers.extend(Layer(kind, name, method) for name, method in methods.items() if name in kind.__dict__)
-
-
-def _remove_layers() -> None:
-    """Restores torch's functions if no optimizer is watched any more."""
-    with lock:
-        if not _handles:
-            for layer in _layers:
-                layer.remove()
-            _layers.clear()
-
-
-class Parameters(nn.Module):
-    """Parameters as a module, under names that may contain dots."""
-
-    def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
-        super().__init__()
-        self._parameters.update(named)  # register_parameter rejects names with dots
+def _as_loss(value: Any) -> Any:
+    """``value`` if it can be a loss, else None: a closure may return anything."""
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return value if is_number else None
 
 
 def auto(
@@ -264,14 +221,16 @@ def auto(
         gradstat.auto(optimizer)  # that is all; warns when something is wrong
 
     Gradients are measured, as by `gradstat.Monitor.step` (one read, no host sync on a GPU), before the first of these
-    changes them: a clip of ``torch.nn.utils``, a loss scaler, ``optimizer.step()``. Steps that a scaler skips are
-    therefore seen as well. A clip that was imported by name earlier is not noticed; gradients are then measured after
-    it. The loss is known if a scaler scales it, or if the step gets a closure, whose first call counts.
+    changes them: a clip of torch or gradstat, a loss scaler, `gradstat.guarded_step`, ``optimizer.step()``. Steps that
+    a scaler or a guarded step skips are therefore seen as well. What is watched is what the optimizer holds in each
+    step, so groups that are added and parameters that are replaced are followed. The loss is known if a scaler scales
+    it, if `gradstat.guarded_step` gets it, or if the step gets a closure, whose first call counts.
 
     Args:
-        optimizer: Any ``torch.optim.Optimizer``.
+        optimizer: Any ``torch.optim.Optimizer``; of one that wraps another, as Accelerate's and Opacus' do, the inner.
         model: The model, for parameter names and everything else that a monitor can watch; None uses the optimizer's
-            names (``group0.3``, or its own if it was made from ``named_parameters()``).
+            names (``group0.3``, or its own if it was made from ``named_parameters()``). What the optimizer trains
+            besides is watched as well, under the optimizer's names.
         max_norm: If given, gradients are clipped to it after they were measured, as by `gradstat.clip_grad_norm_`.
         scaler: The loss scaler; None to detect it when it is used.
         options: For `gradstat.Monitor`: ``on_anomaly``, ``watch``, ``save_to`` and so on.
@@ -290,12 +249,9 @@ def auto(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
             "wrapped optimizer pass the inner one, for example optimizer.optimizer"
         )
-    if model is None:
-        source = source_of(optimizer)
-        model = Parameters(zip(source.names(), source.parameters, strict=True))
-    monitor = Monitor(model, optimizer, scaler, max_norm=max_norm, **options)
+    optimizer = optimizers.unwrapped(optimizer)
+    monitor = Monitor(Parameters() if model is None else model, optimizer, scaler, max_norm=max_norm, **options)
     known = getattr(optimizer, _MARK, None)
     if known is not None:
         known.remove()
-    _install_layers()
     return AutoHandle(optimizer, monitor, max_norm)

@@ -24,7 +24,7 @@ from torch.optim import Adagrad, Adam, Optimizer
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from gradstat import _fields
-from gradstat._core import norms
+from gradstat._core import announce, norms
 from gradstat._core.engines import engine_of, refuse_engine
 from gradstat._core.host_copy import streams_of
 from gradstat._core.measure import measure
@@ -344,6 +344,9 @@ class StepInBackward:
             assert self._clip_states is not None
             self._clip._collect_(self._clip_states, decision.norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # keeps torch's schedulers from warning
+        with announce.change(self._source.parameters):
+            pass  # it is done, but only now all gradients have been measured
+        announce.step_ended(self.optimizer)
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
         """Rejects ``optimizer.step()`` in a loop that still calls it, if it would change parameters."""

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradstat._core import norms
+from gradstat._core import announce, norms
 from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
 from gradstat._core.native import DeviceModule, operators
 from gradstat._core.parameters import as_list, gradients_to_clip, require_foreach
@@ -79,27 +79,28 @@ def clip_grad_norm_(
         refuse_in_compiled("clip_grad_norm_", gradients, norm_type, error_if_nonfinite, backend, extra_groups)
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
-    norm = direct = None
-    if extra_groups is None and is_fused(gradients, norm_type):
-        direct = direct_for(gradients[0], name_of, backend)
-    if direct is not None:  # for ordinary gradients on one device the kernels do everything, for others nothing
-        clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
-        norm = clip(gradients, max_norm, norm_type)
-    if norm is None:
-        in_place = max_norm != math.inf
-        total = norm_of(
-            gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, in_place=in_place
-        )
-        shards = list(map(shard_of, gradients))
-        norm = total.to(norms.norm_dtype(shards))
-        if error_if_nonfinite:
-            raise_if_nonfinite(norm, norm_type)
-        if shards and in_place:
-            scale_gradients_(shards, norms.clip_coefficient(total, max_norm), name_of, backend)
-    if max_norm != math.inf:
-        # As an in-place operation does: graphs that saved a gradient detect that it was changed.
-        torch.autograd.graph.increment_version(gradients)
-    return norm
+    with announce.change(given if max_norm != math.inf else ()):
+        norm = direct = None
+        if extra_groups is None and is_fused(gradients, norm_type):
+            direct = direct_for(gradients[0], name_of, backend)
+        if direct is not None:  # for ordinary gradients on one device the kernels do everything, for others nothing
+            clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
+            norm = clip(gradients, max_norm, norm_type)
+        if norm is None:
+            in_place = max_norm != math.inf
+            total = norm_of(
+                gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, in_place=in_place
+            )
+            shards = list(map(shard_of, gradients))
+            norm = total.to(norms.norm_dtype(shards))
+            if error_if_nonfinite:
+                raise_if_nonfinite(norm, norm_type)
+            if shards and in_place:
+                scale_gradients_(shards, norms.clip_coefficient(total, max_norm), name_of, backend)
+        if max_norm != math.inf:
+            # As an in-place operation does: graphs that saved a gradient detect that it was changed.
+            torch.autograd.graph.increment_version(gradients)
+        return norm
 
 
 def _clip_if_finite(direct: DeviceModule, gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
@@ -182,12 +183,12 @@ def clip_grads_with_norm_(
     Raises:
         As `clip_grad_norm_`; and ValueError if ``total_norm`` is not a single real number.
     """
-    _, found = gradients_to_clip(parameters, foreach)
+    given, found = gradients_to_clip(parameters, foreach)
     gradients, name_of = found.tensors, found.name_of
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if not gradients or max_norm == math.inf:
         return
-    with torch.no_grad():
+    with announce.change(given), torch.no_grad():
         coefficient = norms.clip_coefficient(norm, max_norm)
         if torch.compiler.is_compiling():
             if backend is not None:
@@ -196,7 +197,7 @@ def clip_grads_with_norm_(
             operators(device).scale_.default(gradients, to_device(coefficient, device))
             return
         scale_gradients_(gradients, coefficient, name_of, backend)
-    torch.autograd.graph.increment_version(gradients)
+        torch.autograd.graph.increment_version(gradients)
 
 
 def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:

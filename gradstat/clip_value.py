@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from gradstat._core import announce
 from gradstat._core.parameters import gradients_to_clip, has_foreach
 
 # Size in bytes from which a second pass over a gradient costs more than a separate operation. Measured on a CPU; the
@@ -38,7 +39,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype
             cannot hold ``clip_value``. The gradients before it have been clamped by then.
     """
-    _, found = gradients_to_clip(parameters, foreach)
+    given, found = gradients_to_clip(parameters, foreach)
     gradients = found.tensors
     limit = float(clip_value)
     if not limit >= 0:
@@ -52,7 +53,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
             f"{name!r} is complex, and complex numbers have no order by which to clamp them; clip them by norm, "
             "with clip_grad_norm_"
         )
-    with torch.no_grad():
+    with announce.change(given), torch.no_grad():
         for group in groups:
             _clamp_(group, limit, foreach)
 

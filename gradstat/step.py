@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -13,13 +14,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from gradstat._core import norms
+from gradstat._core import announce, norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import streams_of
-from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
+from gradstat._core.parameters import Source, gradients_of, labels_of, named_by, source_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
+from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
-from gradstat._step import optimizers
 from gradstat._step.measured import Measured
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.check import PendingReport
@@ -235,16 +236,20 @@ class _Request(NamedTuple):
 
 
 def _step(request: _Request, loss: Any) -> StepResult:
-    optimizer = request.optimizer
-    gradients, measured = _measure(request, counts=True)
-    rewrites, clip = request.rewrites, request.clip if gradients else None
-    if isinstance(clip, NormClip):
-        measured.limit_(clip)
-    elif isinstance(clip, TensorClip):
-        # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
-        measured.limit_tensors_(clip, _having_gradients(optimizer), gradients)
-        rewrites = False
-    stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
+    optimizer, source = request.optimizer, source_of(request.optimizer)
+    try:
+        with announce.change(source.parameters, request.scaler, loss):
+            gradients, measured = _measure(request, source, counts=True)
+            rewrites, clip = request.rewrites, request.clip if gradients else None
+            if isinstance(clip, NormClip):
+                measured.limit_(clip)
+            elif isinstance(clip, TensorClip):
+                # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
+                measured.limit_tensors_(clip, _having_gradients(optimizer), gradients)
+                rewrites = False
+            stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
+    finally:
+        announce.step_ended(optimizer)  # also if it was skipped
     if not stepped:
         # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -281,30 +286,43 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
             loss = closure()
         if loss is None and optimizers.traits_of(optimizer).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
-        gradients, measured = _measure(request, counts=False)
-        skip, divisor = measured.on_host() if request.skips else (False, math.nan)
-        if skip:
-            raise _NotFiniteError
-        if request.limit != math.inf and divisor != 1.0 and gradients:
-            measured.rewrite_(gradients)
+        source = source_of(optimizer)
+        with announce.change(source.parameters, None, loss):
+            gradients, measured = _measure(request, source, counts=False)
+            skip, divisor = measured.on_host() if request.skips else (False, math.nan)
+            if skip:
+                raise _NotFiniteError
+            if request.limit != math.inf and divisor != 1.0 and gradients:
+                measured.rewrite_(gradients)
         return loss
 
     loss = None
     try:
-        loss = optimizer.step(checked_closure)
+        with decision.taking(optimizer) if request.skips else contextlib.nullcontext():
+            loss = optimizer.step(checked_closure)
     except _NotFiniteError:
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)
         optimizer.state.clear()
         optimizer.state.update(state_before)
+    finally:
+        announce.step_ended(optimizer)
     _count(request, measured)
     return _result(request, measured, loss)
 
 
-def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
-    """The current gradients and their measurement; counts the step if ``counts``."""
-    source = source_of(request.optimizer)
+def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tensor], Measured]:
+    """The current gradients and their measurement; counts the step if ``counts``.
+
+    Takes over what monitors have decided about this step: if it must skip, because they have measured it before.
+    """
+    wish = decision.take(request.optimizer) if request.skips else None
+    if wish is not None and wish.guard is not None and request.guard not in (None, wish.guard):
+        raise RuntimeError(
+            "a monitor and guarded_step judge one step by two guards: "
+            + decision.two_guards([wish.guard, request.guard])
+        )
     if request.model is not None:
         source = named_by(request.model, source)
     found = gradients_of(source.parameters)
@@ -322,14 +340,17 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     if isinstance(request.clip, TensorClip) and found.tensors:
         refuse_distributed(found.tensors, labels.of)
         request.clip.check(_having_gradients(request.optimizer), found.tensors, labels.of)
-    before = None  # found_inf of `unscale_`, per device: above 0 if something was not finite
+    flags: list[Tensor] = []  # above 0 to skip: found_inf of `unscale_`, per device, and what monitors have decided
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
     elif request.scaler is not None:
-        before = _scaling.found_by(request.scaler, request.optimizer)
+        flags += _scaling.found_by(request.scaler, request.optimizer)
         _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
+    if wish is not None and wish.guard is None:
+        flags.append(wish.flag)
     # The kernel counts the step itself if it alone decides. Without gradients, only the result's device is known.
-    counts_itself = counts and request.skips and before is None and request.guard is None and bool(found.tensors)
+    is_alone = not flags and request.guard is None and wish is None
+    counts_itself = counts and request.skips and is_alone and bool(found.tensors)
     counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
     in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
@@ -337,11 +358,15 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
         *(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups),
         in_place=in_place or isinstance(request.clip, TensorClip),
     )
-    if before is not None:
-        for tensor in before:
-            measured.verdict[norms.SKIP].add_(to_device(tensor, measured.verdict.device))
+    if flags:
+        for flag in flags:
+            measured.verdict[norms.SKIP].add_(to_device(flag, measured.verdict.device))
         measured.verdict[norms.SKIP].clamp_(max=1.0)
-    if counts and request.guard is not None:
+    if wish is not None and wish.guard is not None and wish.reason is not None:
+        measured = measured.judged(wish.flag, wish.reason)
+        if counts:
+            _count(request, measured)
+    elif counts and request.guard is not None:
         counters = counters_on(request.optimizer, measured.verdict.device).tensor
         remember_guard(request.optimizer, request.guard)
         measured = measured.guarded(request.guard, request.loss, request.update, counters)

@@ -60,7 +60,7 @@ def _stop_watching() -> Iterator[None]:
             for handle in list(automatic._handles):
                 with contextlib.suppress(AnomalyError):
                     handle.remove()
-        automatic._remove_layers()
+        automatic.torch_calls.leave(None)
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda pair: "-".join(pair))

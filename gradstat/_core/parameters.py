@@ -5,6 +5,8 @@ A module is walked once, and again after a dictionary of its parameters or submo
 
 from __future__ import annotations
 
+import itertools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,6 +126,84 @@ def named_by(module: Module, source: Source) -> Source:
         return [name_by_id.get(i, name) for i, name in zip(wanted, own_names(), strict=True)]
 
     return Source(source.parameters, names)
+
+
+class Parameters(Module):
+    """Parameters as a module, under names that may contain dots."""
+
+    def __init__(self, named: Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__()
+        self.replace(named)
+
+    def replace(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Holds these parameters from now on."""
+        self._parameters.clear()
+        self._parameters.update(named)  # register_parameter rejects names with dots
+
+
+class Trained:
+    """The parameters of a model, and behind them those that its optimizer trains besides: looked up on every step.
+
+    A parameter that the optimizer gets later (a group added, a tensor replaced) is followed. Names are those of the
+    model, or of the optimizer: its own if it was made from ``named_parameters()``, else group and position.
+
+    Attributes:
+        model: The model; an empty module if only the optimizer is known.
+        besides: A module with the parameters that only the optimizer has.
+    """
+
+    def __init__(self, model: Module | None, optimizer: Optimizer | None) -> None:
+        self.model = Parameters() if model is None else model
+        self.besides = Parameters()
+        self._optimizer = optimizer
+        self._names: Sequence[str] | None = None  # of the model's parameters when they were last compared
+        self._of_model: list[Tensor] = []
+        self._trained: list[Tensor] = []
+        self._all_names: tuple[str, ...] = ()
+
+    def source(self) -> Source:
+        """All parameters now; while nothing changes, ``names()`` returns the same object."""
+        source = source_of(self.model)
+        if self._optimizer is None or source.engine is not None:
+            return source
+        names, groups = source.names(), self._optimizer.param_groups
+        is_known = names is self._names or _are_same(source.parameters, self._of_model)
+        if not (is_known and _hold_exactly(groups, self._trained)):
+            self._compare(source, names)
+        self._names = names
+        if not self.besides._parameters:
+            return source
+        parameters = [*source.parameters, *self.besides._parameters.values()]
+        return Source(parameters, lambda: self._all_names)  # type: ignore[arg-type]
+
+    def _compare(self, source: Source, names: Sequence[str]) -> None:
+        assert self._optimizer is not None
+        trained = _optimizer_source(self._optimizer)
+        known, taken = set(map(id, source.parameters)), set(names)
+        besides: dict[str, Tensor] = {}
+        for name, parameter in zip(trained.names(), trained.parameters, strict=True):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                # Two networks may have parameters of one name.
+                choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
+                unique = next(choice for choice in choices if choice not in taken)
+                taken.add(unique)
+                besides[unique] = parameter
+        self.besides.replace(besides.items())
+        self._of_model, self._trained = source.parameters, trained.parameters
+        self._all_names = (*names, *self.besides._parameters)
+
+
+def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _hold_exactly(groups: list[dict[str, Any]], parameters: list[Tensor]) -> bool:
+    """Whether the groups of an optimizer hold these parameters, in order; 10 ns each with the compiled helper."""
+    helpers = native.helpers()
+    if helpers is not None:
+        return helpers.holds_exactly(groups, parameters)
+    return _are_same([parameter for group in groups for parameter in group["params"]], parameters)
 
 
 def _iterable_source(target: Iterable[Any]) -> Source:

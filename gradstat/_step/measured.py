@@ -92,6 +92,12 @@ class Measured(NamedTuple):
         verdict = guard._decide(kernels, self.coefficient_and_norm, self.verdict, loss, update, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
+    def judged(self, skip: Tensor, reason: Tensor) -> Measured:
+        """The measurement with the verdict of a guard that has judged these gradients before, for a monitor."""
+        verdict = torch.cat([self.verdict, to_device(reason, self.verdict.device).to(torch.float32).view(1)])
+        verdict[SKIP] = torch.maximum(verdict[SKIP], to_device(skip, verdict.device))
+        return self._replace(verdict=verdict, before_guard=self.verdict)
+
     def limit_(self, clip: NormClip) -> None:
         """Applies the decision of a clip about all gradients together."""
         norm = self.coefficient_and_norm[1]

@@ -35,6 +35,19 @@ def require_optimizer(optimizer: object, expected: str) -> None:
         raise TypeError(f"{expected}, got {type(optimizer).__name__}{hint}")
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside of those that wrap it and never were initialised as optimizers, so have no hooks.
+
+    Accelerate's and Opacus' are such wrappers.
+    """
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "original_optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
+
+
 _WITH_FUSED_STEP = {original_step(kind) for kind in (Adam, AdamW, Adagrad, SGD)}
 _REPEATING_STEP = original_step(LBFGS)
 _SGD_STEP = original_step(SGD)

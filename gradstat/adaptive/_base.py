@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradstat._core import norms
+from gradstat._core import announce, norms
 from gradstat._core.backends import Kernels, resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import refuse_capture
@@ -87,10 +87,10 @@ class AdaptiveClip(ABC):
             return torch.tensor(0.0, device="cpu")
         if positions is not None:
             listed = [listed[i] for i in positions]
-        with torch.no_grad():
+        with announce.change(listed), torch.no_grad():
             norm = self._clip_(listed, gradients, found.name_of, backend)
-        # As an in-place operation does: graphs that saved a gradient detect that it was changed.
-        torch.autograd.graph.increment_version(gradients)
+            # As an in-place operation does: graphs that saved a gradient detect that it was changed.
+            torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
 
     @abstractmethod

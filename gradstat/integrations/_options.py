@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradstat._core.parameters import Parameters
 from gradstat.adaptive._base import checked_limit
-from gradstat.automatic import Parameters
 from gradstat.monitor import POLICIES, Finding, Monitor, MonitorOptions, default_rules
 from gradstat.monitor.policies import PolicyTable
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.parameters import Parameters
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
-from gradstat.automatic import Parameters
 from gradstat.integrations._clipping import OptimizerClip
 from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import require

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import Source, gradients_of, source_of
+from gradstat._core.parameters import Source, Trained, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
@@ -27,7 +27,7 @@ from gradstat.guard import guard_of
 from gradstat.monitor import observers
 from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.rows import Observation
+from gradstat.monitor.rows import Observation, rate_name
 from gradstat.monitor.segments import PendingRows, Segment, Wanted, measure_segments, plain_parts
 
 _META = torch.device("meta")
@@ -54,7 +54,7 @@ class Collector:
 
     def __init__(
         self,
-        model: nn.Module,
+        trained: Trained,
         optimizer: Optimizer | None,
         scaler: Any,
         watch: Mapping[str, int],
@@ -69,7 +69,8 @@ class Collector:
         self._predicts_updates = bool(watch["updates"]) and steps_after_backward and updates.is_known(optimizer)
         self._max_norm = max_norm
         self._wanted, self._gaps = wanted, gaps
-        self._model, self._optimizer, self.scaler = model, optimizer, scaler
+        model = trained.model
+        self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
         if optimizer is not None:
             observers.optimizers.add(optimizer)
         self._watch, self._backend, self._extra_groups = watch, options.backend, options.extra_groups
@@ -83,7 +84,7 @@ class Collector:
         self._origin = _watch_origin(model, options.backend) if watch["origin"] else None
         if self._origin is not None:
             weakref.finalize(self, self._origin.remove).atexit = False
-        source = source_of(model)
+        source = trained.source()
         self._engine = source.engine
         inner = model if source.engine is None else source.engine.module
         self.backward_order: tuple[str, ...] = ()
@@ -102,7 +103,7 @@ class Collector:
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
         """Measures what is due in ``step``, and the ``scalars`` and ``on_device`` of `scalars`. No host sync."""
-        source = source_of(self._model)
+        source = self._trained.source()
         stepper = handle_of(self._optimizer)
         stepped = None if stepper is None else stepper._rows_for(source.parameters)
         gradients = gradients_of(source.parameters, source.engine) if stepped is None else stepped[0]
@@ -173,6 +174,11 @@ class Collector:
         """The parameters, or with an engine this rank's shards of them."""
         return source.parameters if source.engine is None else source.engine.parameters(source.parameters)
 
+    def _besides(self) -> dict[str, Tensor]:
+        """What the optimizer trains besides the model, by name; nothing if there is no model to compare with."""
+        trained = self._trained
+        return {} if next(trained.model.parameters(), None) is None else dict(trained.besides.named_parameters())
+
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
     ) -> None:
@@ -185,7 +191,7 @@ class Collector:
             return
         self._old_parameters = None  # the difference to another parameter is no update
         if self._optimizer is not None and self._watch["optimizer"]:
-            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
+            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides())))
 
     def resume(self, step: int) -> None:
         """Prepares for ``step`` of a resumed run, whose backward order is known."""
@@ -204,7 +210,7 @@ class Collector:
         """Whether gradients are reduced over ranks without recording which rank produced NaN."""
         if self._origin is not None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return False
-        return torch.distributed.get_world_size() > 1 and not is_distributed(source_of(self._model).parameters)
+        return torch.distributed.get_world_size() > 1 and not is_distributed(self._trained.source().parameters)
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
@@ -219,9 +225,13 @@ class Collector:
         """Loss, learning rate, loss scale and guard verdict: first those on the host, then those on a device."""
         known: dict[str, float] = {}
         on_device: dict[str, Tensor] = {}
+        given: list[tuple[str, Any]] = [("loss", loss), ("lr", lr)]
         if lr is None and self._optimizer is not None:
-            lr = self._optimizer.param_groups[0].get("lr")
-        given: tuple[tuple[str, Any], ...] = (("loss", loss), ("lr", lr))
+            first, *others = [group.get("lr") for group in self._optimizer.param_groups]
+            given[1] = ("lr", first)
+            for number, rate in enumerate(others, 1):
+                if rate is not first and (isinstance(rate, Tensor) or isinstance(first, Tensor) or rate != first):
+                    given.append((rate_name(number), rate))
         for name, value in given:
             if type(value) is float:
                 known[name] = value
@@ -311,10 +321,12 @@ class Collector:
         if self.is_due("replicas", step):
             from gradstat.distributed import verify_replicas
 
-            observations.append(Observation("replicas", step, verify_replicas(self._model, what=("parameters",))))
+            observations.append(
+                Observation("replicas", step, verify_replicas(self._trained.model, what=("parameters",)))
+            )
         yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
         if self._optimizer is not None and self.is_due("optimizer", step):
-            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names)))
+            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides())))
 
     def _updates(
         self, parameters: list[Tensor], names: tuple[str, ...], gradients: list[Tensor], scale: Tensor | None
@@ -353,7 +365,7 @@ class Collector:
 
     def measure_state(self, step: int, known: set[str]) -> list[PendingRows]:
         """Measures parameters, buffers and optimizer states now, except the kinds in ``known``; no collectives."""
-        source = source_of(self._model)
+        source = self._trained.source()
         parameters = self._local_parameters(source)
         if is_distributed(parameters):
             return []  # would need collectives, which the other ranks would not join
@@ -372,7 +384,7 @@ class Collector:
 
     def is_finite(self) -> bool:
         """Whether parameters and optimizer states are finite now; only this rank's shards. Syncs with the device."""
-        source = source_of(self._model)
+        source = self._trained.source()
         wanted = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
         held = self.states(self._local_parameters(source), tuple(source.names()), wanted.__getitem__)
         plain = [part.detach() for _, some in held for tensor in some for _, part in plain_parts(shard_of(tensor))]
@@ -415,18 +427,18 @@ def model_name(model: nn.Module) -> str:
     return type(uncompiled(without_ddp(uncompiled(model)))).__name__
 
 
-def _setting(optimizer: Optimizer | None, key: str) -> float:
-    """A number in the first parameter group; 0 if there is none."""
-    value = 0.0 if optimizer is None else optimizer.param_groups[0].get(key, 0.0)
+def _number(value: Any) -> float:
+    """A setting of a parameter group as a number; 0 if it is none."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
 def facts_of(optimizer: Optimizer | None) -> dict[str, Any]:
     """The fields of `Facts` that describe an optimizer."""
+    groups = [] if optimizer is None else optimizer.param_groups
     return {
-        "optimizer_eps": _setting(optimizer, "eps"),
+        "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
         "second_moment_decay": _second_moment_decay_of(optimizer),
-        "initial_lr": _setting(optimizer, "initial_lr"),
+        "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
     }
 
 

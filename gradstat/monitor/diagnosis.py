@@ -41,6 +41,7 @@ class Diagnosis:
         steps: How many steps the run had taken.
         model: Class name of the model.
         culprit: What a replay found, in words; empty if there was none.
+        why_nothing: Why no step was seen, if that is so and known.
     """
 
     findings: tuple[Finding, ...]
@@ -48,14 +49,16 @@ class Diagnosis:
     steps: int
     model: str
     culprit: str = ""
+    why_nothing: str = ""
 
     @classmethod
-    def of(cls, recording: Recording, culprit: str = "") -> Diagnosis:
+    def of(cls, recording: Recording, culprit: str = "", why_nothing: str = "") -> Diagnosis:
         """The diagnosis of a recording.
 
         Args:
             recording: From a monitor or a file.
             culprit: What a replay found, in words.
+            why_nothing: Why no step was seen, if that is so.
         """
         rules = [rule.name for rule in RULES]
         order = {kind: {name: i for i, name in enumerate(table.names)} for kind, table in recording.tables.items()}
@@ -82,15 +85,17 @@ class Diagnosis:
         steps = recording.meta.get("steps")
         if type(steps) is not int:  # meta comes from a file, where it may be anything
             steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
-        return cls(tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit)
+        return cls(tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit, why_nothing)
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error and no warning."""
-        return not self.incidents
+        """Whether steps were seen, and there is no error and no warning."""
+        return bool(self.steps) and not self.incidents
 
     def headline(self) -> str:
         """The diagnosis in one sentence."""
+        if not self.steps and not self.incidents:
+            return f"nothing is known about {self.model}, since {self.why_nothing or 'no step was seen'}"
         if self.ok:
             return f"nothing wrong in {self.steps:,} steps of {self.model}"
         first = self.incidents[0].findings[0]

@@ -18,18 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core import norms
 from gradstat._core.backends import known_name, resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.engines import Engine, engine_of
 from gradstat._core.host_copy import streams_of
-from gradstat._core.parameters import source_of
+from gradstat._core.parameters import Trained
+from gradstat._step import decision
+from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import checked_limit
 from gradstat.backward_step import handle_of
 from gradstat.guard import SpikeGuard, remember_guard
-from gradstat.monitor.actions import Skipping, Snapshots
+from gradstat.monitor.actions import Snapshots
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
@@ -45,7 +48,7 @@ from gradstat.monitor.reporting import warn
 from gradstat.monitor.rows import Facts, Observation
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
-from gradstat.monitor.segments import Wanted
+from gradstat.monitor.segments import PendingRows, Wanted
 from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 
 if TYPE_CHECKING:
@@ -152,6 +155,7 @@ class Monitor:
         _check_policies(self._policies, optimizer, replay)
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer
+        self._trained = Trained(model, optimizer)
         self._lag = options.lag
         self._max_norm = limit if isinstance(limit, float) else None
         self._save_to = None if save_to is None else Path(save_to)
@@ -164,6 +168,7 @@ class Monitor:
         self.culprit: Culprit | None = None
         self._replayed, self._replayed_step = "", -1
         self._is_user_called = True
+        self._why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
         self._replay_argument: str | None = (
             _FUNCTION if engine is None else None
         )  # the argument that `"replay"` needs; None if it cannot be used
@@ -175,13 +180,15 @@ class Monitor:
         skips = self._policies.uses("skip") or guard is not None
         wanted: Wanted = "norm" if guard is not None else "flag" if skips else None
         self._collector = Collector(
-            model, optimizer, scaler, self._watch, classes, options, wanted, self._gaps, self._max_norm
+            self._trained, optimizer, scaler, self._watch, classes, options, wanted, self._gaps, self._max_norm
         )
         self._buffer = StepBuffer(self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
-        self._skipping = Skipping(optimizer) if skips and optimizer is not None else None
+        self._skips = skips
+        if skips and optimizer is not None:
+            decision.request(optimizer, self, None)  # a closure may make the first request within a step
         self._skip_flag: Tensor | None = None  # of the newest step
-        self._snapshots = Snapshots(model, optimizer, scaler) if self._policies.uses("rollback") else None
+        self._snapshots = Snapshots(self._trained, optimizer, scaler) if self._policies.uses("rollback") else None
         self._replayer: Replayer | None = None
         if self._policies.uses("replay"):
             self._lag = 0  # the next step would overwrite what a replay needs
@@ -242,12 +249,10 @@ class Monitor:
             return self.findings[known:]
         self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
         self._pending.append(pending)
-        if self._skipping is not None:
-            flag = pending.numbers[0].flag
-            if self.guard is not None and flag is not None:
-                flag = self._guarded(self.guard, flag, pending.numbers[0].norm, loss)
-            self._skip_flag = flag
-            self._skipping.arm(flag, self.scaler)
+        if self._skips and self._optimizer is not None:
+            wish = self._skip_request(pending.numbers[0], loss)
+            self._skip_flag = None if wish is None else wish.flag
+            decision.request(self._optimizer, self, wish)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             with self._gaps.suppress_errors(pending.step, "the state of a step could not be copied"):
                 self._snapshots.take(pending.step)
@@ -255,19 +260,26 @@ class Monitor:
         self._read(self._lag if pending.numbers[0].needs_copy else 0)
         return self.findings[known:]
 
-    def _guarded(self, guard: SpikeGuard, flag: Tensor, norm: Any, loss: Tensor | float | None) -> Tensor:
-        """The verdict as a flag, like those of `PendingRows`: 1 to skip the step, because of ``flag`` or the guard."""
-        verdict = flag.reshape(1)
+    def _skip_request(self, measured: PendingRows, loss: Tensor | float | None) -> SkipRequest | None:
+        """Asks for the step to be skipped if a gradient is not finite or the guard refuses; an enabled scaler skips."""
+        flag, guard = measured.flag, self.guard
+        if flag is None or (self.scaler is not None and self.scaler.is_enabled()):
+            return None
+        wish = SkipRequest(flag)
+        if guard is None:
+            return wish
         with self._gaps.suppress_errors(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
             if loss is not None and not isinstance(loss, Tensor):
                 loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
-            numbers = torch.stack([torch.ones_like(norm), norm])
+            assert measured.norm is not None
+            numbers = torch.stack([torch.ones_like(measured.norm), measured.norm])
             given = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
             kernels = resolve(self.options.backend, flag.device.type)
             verdict = guard._decide(kernels, numbers, given, loss, None, None, streams_of([flag]))
-            if self._optimizer is not None:
-                remember_guard(self._optimizer, guard)
-        return verdict[0]
+            wish = SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
+            assert self._optimizer is not None
+            remember_guard(self._optimizer, guard)
+        return wish
 
     @never_traced
     def batch(self, batch: Any) -> list[Finding]:
@@ -436,7 +448,7 @@ class Monitor:
             finding = replace(finding, advice=tuple(advice))
         if not _POSITIONAL.search(finding.text):
             return finding
-        source = source_of(self._model)
+        source = self._trained.source()
         shapes = {name: list(p.shape) for name, p in zip(source.names(), source.parameters, strict=True)}
         text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
         return replace(finding, text=text)
@@ -510,14 +522,15 @@ class Monitor:
         recording = self._history.recording()
         recording.findings = tuple(self.findings)
         recording.backward_order = self._collector.backward_order
+        parameters = [*self._model.parameters(), *self._trained.besides.parameters()]
         recording.meta = {
             "gradstat": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "model": model_name(self._model),
             "optimizer": type(self._optimizer).__name__ if self._optimizer is not None else None,
-            "devices": sorted({str(parameter.device) for parameter in self._model.parameters()}),
-            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "devices": sorted({str(parameter.device) for parameter in parameters}),
+            "parameters": sum(parameter.numel() for parameter in parameters),
             "steps": self.steps,
             "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "why": why,
@@ -533,7 +546,7 @@ class Monitor:
     def diagnose(self) -> Diagnosis:
         """All findings so far, ordered from cause to effect; ``print`` it. Waits for the device."""
         self.flush()
-        return Diagnosis.of(self.recording(), self._replayed)
+        return Diagnosis.of(self.recording(), self._replayed, "" if self.steps else self._why_nothing())
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
         """Writes the `recording` to one file, for ``python -m gradstat view``; replaces an existing file atomically.
@@ -629,8 +642,8 @@ class Monitor:
             self._paused = True
             _unsaved.discard(self)
             self._collector.remove()
-            if self._skipping is not None:
-                self._skipping.remove()
+            if self._skips and self._optimizer is not None:
+                decision.request(self._optimizer, self, None)
             if self._replayer is not None:
                 self._replayer.remove()
             if self._save_to is not None:

@@ -191,6 +191,14 @@ class Rows:
         return Series(self.names, self.layout.numel, self.steps, values)
 
 
+def rate_name(group: int) -> str:
+    """The name of the scalar with a group's learning rate; only the first group's is always there.
+
+    That of another is there in steps in which it differs from the first group's.
+    """
+    return f"lr[{group}]" if group else "lr"
+
+
 @dataclass(frozen=True)
 class Observation:
     """An observation that is not a row of statistics.
@@ -216,7 +224,7 @@ class Facts:
         max_norm: The norm that gradients are clipped to, if the monitor was told.
         optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
-        initial_lr: The learning rate that a scheduler began with or warms up to, 0 if there is none.
+        initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Number of classes of labels, if the monitor was told.
         is_user_called: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
@@ -227,7 +235,7 @@ class Facts:
     max_norm: float | None = None
     optimizer_eps: float = 0.0
     second_moment_decay: float = 0.0
-    initial_lr: float = 0.0
+    initial_lrs: tuple[float, ...] = ()
     classes: int | None = None
     is_user_called: bool = True
     origin_is_unknown: bool = False

@@ -3,7 +3,7 @@
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import gradstat
-from gradstat import automatic
 from gradstat.monitor import AnomalyWarning
 
 
@@ -238,10 +237,12 @@ def test_gradients_are_measured_before_the_programs_own_clip(subset: bool) -> No
     assert (found.step, found.name, found.evidence["parameters_bad"]) == (3, "0.bias", 1)
 
 
-def unnoticed_clip(parameters: Any) -> Tensor:
-    """Calls torch's own function, as if the program had imported it by name before the patch."""
-    clip: Any = torch.nn.utils.clip_grad_norm_
-    return getattr(clip, "__wrapped__", clip)(parameters, 1.0)  # type: ignore[no-any-return]
+def unnoticed_clip(parameters: Iterable[Any]) -> None:
+    """A program's own clip, which announces nothing."""
+    gradients = [parameter.grad for parameter in parameters]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    for gradient in gradients:
+        gradient.mul_((1 / (norm + 1e-6)).clamp(max=1.0))
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -438,7 +439,7 @@ def broken(*_: object, **__: object) -> Any:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("way", ["source_of", "is_still_scaled", "_losses"])
+@pytest.mark.parametrize("way", ["is_still_scaled", "torch_calls.only_scaler", "torch_calls.losses_scaled_by"])
 def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     for watched in (False, True):
@@ -448,7 +449,7 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, mon
             scaled_program("clipped", optimizer, model)
         else:
             handle = gradstat.auto(optimizer, model)
-            monkeypatch.setattr(automatic, way, broken)
+            monkeypatch.setattr(f"gradstat.automatic.{way}", broken)
             with pytest.warns(RuntimeWarning) as caught:
                 scaled_program("clipped", optimizer, model)
             (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
@@ -473,3 +474,207 @@ def test_wrong_types_are_refused() -> None:
         gradstat.auto(optimizer, model, scaler=nn.Linear(1, 1))
     with pytest.raises(TypeError, match="for a wrapped optimizer pass the inner one"):
         gradstat.auto(model)  # type: ignore[arg-type]
+
+
+# What is watched is what is trained ----------------------------------------------------------------------
+
+
+def two_networks() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4), nn.Linear(4, 1)
+
+
+def train_both(
+    optimizer: torch.optim.Optimizer,
+    first: nn.Module,
+    second: nn.Module,
+    steps: int,
+    between: Callable[[int], object] = lambda step: None,
+    behind: Callable[[int], object] = lambda step: None,
+) -> None:
+    for step in range(steps):
+        between(step)
+        optimizer.zero_grad()
+        second(first(torch.randn(8, 4))).square().mean().backward()
+        behind(step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_group_added_later_is_watched(given: bool) -> None:
+    """Gradual unfreezing."""
+    body, head = two_networks()
+    body.requires_grad_(False)
+    optimizer = torch.optim.AdamW(head.parameters())
+
+    def between(step: int) -> None:
+        if step == 3:
+            body.requires_grad_(True)
+            optimizer.add_param_group({"params": body.parameters(), "lr": 1e-4})
+
+    def behind(step: int) -> None:
+        if step == 6:
+            body.bias.grad[2] = math.nan  # type: ignore[index, operator]
+
+    both = nn.ModuleDict({"body": body, "head": head})
+    with gradstat.auto(optimizer, both if given else None, on_anomaly="record") as handle:
+        train_both(optimizer, body, head, 8, between, behind)
+    found = next(finding for finding in handle.monitor.findings if finding.severity == "error")
+    assert (found.rule, found.step) == ("nonfinite-gradient", 6)
+    assert found.name == ("body.bias" if given else "group1.1")
+    assert {finding.rule for finding in handle.monitor.findings if finding.step < 6} == set()
+
+
+def test_a_parameter_replaced_in_the_optimizer_is_followed() -> None:
+    """As in the densification of Gaussian splats: a longer tensor takes the place of another, with its state."""
+    torch.manual_seed(0)
+    points, colours = nn.Parameter(torch.randn(16, 3)), nn.Parameter(torch.rand(16, 3))
+    optimizer = torch.optim.Adam([{"params": [points], "name": "points"}, {"params": [colours], "name": "colours"}])
+    handle = gradstat.auto(optimizer, on_anomaly="record")
+    for step in range(12):
+        if step in (4, 8):
+            for group in optimizer.param_groups:
+                (old,) = group["params"]
+                state = optimizer.state.pop(old)
+                longer = nn.Parameter(torch.cat([old.detach(), old.detach()[:4]]))
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.cat([state[key], torch.zeros(4, 3)])
+                group["params"][0] = longer
+                optimizer.state[longer] = state
+        optimizer.zero_grad()
+        points, colours = (group["params"][0] for group in optimizer.param_groups)
+        (points.square().mean() + (colours - 0.5).square().mean()).backward()
+        if step == 10:
+            colours.grad[20, 1] = math.inf  # type: ignore[index]
+        optimizer.step()
+    monitor = handle.monitor
+    monitor.flush()
+    assert monitor.steps == 12
+    (found,) = (finding for finding in monitor.findings if finding.severity != "info")
+    assert (found.rule, found.step, found.name) == ("nonfinite-gradient", 10, "group1.0")
+    assert "the first at [20, 1]" in found.text
+    newest = monitor.latest()
+    assert newest is not None
+    assert [stats.numel for stats in newest.report] == [72, 72]
+
+
+def test_what_the_optimizer_trains_besides_the_model_is_watched_too() -> None:
+    """Two critics in one optimizer, of which the monitor is given one."""
+    first, second = two_networks()
+    optimizer = torch.optim.AdamW(first.parameters())
+    optimizer.add_param_group({"params": list(second.parameters())})
+
+    def behind(step: int) -> None:
+        if step == 3:
+            second.weight.grad[0, 1] = math.nan  # type: ignore[index, operator]
+
+    with gradstat.auto(optimizer, first, on_anomaly="record") as handle:
+        train_both(optimizer, first, second, 5, behind=behind)
+    infos = [finding for finding in handle.monitor.findings if finding.severity == "info"]
+    (told,) = (finding for finding in infos if finding.evidence.get("what") == "besides")
+    assert told.evidence["parameters"] == ["group1.0", "group1.1"]
+    error = next(finding for finding in handle.monitor.findings if finding.severity == "error")
+    assert (error.step, error.name) == (3, "group1.0")
+
+
+def test_the_learning_rates_of_all_groups_are_watched() -> None:
+    first, second = two_networks()
+    optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters()}], lr=1e-4)
+
+    def between(step: int) -> None:
+        if step == 5:
+            optimizer.param_groups[1]["lr"] *= 1000
+
+    with gradstat.auto(optimizer, on_anomaly="record") as handle:
+        train_both(optimizer, first, second, 8, between)
+    found = handle.monitor.findings[0]
+    assert (found.rule, found.step, found.name) == ("learning-rate-jump", 5, "lr[1]")
+    assert "the learning rate of group 1 jumps from 0.0001 to 0.1" in found.text
+    assert handle.monitor.recording().scalars["lr[1]"][5:].tolist() == [0.1] * 3
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """An optimizer whose ``step`` nobody calls: another, made for the same parameters, takes the step."""
+
+    def __init__(self, parameters: Any, base: type[torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__(parameters, {"rho": 0.05, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["moved"] = parameter.grad * group["rho"]
+                parameter.add_(self.state[parameter]["moved"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(self.state[parameter]["moved"])
+        self.base.step()
+        self.zero_grad()
+
+
+def test_an_optimizer_that_leaves_the_step_to_another_is_watched() -> None:
+    model, _ = made()
+    optimizer = SharpnessAware(model.parameters(), torch.optim.SGD, lr=1e-2)
+    with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
+        for step in range(6):
+            for half in (optimizer.first_step, optimizer.second_step):
+                mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 2)).backward()
+                if step == 3 and half == optimizer.second_step:
+                    model[2].bias.grad[1] = math.nan  # type: ignore[index]
+                half()
+    assert handle.monitor.steps == 6
+    assert (handle.monitor.findings[0].step, handle.monitor.findings[0].name) == (3, "2.bias")
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's and Opacus' optimizers, which never call ``Optimizer.__init__``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_an_optimizer_that_only_wraps_another_is_watched() -> None:
+    model, inner = made()
+    with gradstat.auto(Wrapper(inner), model, on_anomaly="record") as handle:
+        list(program(inner, model, 4, bad=2))
+    assert (handle.monitor.steps, handle.monitor.findings[0].step) == (4, 2)
+
+
+def test_a_diagnosis_of_no_step_is_not_ok_and_says_why() -> None:
+    model, optimizer = made()
+    other_model, other = made()
+    monitor = gradstat.Monitor(model, optimizer)
+    with gradstat.auto(optimizer, model) as handle:
+        list(program(other, other_model, 3))
+        diagnosis = handle.monitor.diagnose()
+    assert not diagnosis.ok
+    assert "step() of the watched AdamW has not been called; steps of AdamW, with other parameters" in str(diagnosis)
+    assert not monitor.diagnose().ok
+    assert "since monitor.step() has not been called" in str(monitor.diagnose())
+
+
+def test_a_scaler_of_a_class_defined_later_is_watched() -> None:
+    model, optimizer = made()
+    handle = gradstat.auto(optimizer, model, on_anomaly="record")
+
+    class Late(torch.amp.GradScaler):
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            self.unscale_(optimizer)
+            found = self._found_inf_per_device(optimizer)
+            return None if any(float(flag) for flag in found.values()) else optimizer.step(*args, **kwargs)
+
+        def update(self, new_scale: Any = None) -> None:
+            self._per_optimizer_states.clear()
+
+    list(program(optimizer, model, 6, 3, Late("cpu")))
+    assert handle.monitor.steps == 6
+    assert handle.monitor.nonfinite_steps == 1

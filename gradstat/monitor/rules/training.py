@@ -9,7 +9,7 @@ import numpy as np
 
 from gradstat.guard import reasons_of
 from gradstat.monitor.findings import Finding, Severity
-from gradstat.monitor.rows import Window
+from gradstat.monitor.rows import Window, rate_name
 from gradstat.monitor.rules.base import Band, Episodes, Rule, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
@@ -113,43 +113,60 @@ class LearningRateJump(Rule):
 
     def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20) -> None:
         self.up, self.down, self.zeros = up, down, zeros
-        self._before = math.nan
-        self._largest = self._scheduled = 0.0
-        self._zero_for = 0
+        # By series, as `rate_name` calls them.
+        self._before: dict[str, float] = {}
+        self._largest: dict[str, float] = {}
+        self._zero_for: dict[str, int] = {}
+        self._scheduled: dict[str, float] = {}
         self._episodes = Episodes(quiet=10)
 
     def bands(self) -> Mapping[str, Band]:
-        if not self._before > 0:
-            return {"lr": (0.0, math.inf)}
-        return {"lr": (self._before / self.down, max(self._largest, self._scheduled, self.up * self._before))}
+        found = {"lr": (0.0, math.inf)}
+        for name, before in self._before.items():
+            if before > 0:
+                most = max(self._largest[name], self._scheduled.get(name, 0.0), self.up * before)
+                found[name] = (before / self.down, most)
+        return found
 
     def review(self, window: Window) -> Iterable[Finding]:
-        self._scheduled = window.facts.initial_lr
-        rates = window.scalars.get("lr", np.empty(0))
-        if len(rates) and (rates > 0).all():
-            previous = np.array([self._before, *rates[:-1]])
-            if ((rates <= self.up * previous) & (rates >= previous / self.down)).all():
-                self._before, self._zero_for = float(rates[-1]), 0
-                self._largest = max(self._largest, float(rates.max()))
-                return
-        for step, rate in series(window, "lr"):
-            before, self._before = self._before, rate
+        self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.facts.initial_lrs)}
+        first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
+        if first is None:
+            return
+        for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
+            rates = window.scalars.get(name, first)
+            rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
+            before = self._before.get(name, before_first)
+            previous = np.array([before, *rates[:-1]])
+            self._largest.setdefault(name, 0.0)
+            self._before[name] = float(rates[-1])
+            if (rates > 0).all() and ((rates <= self.up * previous) & (rates >= previous / self.down)).all():
+                self._zero_for[name] = 0
+                self._largest[name] = max(self._largest[name], float(rates.max()))
+            else:
+                yield from self._review_one(name, zip(window.steps.tolist(), previous.tolist(), rates.tolist()))
+
+    def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]]) -> Iterable[Finding]:
+        which = "the learning rate" + (name != "lr") * f" of group {name[3:-1]}"
+        scheduled = self._scheduled.get(name, 0.0)
+        for step, before, rate in rates:
             if rate < 0 or (math.isnan(rate) and not math.isnan(before)):
-                if self._episodes.begins("invalid", step):
-                    text = f"the learning rate is {rate}"
-                    yield self.found(step, "lr", text, severity="error", lr=str(rate), before=before)
+                if self._episodes.begins(f"invalid {name}", step):
+                    text = f"{which} is {rate}"
+                    yield self.found(step, name, text, severity="error", lr=str(rate), before=before)
                 continue
-            self._zero_for = self._zero_for + 1 if rate == 0 and self._largest > 0 else 0
-            if self._zero_for == self.zeros:
+            self._zero_for[name] = self._zero_for.get(name, 0) + 1 if rate == 0 and self._largest[name] > 0 else 0
+            if self._zero_for[name] == self.zeros:
                 since = step - self.zeros + 1
-                yield self.found(since, "lr", f"the learning rate has been 0 for {self.zeros} steps", lr=0.0)
+                yield self.found(since, name, f"{which} has been 0 for {self.zeros} steps", lr=0.0)
             # A warm-up may begin at 0, or far below earlier rates.
-            grown = before > 0 and rate > self.up * before and rate > max(self._largest, self._scheduled * (1 + 1e-9))
+            grown = before > 0 and rate > self.up * before
+            grown = grown and rate > max(self._largest[name], scheduled * (1 + 1e-9))
             fallen = before > 0 and rate < before / self.down and rate > 0
-            if (grown or fallen) and self._episodes.begins("jump", step):
-                text = f"the learning rate jumps from {before:.4g} to {rate:.4g}"
-                yield self.found(step, "lr", text, before=before, lr=rate, factor=rate / before)
-            self._largest = max(self._largest, rate)
+            if (grown or fallen) and self._episodes.begins(f"jump {name}", step):
+                text = f"{which} jumps from {before:.4g} to {rate:.4g}"
+                yield self.found(step, name, text, before=before, lr=rate, factor=rate / before)
+            self._largest[name] = max(self._largest[name], rate)
 
 
 class ClipActivity(Rule):
@@ -266,8 +283,8 @@ class SaturatedOutput(Rule):
 class OptimizerCoverage(Rule):
     """Parameters that are missing from the optimizer, in it but frozen, or in it but not the model's.
 
-    An info for missing parameters without gradients, such as those of a target network, and for parameters that were
-    frozen from the start.
+    An info for missing parameters without gradients, such as those of a target network, for parameters that were
+    frozen from the start, and for those that are not the model's but are trained.
     """
 
     name = "optimizer-coverage"
@@ -293,7 +310,8 @@ class OptimizerCoverage(Rule):
                 ("absent", self.severity, "has a gradient and is not in the optimizer"),
                 ("resting", "info", "has no gradient and is not in the optimizer"),
                 ("frozen", frozen, "is frozen (requires_grad is False) and still in the optimizer"),
-                ("foreign", self.severity, "is not a parameter of the model, and has no gradient"),
+                ("foreign", self.severity, "is in the optimizer, not a parameter of the model, and has no gradient"),
+                ("besides", "info", "is trained by the optimizer but is not a parameter of the model; it is watched"),
             ):
                 names = [name for name in seen.value[key] if f"{key} {name}" not in self._told]
                 if names:

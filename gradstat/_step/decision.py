@@ -1,0 +1,148 @@
+"""Whether the coming step of an optimizer is to be skipped: one place that everybody asks and adds to.
+
+A monitor requests it once it has measured the gradients. `guarded_step` takes the requests into its own verdict; any
+other step carries them out itself, in hooks of torch's optimizers: a fused optimizer gets the flag on the device
+(``found_inf``, as from a loss scaler), without a sync; for any other the flag is read, one host sync, and the gradients
+are set to None if the step is to be skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradstat._core.tensors import to_device
+from gradstat._step import optimizers
+from gradstat.guard import SpikeGuard
+
+
+class SkipRequest(NamedTuple):
+    """A wish to skip the coming step."""
+
+    flag: Tensor  # 0-d float32 on the device: 1 to skip, else 0
+    guard: SpikeGuard | None = None  # the guard that has judged the step, if one has
+    reason: Tensor | None = None  # and why, as in `norms.REASON`
+
+
+class _Step:
+    """What is known about the coming or running step of one optimizer."""
+
+    def __init__(self) -> None:
+        # By who asks, whose later request replaces the earlier.
+        self.requests: weakref.WeakKeyDictionary[object, SkipRequest] = weakref.WeakKeyDictionary()
+        self.is_running = False
+        self.is_taken = False  # `guarded_step` carries out the requests
+        self.found_inf: list[Tensor | None] = []  # what the attribute was before the flag of a request replaced it
+
+
+_steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
+
+
+def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
+    """Asks for the coming step to be skipped, or (None) withdraws what ``by`` has asked for.
+
+    During a step, whose closure computes the gradients, the request is carried out at once.
+    """
+    step = _step_of(optimizer)
+    if wish is None:
+        step.requests.pop(by, None)
+        return
+    step.requests[by] = wish
+    if step.is_running and not step.is_taken:
+        _carry_out(optimizer, step)
+
+
+@contextlib.contextmanager
+def taking(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which the caller takes the requests, also those made while ``optimizer.step`` runs."""
+    step = _step_of(optimizer)
+    step.is_taken = True
+    try:
+        yield
+    finally:
+        step.is_taken = False
+
+
+def _step_of(optimizer: Optimizer) -> _Step:
+    _install_hooks()
+    return _steps.setdefault(optimizer, _Step())
+
+
+def take(optimizer: Optimizer) -> SkipRequest | None:
+    """All requests for the coming step as one, which the caller now has to carry out; None if there is none.
+
+    RuntimeError if two guards have judged the same step.
+    """
+    step = _steps.get(optimizer)
+    if step is None or not step.requests:
+        return None
+    requests = list(step.requests.values())
+    step.requests.clear()
+    guards = {id(one.guard): one for one in requests if one.guard is not None}
+    if len(guards) > 1:
+        raise RuntimeError(f"two guards have judged one step of this optimizer: {two_guards(guards.values())}")
+    judged = next(iter(guards.values()), requests[0])
+    home = judged.flag.device
+    flags = [to_device(one.flag, home) for one in requests]
+    return judged._replace(flag=flags[0] if len(flags) == 1 else torch.stack(flags).amax())
+
+
+def two_guards(guards: Any) -> str:
+    """A text that names two guards and says what to do."""
+    named = " and ".join(repr(one.guard if isinstance(one, SkipRequest) else one) for one in guards)
+    return f"{named}; use one of them, or pass the same guard to both"
+
+
+def _carry_out(optimizer: Optimizer, step: _Step) -> None:
+    """Skips the step of an optimizer that is about to begin, or whose closure has just computed the gradients."""
+    wish = take(optimizer)
+    if wish is None:
+        return
+    if optimizers.honors_found_inf(optimizer) and not optimizers.first_momentum_is_at_risk(optimizer):
+        own: Tensor | None = getattr(optimizer, "found_inf", None)  # of a loss scaler
+        step.found_inf.append(own)
+        flag = wish.flag if own is None else torch.maximum(to_device(own, wish.flag.device), wish.flag)
+        optimizer.found_inf = flag  # type: ignore[attr-defined]
+    elif wish.flag.item():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _begin(optimizer: Optimizer, *_: object) -> None:
+    step = _steps.get(optimizer)
+    if step is not None and not torch.compiler.is_compiling():
+        _restore(optimizer, step)  # of a step that failed
+        step.is_running = True
+        _carry_out(optimizer, step)
+
+
+def _end(optimizer: Optimizer, *_: object) -> None:
+    step = _steps.get(optimizer)
+    if step is not None:
+        step.is_running = False
+        _restore(optimizer, step)
+
+
+def _restore(optimizer: Optimizer, step: _Step) -> None:
+    if step.found_inf:
+        before = step.found_inf[0]
+        step.found_inf.clear()
+        optimizer.__dict__.pop("found_inf", None)
+        if before is not None:
+            optimizer.found_inf = before  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _install_hooks() -> None:
+    """Once per process: torch has no hooks of an optimizer that survive neither copies nor pickles of it."""
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)

@@ -1,0 +1,136 @@
+"""Makes torch's clips, loss scalers and optimizers announce what they do, as gradstat's own functions do.
+
+While somebody listens, torch's functions are wrapped and hooks of all optimizers are installed; the last listener to
+leave restores everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradstat._core import announce
+from gradstat._core.parameters import as_list
+from gradstat.patch import Layer, lock
+
+_layers: list[Layer] = []
+_hooks: list[Any] = []
+_scaler_kinds: set[type[GradScaler]] = set()  # those whose methods are wrapped
+# Losses scaled by each scaler since they were last asked for.
+_losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
+
+
+def listen(listener: announce.Listener) -> None:
+    """Announces to ``listener``, which is held weakly, what torch and gradstat do to gradients, until `leave`."""
+    announce.add(listener)
+    with lock:
+        if _layers:
+            return
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            # torch looks up the second half of its own clip by the private name, also for callers who imported the
+            # clip by name before.
+            for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_"):
+                if hasattr(module, name):
+                    _layers.append(Layer(module, name, _clip, watches=True))
+        _wrap_scalers(GradScaler)
+        _hooks.extend([register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)])
+
+
+def leave(listener: announce.Listener) -> None:
+    """The inverse of `listen`."""
+    announce.discard(listener)
+    with lock:
+        if announce.listeners():
+            return
+        for part in (*_layers, *_hooks):
+            part.remove()
+        for held in (_layers, _hooks, _scaler_kinds, _losses):
+            held.clear()
+
+
+def only_scaler() -> GradScaler | None:
+    """The scaler that has scaled losses which nobody asked for yet, if there is exactly one."""
+    scalers = list(_losses)
+    return scalers[0] if len(scalers) == 1 else None
+
+
+def losses_scaled_by(scaler: object) -> list[Tensor]:
+    """The losses, before they were scaled, since the last call, ``[]`` each; at most the last 64."""
+    return list(_losses.pop(scaler, ())) if isinstance(scaler, GradScaler) else []
+
+
+def _wrap_scalers(kind: type[GradScaler]) -> None:
+    for each in _with_subclasses(kind):
+        if each not in _scaler_kinds:
+            _scaler_kinds.add(each)
+            methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
+            _layers.extend(Layer(each, name, method) for name, method in methods.items() if name in each.__dict__)
+
+
+def _with_subclasses(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _with_subclasses(derived)
+
+
+def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return layer.below(parameters, *args, **kwargs)
+    given = as_list(parameters)
+    with announce.change(given):
+        return layer.below(given, *args, **kwargs)
+
+
+def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return _announced(lambda: layer.below(scaler, optimizer, *args, **kwargs), scaler, optimizer)
+
+
+def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _announced(lambda: layer.below(scaler, optimizer, *args, **kwargs), scaler, optimizer)
+    finally:
+        announce.step_ended(optimizer)  # also if the scaler has skipped it
+
+
+def _announced(call: Callable[[], Any], scaler: GradScaler, optimizer: Optimizer) -> Any:
+    if not scaler.is_enabled() or not isinstance(optimizer, Optimizer):
+        return call()
+    with announce.change([p for group in optimizer.param_groups for p in group["params"]], scaler):
+        return call()
+
+
+def _scale(layer: Layer, scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    is_loss = isinstance(outputs, Tensor) and outputs.numel() == 1
+    if is_loss and not torch.compiler.is_compiling() and scaler.is_enabled():
+        if type(scaler) not in _scaler_kinds:  # a class that was defined later
+            with lock:
+                _wrap_scalers(type(scaler))
+        _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
+    return layer.below(scaler, outputs, *args, **kwargs)
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if torch.compiler.is_compiling():
+        return None
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)  # torch passes the optimizer itself first
+    closure = given if callable(given) else None
+    chosen = announce.step_begins(optimizer, closure)
+    if chosen is closure:
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": chosen}
+    return (args[0], chosen, *args[2:]), kwargs
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    announce.step_ended(optimizer)
