@@ -144,21 +144,23 @@ class Parameters(Module):
 class Trained:
     """The parameters of a model, and behind them those that its optimizer trains besides: looked up on every step.
 
-    A parameter that the optimizer gets later (a group added, a tensor replaced) is followed. Names are those of the
-    model, or of the optimizer: its own if it was made from ``named_parameters()``, else group and position.
+    A parameter that the optimizer gets later (a group added, a tensor replaced) is followed. One that is not the
+    model's counts from its first gradient on, since an optimizer may hold tensors that nothing uses any more. Names are
+    those of the model, or of the optimizer: its own if it was made from ``named_parameters()``, else group and position.
 
     Attributes:
-        model: The model; an empty module if only the optimizer is known.
-        besides: A module with the parameters that only the optimizer has.
+        model: The model; without parameters if only the optimizer is known, all of whose parameters count then.
+        besides: A module with the parameters that are trained and not the model's.
     """
 
-    def __init__(self, model: Module | None, optimizer: Optimizer | None) -> None:
-        self.model = Parameters() if model is None else model
+    def __init__(self, model: Module, optimizer: Optimizer | None) -> None:
+        self.model = model
         self.besides = Parameters()
         self._optimizer = optimizer
         self._names: Sequence[str] | None = None  # of the model's parameters when they were last compared
         self._of_model: list[Tensor] = []
-        self._trained: list[Tensor] = []
+        self._held: list[Tensor] = []  # all of the optimizer's
+        self._waiting: dict[str, Tensor] = {}  # those that are not the model's and have had no gradient
         self._all_names: tuple[str, ...] = ()
 
     def source(self) -> Source:
@@ -168,30 +170,34 @@ class Trained:
             return source
         names, groups = source.names(), self._optimizer.param_groups
         is_known = names is self._names or _are_same(source.parameters, self._of_model)
-        if not (is_known and _hold_exactly(groups, self._trained)):
+        has_begun = self._waiting and any(parameter.grad is not None for parameter in self._waiting.values())
+        if has_begun or not (is_known and _hold_exactly(groups, self._held)):
             self._compare(source, names)
         self._names = names
         if not self.besides._parameters:
             return source
-        parameters = [*source.parameters, *self.besides._parameters.values()]
-        return Source(parameters, lambda: self._all_names)  # type: ignore[arg-type]
+        parameters: list[Any] = [*source.parameters, *self.besides._parameters.values()]
+        return Source(parameters, lambda: self._all_names)
 
     def _compare(self, source: Source, names: Sequence[str]) -> None:
         assert self._optimizer is not None
-        trained = _optimizer_source(self._optimizer)
+        held = _optimizer_source(self._optimizer)
         known, taken = set(map(id, source.parameters)), set(names)
+        counted = set(map(id, self.besides._parameters.values()))
         besides: dict[str, Tensor] = {}
-        for name, parameter in zip(trained.names(), trained.parameters, strict=True):
+        self._waiting = {}
+        for name, parameter in zip(held.names(), held.parameters, strict=True):
             if id(parameter) not in known:
                 known.add(id(parameter))
                 # Two networks may have parameters of one name.
                 choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
                 unique = next(choice for choice in choices if choice not in taken)
                 taken.add(unique)
-                besides[unique] = parameter
+                counts = not names or parameter.grad is not None or id(parameter) in counted
+                (besides if counts else self._waiting)[unique] = parameter
         self.besides.replace(besides.items())
-        self._of_model, self._trained = source.parameters, trained.parameters
-        self._all_names = (*names, *self.besides._parameters)
+        self._of_model, self._held = source.parameters, held.parameters
+        self._all_names = (*names, *besides)
 
 
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -53,7 +53,7 @@ class Snapshots:
             return None
         step, state = self._good
         for name, module in self._modules.items():
-            module.load_state_dict(state[name])
+            module.load_state_dict(state[name], strict=name == "model")  # torch calls names with dots unexpected
         if self._optimizer is not None:
             # A copy, since the optimizer keeps the tensors it loads, and this snapshot may be used again.
             self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

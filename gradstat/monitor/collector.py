@@ -174,10 +174,10 @@ class Collector:
         """The parameters, or with an engine this rank's shards of them."""
         return source.parameters if source.engine is None else source.engine.parameters(source.parameters)
 
-    def _besides(self) -> dict[str, Tensor]:
-        """What the optimizer trains besides the model, by name; nothing if there is no model to compare with."""
+    def _besides(self) -> list[str]:
+        """Names of what the optimizer trains besides the model; nothing if there is no model to compare with."""
         trained = self._trained
-        return {} if next(trained.model.parameters(), None) is None else dict(trained.besides.named_parameters())
+        return [] if next(trained.model.parameters(), None) is None else list(trained.besides._parameters)
 
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]

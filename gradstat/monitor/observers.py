@@ -99,22 +99,27 @@ optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def coverage(
-    optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: Mapping[str, Tensor]
+    optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Parameters that no optimizer has, with or without a gradient; those in this one that are frozen or not the model's.
+    """Parameters that no optimizer has, with or without a gradient; those in this one that are frozen or foreign.
 
-    ``besides``, also among ``parameters``, are those that are not the model's: with a gradient or without.
+    ``besides`` are the names of those among ``parameters`` that are trained and not the model's.
     """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {
+        id(parameter): (f"param_groups[{g}]['params'][{i}]", parameter)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+    }
+    known = {id(parameter) for parameter in parameters}
     anywhere = {id(parameter) for other in optimizers for group in other.param_groups for parameter in group["params"]}
-    anywhere |= held
+    anywhere.update(held)
     lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
     return {
         "absent": [name for name, parameter in lacking if parameter.grad is not None],
         "resting": [name for name, parameter in lacking if parameter.grad is None],
         "frozen": [n for n, p in zip(names, parameters, strict=True) if id(p) in held and not p.requires_grad],
-        "foreign": [name for name, parameter in besides.items() if parameter.grad is None],
-        "besides": [name for name, parameter in besides.items() if parameter.grad is not None],
+        "foreign": [place for i, (place, parameter) in held.items() if i not in known and parameter.grad is None],
+        "besides": list(besides),
     }
 
 

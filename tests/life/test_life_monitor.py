@@ -103,12 +103,14 @@ class Program:
             },
             "save_to": self.random.choice([None, file]) if self.policy != "snapshot" else file,
         }
+        self.besides: dict[int, Tensor] = {}  # by id
         self.monitor = self.monitored()
         self.states: list[State] = []
         self.seen: dict[int, Seen] = {}
         self.done: list[tuple[int, str]] = []
 
     def monitored(self) -> gradstat.Monitor:
+        self.besides.clear()  # a new monitor has seen none of their gradients
         return gradstat.Monitor(self.model, self.optimizer, self.scaler, **self.options)  # type: ignore[arg-type]
 
     def run(self, steps: int) -> None:
@@ -265,6 +267,13 @@ class Program:
     def note(self, loss: Tensor, scale: float) -> None:
         step, period = self.monitor.steps, self.watch["parameters"]
         named = list(self.model.named_parameters())
+        own = {id(parameter) for _, parameter in named}
+        for number, group in enumerate(self.optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                # A branch that was taken out of the model is still trained while it has gradients.
+                if id(parameter) not in own and (parameter.grad is not None or id(parameter) in self.besides):
+                    self.besides[id(parameter)] = parameter
+                    named.append((f"group{number}.{i}", parameter))
         self.seen[step] = Seen(
             loss.item(),
             {name: finite_norm(p.grad) / scale for name, p in named if p.grad is not None},

@@ -561,7 +561,7 @@ def test_two_rules_of_one_name_keep_their_own_states() -> None:
     model, optimizer, monitor = made(rules=rules())
     for lr in (1.0, 0.3):
         monitor.step(lr=lr)
-    monitor._rules.rules[1]._before = 7.0  # type: ignore[attr-defined]
+    monitor._rules.rules[1]._before["lr"] = 7.0  # type: ignore[attr-defined]
     resumed = gradstat.Monitor(model, optimizer, on_anomaly="record", rules=rules())
     resumed.load_state_dict(monitor.state_dict())
     assert [one.state_dict() for one in resumed._rules.rules] == [one.state_dict() for one in monitor._rules.rules]
@@ -722,8 +722,11 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
 
 def test_the_diagnosis_in_all_its_forms() -> None:
     model, optimizer, monitor = made()
+    assert not monitor.diagnose().ok
+    assert "nothing is known about Net, since monitor.step() has not been called" in str(monitor.diagnose())
+    trained(model, optimizer, monitor, 4)
     assert monitor.diagnose().ok
-    assert "nothing wrong in 0 steps of Net" in str(monitor.diagnose())
+    assert "nothing wrong in 4 steps of Net" in str(monitor.diagnose())
     trained(model, optimizer, monitor, 6, bad=4)
     diagnosis = monitor.diagnose()
     assert not diagnosis.ok

@@ -184,7 +184,7 @@ def seen(kind: str, value: Any, step: int = 3) -> Story:
 
 
 def covered(**parts: list[str]) -> Any:
-    return {"absent": [], "resting": [], "frozen": [], "foreign": [], **parts}
+    return {"absent": [], "resting": [], "frozen": [], "foreign": [], "besides": [], **parts}
 
 
 def labels(low: int, high: int) -> Any:

@@ -310,7 +310,7 @@ class OptimizerCoverage(Rule):
                 ("absent", self.severity, "has a gradient and is not in the optimizer"),
                 ("resting", "info", "has no gradient and is not in the optimizer"),
                 ("frozen", frozen, "is frozen (requires_grad is False) and still in the optimizer"),
-                ("foreign", self.severity, "is in the optimizer, not a parameter of the model, and has no gradient"),
+                ("foreign", self.severity, "is not a parameter of the model, and has no gradient"),
                 ("besides", "info", "is trained by the optimizer but is not a parameter of the model; it is watched"),
             ):
                 names = [name for name in seen.value[key] if f"{key} {name}" not in self._told]
