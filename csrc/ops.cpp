@@ -34,7 +34,7 @@ struct Cpu {
 
   static void decide(const ClipRequest& request, int32_t) {
     const KeepsDenormals kept;
-    decide_clip(request, SingleThread{});
+    decide_step(request);
   }
 
   static void guard(const GuardRequest& request, int32_t) {
