@@ -18,6 +18,10 @@
 
 namespace gradstat {
 
+// Limits within which no size of a state overflows, and every count is exact.
+constexpr int64_t kMostWindow = int64_t{1} << 48;
+constexpr double kMostRecorded = 0x1p53;
+
 struct Neighbours {
   double lower, upper;
 };
@@ -30,6 +34,12 @@ GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int6
   const Neighbours at = team.select(numbers, count, below);
   const double part = place - static_cast<double>(below), gap = at.upper - at.lower;
   return part < 0.5 ? at.lower + part * gap : at.upper - (1.0 - part) * gap;
+}
+
+// A number of values recorded, from a state that anyone may have changed; what is no count is taken for 0.
+// Places in rings are computed from it, and the state of a GPU cannot be checked without waiting for it.
+GRADSTAT_HD double count_of(double recorded) {
+  return recorded >= 0 && recorded <= kMostRecorded ? recorded : 0.0;
 }
 
 // In the order of the constants in gradstat/adaptive/_base.py.
@@ -135,7 +145,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
 
   const bool is_step = request.skip == nullptr || *request.skip == 0;
   const bool is_kept = is_step && clips::is_finite(norm);
-  const double before = totals.recorded, recorded = before + (is_kept ? 1 : 0);
+  const double before = count_of(totals.recorded), recorded = before + (is_kept ? 1 : 0);
   const bool leads = team.rank() == 0;
   team.barrier();
   if (leads) {
@@ -251,10 +261,10 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   if (value > options.limits[series]) return kAboveLimit;
   const auto& totals = *reinterpret_cast<const GuardTotals*>(request.state);
   const double* const ring = request.state + kGuardTotals + series * request.window;
-  const double recorded = totals.recorded[series];
+  const double recorded = count_of(totals.recorded[series]);
   // The newest values are left out, so that a growing series is compared with values from before it grew.
   const int64_t newest = options.by_sigmas != 0 ? 0 : request.window / 8;
-  if (recorded < merge::max(options.warmup, static_cast<double>(newest + 2))) return kOrdinary;
+  if (recorded < options.warmup || recorded < static_cast<double>(newest + 2)) return kOrdinary;
   const auto held = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
   const int64_t count = held - newest;
   const int64_t oldest = recorded > request.window ? static_cast<int64_t>(recorded) % request.window : 0;
@@ -309,7 +319,7 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   for (int series = 0; series < kGuarded; ++series) {
     totals.by[series] += reason >> (series + 1) & 1;
     double& recorded = totals.recorded[series];
-    if (accepts_new_level) recorded = 0;
+    recorded = accepts_new_level ? 0 : count_of(recorded);
     if (is_finite && judgements[series] != kMissing && (options.by_sigmas != 0 || !refused)) {
       double* const ring = request.state + kGuardTotals + series * request.window;
       ring[static_cast<int64_t>(recorded) % request.window] = value_of(request, series);

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -48,7 +51,23 @@ struct SingleThread {
   }
 };
 
+// Throws std::runtime_error if numbers of recorded values, in the state of a clip or guard, cannot be right.
+inline void require_counts(const double* recorded, int64_t number) {
+  for (int64_t i = 0; i < number; ++i) {
+    if (count_of(recorded[i]) != recorded[i] || std::floor(recorded[i]) != recorded[i]) {
+      throw std::runtime_error("gradstat: state: expected whole numbers of recorded values, got " +
+                               std::to_string(recorded[i]));
+    }
+  }
+}
+
+inline void decide_step(const ClipRequest& request) {
+  require_counts(&reinterpret_cast<const ClipTotals*>(request.state)->recorded, 1);
+  decide_clip(request, SingleThread{});
+}
+
 inline void guard_step(const GuardRequest& request) {
+  require_counts(reinterpret_cast<const GuardTotals*>(request.state)->recorded, kGuarded);
   int judgements[kGuarded];
   for (int series = 0; series < kGuarded; ++series)
     judgements[series] = guards::judge(request, series, SingleThread{});

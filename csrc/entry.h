@@ -40,9 +40,13 @@ constexpr int kCounters = 3;
 
 GRADSTAT_HD void count_step(int64_t* counters, bool skip) {
   if (counters == nullptr) return;
-  counters[0] += 1;
-  counters[1] += skip;
-  counters[2] = skip ? counters[2] + 1 : 0;
+  // Unsigned, as counters that were set from outside may overflow.
+  const auto plus = [](int64_t count, bool one) {
+    return static_cast<int64_t>(static_cast<uint64_t>(count) + one);
+  };
+  counters[0] = plus(counters[0], true);
+  counters[1] = plus(counters[1], skip);
+  counters[2] = skip ? plus(counters[2], true) : 0;
 }
 
 // Where and how to write the total norm of all tensors, in addition to the table.

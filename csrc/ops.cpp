@@ -1,6 +1,7 @@
 // Schemas of all operators and their CPU implementations. ops_cuda.cpp registers the CUDA implementations, in a
 // separate library because it needs symbols that a CPU-only torch lacks.
 #include "decide_cpu.h"
+#include "denormals.h"
 #include "module_plan.h"
 #include "ops_impl.h"
 #include "python_ops.h"
@@ -17,6 +18,7 @@ struct Cpu {
   }
 
   static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
+    const KeepsDenormals kept;
     const Row total = rows_cpu(list.entries(), table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
@@ -26,14 +28,23 @@ struct Cpu {
   }
 
   static void scale(const std::vector<Entry>& entries, int32_t, const Coefficients& coefficients, bool) {
+    const KeepsDenormals kept;
     scale_cpu(entries, coefficients);
   }
 
-  static void decide(const ClipRequest& request, int32_t) { decide_clip(request, SingleThread{}); }
-  static void guard(const GuardRequest& request, int32_t) { guard_step(request); }
+  static void decide(const ClipRequest& request, int32_t) {
+    const KeepsDenormals kept;
+    decide_step(request);
+  }
+
+  static void guard(const GuardRequest& request, int32_t) {
+    const KeepsDenormals kept;
+    guard_step(request);
+  }
 
   static void update(const std::vector<UpdateEntry>& entries, int32_t,
                      const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
+    const KeepsDenormals kept;
     update_cpu(entries, coefficients, table);
   }
 };

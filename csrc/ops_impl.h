@@ -159,6 +159,7 @@ Number* numbers_in(const Tensor& numbers, int64_t count, const char* what) {
   STD_TORCH_CHECK(dtype == type, "gradstat: ", what, " must be ", name);
   STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: ", what, " must have ", count,
                   " contiguous numbers, got ", numbers.numel());
+  STD_TORCH_CHECK(is_stored(numbers.get(), count, sizeof(Number)), "gradstat: ", what, " has no memory");
   return static_cast<Number*>(numbers.data_ptr());
 }
 
@@ -247,39 +248,48 @@ struct Ops {
     }
   }
 
+  static void require_window(int64_t window) {
+    STD_TORCH_CHECK(window > 0 && window <= kMostWindow, "gradstat: window must be from 1 to ", kMostWindow,
+                    ", got ", window);
+  }
+
   // `measured`: the norm as a 0-d tensor, or the rows of tensors or units.
   static Tensor decide_clip_(int64_t rule, const std::vector<double>& options, Tensor state, int64_t window,
                              const Tensor& measured, const std::optional<Tensor>& weights,
                              const std::optional<Tensor>& factor, const std::optional<Tensor>& skip) {
-    const auto rule_ = static_cast<ClipRule>(rule);
-    const int64_t rows = measured.dim() == 2 ? measured.size(0) : 0;
-    const bool is_each = decides_each(rule_);
-    const int64_t own = rule_ == ClipRule::kZScore ? 2 : rule_ == ClipRule::kTensors ? rows : 0;
-    const int32_t device = state.get_device_index();
-    require_same_device(state, {&measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
+    require_same_device(state, {&state, &measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
                                 skip ? &*skip : nullptr});
     STD_TORCH_CHECK(rule >= 0 && rule < kClipRules, "gradstat: unknown clip rule ", rule);
+    const auto rule_ = static_cast<ClipRule>(rule);
+    const bool is_each = decides_each(rule_), is_table = measured.dim() == 2;
+    STD_TORCH_CHECK(is_table ? measured.size(1) == kFields : !is_each,
+                    "gradstat: measured must be a table of rows for this rule, of ", kFields, " columns");
+    const int64_t rows = is_table ? measured.size(0) : 0;
+    const int64_t own = rule_ == ClipRule::kZScore ? 2 : rule_ == ClipRule::kTensors ? rows : 0;
     STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: expected at most ", kClipOptions,
                     " options, got ", options.size());
-    STD_TORCH_CHECK(!is_each || measured.dim() == 2,
-                    "gradstat: measured must be a table of rows for this rule");
-    STD_TORCH_CHECK(window > 0 && weights.has_value() == (rule_ == ClipRule::kUnits),
-                    "gradstat: window must be positive; weights are required for units and only for units");
-    const Memory out({is_each ? rows + 1 : 2}, DType::kFloat64, device);
+    const double percentile = rule_ == ClipRule::kPercentile && !options.empty() ? options[0] : 0.0;
+    STD_TORCH_CHECK(percentile >= 0 && percentile <= 100,
+                    "gradstat: options[0], the percentile, must be from 0 to 100, got ", percentile);
+    require_window(window);
+    STD_TORCH_CHECK(weights.has_value() == (rule_ == ClipRule::kUnits),
+                    "gradstat: weights are required for units and only for units");
     ClipRequest request{};
     request.rule = rule_;
     std::copy(options.begin(), options.end(), request.options);
     request.state = numbers_in<double>(state, kClipTotals + window + own, "state");
     request.window = window;
-    auto* const numbers = numbers_in<double>(measured, measured.dim() == 2 ? rows * kFields : 1, "measured");
+    auto* const numbers = numbers_in<double>(measured, is_table ? rows * kFields : 1, "measured");
     request.rows = reinterpret_cast<const Row*>(numbers);
-    request.norm = measured.dim() == 2 ? nullptr : numbers;
+    request.norm = is_table ? nullptr : numbers;
     request.count = rows;
     if (weights) {
       request.weights = reinterpret_cast<const Row*>(numbers_in<double>(*weights, rows * kFields, "weights"));
     }
     if (factor) request.factor = numbers_in<float>(*factor, 1, "factor");
     if (skip) request.skip = numbers_in<float>(*skip, 1, "skip");
+    const int32_t device = state.get_device_index();
+    const Memory out({is_each ? rows + 1 : 2}, DType::kFloat64, device);
     request.out = static_cast<double*>(out.data());
     Device::decide(request, device);
     return out.tensor;
@@ -290,8 +300,9 @@ struct Ops {
                        const std::optional<Tensor>& update, std::optional<Tensor> counters) {
     require_same_device(state, {&state, &coefficient_and_norm, &verdict, loss ? &*loss : nullptr,
                                 update ? &*update : nullptr, counters ? &*counters : nullptr});
-    STD_TORCH_CHECK(options.size() == kGuardOptions && window > 0, "gradstat: expected ", kGuardOptions,
-                    " options and a positive window, got ", options.size(), " and ", window);
+    STD_TORCH_CHECK(options.size() == kGuardOptions, "gradstat: expected ", kGuardOptions, " options, got ",
+                    options.size());
+    require_window(window);
     GuardRequest request{};
     std::memcpy(&request.options, options.data(), sizeof(GuardOptions));
     request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "state");
@@ -313,6 +324,7 @@ struct Ops {
     STD_TORCH_CHECK(known != std::end(kKnownTypes) && !known->element.is_pair && tensor.numel() == 1,
                     "gradstat: loss and update must be one real floating-point number each");
     dtype = known->element.dtype;
+    STD_TORCH_CHECK(is_stored(tensor.get(), 1, size_of(dtype)), "gradstat: loss or update has no memory");
     return tensor.data_ptr();
   }
 

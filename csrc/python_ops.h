@@ -349,7 +349,7 @@ struct PythonOps {
       return nullptr;
     }
     return translating_exceptions([&] {
-      if (exchange().api == nullptr || window <= 0) throw UseDispatcher();
+      if (exchange().api == nullptr || window <= 0 || window > kMostWindow) throw UseDispatcher();
       const int32_t device = ordinary_view(state, Device::kDLPackType).first.device_index;
       request.state = numbers_of<double>(state, kGuardTotals + kGuarded * window, device);
       request.window = window;

@@ -51,6 +51,15 @@ inline const KnownType& known_type(DType dtype) {
   return *type;
 }
 
+// Whether a tensor's storage, which may have been freed or shrunk, holds `count` adjacent numbers of `size`
+// bytes.
+inline bool is_stored(AtenTensorHandle tensor, int64_t count, int64_t size) {
+  int64_t bytes = 0, offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor, &bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor, &offset));
+  return count == 0 || (count <= bytes / size && offset <= bytes / size - count);
+}
+
 inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_type) {
   static const int32_t strided = aoti_torch_layout_strided();
   AtenTensorHandle handle = tensor.get();
@@ -73,10 +82,9 @@ inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_ty
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
   if (view.numel > 0) {
-    int64_t stored = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &stored));
+    const int64_t size = size_of(view.element.dtype) * (view.element.is_pair ? 2 : 1);
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
-    if (stored == 0 || view.data == nullptr) list.reject("has no memory");
+    if (!is_stored(handle, view.numel, size) || view.data == nullptr) list.reject("has no memory");
   }
   view.sizes = sizes;
   view.strides = strides;

@@ -16,6 +16,8 @@
 #include <string>
 #include <type_traits>
 
+#include "denormals.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -67,6 +69,7 @@ struct Float8Values {
   float value[256];
 
   explicit Float8Values(DType dtype) {
+    const KeepsDenormals kept;  // for good, whatever mode the thread of the first use is in
     for (int code = 0; code < 256; ++code) {
       value[code] = float8_to_float(static_cast<uint8_t>(code), dtype);
     }
@@ -241,6 +244,7 @@ class Work {
   void for_each_chunk(const Body& body) const {
     const auto tasks = static_cast<int64_t>(borders_.size()) - 1;
     const auto run = [&](int64_t begin, int64_t end) {
+      const KeepsDenormals kept;
       for (Place place = borders_[begin]; place != borders_[end]; step(place)) {
         body(place.tensor, place.first, chunk_at(place), place.slot);
       }

@@ -21,6 +21,7 @@ from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale, optimizers
 from gradstat._step.measured import Measured, Unscaled, refuse_half
 from gradstat.adaptive import AdaptiveClip, TensorClip
+from gradstat.adaptive._base import checked_limit
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
 from gradstat.counters import StepCounters
@@ -101,7 +102,7 @@ class GradScaler(TorchGradScaler):
             raise KeyError("neither unscale_() nor step() has been called for this optimizer yet") from None
         return make()
 
-    def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float | AdaptiveClip) -> Tensor:
+    def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float | AdaptiveClip | None) -> Tensor:
         """``unscale_`` followed by `gradstat.clip_grad_norm_`, with the norm from the same pass.
 
         No host sync. If a gradient is not finite, `step` skips, and none is clipped; `gradstat.AdaGC` and
@@ -112,31 +113,32 @@ class GradScaler(TorchGradScaler):
             The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
 
         Raises:
-            ValueError: ``max_norm`` is NaN, or a `gradstat.AdaGC` that was used for another list of parameters.
+            TypeError: ``max_norm`` is neither a number, nor a clip, nor None.
+            ValueError: ``max_norm`` is not above 0, or a `gradstat.AdaGC` that was used for another list of parameters.
             NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`;
                 or it is sparse, and the clip is `gradstat.AGC`.
             Further errors as ``unscale_``. Nothing has been changed in these cases.
         """
-        if not isinstance(max_norm, AdaptiveClip) and math.isnan(float(max_norm)):
-            raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
+        checked = checked_limit(max_norm)
+        limit = math.inf if checked is None else checked
         source = source_of(optimizer)
         if not self._enabled:
-            if isinstance(max_norm, AdaptiveClip):
-                return max_norm.clip_(source.parameters)
-            return clip_grad_norm_(source.parameters, float(max_norm))
+            if isinstance(limit, AdaptiveClip):
+                return limit.clip_(source.parameters)
+            return clip_grad_norm_(source.parameters, limit)
         found = gradients_of(source.parameters)
         gradients = found.tensors
         parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
-        if isinstance(max_norm, TensorClip) and gradients:
+        if isinstance(limit, TensorClip) and gradients:
             name_of = labels_of(source, found).of
             refuse_distributed(gradients, name_of)
-            max_norm.check(parameters, gradients, name_of)
+            limit.check(parameters, gradients, name_of)
         with announce.change(source.parameters, self):
             self.unscale_(optimizer)
             unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
             if unscaled is None:
                 return torch.tensor(0.0, device="cpu")
-            return unscaled.clip_(parameters, gradients, max_norm)
+            return unscaled.clip_(parameters, gradients, limit)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.

@@ -36,6 +36,7 @@ from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
 from gradstat.adaptive import AGC, LastNormClip, NormClip, TensorClip
+from gradstat.adaptive._base import positive
 from gradstat.check import PendingReport
 from gradstat.counters import counters_on
 
@@ -69,9 +70,9 @@ def step_in_backward(
             made from it, with ``fused=True`` where torch supports it and ``options`` do not say otherwise.
         model: The module whose parameters to step; or what the class accepts, such as groups of (named) parameters.
             Frozen parameters are stepped once they require a gradient.
-        clip: A number, to which the L2 norm of each gradient *by itself* is clipped, as by `clip_grad_norm_` for that
-            parameter alone; `AGC`; `AdaGC` with ``warmup=0``; or `LastNormClip`, which approximates clipping all
-            gradients together. None clips nothing.
+        clip: A number above 0, to which the L2 norm of each gradient *by itself* is clipped, as by `clip_grad_norm_`
+            for that parameter alone; `AGC`; `AdaGC` with ``warmup=0``; or `LastNormClip`, which approximates clipping
+            all gradients together. None clips nothing.
         **options: For the optimizer: ``lr`` and so on.
 
     Returns:
@@ -406,8 +407,7 @@ def _check_clip(clip: object) -> None:
     if isinstance(clip, TensorClip):
         clip._for_one_tensor()  # raises if it cannot
     elif isinstance(clip, (int, float)):
-        if not clip >= 0:
-            raise ValueError(f"clip is {clip}; expected a number of at least 0, the limit of each gradient's norm")
+        positive("clip", clip, "None for no limit; it limits each gradient's norm")
     elif clip is not None and not isinstance(clip, LastNormClip):
         raise TypeError(
             f"clip: expected a number, gradstat.AGC, AdaGC or LastNormClip, or None; got {type(clip).__name__}"

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
 from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
+from gradstat._core.saved import A_COUNT, Saved, is_count
 from gradstat._core.tensors import is_distributed, to_device
-from gradstat.adaptive._base import number, whole_number
+from gradstat.adaptive._base import number, positive, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,7 +88,8 @@ class SpikeGuard:
         scale: The factor, between 0 and 1, that multiplies the gradients of a refused step after any clip; None skips
             the step. A step refused for its update alone is skipped in either case, since smaller gradients do not
             correct a learning rate.
-        max_loss, max_norm, max_update: Limits above which a value is always refused, even after ``max_consecutive``.
+        max_loss, max_norm, max_update: Limits above which a value is always refused, even after ``max_consecutive``;
+            the latter two above 0.
         process_group: The ranks that train together; None for all ranks.
 
     Raises:
@@ -112,9 +114,10 @@ class SpikeGuard:
         if scale is not None and not 0 < float(scale) < 1:
             raise ValueError(f"scale is {scale}; expected a number between 0 and 1, or None to skip refused steps")
         limits = {"max_loss": max_loss, "max_norm": max_norm, "max_update": max_update}
-        for name, limit in limits.items():
-            if math.isnan(float(limit)):
-                raise ValueError(f"{name} is NaN; expected a number")
+        if not float(max_loss) > -math.inf:
+            raise ValueError(f"max_loss is {float(max_loss)}; expected a number, or inf for no limit")
+        for name in ("max_norm", "max_update"):
+            positive(name, limits[name], "inf for no limit")
         self._rule_options = (
             number("threshold", threshold, 0.0),
             float(max(2, self._window // 2) if warmup is None else whole_number("warmup", warmup, 2)),
@@ -177,22 +180,37 @@ class SpikeGuard:
         return {"rule": self._rule, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, made by `state_dict`, keeping its options; ValueError for another rule or window.
+        """Continues from ``state``, made by `state_dict`, keeping its options.
 
-        An existing state is overwritten in place, so that captured graphs see it. No host sync, unless values have to
-        move from a GPU to the CPU.
+        An existing state is overwritten in place, so that captured graphs see it. Waits for the device.
+
+        Raises:
+            ValueError: The state is of another rule or window, or not what `state_dict` returns; the entry is named.
+                Nothing has been changed then.
         """
-        if state["rule"] != self._rule:
-            raise ValueError(f"this is the state of {state['rule']}, which {self!r} cannot load")
-        values = state["tensors"]["values"]
+        memory = self._loaded(state)
+        self._memory = memory if self._memory is None else self._memory.copy_(memory)
+        self._streams, self._mirror = streams_of([self._memory]), Mirror()
+
+    def _loaded(self, state: object) -> Tensor:
+        """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
+        saved = Saved(state)
+        if saved["rule"].value != self._rule:
+            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {self!r} cannot load")
+        tensors = saved["tensors"]
+        values = tensors["values"].numbers(len(SERIES), None)
         if values.shape[1] != self._window:
             raise ValueError(
                 f"this state keeps the last {values.shape[1]} values, this guard {self._window}; make the guard with "
                 f"window={values.shape[1]}"
             )
-        memory = torch.cat([state["tensors"]["totals"], values.reshape(-1)])
-        self._memory = memory if self._memory is None else self._memory.copy_(memory)
-        self._streams, self._mirror = streams_of([self._memory]), Mirror()
+        totals = tensors["totals"].numbers(_TOTALS)
+        tensors["totals"].require(totals, is_count(totals), A_COUNT)
+        are_bits = totals < 2 ** len(_REASONS)
+        are_bits[:_REASON] = are_bits[_REASON + 1 :] = True
+        tensors["totals"].require(totals, are_bits, "the bits of a reason, below 16")
+        tensors["values"].require(values, values.isfinite(), "a finite number")
+        return torch.cat([totals.to(values.device), values.reshape(-1)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream

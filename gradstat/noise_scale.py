@@ -15,6 +15,7 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
 from gradstat._core.measure import measure
 from gradstat._core.parameters import gradients_of, labels_of, source_of
+from gradstat._core.saved import Saved
 from gradstat.adaptive._base import whole_number
 
 _SQUARES, _LARGE = _fields.INDEX["sq_sum"], _fields.INDEX["sq_sum_large"]
@@ -171,11 +172,21 @@ class NoiseScale:
         return {"averages": self._averages.clone(), "names": list(self._names), "micro_batch_size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, made by `state_dict`, at any size; ValueError for other parameters."""
-        if state["names"] != self._names:
+        """Continues from ``state``, made by `state_dict`, at any size. Waits for the device.
+
+        Raises:
+            ValueError: The state is of other parameters, or not what `state_dict` returns; the entry is named. Nothing
+                has been changed then.
+        """
+        saved = Saved(state)
+        if saved["names"].value != self._names:
             raise ValueError("this state is of other parameters, or of the same in another order or under other names")
-        self._averages.copy_(state["averages"])
-        self._averages[0] *= state["micro_batch_size"] / self._size
+        averages, size = saved["averages"].numbers(2, len(self._names)).clone(), saved["micro_batch_size"]
+        if not isinstance(size.value, int) or not 1 <= size.value <= 2**53:
+            size.refuse("a whole number from 1 to 2**53")
+        averages[0] *= size.value / self._size
+        saved["averages"].require(averages, averages.isfinite(), "a finite number")
+        self._averages.copy_(averages)
         self._streams = streams_of([self._averages])
         self._mirror = Mirror()
         self.reset()

@@ -23,6 +23,7 @@ from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.measured import Measured
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
+from gradstat.adaptive._base import checked_limit
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
 from gradstat.guard import SpikeGuard, checked_value, remember_guard
@@ -106,7 +107,7 @@ def guarded_step(
 
     Args:
         optimizer: Any optimizer with gradients from ``backward()``.
-        max_norm: Upper limit of the L2 norm of all its gradients together, as for `clip_grad_norm_`; None or
+        max_norm: Upper limit, above 0, of the L2 norm of all its gradients together, as for `clip_grad_norm_`; None or
             infinity only measures. Or an adaptive clip: `gradstat.AutoClip`, `ZClip` and `FixedClip` are handled like
             a number, `AdaGC` and `AGC` always write the gradients, whatever the optimizer.
         skip_nonfinite: Skip the step if a gradient is not finite. If False, the step is taken regardless.
@@ -125,8 +126,9 @@ def guarded_step(
         backend, extra_groups: As for `check`.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, ``loss`` or ``update`` not a tensor, or a gradient has no norm.
-        ValueError: ``max_norm`` is NaN; a gradient cannot be measured; ``skip_nonfinite`` is False with a loss
+        TypeError: ``optimizer`` is not an optimizer, ``max_norm`` none of the above, ``loss`` or ``update`` not a
+            tensor, or a gradient has no norm.
+        ValueError: ``max_norm`` is not above 0; a gradient cannot be measured; ``skip_nonfinite`` is False with a loss
             scaler or a guard, which cannot work without skipping; ``loss`` or ``update`` is not one number, or there is
             no guard; a guard that scales is combined with `AdaGC` or `AGC`, or a guard with LBFGS; a gradient that is
             to be unscaled in place is float16.
@@ -140,10 +142,9 @@ def guarded_step(
     """
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
-    clip = max_norm if isinstance(max_norm, AdaptiveClip) else None
-    limit = math.inf if max_norm is None or isinstance(max_norm, AdaptiveClip) else float(max_norm)
-    if math.isnan(limit):
-        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number, or None")
+    checked = checked_limit(max_norm)
+    clip = checked if isinstance(checked, AdaptiveClip) else None
+    limit = checked if isinstance(checked, float) else math.inf
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)

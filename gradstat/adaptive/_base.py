@@ -7,6 +7,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, measure_directly, resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
+from gradstat._core.saved import Saved
 from gradstat._core.tensors import NameOf, refuse_distributed, to_device
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import RuleState, State
@@ -126,26 +128,27 @@ class AdaptiveClip(ABC):
         return {"rule": type(self).__name__, "tensors": {name: tensor.clone() for name, tensor in self._state.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, made by `state_dict`, keeping its options; ValueError for another rule or window.
+        """Continues from ``state``, made by `state_dict`, keeping its options.
 
         The tensors may be on any device; at the next step they are moved to the gradients'. An existing state of that
-        size is overwritten in place, so that captured graphs see the values. No host sync, unless values have to move
-        from a GPU to the CPU.
+        size is overwritten in place, so that captured graphs see the values. Waits for the device.
+
+        Raises:
+            ValueError: The state is of another rule or window, or not what `state_dict` returns; the entry is named.
+                Nothing has been changed then.
         """
-        own = type(self).__name__
-        if state["rule"] != own:
-            raise ValueError(f"this is the state of {state['rule']}, which {own} cannot load")
-        tensors: State = state["tensors"]
-        if len(tensors["norms"]) != self._window:
-            raise ValueError(
-                f"this state keeps the last {len(tensors['norms'])} norms, this clip {self._window}; make the clip "
-                f"with window={len(tensors['norms'])}"
-            )
-        memory = _history.joined(tensors, self._rule_names)
+        memory = self._loaded(state)
         if self._memory is not None and len(self._memory) == len(memory):
             self._memory.copy_(memory)
         else:
             self._memory = memory
+
+    def _loaded(self, state: object) -> Tensor:
+        """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
+        own, saved = type(self).__name__, Saved(state)
+        if saved["rule"].value != own:
+            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {own} cannot load")
+        return _history.loaded(saved["tensors"], self._window, self._rule_names, self._rule_state(0))
 
     def summary(self) -> ClipSummary:
         """A summary of this clip so far, in numbers and in words. One host sync."""
@@ -312,6 +315,17 @@ def number(name: str, value: float, low: float, high: float = math.inf) -> float
     return value
 
 
+def positive(name: str, value: Any, unlimited: str) -> float:
+    """The limit ``name`` as a float; ValueError unless it is above 0, naming what is ``unlimited``.
+
+    Gradients clipped to 0 take no step, and to a negative number they point uphill; both are used to mean no limit.
+    """
+    limit = float(value)
+    if not limit > 0:
+        raise ValueError(f"{name} is {limit}; expected a number above 0, or {unlimited}")
+    return limit
+
+
 def whole_number(name: str, value: int, low: int) -> int:
     """The option ``name`` as an int; ValueError if it is below ``low``, TypeError if it is not an integer."""
     value = operator.index(value)
@@ -327,9 +341,6 @@ def checked_limit(max_norm: Any) -> Limit | None:
     """``max_norm`` as a positive number, an adaptive clip or None; raises TypeError or ValueError if it is neither."""
     if max_norm is None or isinstance(max_norm, AdaptiveClip):
         return max_norm
-    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float | Tensor):
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real | Tensor):
         raise TypeError(f"max_norm: expected a number, an adaptive clip or None, got {type(max_norm).__name__}")
-    number = float(max_norm)
-    if not number > 0:
-        raise ValueError(f"max_norm is {number}; expected a number above 0, or None for no limit")
-    return number
+    return positive("max_norm", max_norm, "None for no limit")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradstat._core.saved import A_COUNT, Saved, is_count
 from gradstat._core.tensors import to_device
 
 State = dict[str, Tensor]
@@ -50,10 +51,33 @@ def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
     return {"norms": norms, "totals": totals, "smallest": smallest[0]}, own
 
 
-def joined(state: State, rule_names: Sequence[str]) -> Tensor:
-    """A new state tensor from such views by name, with the rule's own last, in the order of ``rule_names``."""
-    names = ("totals", "smallest", "norms", *(name for name in rule_names if name in state))
-    return torch.cat([state[name].view(-1) for name in names])
+def loaded(saved: Saved, window: int, rule_names: Sequence[str], own: RuleState) -> Tensor:
+    """A new state tensor from such views by name, as saved, with the rule's own last, in the order of ``rule_names``.
+
+    ``own`` is the rule's state before the first step; without a length it has one number for each tensor. Waits for the
+    device. ValueError, naming the entry, unless a clip with this ``window`` can have made this.
+    """
+    norms = saved["norms"].numbers(None)
+    if len(norms) != window:
+        raise ValueError(
+            f"this state keeps the last {len(norms)} norms, this clip {window}; make the clip with window={len(norms)}"
+        )
+    totals, smallest = saved["totals"].numbers(_TOTALS), saved["smallest"].numbers()
+    saved["totals"].require(totals[:COEFFICIENT_SUM], is_count(totals[:COEFFICIENT_SUM]), A_COUNT)
+    fine = (totals >= 0) & (totals <= totals[CLIPPED])  # of the sum
+    fine[:COEFFICIENT_SUM] = True
+    saved["totals"].require(totals, fine, "a sum of that many coefficients below 1")
+    saved["smallest"].require(smallest, (smallest >= 0) & (smallest <= 1), "a number from 0 to 1")
+    held = torch.arange(window, device=norms.device) < totals[RECORDED].to(norms.device)
+    fine = torch.where(held, (norms >= 0) & norms.isfinite(), norms.isnan())
+    saved["norms"].require(norms, fine, "a finite number from 0 for each norm recorded, NaN where there is none")
+    parts = [totals, smallest.view(1), norms]
+    for name in rule_names if own.length else [name for name in rule_names if name in saved]:
+        numbers = saved[name].numbers(*(() if own.length else (None,)))
+        fine = (numbers >= 0) & (numbers.isfinite() | (numbers == own.initial))
+        saved[name].require(numbers, fine, "a finite number from 0")
+        parts.append(numbers.view(-1))
+    return torch.cat([part.to(norms.device) for part in parts])
 
 
 def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from gradstat._core import norms
+from gradstat._core.saved import Saved
+from gradstat._core.warn import warn_user
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, whole_number
+from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, positive, whole_number
 from gradstat.adaptive._history import RuleState, State
 
 Target = Literal["reciprocal", "threshold", "mean"]
@@ -23,7 +25,7 @@ class FixedClip(NormClip):
     `clip_grad_norm_` it leaves gradients unchanged if their norm is NaN or Inf.
 
     Args:
-        max_norm: Upper limit of the total norm, at least 0; infinity only records norms.
+        max_norm: Upper limit of the total norm, above 0; infinity only records norms.
         window: Number of norms kept for the summary.
     """
 
@@ -35,7 +37,7 @@ class FixedClip(NormClip):
     _if_never = "max_norm is above all norms so far; lower it to the suggested one to remove outliers"
 
     def __init__(self, max_norm: float, window: int = DEFAULT_WINDOW) -> None:
-        self._max_norm = number("max_norm", max_norm, 0.0)
+        self._max_norm = positive("max_norm", max_norm, "inf for no limit")
         self._rule_options = (self._max_norm,)
         super().__init__(window, max_norm=max_norm)
 
@@ -52,8 +54,8 @@ class AutoClip(NormClip):
     the last ``window`` are kept, which is equivalent for that many steps.
 
     Args:
-        percentile: From 0 to 100. The paper's 10 clips about nine steps in ten, and so fixes the length of most steps;
-            to clip only outliers, use 90 or more.
+        percentile: From 0 to 100; a share such as 0.95 is warned about. The paper's 10 clips about nine steps in ten,
+            and so fixes the length of most steps; to clip only outliers, use 90 or more.
         window: Number of norms kept.
     """
 
@@ -62,6 +64,11 @@ class AutoClip(NormClip):
 
     def __init__(self, percentile: float = 10.0, window: int = DEFAULT_WINDOW) -> None:
         self._percentile = number("percentile", percentile, 0.0, 100.0)
+        if 0 < self._percentile < 1:
+            warn_user(
+                f"AutoClip(percentile={self._percentile:g}) clips nearly every step: percentiles go from 0 to 100; did "
+                f"you mean {100 * self._percentile:g}?"
+            )
         self._if_often = (
             f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it to "
             "clip only outliers"
@@ -100,7 +107,7 @@ class ZClip(NormClip):
         alpha: Weight of the old statistics in the update, from 0 to 1.
         warmup: Number of norms that the statistics start with, at least 1.
         to: What an outlier is clipped to.
-        max_norm: Upper limit of the norm on every step, including warm-up; it does not affect the statistics.
+        max_norm: Upper limit of the norm on every step, including warm-up, above 0; it does not affect the statistics.
         window: Number of norms kept for the summary.
     """
 
@@ -124,7 +131,7 @@ class ZClip(NormClip):
         self._alpha = number("alpha", alpha, 0.0, 1.0)
         self._warmup = whole_number("warmup", warmup, 1)
         self._to = to
-        self._max_norm = number("max_norm", max_norm, 0.0)
+        self._max_norm = positive("max_norm", max_norm, "inf for no limit")
         to_number = float(get_args(Target).index(to))
         self._rule_options = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
@@ -196,8 +203,12 @@ class LastNormClip:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``; ValueError as in `gradstat.adaptive.AdaptiveClip`."""
-        self.clip.load_state_dict(state["clip"])
-        self._coefficient = state["coefficient"]
+        saved = Saved(state)["coefficient"]
+        coefficient = None if saved.value is None else saved.numbers().clone()
+        if coefficient is not None:
+            saved.require(coefficient, (coefficient >= 0) & (coefficient <= 1), "a number from 0 to 1")
+        self.clip.load_state_dict(Saved(state)["clip"].value)
+        self._coefficient = coefficient
 
     def __repr__(self) -> str:
         return f"LastNormClip({self.clip})"

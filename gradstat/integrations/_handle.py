@@ -161,6 +161,8 @@ class Handle:
                 f"expected the state of {len(self.watches)} monitors, got {len(state['monitors'])}; prepare the same "
                 "models before loading"
             )
+        if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
+            self._options.max_norm._loaded(state["clip"])  # raises before a monitor has changed
         for watch, saved in zip(self.watches, state["monitors"], strict=True):
             watch.load_state_dict(saved)
         self._load_clip(state)

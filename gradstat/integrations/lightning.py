@@ -120,7 +120,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             return
         self._refuse(trainer, pl_module)
         own = self._options.max_norm
-        by_norm = trainer.gradient_clip_val and _is_norm(trainer.gradient_clip_algorithm)
+        by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
         self._clips_to = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
         engine = engine_name_of(trainer.strategy)
         # Lightning passes its gradient_clip_val to DeepSpeed's engine, so only max_norm matters.
@@ -157,7 +157,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
                 "and log. Remove all but one (configure_callbacks() of the module may add one, too)"
             )
         own = self._options.max_norm
-        if own is not None and trainer.gradient_clip_val:
+        if own is not None and _clips(trainer):
             how = "norm" if _is_norm(trainer.gradient_clip_algorithm) else "value"
             raise ValueError(
                 f"clip configured twice: GradstatCallback(max_norm={own!r}) and "
@@ -306,6 +306,11 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._check_version(state)
         self._load_clip(state)
         self._loaded = {**state, "clip": None}
+
+
+def _clips(trainer: Any) -> bool:
+    """Whether the trainer's own settings clip: numbers that are not positive mean that it does not."""
+    return (trainer.gradient_clip_val or 0.0) > 0
 
 
 def _is_norm(algorithm: Any) -> bool:

@@ -133,12 +133,13 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def _make_watch(self) -> Watch:
         trainer = self.trainer
+        own = float(trainer.args.max_grad_norm or 0.0)  # the Trainer clips if it is positive
         made = Watch(
             self._model(),
             unwrapped(trainer.optimizer),
             trainer.accelerator.scaler,
             self._options,
-            float(trainer.args.max_grad_norm or 0.0) or self._options.max_norm,
+            own if own > 0 else self._options.max_norm,
             self._replay_step,
             self._device,
         )

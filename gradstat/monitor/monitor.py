@@ -591,13 +591,15 @@ class Monitor:
             state: What `state_dict` returned, on any device; from the same or an older gradstat.
 
         Raises:
-            ValueError: The state is from a newer gradstat.
+            ValueError: The state is from a newer gradstat, or its guard's is not what a guard can have.
         """
         if state["version"] != 1:
             raise ValueError(
                 f"this state has version {state['version']}, made by a newer gradstat; this is gradstat {__version__}, "
                 "which reads version 1. Upgrade gradstat: pip install -U gradstat"
             )
+        if self.guard is not None and state.get("guard") is not None:
+            self.guard._loaded(state["guard"])  # raises before anything has changed
         self._pending.clear()
         self._buffer.clear()
         self._to_act_on = []

@@ -8,6 +8,8 @@ import pytest
 import torch
 from devices import kernels_on_the_cpu
 from gpu_counts import Operations
+from hostile import AROUND, NUMBERS, without_memory
+from programs import output_of
 from torch import Tensor
 
 import gradstat
@@ -105,7 +107,8 @@ def test_the_same_rows_give_the_same_decisions(make: Any, count: int, factor: fl
 
 
 def test_the_operator_refuses_what_does_not_fit() -> None:
-    decide = torch.ops.gradstat.decide_clip_.default
+    decide = backends.resolve("native", "cpu").decide_clip_
+    assert decide is not None
     state, norm = torch.zeros(16, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     for arguments, message in (
         ((0, [1.0], state, 11, norm), "state must have 17 contiguous numbers, got 16"),
@@ -117,10 +120,54 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         ((4, [1.0], state, 10, torch.zeros(2, 10, dtype=torch.float64)), "required for units and only for units"),
         ((5, [1.0], state, 10, norm), "unknown clip rule 5"),
         ((3, [1.0], state, 10, norm), "measured must be a table of rows"),
+        ((3, [1.0], state, 10, torch.zeros(2, 9, dtype=torch.float64)), "a table of rows for this rule, of 10 columns"),
+        ((1, [100.1], state, 10, norm), r"options\[0\], the percentile, must be from 0 to 100, got 100.1"),
+        ((1, [math.nan], state, 10, norm), "must be from 0 to 100, got nan"),
+        ((0, [1.0], state, 0, norm), "window must be from 1 to 281474976710656, got 0"),
+        ((0, [1.0], state, 2**64 // 3 + 1, norm), "window must be from 1 to 281474976710656, got 6148914691236517206"),
+        ((0, [1.0], without_memory(state.clone()), 10, norm), "state has no memory"),
+        (
+            (0, [1.0], torch.full_like(state, -7.0), 10, norm),
+            "expected whole numbers of recorded values, got -7",
+        ),
     ):
         with pytest.raises(RuntimeError, match=message):
             decide(*arguments)
     assert not state.any()
+
+
+@pytest.mark.parametrize(("what", "count"), [("decide_clip_", 3000), ("guard_", 3000), ("states", 1800)])
+def test_no_argument_and_no_saved_state_crashes_the_process(what: str, count: int) -> None:
+    output = output_of("import hostile; hostile.main()", what, count)
+    assert all("'done': " in line and "'refused': " in line for line in output.splitlines())
+
+
+def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kernels) -> None:
+    """They cannot be checked without waiting for the GPU, so places computed from them are kept in range."""
+    guard_, decide_clip_, window = emulated.guard_, emulated.decide_clip_, 16
+    assert guard_ is not None
+    assert decide_clip_ is not None
+    norm, numbers = torch.tensor(3.0, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    for number in [*NUMBERS, -16.0, -17.0, 17.5, 2.0**52 + 1]:
+        for rule in ("fixed", "percentile", "z-score", "guard", "guard by sigmas"):
+            count = 11 + 3 * window if "guard" in rule else 6 + window + 2
+            memory = torch.full((count + 2 * AROUND,), 77.0, dtype=torch.float64)
+            state = memory[AROUND : AROUND + count].zero_()
+            for _ in range(3):
+                if "guard" in rule:
+                    state[8:11] = number
+                    options = (float("sigmas" in rule), 6.0, math.nan, 1.0, 0.0, math.inf, math.inf, math.inf)
+                    given = (torch.zeros(3), torch.tensor(2.0), torch.tensor(3.0), None)
+                    decided = guard_(options, state, window, numbers, *given)
+                else:
+                    state[0] = number
+                    code = ("fixed", "percentile", "z-score").index(rule)
+                    options = ((1.0,), (95.0,), (2.5, 0.9, 3.0, 0.0, math.inf))[code]
+                    held = state if code == 2 else state[:-2]
+                    decided = decide_clip_(code, options, held, window, norm, None, None, None)
+            assert not decided.isnan().any()
+            assert (memory[:AROUND] == 77).all()
+            assert (memory[AROUND + count :] == 77).all()
 
 
 @pytest.mark.parametrize("make", [lambda: FixedClip(1.0), AutoClip, ZClip, AdaGC, AGC])

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gradients import parameter_with
@@ -149,3 +150,67 @@ def test_a_refused_step_is_no_step(make: Callable[[], AdaptiveClip]) -> None:
     with pytest.raises(RuntimeError, match="expanded"):
         clip.clip_([parameter_with(torch.ones(3, 1).expand(3, 4))])
     assert clip.summary().steps == 0
+
+
+def steps_a_model(call: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Calls with an optimizer, and checks that an error comes before anything has changed."""
+    model = nn.Linear(2, 2)
+    model(torch.ones(2)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [(parameter.detach().clone(), parameter.grad.clone()) for parameter in model.parameters()]  # type: ignore[union-attr]
+    try:
+        call(optimizer)
+    finally:
+        for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter, value)
+            assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+LIMITED: dict[str, Callable[[Any], object]] = {
+    "FixedClip": lambda limit: gradstat.FixedClip(limit),
+    "ZClip": lambda limit: gradstat.ZClip(max_norm=limit),
+    "LastNormClip": lambda limit: gradstat.LastNormClip(limit),
+    "SpikeGuard's norm": lambda limit: gradstat.SpikeGuard(max_norm=limit),
+    "SpikeGuard's update": lambda limit: gradstat.SpikeGuard.sigma(max_update=limit),
+    "guarded_step": lambda limit: steps_a_model(lambda optimizer: gradstat.guarded_step(optimizer, limit)),
+    "guarded_step, a tensor": lambda limit: steps_a_model(
+        lambda optimizer: gradstat.guarded_step(optimizer, torch.tensor(limit))
+    ),
+    "guarded_step, of numpy": lambda limit: steps_a_model(
+        lambda optimizer: gradstat.guarded_step(optimizer, np.float32(limit))  # type: ignore[arg-type]
+    ),
+    "unscale_and_clip_": lambda limit: steps_a_model(
+        lambda optimizer: gradstat.amp.GradScaler("cpu").unscale_and_clip_(optimizer, limit)
+    ),
+    "unscale_and_clip_, disabled": lambda limit: steps_a_model(
+        lambda optimizer: gradstat.amp.GradScaler("cpu", enabled=False).unscale_and_clip_(optimizer, limit)
+    ),
+    "step_in_backward": lambda limit: gradstat.step_in_backward(torch.optim.SGD, nn.Linear(2, 2), limit),
+    "Monitor": lambda limit: gradstat.Monitor(nn.Linear(2, 2), max_norm=limit),
+    "auto": lambda limit: steps_a_model(lambda optimizer: gradstat.auto(optimizer, max_norm=limit)),
+}
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, -math.inf, math.nan])
+@pytest.mark.parametrize("what", LIMITED)
+def test_a_limit_that_would_stop_or_reverse_the_training_is_refused(what: str, limit: float) -> None:
+    """0 or -1 for "no limit" is a common habit. torch's contract of `clip_grad_norm_` takes them."""
+    with pytest.raises(ValueError, match=rf"is {limit}; expected a number above 0, or (None|inf) for no limit"):
+        LIMITED[what](limit)
+
+
+def test_no_limit_is_none_or_infinity() -> None:
+    for limit in (None, math.inf):
+        parameter = parameter_with(torch.full((4,), 1e30))
+        scaler = gradstat.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        norm = scaler.unscale_and_clip_(torch.optim.SGD([parameter]), limit)
+        assert norm == 1e30
+        assert torch.equal(parameter.grad, torch.full((4,), 0.5e30))  # type: ignore[arg-type]
+
+
+def test_a_share_for_a_percentile_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match=r"percentile=0\.95\) .*percentiles go from 0 to 100; did you mean 95\?"):
+        gradstat.AutoClip(0.95)
+    for percentile in (0, 1, 1.0, 10, 99.5, 100):
+        gradstat.AutoClip(percentile)

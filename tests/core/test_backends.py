@@ -198,7 +198,7 @@ LAYERS = [
 
 CORE_LAYERS = [
     {"files", "importing", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors"}
-    | {"host_copy", "engines", "announce"},
+    | {"host_copy", "engines", "announce", "saved"},
     {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},

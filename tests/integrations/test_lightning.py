@@ -325,6 +325,14 @@ def test_a_resumed_training_continues_where_it_stopped(tmp_path: Path) -> None:
     assert again.summary().steps == 15  # the skipped step had nothing to clip
 
 
+def test_a_negative_clip_of_the_trainer_is_none() -> None:
+    for own in (None, 1.0):
+        callback = GradstatCallback(max_norm=own, on_anomaly="record")
+        fit(callback, Model(), gradient_clip_val=-1.0)
+        assert callback.monitor is not None
+        assert callback.monitor._max_norm == own
+
+
 def test_duplicate_clips_and_callbacks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)

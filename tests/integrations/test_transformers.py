@@ -265,6 +265,12 @@ def test_clipping_twice_is_refused(make: Make) -> None:
     install(trainer, max_norm=1.0).remove()
 
 
+def test_a_negative_limit_of_the_trainer_is_none(make: Make) -> None:
+    for own in (None, 1.0):
+        with install(make(max_grad_norm=-1.0), max_norm=own) as watching:
+            assert watching.monitor._max_norm == own
+
+
 def test_a_trainer_with_its_own_clip_is_measured_with_a_warning(make: Make) -> None:
     class Own(InOrder):
         def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

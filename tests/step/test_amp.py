@@ -388,8 +388,8 @@ def test_clipping_leaves_bad_gradients_to_be_looked_at() -> None:
     with pytest.raises(KeyError, match=r"neither unscale_\(\) nor step\(\)"):
         scaler.report(optimizer)
     before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="max_norm is NaN"):
-        scaler.unscale_and_clip_(optimizer, math.nan)
+    with pytest.raises(TypeError, match="max_norm: expected a number, an adaptive clip or None, got str"):
+        scaler.unscale_and_clip_(optimizer, "1")  # type: ignore[arg-type]
     assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))  # type: ignore[arg-type]
     next(iter(model.parameters())).grad[1, 1] = math.nan  # type: ignore[index]
     assert scaler.unscale_and_clip_(optimizer, 1.0).isnan()

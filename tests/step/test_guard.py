@@ -393,7 +393,8 @@ def test_misuse_is_told_before_anything_changes() -> None:
         (ValueError, "warmup is 1; expected a whole number from 2", {"warmup": 1}),
         (ValueError, "max_consecutive is -1; expected a whole number from 0", {"max_consecutive": -1}),
         (ValueError, "scale is 1; expected a number between 0 and 1", {"scale": 1}),
-        (ValueError, "max_loss is NaN", {"max_loss": math.nan}),
+        (ValueError, "max_loss is nan; expected a number, or inf for no limit", {"max_loss": math.nan}),
+        (ValueError, "max_loss is -inf; expected a number, or inf", {"max_loss": -math.inf}),
         (TypeError, "float", {"window": 2.5}),
     ):
         with pytest.raises(error, match=message):

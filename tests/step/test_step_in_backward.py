@@ -289,7 +289,6 @@ def with_gradient() -> Net:
         ((torch.optim.LBFGS, net()), ValueError, "LBFGS evaluates the loss several times"),
         ((SGD, net(), gradstat.ZClip()), ValueError, r"norm of all gradients.*LastNormClip\(ZClip"),
         ((SGD, net(), gradstat.AdaGC()), ValueError, "warmup=100 .*make it with warmup=0"),
-        ((SGD, net(), float("nan")), ValueError, "clip is nan"),
         ((SGD, net(), "norm"), TypeError, "clip: expected a number, gradstat.AGC"),
         ((SGD, 3), TypeError, "expected a torch.nn.Module"),
         ((SGD, with_gradient()), RuntimeError, "'a.weight' already has a gradient"),
