@@ -29,38 +29,12 @@ GRADSTAT_DEVICE uint4 load_vector(const uint4* address) {
 #endif
 }
 
-// Prefetches to L2.
-GRADSTAT_DEVICE void prefetch([[maybe_unused]] const uint4* address) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
-
 GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 #else
   *address = v;
-#endif
-}
-
-// Programmatic dependent launch: blocks of the scale kernel may become resident while the last blocks of the
-// statistics kernel are still merging. No effect unless the hardware supports it and the launch requests it.
-
-// Blocks until all writes of the previous kernel are visible.
-GRADSTAT_DEVICE void wait_for_previous_kernel() {
-#if !defined(__CUDACC__)
-  cuda_on_host::wait_for_previous_kernel();
-#elif __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Lets the next kernel start once every block has called this.
-GRADSTAT_DEVICE void allow_dependent_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -19,7 +19,7 @@ struct StatsArguments {
   Row* table;
   Row* slots;           // ranges + tensors
   Row* totals;          // ranges
-  uint32_t* tickets;    // ranges + 2, zero before and after the launch
+  uint32_t* tickets;    // ranges + 1, zero before and after the launch
   const float* factor;  // for the multiplying kernel
   NormRequest norm;
 };
@@ -60,7 +60,6 @@ struct BlockMemory {
   Arrival arrivals[kArrivals];
   bool is_last[kArrivals];
   double of_merger[kArrivals][kMergers][kFields];
-  uint32_t range;  // assigned by the counter
   float factor;
   uint8_t products[256];  // of the 256 codes of of_products with `factor`
   DType of_products;
@@ -410,14 +409,6 @@ GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t 
           full < most ? full : most};
 }
 
-// Prefetches the first chunk that this warp reads of a tensor.
-GRADSTAT_DEVICE void prefetch_of(const Place& place, bool merges) {
-  const Segment segment = segment_of(place, 0, 1, place.is_small());
-  const int64_t vector = int64_t{segment.begin} * kChunkVectors + threadIdx.x % 32 * kVectorsPerThread;
-  if (vector >= segment.extent.vectors || (segment.step == 1 && !merges)) return;
-  prefetch(reinterpret_cast<const uint4*>(segment.vectors_address()) + vector);
-}
-
 // One warp merges `count` rows of a tensor and writes the result to the table or to the range's slot.
 template <class Table>
 GRADSTAT_DEVICE void write_row(const Table& table, const StatsArguments& arguments, uint32_t range,
@@ -473,11 +464,6 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
     }
     if (lane == 0) memory.tensor[warp] = tensor;
     __syncwarp();
-#if defined(GRADSTAT_PREFETCH_NEXT_TENSOR)  // benchmarks/gpu_variants.py
-    if (table.first_tiles[tensor + 1] < end) {
-      prefetch_of(place_of(table, tensor + 1), (tensor + 1) % kWarps == warp);
-    }
-#endif
     read_segment<kMultiplies>(memory.segment[warp], memory, memory.of_warp[set][warp]);
     tensor = memory.tensor[warp];
     const double (*rows)[kFields] = memory.of_warp[set] + (is_read_by_one_warp ? warp : 0);
@@ -541,21 +527,8 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
     }
     __syncthreads();
   }
-  uint32_t range = blockIdx.x;
-  while (true) {
-    read_range<kMultiplies>(table, arguments, range, memory);
-    if constexpr (kRangesPerBlock == 1) break;
-    finish(arguments, range, memory);
-    const uint32_t ranges = arguments.partition.ranges;
-    // Each block asks once too often, which makes `ranges` requests, so that the counter wraps around to zero.
-    if (threadIdx.x == 0) memory.range = gridDim.x + atomicInc(arguments.tickets + ranges + 1, ranges - 1);
-    __syncthreads();
-    range = memory.range;
-    if (range >= ranges) break;
-  }
-  // Not earlier: waiting blocks of the scale kernel would occupy the place of blocks of this one.
-  allow_dependent_launch();
-  if constexpr (kRangesPerBlock == 1) finish(arguments, range, memory);
+  read_range<kMultiplies>(table, arguments, blockIdx.x, memory);
+  finish(arguments, blockIdx.x, memory);
 }
 
 template <class Table>
