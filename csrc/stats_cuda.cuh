@@ -95,8 +95,10 @@ GRADSTAT_DEVICE double identity_of_column(int column) {
 
 // Branch-free, as the lanes of a warp handle columns of all three kinds.
 GRADSTAT_DEVICE double merge_column(int column, double a, double b) {
-  const double smaller = merge::min(a, b), larger = merge::max(a, b), sum = merge::sum(a, b);
-  return (kMinima >> column & 1u) != 0 ? smaller : (kMaxima >> column & 1u) != 0 ? larger : sum;
+  const bool is_min = (kMinima >> column & 1u) != 0, is_max = (kMaxima >> column & 1u) != 0;
+  const bool is_sum = !is_min & !is_max;
+  const double next = is_sum ? merge::sum(a, b) : b;
+  return is_sum | (is_min & (b < a)) | (is_max & (b > a)) ? next : a;
 }
 
 // Merges the rows of a warp's threads; the result is in lane 0. The columns for unusual elements are skipped
@@ -133,6 +135,7 @@ GRADSTAT_DEVICE double merge_by_warp(const double (*rows)[kFields], int count) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int column = lane % kFields;
   double value = identity_of_column(column);
+#pragma unroll 1
   for (int i = lane / kFields; i < count; i += 32 / kFields) {
     if (lane < 32 / kFields * kFields) value = merge_column(column, value, rows[i][column]);
   }
@@ -150,7 +153,7 @@ GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*
   const int column = thread % kFields;
   const uint32_t merger = static_cast<uint32_t>(thread / kFields);
   if (merger >= kMergers) return;
-  const double* values = reinterpret_cast<const double*>(rows) + column;
+  const double* values = reinterpret_cast<const double*>(rows + merger) + column;
   constexpr int kChains = 4;
   double value[kChains];
   for (double& each : value) each = identity_of_column(column);
@@ -159,14 +162,15 @@ GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*
     double loaded[kRowsAtOnce];
 #pragma unroll
     for (int k = 0; k < kRowsAtOnce; ++k) {
-      const uint32_t i = begin + k * kMergers;
+      loaded[k] = identity_of_column(column);
       // Bypasses L1: the rows were written by other blocks.
-      loaded[k] = i < count ? __ldcg(values + static_cast<uint64_t>(i) * kFields) : identity_of_column(column);
+      if (begin + k * kMergers < count) loaded[k] = __ldcg(values + k * kMergers * kFields);
     }
 #pragma unroll
     for (int k = 0; k < kRowsAtOnce; ++k) {
       value[k % kChains] = merge_column(column, value[k % kChains], loaded[k]);
     }
+    values += kMergers * kRowsAtOnce * kFields;
   }
   of_merger[merger][column] =
       merge_column(column, merge_column(column, value[0], value[1]), merge_column(column, value[2], value[3]));
