@@ -27,9 +27,14 @@ struct SafeFloat64 : AnySafe {
 };
 
 // The lift in registers, and sums over groups.
+namespace lanes {
+GRADSTAT_DEVICE float absolute(float x) { return fabsf(x); }
+GRADSTAT_DEVICE double absolute(double x) { return fabs(x); }
 #define GRADSTAT_INLINE GRADSTAT_DEVICE
 #include "lift.h"
 #undef GRADSTAT_INLINE
+}  // namespace lanes
+using lanes::Sums, lanes::sums_of;
 
 template <int kCount>
 GRADSTAT_DEVICE Sums<double> lifted(const float* x) {

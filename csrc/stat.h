@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -83,6 +84,8 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
 #define GRADSTAT_FIELD(name, how) into.name = merge::how(into.name, merge::repeated_##how(other.name, times));
 #include "stat_fields.def"
 }
+
+GRADSTAT_HD double absolute(double x) { return fabs(x); }
 
 #include "lift.h"
 

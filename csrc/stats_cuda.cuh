@@ -48,6 +48,7 @@ struct Arrival {
 constexpr int kArrivals = 3;
 // Groups of threads that merge rows, one thread per column, and the number of rows each group loads at once.
 constexpr int kMergers = kThreads / kFields;
+static_assert(kFields <= 32, "one lane of a warp for each column");
 constexpr int kRowsAtOnce = 16;
 
 // In shared memory, also to keep these values out of registers during the hot loops.
