@@ -394,7 +394,7 @@ with warnings.catch_warnings(record=True) as caught:
             parameter.grad = torch.randn_like(parameter) if step < 23 else torch.full_like(parameter, float("nan"))
         monitor.step(1.0)
 print(monitor.steps, any("could not be saved" in str(warning.message) for warning in caught))
-monitor._save_to = None  # nothing more at the end
+monitor._file.path = None  # nothing more at the end
 
 # Logs lose the line that did not fit, and no other.
 os.remove(page)
@@ -544,10 +544,8 @@ def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> No
 
     rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
     model = nn.Linear(2, 2)
-    monitor = gradstat.Monitor(
-        model, rules=[made() for made in rules], on_anomaly="snapshot", options={"review_every": 1}
-    )
-    monitor._save_to = tmp_path / "in" / "run.gradstat"
+    path = tmp_path / "in" / "run.gradstat"
+    monitor = gradstat.Monitor(model, rules=[made() for made in rules], on_anomaly="snapshot", save_to=path)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     monitor.step(1.0)
