@@ -180,7 +180,7 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
     return None
 
 
-def is_uninitialized(tensor: object) -> bool:
+def is_uninitialized(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or buffer of a lazy module before its first forward pass, and has no shape."""
     return bool(is_lazy(tensor))
 

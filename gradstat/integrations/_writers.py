@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradstat._core.text import printable
 
@@ -46,7 +46,7 @@ class _Lines:
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
-    def _numbers(self, values: Mapping[str, float]) -> dict[str, float]:
+    def _numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
         """``values`` as numbers of Python. Raises TypeError or ValueError."""
         for name, value in values.items():
             if not isinstance(value, Real):

@@ -30,24 +30,20 @@ class FlightFile:
 
     def __init__(self, path: object) -> None:
         self.path: Path | None = None
+        self._spare: Path | None = None  # what was written instead of `path`
         if path is None:
             return
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"save_to: expected a path or None, got {type(path).__name__}")
-        reason: object = "the name is empty"
-        with suppress(TypeError):  # a PathLike of bytes
-            self.path = Path(path)
-        if self.path is None or self.path == Path():
-            raise ValueError(f"save_to is {path!r}; expected the path of a file")
+        self.path = Path(path)
         try:
             try_replacing(self.path)
         except (OSError, ValueError) as error:  # ValueError: a null character
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            reason = error.strerror if isinstance(error, OSError) else error
             text = f"save_to: no file can be made at {str(self.path)!r}: {reason}"
             if not isinstance(error, OSError) or error.errno not in _PASSING:
                 raise ValueError(f"{text}. Choose a file in a folder that exists or can be made") from error
-            warn(f"{text}. A recording is written to another folder if it is so later", RuntimeWarning)
-        self._spare: Path | None = None  # what was written instead of `path`
+            warn(f"{text}. If it still is so later, recordings are written to another folder", RuntimeWarning)
 
     def write(self, make: Callable[[], Recording], path: Path) -> None:
         """Writes the recording that ``make`` makes. If it cannot be written, to another folder; never raises.
@@ -74,11 +70,10 @@ class FlightFile:
         warn(f"{failed}, nor in the current or the temporary folder", RuntimeWarning)
 
     def _spares(self, path: Path) -> Iterator[Path]:
-        """Where else to write it: in its folder, in the current and in the temporary one; never over another file."""
+        """Where else to write it: in the current folder, or in the temporary one; never over another file."""
         if path == self.path and self._spare is not None:
             yield self._spare
         name = f"{path.stem[:80]}-{secrets.token_hex(4)}{path.suffix or SUFFIX}"
-        yield path.with_name(name)
         for folder in (Path.cwd, tempfile.gettempdir):
             with suppress(OSError):  # the current folder was removed, or no temporary one can be written to
                 yield Path(folder(), name)

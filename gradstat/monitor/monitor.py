@@ -701,11 +701,11 @@ class Monitor:
             warn(f"the last steps could not be read: {error}", RuntimeWarning)
         finally:
             self._lock.release()
+        if self.steps or self.findings or self._is_detached:
+            self._write(why)
         for finding in self._found():
             with warning_of_failure(f"a policy failed for the finding {finding}"):
                 self._act_on(finding, is_over=True)
-        if self.steps or self.findings or self._is_detached:
-            self._write(why)
 
     def __del__(self) -> None:
         if self._is_open and not sys.is_finalizing():

@@ -52,14 +52,13 @@ def checked(state: Any) -> State:
     """The contents of ``state``. ValueError, which names the field, if they are not those of a monitor's state."""
     if not isinstance(state, Mapping):
         raise ValueError(f"expected what Monitor.state_dict() returned, got {type(state).__name__}")
-    version = state.get("version")
-    if type(version) is int and version > VERSION:
+    with reading("version"):
+        version = _count(state["version"])
+    if version != VERSION:
         raise ValueError(
             f"this state has version {version}, made by a newer gradstat; this is gradstat {__version__}, "
             f"which reads version {VERSION}. Upgrade gradstat: pip install -U gradstat"
         )
-    if type(version) is not int or version != VERSION:
-        raise ValueError(f"state['version'] is {version!r:.80}; expected {VERSION}: what Monitor.state_dict() returned")
     with reading("steps"):
         steps = _count(state["steps"])
     with reading("nonfinite_steps"):
@@ -93,9 +92,10 @@ def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]
         for rule in rules:  # rules of one name are in order
             place = next((i for i, (name, _) in enumerate(left) if name == rule.name), None)
             if place is not None:
-                before.append((rule, rule.state_dict()))
+                now = rule.state_dict()
                 with reading("rules"):
                     rule.load_state_dict(left.pop(place)[1])
+                before.append((rule, now))
     except ValueError:
         restore_rules(before)
         raise
@@ -146,7 +146,7 @@ def _array(tensor: Any, dtype: torch.dtype) -> Any:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MOST_STEPS:
-        raise ValueError(f"it is {value!r:.80}; expected a number of steps of at least 0")
+        raise ValueError(f"it is {value!r:.80}; expected a whole number of at least 0")
     return value
 
 
