@@ -32,7 +32,7 @@ import gradstat
 from gradstat._core.files import replacing
 from gradstat._version import __version__
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
-from gradstat.monitor import Finding, Recording, Series
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
 from gradstat.monitor.command import view_main
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
@@ -505,6 +505,57 @@ def test_names_that_mean_harm_are_saved_read_and_told_without_harm(
     save(made, path)
     assert_same(load(path), made)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", [name.replace(".", " ") for name in NAMES if 0 < len(name) < 100])
+def test_names_that_mean_harm_reach_no_terminal(name: str) -> None:
+    """Neither from reports and their errors, nor from findings, their warnings and errors, diagnoses and culprits."""
+
+    class Rooted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter(name, nn.Parameter(torch.zeros(2)))
+
+        def forward(self) -> torch.Tensor:
+            return getattr(self, name).sqrt().sum()
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss = model()
+        loss.backward()
+        return loss
+
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(
+        model, optimizer, on_anomaly={"error": ("warn", "raise"), "warning": "record"}, replay=step
+    )
+    texts = [str(gradstat.check(model))]  # it has no gradient yet
+    with gradstat.MicroBatches(model) as micro_batches:
+        step()
+        micro_batches.check()
+        texts += [str(micro_batches.result())]
+    report = gradstat.check(model)
+    with pytest.raises(gradstat.NonFiniteGradientError) as bad:
+        report.raise_if_nonfinite()
+    texts += [str(report), repr(report), repr(report[name]), str(bad.value)]
+    texts += [str(gradstat.update_stats(optimizer, model))]
+    with pytest.warns(AnomalyWarning) as told, pytest.raises(AnomalyError) as anomaly:
+        monitor.step()
+    texts += [str(anomaly.value), *(str(warning.message) for warning in told)]
+    with pytest.raises(KeyError) as unknown:
+        gradstat.check(model)[name + "x"]
+    texts += [str(unknown.value), str(monitor.replay())]
+    optimizer.zero_grad()
+    assert all(name in finding.name for finding in monitor.findings)  # as it is, to look it up
+    diagnosis = monitor.diagnose()
+    texts += [str(diagnosis), diagnosis.headline(), repr(diagnosis), *map(str, diagnosis.findings)]
+    texts += [finding.text for finding in diagnosis.findings]
+    shown = "".join(texts)
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert not name.isprintable() or name in shown
+    lines = [line for text in texts for line in text.splitlines()]
+    assert not any(line.lstrip().startswith("step,forged") for line in lines)
 
 
 def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None:
