@@ -180,7 +180,6 @@ class Monitor:
         self._last_state_check = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
         self._saved = self._last_replay = -_QUIET
         self._paused = self._is_detached = self._has_warned = False
-        self._needs_copy = False  # whether the newest step's numbers are being copied
         self.guard = guard
         skips = self._policies.uses("skip") or guard is not None
         wanted: Wanted = "norm" if guard is not None else "flag" if skips else None
@@ -245,14 +244,15 @@ class Monitor:
         with self._lock:
             known = len(self.findings)
             self._is_open = True
-            is_measured = self._measure(loss, lr)
-        if is_measured:
-            # On the CPU nothing is copied, so there is nothing to wait for.
-            self._read(self._lag if self._needs_copy else 0)
+            leaving = self._measure(loss, lr)
+            is_found = self._read_until_found(leaving)
+        if is_found:
+            self._act()
+            self._read(leaving)
         return self.findings[known:]
 
-    def _measure(self, loss: Tensor | float | None, lr: float | Tensor | None) -> bool:
-        """Measures a step and makes it pending; False if that failed. Raises as `step`, before anything changes."""
+    def _measure(self, loss: Tensor | float | None, lr: float | Tensor | None) -> int:
+        """Measures a step and makes it pending; returns how many pending steps may stay so. Raises as `step`."""
         scalars = self._collector.scalars(loss, lr)
         try:
             pending = self._collector.collect(self.steps, *scalars)
@@ -263,7 +263,7 @@ class Monitor:
         except Exception:
             self._gaps.report_failure(self.steps, "a step could not be measured")
             self.steps += 1
-            return False
+            return len(self._pending)
         self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
         self._pending.append(pending)
         if self._skipping is not None:
@@ -275,8 +275,8 @@ class Monitor:
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
             with self._gaps.suppress_errors(pending.step, "the state of a step could not be copied"):
                 self._snapshots.take(pending.step)
-        self._needs_copy = pending.numbers[0].needs_copy
-        return True
+        # On the CPU nothing is copied, so there is nothing to wait for.
+        return self._lag if pending.numbers[0].needs_copy else 0
 
     def _not_watched(self, call: str) -> list[Finding]:
         """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
@@ -407,11 +407,16 @@ class Monitor:
         """Reads the measured steps except the last ``leaving``, and acts on what is found in one before the next."""
         while True:
             with self._lock:
-                if len(self._pending) <= leaving:
-                    return
-                self._read_one(self._pending.popleft())
-            if self._to_act_on:
-                self._act()
+                is_found = self._read_until_found(leaving)
+            if not is_found:
+                return
+            self._act()
+
+    def _read_until_found(self, leaving: int) -> bool:
+        """As `_read`, until something is found that is to be acted on; returns whether it is."""
+        while len(self._pending) > leaving and not self._to_act_on:
+            self._read_one(self._pending.popleft())
+        return bool(self._to_act_on)
 
     def _read_one(self, pending: Pending) -> None:
         """Reads a step, and runs the rules if it is odd or a review is due."""
