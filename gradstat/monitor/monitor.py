@@ -53,7 +53,7 @@ from gradstat.monitor.rows import Facts, Observation
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import Wanted
-from gradstat.monitor.state import VERSION, as_state, checked, load_rules, reading, restore_rules
+from gradstat.monitor.state import VERSION, as_state, checked, load_rules, reading
 from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 
 if TYPE_CHECKING:
@@ -640,14 +640,13 @@ class Monitor:
         """
         with self._lock:
             loaded = checked(state)
-            before = load_rules(self._rules.rules, loaded.rules)
-            if self.guard is not None and loaded.guard is not None:
-                try:
-                    with reading("guard"):
-                        self.guard.load_state_dict(loaded.guard)
-                except ValueError:
-                    restore_rules(before)
-                    raise
+            guard = self.guard if loaded.guard is not None else None
+            if guard is not None:
+                with reading("guard"):
+                    guard._loaded(loaded.guard)  # raises before anything has changed
+            load_rules(self._rules.rules, loaded.rules)
+            if guard is not None:
+                guard.load_state_dict(loaded.guard)
             self._pending.clear()
             self._buffer.clear()
             self._to_act_on = []

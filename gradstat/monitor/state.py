@@ -82,10 +82,10 @@ def checked(state: Any) -> State:
     return State(steps, nonfinite_steps, should_stop, findings, rules, backward_order, history, guard)
 
 
-def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]) -> list[tuple[Rule, Any]]:
-    """Loads the saved states of rules: of all, or of none, if one of them refuses its own by a ValueError.
+def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]) -> None:
+    """Loads the saved states of rules: of all, or of none, if one of them refuses its own, which raises ValueError.
 
-    Rules that are not in ``saved`` stay as they are. Returns what `restore_rules` needs to go back.
+    Rules that are not in ``saved`` stay as they are.
     """
     left, before = list(saved), []
     try:
@@ -97,15 +97,9 @@ def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]
                     rule.load_state_dict(left.pop(place)[1])
                 before.append((rule, now))
     except ValueError:
-        restore_rules(before)
+        for rule, values in before:
+            rule.load_state_dict(values)
         raise
-    return before
-
-
-def restore_rules(before: list[tuple[Rule, Any]]) -> None:
-    """Undoes `load_rules`."""
-    for rule, values in before:
-        rule.load_state_dict(values)
 
 
 @contextmanager
