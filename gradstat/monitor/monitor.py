@@ -100,7 +100,8 @@ class Monitor:
             several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
         watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
         rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
-        save_to: A file for the flight recording, written after errors and at the end of the run; None for none.
+        save_to: A file for the flight recording, written after errors and at the end of the run; None for none. It is
+            tried at once; if it cannot be written later, the recording goes to another folder, with a warning.
         replay: The function that runs one step, for ``on_anomaly="replay"``; True only keeps what `replay` needs. Costs
             tens of microseconds per forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
@@ -124,6 +125,10 @@ class Monitor:
     Raises:
         TypeError, ValueError: An argument is invalid; the message says what was expected.
     """
+
+    # Whether this process has to end the monitor: not before it is made, nor after `detach`; and a forked process only
+    # if it takes steps itself.
+    _is_open = False
 
     def __init__(
         self,
@@ -200,10 +205,6 @@ class Monitor:
         self._lock = threading.RLock()  # protects everything but the acting on findings, which calls users' functions
         self._is_open = True
         endings.remember(self)
-
-    # Whether this process has to end the monitor: not before it is made, nor after `detach`; and a forked process only
-    # if it takes steps itself.
-    _is_open = False
 
     @property
     def scaler(self) -> Any:
