@@ -24,7 +24,7 @@ from gradstat._core.tensors import to_device
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.monitor import Monitor
-from gradstat.monitor.reporting import warn
+from gradstat.monitor.reporting import not_replacing, warn
 from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
@@ -164,8 +164,9 @@ class AutoHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with not_replacing(error):
+            self.remove()
 
 
 _layers: list[Layer] = []

@@ -198,7 +198,7 @@ LAYERS = [
 
 CORE_LAYERS = [
     {"files", "importing", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors"}
-    | {"host_copy", "engines", "saved"},
+    | {"host_copy", "engines", "saved", "text"},
     {"native", "reference"},
     {"backends", "parameters"},
     {"measurement"},
@@ -212,8 +212,8 @@ MONITOR_LAYERS = [
     {"hooks", "gaps", "kinds", "options"},
     {"recording"},
     {"rows", "replay"},
-    {"rules", "policies", "actions", "history", "segments"},
-    {"observers", "diagnosis"},
+    {"rules", "policies", "actions", "history", "segments", "flight_file", "endings", "advice"},
+    {"observers", "diagnosis", "arguments", "state"},
     {"collector", "command"},
     {"step_buffer"},
     {"monitor"},
