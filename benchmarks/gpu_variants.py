@@ -42,6 +42,8 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, tensors: list[Any]) -> None:
         import torch
 
+        from gradstat import _fields
+
         count, device = len(tensors), tensors[0].device
         dtype = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.float8_e4m3fn: 4}
         self.arguments = [
@@ -55,7 +57,7 @@ class Kernels:
         library.variant_error_text.restype = ctypes.c_char_p
         new = partial(torch.zeros, device=device, dtype=torch.float64)
         self.memory = new(library.workspace_bytes(*self.arguments) // 8 + 1)
-        self.table, self.norm, self.coefficient = new(count, 10), new(1, dtype=torch.float32), new(1)
+        self.table, self.norm, self.coefficient = new(count, _fields.COUNT), new(1, dtype=torch.float32), new(1)
         self.stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
 
     def __call__(self, max_norm: float, scales: bool) -> None:

@@ -45,7 +45,7 @@ EXPORTED int32_t run(int64_t count, const uint64_t* addresses, const int64_t* nu
     const gradstat::NormRequest request{max_norm, false, gradstat::DType::kFloat32, norm, coefficient, {}};
     gradstat::launch_stats(entries, reinterpret_cast<gradstat::Row*>(table), &request, nullptr, workspace, 0,
                            stream);
-    if (scales) gradstat::launch_scale(entries, coefficient, true, workspace, 0, stream);
+    if (scales) gradstat::launch_scale(entries, coefficient, workspace, 0, stream);
     return 0;
   } catch (const std::exception& error) {
     variant_error = error.what();

@@ -31,13 +31,8 @@ VARIANTS = {
     "4 blocks per multiprocessor": Variant(("BLOCKS_PER_MULTIPROCESSOR=4",), (*LARGE, "ResNet-50")),
     "2 vectors per thread": Variant(("VECTORS_PER_THREAD=2",), (*LARGE, "ResNet-50")),
     "8 vectors per thread, 2 blocks": Variant(("VECTORS_PER_THREAD=8", "BLOCKS_PER_MULTIPROCESSOR=2"), LARGE),
-    "2 ranges per block, dealt": Variant(("RANGES_PER_BLOCK=2",), (*LARGE, "ResNet-50", "500 mixed")),
-    "4 ranges per block, dealt": Variant(("RANGES_PER_BLOCK=4",), (*LARGE, "ResNet-50", "500 mixed")),
-    "next tensor prefetched": Variant(("PREFETCH_NEXT_TENSOR",), LISTS),
     "no tensor read by one warp": Variant(("SMALL_TENSOR_BYTES=-1",), LISTS),
     "up to 16 KB read by one warp": Variant(("SMALL_TENSOR_BYTES=16384",), LISTS),
-    "one size of parameter table": Variant(("ONE_PARAMETER_TABLE",), LISTS[:4]),
-    "no overlap of the kernels": Variant(("WITHOUT_OVERLAP",), (*LISTS[:4], "256 MiB, float32", "1.5 GiB")),
     "no finish (wrong results)": Variant(("WITHOUT_FINISH",)),
 }
 

@@ -183,9 +183,9 @@ def main() -> int:
     jobs = [(source, gpu.architecture) for gpu in GPUS for source in sources]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         compiled = list(pool.map(lambda job: compile_and_read(nvcc, nvdisasm, job[0], job[1], Path(folder)), jobs))
-    # Kernels differ by the number of entries in the parameter table, and all have the same loops.
-    smallest = [next(kernel for kernel in kernels if kernel.name.endswith("/190")) for kernels in compiled]
-    kernels = {gpu.architecture: (smallest[2 * i], smallest[2 * i + 1]) for i, gpu in enumerate(GPUS)}
+    # Kernels differ by where the table of tensors is, and have the same loops.
+    first = [next(kernel for kernel in kernels if kernel.name.endswith("/passed")) for kernels in compiled]
+    kernels = {gpu.architecture: (first[2 * i], first[2 * i + 1]) for i, gpu in enumerate(GPUS)}
     text = "\n".join(render(kernels)) + "\n"
     if not arguments.write:
         print(text)

@@ -33,10 +33,9 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
                   void* workspace, int32_t device, void* stream);
 
 // Multiplies the elements of each entry by its coefficient. One kernel, which does not touch entries whose
-// coefficient is exactly 1. Entries must not overlap. Pass `follows_stats` only if nothing but launch_scale was
-// enqueued on the stream since launch_stats: the kernel may then start while those are still running.
-void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, bool follows_stats,
-                  void* workspace, int32_t device, void* stream);
+// coefficient is exactly 1. Entries must not overlap.
+void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, void* workspace,
+                  int32_t device, void* stream);
 
 // Decides about a step and updates the state. One kernel of one block.
 void launch_decide(const ClipRequest& request, int32_t device, void* stream);

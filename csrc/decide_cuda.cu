@@ -12,13 +12,13 @@ void load_decide_kernels() {
 
 void launch_decide(const ClipRequest& request, int32_t device, void* stream) {
   const OnDevice on_device(device);
-  launch(decide_clip_kernel, 1, static_cast<cudaStream_t>(stream), false, "launching the clip decision kernel",
+  launch(decide_clip_kernel, 1, static_cast<cudaStream_t>(stream), "launching the clip decision kernel",
          request);
 }
 
 void launch_guard(const GuardRequest& request, int32_t device, void* stream) {
   const OnDevice on_device(device);
-  launch(guard_kernel, 1, static_cast<cudaStream_t>(stream), false, "launching the guard kernel", request);
+  launch(guard_kernel, 1, static_cast<cudaStream_t>(stream), "launching the guard kernel", request);
 }
 
 }  // namespace gradstat

@@ -29,38 +29,12 @@ GRADSTAT_DEVICE uint4 load_vector(const uint4* address) {
 #endif
 }
 
-// Prefetches to L2.
-GRADSTAT_DEVICE void prefetch([[maybe_unused]] const uint4* address) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
-
 GRADSTAT_DEVICE void store_vector(uint4* address, uint4 v) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 #else
   *address = v;
-#endif
-}
-
-// Programmatic dependent launch: blocks of the scale kernel may become resident while the last blocks of the
-// statistics kernel are still merging. No effect unless the hardware supports it and the launch requests it.
-
-// Blocks until all writes of the previous kernel are visible.
-GRADSTAT_DEVICE void wait_for_previous_kernel() {
-#if !defined(__CUDACC__)
-  cuda_on_host::wait_for_previous_kernel();
-#elif __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Lets the next kernel start once every block has called this.
-GRADSTAT_DEVICE void allow_dependent_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -138,25 +112,22 @@ struct PackedHalf {
 };
 #undef GRADSTAT_PACKED
 
-// Adds 1 to each half of `count`, a float16 number, if that half of `pair` is zero. Zero has the same bits in
-// bfloat16 and float16, so one comparison serves both. Counts are exact up to 2048.
+// Counts the halves of `pair` that are zero. Zero has the same bits in bfloat16 and float16, so one comparison
+// serves both. It gives -1 in each half that is zero; subtracting that as one 32-bit number, which takes one
+// instruction for two pairs, makes `count` low + 65536 * (high - low) modulo 2^32.
 GRADSTAT_DEVICE uint32_t count_zero_halves(uint32_t count, uint32_t pair) {
 #if defined(__CUDA_ARCH__)
-  uint32_t out;
-  asm("{.reg .b32 zero; set.eq.f16x2.f16x2 zero, %2, %3; add.rn.f16x2 %0, %1, zero;}"
-      : "=r"(out)
-      : "r"(count), "r"(pair), "r"(0u));
-  return out;
+  uint32_t zeros;
+  asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(zeros) : "r"(pair), "r"(0u));
 #else
-  const auto one_if_zero = [](uint32_t half) { return (half & 0x7fffu) == 0 ? 1.0f : 0.0f; };
-  return to_half_pair(low_half(count) + one_if_zero(pair), high_half(count) + one_if_zero(pair >> 16));
+  const uint32_t zeros =
+      ((pair & 0x7fffu) == 0 ? 0xffffu : 0u) | ((pair & 0x7fff0000u) == 0 ? 0xffff0000u : 0u);
 #endif
+  return count - zeros;
 }
 
-// The sum of both halves of such a count. Adding 2^23 leaves the integer in the low bits of the float.
-GRADSTAT_DEVICE uint32_t total_of_halves(uint32_t count) {
-  return float_to_bits(low_half(count) + high_half(count) + 0x1p23f) - 0x4b000000u;
-}
+// The number of zeros in both halves, if below 65536.
+GRADSTAT_DEVICE uint32_t total_of_halves(uint32_t count) { return (2 * count + (count >> 16)) & 0xffffu; }
 
 // Multiplies both halves by those of `factor`; exact for the factors in use.
 GRADSTAT_DEVICE uint32_t times_half(uint32_t pair, uint32_t factor) {
@@ -175,14 +146,22 @@ constexpr bool kHasFloat8Conversion = true;
 constexpr bool kHasFloat8Conversion = false;
 #endif
 
-// The lower two bytes of `bytes`, as e4m3, converted to float16; NaN stays NaN. Requires kHasFloat8Conversion.
-GRADSTAT_DEVICE uint32_t e4m3_to_half_pair(uint32_t bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  uint32_t out;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(out) : "r"(bytes));
-  return out;
+// Bytes 0 and 2, each moved up by one byte, with zeros below.
+GRADSTAT_DEVICE uint32_t even_bytes_moved_up(uint32_t bytes) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(bytes, 0, 0x2404);
 #else
-  return bytes;  // not called
+  return (bytes << 8) & 0xff00ff00u;
+#endif
+}
+
+// Converts four bytes, as e4m3, to two pairs of float16; NaN stays NaN. Requires kHasFloat8Conversion.
+GRADSTAT_DEVICE void e4m3_to_half_pairs([[maybe_unused]] uint32_t bytes, [[maybe_unused]] uint32_t* pairs) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, "
+      "high;}"
+      : "=r"(pairs[0]), "=r"(pairs[1])
+      : "r"(bytes));
 #endif
 }
 

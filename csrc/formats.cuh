@@ -27,9 +27,14 @@ struct SafeFloat64 : AnySafe {
 };
 
 // The lift in registers, and sums over groups.
+namespace lanes {
+GRADSTAT_DEVICE float absolute(float x) { return fabsf(x); }
+GRADSTAT_DEVICE double absolute(double x) { return fabs(x); }
 #define GRADSTAT_INLINE GRADSTAT_DEVICE
 #include "lift.h"
 #undef GRADSTAT_INLINE
+}  // namespace lanes
+using lanes::Sums, lanes::sums_of;
 
 template <int kCount>
 GRADSTAT_DEVICE Sums<double> lifted(const float* x) {
@@ -152,10 +157,9 @@ struct Float8Format : PackedExtremes<PackedHalf> {
   // Converts four bytes to two pairs of float16, in unspecified order.
   GRADSTAT_DEVICE static void widen(uint32_t bytes, uint32_t* pairs) {
     if constexpr (kIsConverted) {
-      pairs[0] = e4m3_to_half_pair(bytes);
-      pairs[1] = e4m3_to_half_pair(bytes >> 16);
+      e4m3_to_half_pairs(bytes, pairs);
     } else {
-      pairs[0] = upper_bytes_to_half_pair((bytes << 8) & 0xff00ff00u);
+      pairs[0] = upper_bytes_to_half_pair(even_bytes_moved_up(bytes));
       pairs[1] = upper_bytes_to_half_pair(bytes & 0xff00ff00u);
     }
   }

@@ -3,7 +3,6 @@
 #include "launch_state.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -16,8 +15,8 @@
 namespace gradstat {
 namespace {
 
-// One per range, one for all of them, and the counter that assigns ranges.
-constexpr uint32_t kMaxTickets = kMaxRanges + 2;
+// One per range, and one for all of them.
+constexpr uint32_t kMaxTickets = kMaxRanges + 1;
 
 // CUDA refuses memory allocation and kernel loading while any stream in the process is captured in the default
 // mode, even if unrelated. This allows them for the current thread.
@@ -75,10 +74,25 @@ Staging& free_staging(StreamState& state, size_t bytes) {
   return state.stagings.back();
 }
 
-uint32_t max_blocks(int32_t device) {
-  const DeviceInfo info = device_info(device);
-  const auto held = static_cast<uint32_t>(info.blocks_per_multiprocessor * info.multiprocessors);
-  return std::min(held, kMaxBlocks);
+// Loads all kernels of a device once; returns how many blocks of the statistics and scale kernels it holds.
+uint32_t resident_blocks(int32_t device) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& known = *new std::vector<uint32_t>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known.size() <= static_cast<size_t>(device)) known.resize(device + 1);
+  uint32_t& blocks = known[device];
+  if (blocks == 0) {
+    const OnDevice on_device(device);
+    const AllowMemoryCalls allow;
+    const int32_t fitting = std::max(1, std::min(load_stats_kernels(), load_scale_kernels()));
+    load_decide_kernels();
+    load_update_kernels();
+    int multiprocessors = 0;
+    check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+               "querying the number of multiprocessors");
+    blocks = std::min(static_cast<uint32_t>(fitting * multiprocessors), kMaxRanges);
+  }
+  return blocks;
 }
 
 }  // namespace
@@ -108,59 +122,28 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-LoadedKernels load_kernels(std::initializer_list<const void*> kernels) {
-  LoadedKernels loaded{INT32_MAX, true};
+int32_t load_kernels(std::initializer_list<const void*> kernels) {
+  int32_t fewest = INT32_MAX;
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes = {};
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
     int blocks = 0;
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0),
                "querying the occupancy of a kernel");
-    loaded.blocks_per_multiprocessor = std::min(loaded.blocks_per_multiprocessor, blocks);
-    // Not the device's version: code for an older architecture, translated on loading, would not wait.
-    loaded.can_overlap = loaded.can_overlap && attributes.ptxVersion >= 90;
+    fewest = std::min(fewest, blocks);
   }
-  return loaded;
+  return fewest;
 }
 
-DeviceInfo device_info(int32_t device) {
-  static std::mutex& mutex = *new std::mutex;
-  static auto& known = *new std::vector<DeviceInfo>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (known.size() <= static_cast<size_t>(device)) known.resize(device + 1);
-  DeviceInfo& info = known[device];
-  if (info.multiprocessors == 0) {
-    const OnDevice on_device(device);
-    const AllowMemoryCalls allow;
-    const LoadedKernels stats = load_stats_kernels(), scale = load_scale_kernels();
-    load_decide_kernels();
-    load_update_kernels();
-    info.blocks_per_multiprocessor =
-        std::max(1, std::min(stats.blocks_per_multiprocessor, scale.blocks_per_multiprocessor));
-    const char* overlap = std::getenv("GRADSTAT_CUDA_PDL");
-    const bool is_refused = overlap != nullptr && std::strcmp(overlap, "0") == 0;
-    info.can_overlap = stats.can_overlap && scale.can_overlap && !is_refused;
-    int count = 0;
-    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-               "querying the number of multiprocessors");
-    info.multiprocessors = count;
-  }
-  return info;
-}
-
-void load_all_kernels(int32_t device) { static_cast<void>(device_info(device)); }
+void load_all_kernels(int32_t device) { static_cast<void>(resident_blocks(device)); }
 
 Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
   const uint64_t tiles = count_tiles(entries);
   // Chunks are counted in 32 bits.
   if (tiles >= UINT32_MAX / kWarps)
     throw std::runtime_error("gradstat: more than 8 TB of gradients in one call");
-  const uint64_t ranges = std::min<uint64_t>(tiles, max_blocks(device) * kRangesPerBlock);
+  const uint64_t ranges = std::min<uint64_t>(tiles, resident_blocks(device));
   return Partition::of(static_cast<uint32_t>(tiles), std::max(1u, static_cast<uint32_t>(ranges)));
-}
-
-uint32_t blocks_for(const Partition& partition, int32_t device) {
-  return std::min(partition.ranges, max_blocks(device));
 }
 
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream) {

@@ -37,63 +37,35 @@ class OnDevice {
 
 bool is_capturing(cudaStream_t stream);
 
-// Properties of a set of kernels on the current device.
-struct LoadedKernels {
-  int32_t blocks_per_multiprocessor;  // that can be resident at once, of each of the kernels
-  bool can_overlap;  // whether the code supports programmatic dependent launch (sm_90 and later)
-};
+// Loads kernels, which CUDA would otherwise do in the first launch, which may be captured or timed. Returns how
+// many blocks of each of them can be resident on a multiprocessor at once.
+int32_t load_kernels(std::initializer_list<const void*> kernels);
+#define GRADSTAT_FOR_EVERY_TABLE(kernel) \
+  reinterpret_cast<const void*>(kernel<ParameterTable>), reinterpret_cast<const void*>(kernel<DeviceTable>)
+int32_t load_stats_kernels();  // in stats_cuda.cu
+int32_t load_scale_kernels();  // in scale_cuda.cu
+void load_update_kernels();    // in update_cuda.cu
+void load_decide_kernels();    // in decide_cuda.cu
 
-// Also loads the kernels, which CUDA would otherwise do in the first launch, which may be captured or timed.
-LoadedKernels load_kernels(std::initializer_list<const void*> kernels);
-#define GRADSTAT_FOR_EVERY_TABLE(kernel)                                   \
-  reinterpret_cast<const void*>(kernel<ParameterTable<kSmallTable>>),      \
-      reinterpret_cast<const void*>(kernel<ParameterTable<kMediumTable>>), \
-      reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>),  \
-      reinterpret_cast<const void*>(kernel<DeviceTable>)
-// The unscale kernel takes as long to compile as all others together, so it exists for the largest tables only.
-// As it reads and writes every gradient, copying a larger parameter does not matter.
-#define GRADSTAT_FOR_LARGE_TABLES(kernel)                             \
-  reinterpret_cast<const void*>(kernel<ParameterTable<kLargeTable>>), \
-      reinterpret_cast<const void*>(kernel<DeviceTable>)
-LoadedKernels load_stats_kernels();  // in stats_cuda.cu
-LoadedKernels load_scale_kernels();  // in scale_cuda.cu
-void load_update_kernels();          // in update_cuda.cu
-void load_decide_kernels();          // in decide_cuda.cu
-
-// The same for the statistics and scale kernels together, and the size of the device; queried once.
-struct DeviceInfo {
-  int32_t multiprocessors = 0;
-  int32_t blocks_per_multiprocessor = 0;
-  bool can_overlap = false;  // also false if GRADSTAT_CUDA_PDL=0 is set
-};
-DeviceInfo device_info(int32_t device);
-
-// The partition into ranges for the statistics and scale kernels, and the number of blocks for it: as many as
-// can be resident on the device, but at most one per range.
+// The partition into ranges for the statistics and scale kernels, one for each block that can be resident on
+// the device, but no more than there are tiles.
 Partition partition_for(const std::vector<Entry>& entries, int32_t device);
-uint32_t blocks_for(const Partition& partition, int32_t device);
 
-// Enqueues a kernel. With `overlaps_previous` it may start while the previous kernel in the stream is still
-// running, and waits for its results itself (wait_for_previous_kernel in device.cuh).
+// Enqueues a kernel.
 template <class... Arguments>
-void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, bool overlaps_previous,
-            const char* what, const Arguments&... arguments) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, const char* what,
+            const Arguments&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim.x = blocks;
   config.blockDim.x = kThreads;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = overlaps_previous ? 1 : 0;
   void* pointers[] = {const_cast<Arguments*>(&arguments)...};
   check_cuda(GRADSTAT_LAUNCH(&config, kernel, pointers), what);
 }
 
 // Bytes in a workspace for a table that does not fit in the launch parameters.
 inline size_t table_bytes(size_t tensors, const Partition& partition) {
-  return tensors > kLargeTable ? (DeviceTable::bytes(tensors, partition.ranges) + 7) / 8 * 8 : 0;
+  return tensors > kParameterEntries ? (DeviceTable::bytes(tensors, partition.ranges) + 7) / 8 * 8 : 0;
 }
 
 // At least `count` zeroed tickets for a launch. They belong to the stream, and kernels reset them. A captured
@@ -109,16 +81,15 @@ struct Uploaded {
 };
 Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t device, cudaStream_t stream);
 
-// Calls launch(table) with the smallest of these parameter tables that holds all entries, or an uploaded one.
-#if defined(GRADSTAT_ONE_PARAMETER_TABLE)  // benchmarks/gpu_variants.py
-#define GRADSTAT_TABLE_SIZES kLargeTable
-#else
-#define GRADSTAT_TABLE_SIZES kSmallTable, kMediumTable, kLargeTable
-#endif
-template <int... kCapacities, class Launch>
+// Calls launch(table) with a parameter table, or an uploaded one if that does not hold all entries.
+template <class Launch>
 void with_table(const std::vector<Entry>& entries, const Partition& partition, void* workspace, int32_t device,
                 cudaStream_t stream, const Launch& launch) {
-  if (with_parameter_table<kCapacities...>(entries, partition, launch)) return;
+  if (entries.size() <= kParameterEntries) {
+    ParameterTable table;
+    fill_table(entries, partition, table);
+    return launch(table);
+  }
   std::vector<uint64_t> words((DeviceTable::bytes(entries.size(), partition.ranges) + 7) / 8);
   DeviceTable host = DeviceTable::at(words.data(), entries.size());
   fill_table(entries, partition, host);

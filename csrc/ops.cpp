@@ -27,7 +27,7 @@ struct Cpu {
     return coefficients.stride == 0 && *coefficients.first == 1.0;
   }
 
-  static void scale(const std::vector<Entry>& entries, int32_t, const Coefficients& coefficients, bool) {
+  static void scale(const std::vector<Entry>& entries, int32_t, const Coefficients& coefficients) {
     const KeepsDenormals kept;
     scale_cpu(entries, coefficients);
   }

@@ -42,13 +42,12 @@ struct Cuda {
   // The kernel checks the coefficients itself.
   static bool is_known_identity(const Coefficients&) { return false; }
 
-  static void scale(const std::vector<Entry>& entries, int32_t device, const Coefficients& coefficients,
-                    bool follows_measure) {
+  static void scale(const std::vector<Entry>& entries, int32_t device, const Coefficients& coefficients) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     const int64_t bytes = scale_workspace_bytes(entries, device);
     const std::optional<Tensor> memory = bytes > 0 ? std::optional(workspace(bytes, device)) : std::nullopt;
     void* const room = memory ? memory->data_ptr() : nullptr;
-    launch_scale(entries, coefficients, follows_measure, room, device, current_stream(device));
+    launch_scale(entries, coefficients, room, device, current_stream(device));
   }
 
   static void decide(const ClipRequest& request, int32_t device) {

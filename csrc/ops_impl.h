@@ -3,7 +3,7 @@
 //   type()               torch's device type code
 //   measure              norm and factor may be null; with a factor no address may occur twice
 //   is_known_identity    decided without a host sync
-//   scale                follows_measure: nothing was enqueued since measure wrote the coefficient
+//   scale                one pass over entries at distinct addresses
 //   decide, guard        decide about a clip's coefficients or about a step, on the device with the given index
 //   update               takes one set of coefficients and writes one row of sums for each entry
 //   kDLPackType          the same device type in DLPack's numbering, for python_ops.h
@@ -56,21 +56,20 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
 }
 
 // A tensor listed twice is scaled twice, as torch does. Each repetition takes a pass of its own, as a kernel
-// works on all entries of a pass at once. `follows_measure` as for Device::scale.
+// works on all entries of a pass at once.
 template <class Device>
-void scale_list(const TensorList& list, const Coefficients& coefficients, bool follows_measure) {
+void scale_list(const TensorList& list, const Coefficients& coefficients) {
   if (Device::is_known_identity(coefficients)) return;
   if (!has_repeated(list.entries())) {
-    return Device::scale(list.entries(), list.device_index(), coefficients, follows_measure);
+    return Device::scale(list.entries(), list.device_index(), coefficients);
   }
   std::vector<Entry> pass = list.entries();
   while (has_repeated(pass)) {
     std::vector<Entry> repeated = take_repeated(pass);
-    Device::scale(pass, list.device_index(), coefficients, follows_measure);
+    Device::scale(pass, list.device_index(), coefficients);
     pass = std::move(repeated);
-    follows_measure = false;
   }
-  Device::scale(pass, list.device_index(), coefficients, follows_measure);
+  Device::scale(pass, list.device_index(), coefficients);
 }
 
 template <class Device, class Memory>
@@ -132,7 +131,7 @@ struct Operations {
   static Memory clip(const TensorList& list, double max_norm, double norm_type) {
     Norm measured = measure(list, max_norm, norm_type);
     if (max_norm != kInf) {
-      scale_list<Device>(list, static_cast<const double*>(measured.memory.data()), true);
+      scale_list<Device>(list, static_cast<const double*>(measured.memory.data()));
     }
     return std::move(measured.norm);
   }
@@ -220,7 +219,7 @@ struct Ops {
 
   static void scale_(const Tensors& tensors, const Tensor& coefficient) {
     const TensorList list = tensors_of(tensors);
-    scale_list<Device>(list, numbers_of<double>(coefficient, 1, list, "coefficient"), false);
+    scale_list<Device>(list, numbers_of<double>(coefficient, 1, list, "coefficient"));
   }
 
   static void scale_each_(const Tensors& tensors, const Tensor& coefficients) {
@@ -234,7 +233,7 @@ struct Ops {
   }
 
   static void scale_entries(const TensorList& list, const Tensor& coefficients) {
-    scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list, "coefficients"), 1}, false);
+    scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list, "coefficients"), 1});
   }
 
   // Throws unless `state` and all tensors that are not null are on the same device, of this type.
@@ -336,7 +335,7 @@ struct Ops {
     const Memory wide({}, DType::kFloat64, list.device_index());
     Tensor copied = wide.tensor;
     torch::stable::copy_(copied, factor);
-    scale_list<Device>(list, static_cast<const double*>(wide.data()), false);
+    scale_list<Device>(list, static_cast<const double*>(wide.data()));
     return {Impl::check(list).tensor, list.signature()};
   }
 };

@@ -219,10 +219,9 @@ struct ReleasingGil : Device {
     const WithoutGil others_may_run;
     Device::measure(list, table, norm, factor);
   }
-  static void scale(const std::vector<Entry>& entries, int32_t device_index, const Coefficients& coefficients,
-                    bool follows_measure) {
+  static void scale(const std::vector<Entry>& entries, int32_t device_index, const Coefficients& coefficients) {
     const WithoutGil others_may_run;
-    Device::scale(entries, device_index, coefficients, follows_measure);
+    Device::scale(entries, device_index, coefficients);
   }
   static void update(const std::vector<UpdateEntry>& entries, int32_t device_index,
                      const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
@@ -374,7 +373,7 @@ struct PythonOps {
     const auto body = [&](const TensorList& list) -> PyObject* {
       const int64_t count = stride == 0 ? kAtLeastOne : list.size();
       const double* by = numbers_of<double>(coefficients, count, list.device_index());
-      scale_list<ReleasingGil<Device>>(list, {by, stride}, false);
+      scale_list<ReleasingGil<Device>>(list, {by, stride});
       Py_RETURN_TRUE;
     };
     return with_list(body, arguments, "OO", &coefficients);

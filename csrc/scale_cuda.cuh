@@ -97,15 +97,10 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
 
 template <class Table>
 GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& arguments, uint8_t* products) {
-  // In every block, even if it does nothing: if this kernel finished before the previous one, a later one could
-  // start too early.
-  wait_for_previous_kernel();
   const bool is_per_tensor = arguments.coefficients.stride != 0;
   const double coefficient = arguments.coefficients.of(0);
   if (!is_per_tensor && coefficient == 1.0) return;
-  for (uint32_t range = blockIdx.x; range < arguments.partition.ranges; range += gridDim.x) {
-    scale_range(table, arguments, range, coefficient, products);
-  }
+  scale_range(table, arguments, blockIdx.x, coefficient, products);
 }
 
 template <class Table>

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -84,20 +85,23 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
 #include "stat_fields.def"
 }
 
+GRADSTAT_HD double absolute(double x) { return fabs(x); }
+
 #include "lift.h"
 
 // Derived values ----------------------------------------------------------------------------------------
 
 // L2 norm of the finite elements, combined as by l2_norm in gradstat/_fields.py.
 GRADSTAT_HD double l2_norm(const Row& row) {
+  double squares = row.sq_sum_small, scale = GRADSTAT_SMALL_SCALE;
   if (row.sq_sum_large > 0) {
-    return sqrt(row.sq_sum_large + row.sq_sum * GRADSTAT_LARGE_SCALE * GRADSTAT_LARGE_SCALE) /
-           GRADSTAT_LARGE_SCALE;
+    squares = row.sq_sum_large + row.sq_sum * GRADSTAT_LARGE_SCALE * GRADSTAT_LARGE_SCALE;
+    scale = GRADSTAT_LARGE_SCALE;
+  } else if (row.sq_sum > 0) {
+    squares = row.sq_sum + row.sq_sum_small / GRADSTAT_SMALL_SCALE / GRADSTAT_SMALL_SCALE;
+    scale = 1;
   }
-  if (row.sq_sum > 0) {
-    return sqrt(row.sq_sum + row.sq_sum_small / GRADSTAT_SMALL_SCALE / GRADSTAT_SMALL_SCALE);
-  }
-  return sqrt(row.sq_sum_small) / GRADSTAT_SMALL_SCALE;
+  return sqrt(squares) / scale;
 }
 
 // Largest magnitude among the finite elements, 0 if there are none.

@@ -245,6 +245,13 @@ GRADSTAT_INLINE T reduce(Vector<T, kBytes> x, Merge merge) {
   }
 }
 
+GRADSTAT_INLINE VFloat absolute(VFloat x) {
+  return bitcast<VFloat>(bitcast<VInt>(x) & std::numeric_limits<int32_t>::max());
+}
+GRADSTAT_INLINE VDouble absolute(VDouble x) {
+  return bitcast<VDouble>(bitcast<VLong>(x) & std::numeric_limits<int64_t>::max());
+}
+
 #include "lift.h"
 
 // Minimum and maximum of floating-point lanes.
@@ -437,14 +444,16 @@ template <class Type>
 constexpr int kPerVector = kVectorBytes / static_cast<int>(sizeof(typename Type::Storage));
 
 template <class Type>
+constexpr auto promoting = [](typename Type::V x) __attribute__((always_inline)) { return Type::promote(x); };
+
+template <class Type>
 GRADSTAT_INLINE Sums<VDouble> sums_of_vector(const typename Type::Storage* p) {
   if constexpr (kPerVector<Type> == Type::kValues) {
     return Type::lifted(Type::load_vector(p));
   } else {
     typename Type::V a, b;
     load_two<Type>(p, a, b);
-    const auto pair = Sums<typename Type::V>::of_pair(a, b);
-    return {Type::promote(pair.sq_sum), Type::promote(pair.sum)};
+    return Sums<typename Type::V>::of_pair(a, b).template promoted<VDouble>(promoting<Type>);
   }
 }
 
@@ -453,9 +462,8 @@ template <class Type>
 GRADSTAT_INLINE Sums<VDouble> sums_of_step(const typename Type::Storage* p) {
   typename Type::V x[8];
   for (int k = 0; k < 8; k += 2) load_two<Type>(p + k * Type::kValues, x[k], x[k + 1]);
-  const auto promote = [](typename Type::V x) __attribute__((always_inline)) { return Type::promote(x); };
-  return Sums<typename Type::V>::template promoted<VDouble, Type::kGroupsOfEight>(sums_of<4>(x),
-                                                                                  sums_of<4>(x + 4), promote);
+  return Sums<typename Type::V>::template promoted<VDouble, Type::kGroupsOfEight>(
+      sums_of<4>(x), sums_of<4>(x + 4), promoting<Type>);
 }
 inline double total(VDouble lanes) { return reduce<double>(lanes, kAdd); }
 inline void add_to(Row& row, const Sums<VDouble>& sums) {
@@ -778,7 +786,8 @@ struct Float8 {
 
 void read_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
 #if GRADSTAT_X86_LEVEL == 4
-  if constexpr (sizeof(Sums<double>) == 2 * sizeof(double)) {  // more sums: use the histogram
+  // Digits give the squares and the values. The histogram gives any sum, in five times the time.
+  if constexpr (sizeof(Sums<double>) == 2 * sizeof(double)) {
     const auto* codes = static_cast<const uint8_t*>(entry.data) + first;
     const auto is_added = [&](auto type) { return decltype(type)::add_to(row, codes, count); };
     const bool is_done = entry.dtype == DType::kFloat8E4M3FN     ? is_added(Float8<DType::kFloat8E4M3FN>())

@@ -13,14 +13,14 @@ struct Layout {
   Layout(size_t tensors, const Partition& partition)
       : totals((partition.ranges + tensors) * sizeof(Row)),
         tickets(totals + partition.ranges * sizeof(Row)),
-        table(tickets + (partition.ranges + 3) / 2 * 2 * sizeof(uint32_t)),
+        table(tickets + (partition.ranges + 2) / 2 * 2 * sizeof(uint32_t)),
         end(table + table_bytes(tensors, partition)) {}
 };
 
 }  // namespace
 
-LoadedKernels load_stats_kernels() {
-  return load_kernels({GRADSTAT_FOR_EVERY_TABLE(stats_kernel), GRADSTAT_FOR_LARGE_TABLES(unscale_kernel)});
+int32_t load_stats_kernels() {
+  return load_kernels({GRADSTAT_FOR_EVERY_TABLE(stats_kernel), GRADSTAT_FOR_EVERY_TABLE(unscale_kernel)});
 }
 
 int64_t stats_workspace_bytes(const std::vector<Entry>& entries, int32_t device) {
@@ -33,29 +33,22 @@ void launch_stats(const std::vector<Entry>& entries, Row* table, const NormReque
   const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const Partition partition = partition_for(entries, device);
-  const uint32_t blocks = blocks_for(partition, device);
   const Layout layout(entries.size(), partition);
   char* memory = static_cast<char*>(workspace);
   const StatsArguments arguments{partition,
                                  table,
                                  reinterpret_cast<Row*>(memory),
                                  reinterpret_cast<Row*>(memory + layout.totals),
-                                 tickets_for(partition.ranges + 2, memory + layout.tickets, device, stream),
+                                 tickets_for(partition.ranges + 1, memory + layout.tickets, device, stream),
                                  factor,
                                  norm != nullptr ? *norm : NormRequest{}};
   const auto start = [&](auto kernel, const auto& entries_table) {
-    launch(kernel, blocks, stream, false, "launching the statistics kernel", entries_table, arguments);
+    launch(kernel, partition.ranges, stream, "launching the statistics kernel", entries_table, arguments);
   };
-  char* room = memory + layout.table;
-  if (factor != nullptr) {
-    with_table<kLargeTable>(entries, partition, room, device, stream, [&](const auto& tensors) {
-      start(unscale_kernel<std::decay_t<decltype(tensors)>>, tensors);
-    });
-  } else {
-    with_table<GRADSTAT_TABLE_SIZES>(entries, partition, room, device, stream, [&](const auto& tensors) {
-      start(stats_kernel<std::decay_t<decltype(tensors)>>, tensors);
-    });
-  }
+  with_table(entries, partition, memory + layout.table, device, stream, [&](const auto& tensors) {
+    using Table = std::decay_t<decltype(tensors)>;
+    factor != nullptr ? start(unscale_kernel<Table>, tensors) : start(stats_kernel<Table>, tensors);
+  });
 }
 
 }  // namespace gradstat

@@ -19,7 +19,7 @@ struct StatsArguments {
   Row* table;
   Row* slots;           // ranges + tensors
   Row* totals;          // ranges
-  uint32_t* tickets;    // ranges + 2, zero before and after the launch
+  uint32_t* tickets;    // ranges + 1, zero before and after the launch
   const float* factor;  // for the multiplying kernel
   NormRequest norm;
 };
@@ -48,6 +48,7 @@ struct Arrival {
 constexpr int kArrivals = 3;
 // Groups of threads that merge rows, one thread per column, and the number of rows each group loads at once.
 constexpr int kMergers = kThreads / kFields;
+static_assert(kFields <= 32, "one lane of a warp for each column");
 constexpr int kRowsAtOnce = 16;
 
 // In shared memory, also to keep these values out of registers during the hot loops.
@@ -60,7 +61,6 @@ struct BlockMemory {
   Arrival arrivals[kArrivals];
   bool is_last[kArrivals];
   double of_merger[kArrivals][kMergers][kFields];
-  uint32_t range;  // assigned by the counter
   float factor;
   uint8_t products[256];  // of the 256 codes of of_products with `factor`
   DType of_products;
@@ -96,8 +96,10 @@ GRADSTAT_DEVICE double identity_of_column(int column) {
 
 // Branch-free, as the lanes of a warp handle columns of all three kinds.
 GRADSTAT_DEVICE double merge_column(int column, double a, double b) {
-  const double smaller = merge::min(a, b), larger = merge::max(a, b), sum = merge::sum(a, b);
-  return (kMinima >> column & 1u) != 0 ? smaller : (kMaxima >> column & 1u) != 0 ? larger : sum;
+  const bool is_min = (kMinima >> column & 1u) != 0, is_max = (kMaxima >> column & 1u) != 0;
+  const bool is_sum = !is_min & !is_max;
+  const double next = is_sum ? merge::sum(a, b) : b;
+  return is_sum | (is_min & (b < a)) | (is_max & (b > a)) ? next : a;
 }
 
 // Merges the rows of a warp's threads; the result is in lane 0. The columns for unusual elements are skipped
@@ -134,6 +136,7 @@ GRADSTAT_DEVICE double merge_by_warp(const double (*rows)[kFields], int count) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int column = lane % kFields;
   double value = identity_of_column(column);
+#pragma unroll 1
   for (int i = lane / kFields; i < count; i += 32 / kFields) {
     if (lane < 32 / kFields * kFields) value = merge_column(column, value, rows[i][column]);
   }
@@ -151,7 +154,7 @@ GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*
   const int column = thread % kFields;
   const uint32_t merger = static_cast<uint32_t>(thread / kFields);
   if (merger >= kMergers) return;
-  const double* values = reinterpret_cast<const double*>(rows) + column;
+  const double* values = reinterpret_cast<const double*>(rows + merger) + column;
   constexpr int kChains = 4;
   double value[kChains];
   for (double& each : value) each = identity_of_column(column);
@@ -160,14 +163,15 @@ GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*
     double loaded[kRowsAtOnce];
 #pragma unroll
     for (int k = 0; k < kRowsAtOnce; ++k) {
-      const uint32_t i = begin + k * kMergers;
+      loaded[k] = identity_of_column(column);
       // Bypasses L1: the rows were written by other blocks.
-      loaded[k] = i < count ? __ldcg(values + static_cast<uint64_t>(i) * kFields) : identity_of_column(column);
+      if (begin + k * kMergers < count) loaded[k] = __ldcg(values + k * kMergers * kFields);
     }
 #pragma unroll
     for (int k = 0; k < kRowsAtOnce; ++k) {
       value[k % kChains] = merge_column(column, value[k % kChains], loaded[k]);
     }
+    values += kMergers * kRowsAtOnce * kFields;
   }
   of_merger[merger][column] =
       merge_column(column, merge_column(column, value[0], value[1]), merge_column(column, value[2], value[3]));
@@ -410,14 +414,6 @@ GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t 
           full < most ? full : most};
 }
 
-// Prefetches the first chunk that this warp reads of a tensor.
-GRADSTAT_DEVICE void prefetch_of(const Place& place, bool merges) {
-  const Segment segment = segment_of(place, 0, 1, place.is_small());
-  const int64_t vector = int64_t{segment.begin} * kChunkVectors + threadIdx.x % 32 * kVectorsPerThread;
-  if (vector >= segment.extent.vectors || (segment.step == 1 && !merges)) return;
-  prefetch(reinterpret_cast<const uint4*>(segment.vectors_address()) + vector);
-}
-
 // One warp merges `count` rows of a tensor and writes the result to the table or to the range's slot.
 template <class Table>
 GRADSTAT_DEVICE void write_row(const Table& table, const StatsArguments& arguments, uint32_t range,
@@ -473,11 +469,6 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
     }
     if (lane == 0) memory.tensor[warp] = tensor;
     __syncwarp();
-#if defined(GRADSTAT_PREFETCH_NEXT_TENSOR)  // benchmarks/gpu_variants.py
-    if (table.first_tiles[tensor + 1] < end) {
-      prefetch_of(place_of(table, tensor + 1), (tensor + 1) % kWarps == warp);
-    }
-#endif
     read_segment<kMultiplies>(memory.segment[warp], memory, memory.of_warp[set][warp]);
     tensor = memory.tensor[warp];
     const double (*rows)[kFields] = memory.of_warp[set] + (is_read_by_one_warp ? warp : 0);
@@ -541,21 +532,8 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
     }
     __syncthreads();
   }
-  uint32_t range = blockIdx.x;
-  while (true) {
-    read_range<kMultiplies>(table, arguments, range, memory);
-    if constexpr (kRangesPerBlock == 1) break;
-    finish(arguments, range, memory);
-    const uint32_t ranges = arguments.partition.ranges;
-    // Each block asks once too often, which makes `ranges` requests, so that the counter wraps around to zero.
-    if (threadIdx.x == 0) memory.range = gridDim.x + atomicInc(arguments.tickets + ranges + 1, ranges - 1);
-    __syncthreads();
-    range = memory.range;
-    if (range >= ranges) break;
-  }
-  // Not earlier: waiting blocks of the scale kernel would occupy the place of blocks of this one.
-  allow_dependent_launch();
-  if constexpr (kRangesPerBlock == 1) finish(arguments, range, memory);
+  read_range<kMultiplies>(table, arguments, blockIdx.x, memory);
+  finish(arguments, blockIdx.x, memory);
 }
 
 template <class Table>

@@ -23,9 +23,6 @@ namespace gradstat {
 #if !defined(GRADSTAT_BLOCKS_PER_MULTIPROCESSOR)
 #define GRADSTAT_BLOCKS_PER_MULTIPROCESSOR 3
 #endif
-#if !defined(GRADSTAT_RANGES_PER_BLOCK)
-#define GRADSTAT_RANGES_PER_BLOCK 1
-#endif
 #if !defined(GRADSTAT_SMALL_TENSOR_BYTES)
 #define GRADSTAT_SMALL_TENSOR_BYTES 4096
 #endif
@@ -43,23 +40,17 @@ constexpr int kTileVectors = kWarps * kChunkVectors;
 // An H200 needs about 33 KB per multiprocessor to cover 0.9 microseconds of latency.
 constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;
 
-// Ranges of tiles per block. If more than one, a counter assigns them to blocks that become free.
-constexpr uint32_t kRangesPerBlock = GRADSTAT_RANGES_PER_BLOCK;
-// An upper bound, for 256 multiprocessors; no device has as many.
-constexpr uint32_t kMaxBlocks = 256 * kBlocksPerMultiprocessor;
-constexpr uint32_t kMaxRanges = kMaxBlocks * kRangesPerBlock;
+// Each block takes one range of tiles. An upper bound, for 256 multiprocessors; no device has as many.
+constexpr uint32_t kMaxRanges = 256 * kBlocksPerMultiprocessor;
 
 // Tensors up to this size are read by one warp, others by all warps of a block.
 constexpr int64_t kSmallTensorBytes = GRADSTAT_SMALL_TENSOR_BYTES;
 static_assert(kSmallTensorBytes <= kTileVectors * kVectorBytes, "a small tensor is one tile");
 
-// How many entries fit in the kernel parameters, besides the first tensor of each range (2 bytes) and the
-// other arguments. There are three sizes (6, 14 and 32 KB), because a launch copies the
-// whole parameter however much of it is used.
-constexpr int kSmallTable = 190;
-constexpr int kMediumTable = 600;
-constexpr int kParameterBytes = 32764, kEntryBytes = 20, kOtherArgumentBytes = 160;
-constexpr int kLargeTable =
+// How many entries fit in the kernel parameters, besides the first tensor of each range (2 bytes) and the other
+// arguments. CUDA allows 32,764 bytes; half of that, as a launch copies all of them however many are used.
+constexpr int kParameterBytes = 16384, kEntryBytes = 20, kOtherArgumentBytes = 160;
+constexpr int kParameterEntries =
     (kParameterBytes - kOtherArgumentBytes - 2 * (static_cast<int>(kMaxRanges) + 1)) / kEntryBytes / 10 * 10;
 
 struct Extent {
@@ -142,11 +133,10 @@ struct Partition {
 // tensor of each range, followed by the number of tensors.
 
 // Passed as a kernel parameter.
-template <int kCapacity>
 struct ParameterTable {
-  uint64_t addresses[kCapacity];
-  uint64_t shapes[kCapacity];
-  uint32_t first_tiles[kCapacity + 1];
+  uint64_t addresses[kParameterEntries];
+  uint64_t shapes[kParameterEntries];
+  uint32_t first_tiles[kParameterEntries + 1];
   uint16_t first_tensors[kMaxRanges + 1];
 };
 
@@ -185,19 +175,6 @@ void fill_table(const std::vector<Entry>& entries, const Partition& partition, T
   }
   table.first_tiles[entries.size()] = tiles;
   for (; range <= partition.ranges; ++range) table.first_tensors[range] = static_cast<Tensor>(entries.size());
-}
-
-// Calls body(table) with the smallest of these tables that holds all entries; returns whether there is one.
-template <int kCapacity, int... kLarger, class Body>
-bool with_parameter_table(const std::vector<Entry>& entries, const Partition& partition, const Body& body) {
-  if (entries.size() <= kCapacity) {
-    ParameterTable<kCapacity> table;
-    fill_table(entries, partition, table);
-    body(table);
-    return true;
-  }
-  if constexpr (sizeof...(kLarger) > 0) return with_parameter_table<kLarger...>(entries, partition, body);
-  return false;
 }
 
 }  // namespace gradstat

@@ -49,8 +49,8 @@ void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoeffici
   const auto* on_gpu = static_cast<const UpdatePlace*>(uploaded.memory);
   const UpdateArguments arguments{
       on_gpu, reinterpret_cast<const uint32_t*>(on_gpu + count), coefficients, slots, table, count};
-  if (chunks > 0) launch(update_kernel, chunks, stream, false, "launching the update kernel", arguments);
-  launch(update_merge_kernel, (count + kWarps - 1) / kWarps, stream, false, "launching the update merge kernel",
+  if (chunks > 0) launch(update_kernel, chunks, stream, "launching the update kernel", arguments);
+  launch(update_merge_kernel, (count + kWarps - 1) / kWarps, stream, "launching the update merge kernel",
          arguments);
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,23 @@ COMMANDS = {
 }
 
 
+_BROKEN_PIPE = 141
+"""The exit status of a shell's command that was ended by SIGPIPE."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status. Ends in silence if the reader of its output has, as ``| head`` does."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere when Python exits
+        return _BROKEN_PIPE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradstat", description=gradstat.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="the backends of this machine, and why one is unavailable")

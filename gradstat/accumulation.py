@@ -8,6 +8,7 @@ from typing import Any, final
 
 from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import source_of
+from gradstat._core.text import printable
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report, bad_words
 from gradstat.tensor_stats import TensorStats
@@ -133,7 +134,9 @@ class AccumulationReport:
             f"NaN or Inf in {len(bad)} gradient{'s' * (len(bad) != 1)}, first in micro-batch {bad[0][0]} of "
             f"{self.micro_batches} (counted from 0):"
         )
-        named = [f"  micro-batch {number}: {stats.name}: {bad_words(stats)}" for number, stats in bad[:limit]]
+        named = [
+            f"  micro-batch {number}: {printable(stats.name)}: {bad_words(stats)}" for number, stats in bad[:limit]
+        ]
         return [title, *named, *([f"  and {len(bad) - limit} more"] if len(bad) > limit else [])]
 
     def __repr__(self) -> str:

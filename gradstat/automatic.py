@@ -25,7 +25,7 @@ from gradstat._step.loss_scale import is_still_scaled
 from gradstat.backward_step import handle_of
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.monitor import Monitor
-from gradstat.monitor.reporting import warn
+from gradstat.monitor.reporting import not_replacing, warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -198,8 +198,9 @@ class AutoHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with not_replacing(error):
+            self.remove()
 
 
 def _as_loss(value: Any) -> Any:

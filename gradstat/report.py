@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
+from gradstat._core.text import printable
 from gradstat.tensor_stats import FLOATS, INTEGERS, Array, RowValues, TensorStats, l2_norm_of
 
 # Valid values of ``by`` in `Report.worst`.
@@ -282,7 +283,8 @@ class Report(RowValues):
         if self.ok:
             return
         shown = self.nonfinite[:5]
-        lines = [f"  {stats.name}: {bad_words(stats)}" for stats in shown] or ["  all of them on other ranks"]
+        lines = [f"  {printable(stats.name)}: {bad_words(stats)}" for stats in shown]
+        lines = lines or ["  all of them on other ranks"]
         if len(self.nonfinite) > len(shown):
             lines.append(f"  and {len(self.nonfinite) - len(shown)} more")
         raise NonFiniteGradientError(
@@ -358,7 +360,8 @@ class Report(RowValues):
             lines.append(f"... and {len(self.nonfinite) - _SHOWN} more that are not finite")
         if self.missing:
             more = f" and {len(self.missing) - _SHOWN} more" if len(self.missing) > _SHOWN else ""
-            lines.append(f"no {self._what} ({len(self.missing)}): {', '.join(self.missing[:_SHOWN])}{more}")
+            names = ", ".join(map(printable, self.missing[:_SHOWN]))
+            lines.append(f"no {self._what} ({len(self.missing)}): {names}{more}")
         return lines
 
 
@@ -382,7 +385,7 @@ def _at_scale(loss_scale: float | None) -> str:
 
 def _cells(stats: TensorStats) -> tuple[str, ...]:
     return (
-        stats.name,
+        printable(stats.name),
         "x".join(map(str, stats.shape)) or "scalar",
         f"{stats.nan_count:,}" if stats.nan_count else "-",
         f"{stats.inf_count:,}" if stats.inf_count else "-",

@@ -17,6 +17,7 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.parameters import named_by, names_at, source_of
 from gradstat._core.tensors import to_device
+from gradstat._core.text import printable
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.updates import kind_of, update_sums
 
@@ -114,7 +115,7 @@ class UpdateReport:
     @never_traced
     def __str__(self) -> str:
         worst = np.argsort(-np.nan_to_num(self._rows[:, 1], nan=np.inf), kind="stable")[:_SHOWN].tolist()
-        rows = [(stats.name, *(f"{value:.3g}" for value in stats[1:-1])) for stats in map(self._at, worst)]
+        rows = [(printable(stats.name), *(f"{value:.3g}" for value in stats[1:-1])) for stats in map(self._at, worst)]
         every = [("", *UPDATE_FIELDS), *rows]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in every]

@@ -55,6 +55,8 @@ FIRST_NONFINITE = tl.constexpr(_fields.column("first_nonfinite"))
 
 # The sums that lanes accumulate, besides minimum and maximum. For a new sum add its name here and its lift in _lift.
 _SUMMED = ("sq_sum", "sum")
+_OTHERS = ("nan_count", "inf_count", "zero_count", "sq_sum_large", "sq_sum_small", "min", "max", "first_nonfinite")
+assert {*_SUMMED, *_OTHERS} == {*_fields.NAMES}, 'a field has no lift here: CONTRIBUTING.md, "Add a field"'
 SUMMED = tl.constexpr(len(_SUMMED))
 SUM_COLUMNS = tl.constexpr(tuple(map(_fields.column, _SUMMED)))
 SQUARES = tl.constexpr(_SUMMED.index("sq_sum"))
@@ -65,6 +67,7 @@ SUM_DEGREES = tl.constexpr(tuple(_fields.DEGREES[_fields.column(name)] for name 
 GROUP = tl.constexpr(128)
 MERGED_ROWS = tl.constexpr(128)
 COLUMNS = tl.constexpr(16)
+assert COLUMNS.value >= _fields.COUNT
 assert GROUP.value * MERGED_ROWS.value >= _table.MAX_CHUNKS
 
 INF = tl.constexpr(float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -15,29 +16,61 @@ from typing import BinaryIO
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file that atomically replaces ``path`` at the end, synced to disk; on any error ``path`` stays as it is.
 
-    Creates missing folders. A process killed meanwhile leaves a hidden ``.tmp`` file beside ``path``. Devices and pipes
-    (``/dev/null``) are written to instead of replaced.
+    Creates missing folders, and keeps the permissions of a file that it replaces. A process killed meanwhile leaves a
+    hidden ``.tmp`` file beside ``path``. Devices and pipes (``/dev/null``) are written to instead of replaced.
     """
     path = Path(os.path.realpath(path))  # replaces the target of a symbolic link, not the link
-    if path.is_char_device() or path.is_block_device() or path.is_fifo():
+    if _is_device(path):
         content = io.BytesIO()  # not every device supports tell and seek
         yield content
         path.write_bytes(content.getvalue())
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+    with _beside(path) as (file, unfinished):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
         os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
     with suppress(OSError):  # sync the directory entry, too, where the file system allows it
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def try_replacing(path: str | os.PathLike[str]) -> None:
+    """Raises OSError if `replacing` could not even begin; creates missing folders, and leaves no file."""
+    path = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not _is_device(path):
+        with _beside(path) as (_, unfinished):
+            unfinished.unlink()
+
+
+def _is_device(path: Path) -> bool:
+    return path.is_char_device() or path.is_block_device() or path.is_fifo()
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """A new file in the folder of ``path``, with the permissions of ``path`` if it exists; removed on an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept: int | None = None
+    with suppress(FileNotFoundError):
+        kept = path.stat().st_mode & 0o777
+    unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666 if kept is None else kept)  # less what the umask takes away
+
+    try:
+        with open(unfinished, "xb", opener=opened) as file:
+            if kept is not None:
+                with suppress(OSError):  # some file systems have no permissions
+                    os.chmod(unfinished, kept)
+            yield file, unfinished
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

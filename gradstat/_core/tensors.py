@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -144,6 +145,8 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
             "has no gradient statistics, which need a floating-point or complex dtype; leave it out or convert it, for "
             "example with .float()"
         )
+    if is_uninitialized(tensor):
+        return ValueError, "has no shape yet; run a forward pass of its lazy module first"
     if tensor.is_meta:
         return ValueError, "holds no data; materialise it first, for example with module.to_empty(device=...)"
     if isinstance(tensor, FakeTensor):
@@ -175,6 +178,11 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
             "(p.grad = None)"
         )
     return None
+
+
+def is_uninitialized(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or buffer of a lazy module before its first forward pass, and has no shape."""
+    return bool(is_lazy(tensor))
 
 
 def unit_count(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
 from gradstat._core.compiling import never_traced
 from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import to_device
+from gradstat._core.text import printable
 from gradstat._core.wrappers import uncompiled
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
@@ -367,7 +368,7 @@ class OriginReport:
             group = together[micro_batch, ranks]
             count = f"{len(group)} gradient{'s' * (len(group) != 1)}"
             lines.append(f"caused by {self._who(ranks)}{self._when(micro_batch)}: {count}")
-            lines += [f"  {one.name}: {_counts(one, ranks[0])}" for one in group[:left]]
+            lines += [f"  {printable(one.name)}: {_counts(one, ranks[0])}" for one in group[:left]]
             lines += [f"  and {len(group) - left} more"] if len(group) > left else []
             left = max(0, left - len(group))
         return lines

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
 from gradstat._core.parameters import source_of
+from gradstat._core.text import printable
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 
 _CALLER = "verify_replicas"
@@ -91,7 +92,7 @@ class ReplicaReport:
         return "\n".join(
             [
                 f"{_tensors(len(self.drifted))} DRIFTED between {len(self.ranks)} ranks, of {self.compared} compared:",
-                *(f"  {drift.kind} {drift.name}: {drift.how}" for drift in shown),
+                *(f"  {drift.kind} {printable(drift.name)}: {drift.how}" for drift in shown),
                 *([f"  and {more} more"] if more > 0 else []),
             ]
         )
@@ -331,7 +332,8 @@ def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ..
     replicas = tuple(sorted(here.flatten().tolist()))
     if not set(replicas) <= set(ranks):
         raise ValueError(
-            f"{kind} {name} has replicas on {format_ranks(replicas)}, not all of which take part; pass their group"
+            f"{kind} {printable(name)} has replicas on {format_ranks(replicas)}, not all of which take part; pass "
+            "their group"
         )
     over = (mesh, dimensions) if len(replicas) > 1 else None
     return _Replicated(kind, name, bits, layout, replicas if over else (), over, distributed=True)

@@ -19,6 +19,7 @@ from gradstat.integrations._watch import Watch
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import Monitor
 from gradstat.monitor.gaps import Gaps
+from gradstat.monitor.reporting import not_replacing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -208,5 +209,6 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with not_replacing(error):
+            self.remove()

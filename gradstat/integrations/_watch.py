@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import HostCopy
+from gradstat._core.text import printable
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive._base import Limit
@@ -81,7 +82,7 @@ def _describe(number: int, report: AccumulationReport, losses: list[float]) -> s
     words = [f"step {number}: micro-batch {first} of {total} (counted from 0) was the first bad one"]
     if names:
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        words.append(f"gradients not finite from then on: {', '.join(names[:_MAX_NAMES])}{more}")
+        words.append(f"gradients not finite from then on: {', '.join(map(printable, names[:_MAX_NAMES]))}{more}")
     if first < len(losses):
         words.append(f"its loss was {losses[first]:g}")
     return "; ".join(words)

@@ -10,8 +10,11 @@ import math
 import os
 import weakref
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from gradstat._core.text import printable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,6 +46,17 @@ class _Lines:
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
+    def _numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """``values`` as numbers of Python. Raises TypeError or ValueError."""
+        for name, value in values.items():
+            if not isinstance(value, Real):
+                raise TypeError(
+                    f"values[{name!r}] is a {type(value).__name__}; expected a number, such as float(value)"
+                )
+        if "step" in values:
+            raise ValueError(f"values has the name 'step', under which {self.path} has the argument step; rename it")
+        return {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+
     def close(self) -> None:
         """Closes the file; may be called twice."""
         self._close()
@@ -62,8 +76,13 @@ class JsonlWriter(_Lines):
     """
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Appends the line ``{"step": step, ...}`` for ``values``, floats by name, in one system call."""
-        line = {"step": int(step), **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        """Appends the line ``{"step": step, ...}`` for ``values``, floats by name, in one system call.
+
+        Raises:
+            TypeError, ValueError: A value is no number, or its name is ``step``; nothing is written.
+        """
+        numbers = self._numbers(values).items()
+        line = {"step": int(step), **{name: value if math.isfinite(value) else None for name, value in numbers}}
         self._put(json.dumps(line, allow_nan=False) + "\n")
 
 
@@ -97,9 +116,9 @@ class CsvWriter(_Lines):
         """Appends a row of ``values`` at ``step``, floats by name; cells of columns without a value stay empty.
 
         Raises:
-            ValueError: A name has no column; nothing is written.
+            TypeError, ValueError: A value is no number, or its name is ``step`` or has no column; nothing is written.
         """
-        values = {_printable(name): value for name, value in values.items()}
+        values = {printable(name): value for name, value in self._numbers(values).items()}
         if self._columns is None:
             self._put(_row(["step", *values]))
             self._columns = list(values)
@@ -117,13 +136,6 @@ def _is_cut_header(path: Path) -> bool:
     with path.open("rb") as file:
         first = file.readline()
     return not first.endswith(b"\n") and first[:5] == b"step,"[: len(first)]
-
-
-def _printable(name: str) -> str:
-    """``name`` with unprintable characters (line breaks, NUL, lone surrogates) as Python escape sequences."""
-    if name.isprintable():
-        return name
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def _row(cells: list[object]) -> str:

@@ -88,9 +88,7 @@ class Collector:
         self._engine = source.engine
         inner = model if source.engine is None else source.engine.module
         self.backward_order: tuple[str, ...] = ()
-        self._order_recorder: observers.BackwardOrder | None = observers.BackwardOrder(
-            list(zip(source.names(), source.parameters, strict=True))
-        )
+        self._order_recorder: observers.BackwardOrder | None = _order_of(source)
         self._buffers = observers.Buffers(inner)
         self._outputs = observers.Outputs(inner) if watch["outputs"] else None
         self._activations = observers.Activations(inner, options.backend) if watch["activations"] else None
@@ -158,7 +156,9 @@ class Collector:
             result = self._origin.pending_result()  # also in other steps, since it makes the watch begin anew
             origin = result if self.is_due("origin", step) else None
         if self._order_recorder is not None:
-            self.backward_order, self._order_recorder = self._order_recorder.end(), None
+            is_partial = self._order_recorder.is_partial
+            self.backward_order = self._order_recorder.end()
+            self._order_recorder = _order_of(source) if is_partial else None
         self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
@@ -191,7 +191,9 @@ class Collector:
             return
         self._old_parameters = None  # the difference to another parameter is no update
         if self._optimizer is not None and self._watch["optimizer"]:
-            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides())))
+            observations.append(
+                Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))
+            )
 
     def resume(self, step: int) -> None:
         """Prepares for ``step`` of a resumed run, whose backward order is known."""
@@ -326,7 +328,9 @@ class Collector:
             )
         yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
         if self._optimizer is not None and self.is_due("optimizer", step):
-            observations.append(Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides())))
+            observations.append(
+                Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))
+            )
 
     def _updates(
         self, parameters: list[Tensor], names: tuple[str, ...], gradients: list[Tensor], scale: Tensor | None
@@ -404,6 +408,10 @@ class Collector:
         self._order_recorder = None
         self.forget()
         self._outputs = self._activations = self._origin = None
+
+
+def _order_of(source: Source) -> observers.BackwardOrder:
+    return observers.BackwardOrder(list(zip(source.names(), source.parameters, strict=True)))
 
 
 def _is_integer(tensor: Tensor) -> bool:

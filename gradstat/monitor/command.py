@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradstat._core.text import printable
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.kinds import plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import RecordingFileError, load
-from gradstat.monitor.recording.recording import Recording, one_line, verdict
+from gradstat.monitor.recording.recording import Recording, verdict
 from gradstat.monitor.recording.view import ViewerMissingError, write_page
 
 FAILED = 2
@@ -31,10 +32,9 @@ def describe(recording: Recording) -> str:
     tensors = ", ".join(f"{len(series.names)} {plural_of(kind)}" for kind, series in recording.tables.items())
     steps = recording.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
-    lines = [one_line(sentence), f"Recorded: {extent}" + one_line(f"; {tensors}") * bool(tensors)]
+    lines = [printable(sentence), f"Recorded: {extent}" + printable(f"; {tensors}") * bool(tensors)]
     if recording.findings:
-        diagnosis = str(Diagnosis.of(recording, str(recording.meta.get("culprit", ""))))
-        lines += ["", *map(one_line, diagnosis.splitlines())]
+        lines += ["", str(Diagnosis.of(recording, str(recording.meta.get("culprit", ""))))]
     return "\n".join(lines)
 
 
@@ -83,11 +83,13 @@ def _reporting(command: str, run: Callable[[], int]) -> int:
     """Runs a command, and prints expected errors in one line."""
     try:
         return run()
+    except BrokenPipeError:
+        raise  # of the output, not of a file
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     except (RecordingFileError, ViewerMissingError, _UsageError) as error:
         reason = str(error)
-    print(f"gradstat {command}: {one_line(reason)}", file=sys.stderr)
+    print(f"gradstat {command}: {printable(reason)}", file=sys.stderr)
     return FAILED
 
 
@@ -130,7 +132,7 @@ def _diff(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(comparison.to_dict())
     else:
-        print(f"first: {one_line(str(options.first))}, second: {one_line(str(options.second))}")
+        print(f"first: {printable(str(options.first))}, second: {printable(str(options.second))}")
         print(comparison)
     if not comparison.comparable:
         return FAILED

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradstat._core.text import printable
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.rules import RULES
@@ -85,7 +86,9 @@ class Diagnosis:
         steps = recording.meta.get("steps")
         if type(steps) is not int:  # meta comes from a file, where it may be anything
             steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
-        return cls(tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit, why_nothing)
+        return cls(
+            tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit, why_nothing
+        )
 
     @property
     def ok(self) -> bool:
@@ -97,11 +100,11 @@ class Diagnosis:
         if not self.steps and not self.incidents:
             return f"nothing is known about {self.model}, since {self.why_nothing or 'no step was seen'}"
         if self.ok:
-            return f"nothing wrong in {self.steps:,} steps of {self.model}"
+            return printable(f"nothing wrong in {self.steps:,} steps of {self.model}")
         first = self.incidents[0].findings[0]
         counts = [sum(f.severity == severity for f in self.findings) for severity in ("error", "warning")]
         words = [f"{n} {word}{'s' * (n != 1)}" for n, word in zip(counts, ("error", "warning"), strict=True) if n]
-        return (
+        return printable(
             f"{' and '.join(words)} in {self.steps:,} steps of {self.model}; it began in step {first.step} with "
             f"{first.name}: {first.text}"
         )
@@ -122,7 +125,7 @@ class Diagnosis:
             lines += ["", "also noted:", *(f"  {info}" for info in infos[:10])]
             if len(infos) > 10:
                 lines.append(f"  and {len(infos) - 10} more")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def _infos(self) -> list[str]:
         return [f"step {finding.step}: {finding.text}" for finding in self.findings if finding.severity == "info"]

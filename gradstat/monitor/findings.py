@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from gradstat._core.text import printable
+
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 """From the least to the most severe."""
@@ -14,6 +16,15 @@ SEVERITIES: tuple[str, ...] = get_args(Severity)
 def values_of(made: Any) -> dict[str, Any]:
     """The fields of the dataclass ``made`` by name, not copied as by ``dataclasses.asdict``."""
     return {field.name: getattr(made, field.name) for field in fields(made)}
+
+
+_WORDS: dict[Any, str] = {str: "text", int: "an integer", Mapping: "numbers by name", list | tuple: "a list of texts"}
+_TYPES: dict[str, Any] = dict.fromkeys(("rule", "severity", "name", "text", "about"), str) | {
+    "step": int,
+    "evidence": Mapping,
+    "causes": list | tuple,
+    "advice": list | tuple,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,10 @@ class Finding:
     text: str = ""
     about: str = "series"
 
+    def __post_init__(self) -> None:
+        if not -(1 << 63) <= self.step < 1 << 63:
+            raise ValueError(f"the step of a finding is {self.step}; expected an integer of 64 bits")
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
         return {
@@ -56,22 +71,23 @@ class Finding:
         """The inverse of `to_dict`: a finding from its ``values``.
 
         Raises:
-            ValueError: ``severity`` is not one of the three.
-            KeyError, TypeError: A value is missing or of a wrong type.
+            ValueError: A value is missing or of a wrong type; the message names it.
         """
-        if values["severity"] not in SEVERITIES:
-            raise ValueError(f"severity is {values['severity']!r}; expected one of {', '.join(SEVERITIES)}")
-        return cls(
-            str(values["rule"]),
-            values["severity"],
-            int(values["step"]),
-            str(values["name"]),
-            dict(values["evidence"]),
-            tuple(map(str, values["causes"])),
-            tuple(map(str, values["advice"])),
-            str(values["text"]),
-            str(values["about"]),
-        )
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a finding is {values!r:.80}; expected its values by name")
+        if missing := [name for name in _TYPES if name not in values]:
+            raise ValueError(f"a finding has no {missing[0]!r}")
+        held = {name: values[name] for name in _TYPES}
+        for name, kind in _TYPES.items():
+            if not isinstance(held[name], kind) or isinstance(held[name], bool):
+                raise ValueError(f"the {name} of a finding is {held[name]!r:.80}; expected {_WORDS[kind]}")
+        if held["severity"] not in SEVERITIES:
+            raise ValueError(f"severity is {held['severity']!r:.80}; expected one of {', '.join(SEVERITIES)}")
+        for name in ("causes", "advice"):
+            held[name] = tuple(held[name])
+            if not all(isinstance(one, str) for one in held[name]):
+                raise ValueError(f"the {name} of a finding are {held[name]!r:.80}; expected texts")
+        return cls(**{**held, "evidence": dict(held["evidence"])})
 
     def __str__(self) -> str:
-        return f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}"
+        return printable(f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.native import BackendUnavailableError
+from gradstat._core.text import printable
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn, warn_of_failure
 
@@ -35,7 +36,7 @@ class Gaps:
             f"the {kind} {refusals[0]}" + f" (and {len(refusals) - 1} more)" * (len(refusals) > 1)
             for kind, refusals in new.items()
         ]
-        text = "; ".join(reasons)
+        text = printable("; ".join(reasons))
         self._findings.append(Finding(RULE, "info", step, "monitor", {k: len(r) for k, r in new.items()}, text=text))
         warn(f"not watched: {text}", UserWarning)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gradstat.monitor.recording.recording import Recording, Series
 from gradstat.monitor.rows import Floats, Rows, Window
@@ -109,26 +108,3 @@ def _joined(chunks: deque[Series], first: int) -> Series:
         row += len(chunk.steps)
     kept = steps >= first
     return Series(names, numel, steps[kept], values[kept])
-
-
-def as_state(recording: Recording) -> dict[str, Any]:
-    """Numbers of a recording as tensors and plain values, for a ``state_dict``."""
-
-    def tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: torch.from_numpy(value.copy()) for name, value in values.items()}
-
-    tables = {}
-    for kind, series in recording.tables.items():
-        arrays = {"numel": series.numel, "steps": series.steps, "values": series.values}
-        tables[kind] = {"names": list(series.names), **tensors(arrays)}
-    return {**tensors({"steps": recording.steps}), "scalars": tensors(recording.scalars), "tables": tables}
-
-
-def from_state(state: Mapping[str, Any]) -> Recording:
-    """The inverse of `as_state`."""
-
-    def arrays(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value.cpu().numpy() for name, value in values.items() if name != "names"}
-
-    tables = {kind: Series(tuple(table["names"]), **arrays(table)) for kind, table in state["tables"].items()}
-    return Recording(state["steps"].cpu().numpy(), arrays(state["scalars"]), tables)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,9 +58,9 @@ def hook_forward(module: nn.Module, hook: Callable[..., Any], *, before: bool = 
     return (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, **options)
 
 
-def removed_with(owner: object, handles: Iterable[Any]) -> Callable[[], None]:
-    """A function that removes the hooks; it is also called when ``owner`` is garbage-collected."""
-    remove = weakref.finalize(owner, _remove, list(handles))
+def removed_with(owner: object, handles: list[Any]) -> Callable[[], None]:
+    """A function that removes the hooks in the list; it is also called when ``owner`` is garbage-collected."""
+    remove = weakref.finalize(owner, _remove, handles)
     remove.atexit = False
     return remove
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import platform
-import re
+import sys
+import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +18,10 @@ from torch.optim import Optimizer
 from gradstat._core import norms
 from gradstat._core.backends import known_name, resolve
 from gradstat._core.compiling import never_traced
-from gradstat._core.engines import Engine, engine_of
+from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import Trained
+from gradstat._core.tensors import is_uninitialized
 from gradstat._step import decision
 from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
@@ -32,23 +30,34 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import checked_limit
 from gradstat.backward_step import handle_of
 from gradstat.guard import SpikeGuard, remember_guard
+from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
+from gradstat.monitor.advice import FUNCTION, causes_and_advice, fitted
+from gradstat.monitor.arguments import (
+    check_arguments,
+    check_engine_options,
+    check_guard,
+    check_policies,
+    check_stepping_in_backward,
+)
 from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
+from gradstat.monitor.flight_file import FlightFile
 from gradstat.monitor.gaps import PROPAGATED_ERRORS, Gaps
-from gradstat.monitor.history import History, as_state, from_state
+from gradstat.monitor.history import History
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.policies import AnomalyError, Policies, PolicyTable, Warner
+from gradstat.monitor.policies import AnomalyError, Policies, Policy, PolicyTable, Warner
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
-from gradstat.monitor.reporting import warn
+from gradstat.monitor.reporting import not_replacing, warn, warning_of_failure
 from gradstat.monitor.rows import Facts, Observation
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, Wanted
+from gradstat.monitor.state import VERSION, as_state, checked, load_rules, reading
 from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 
 if TYPE_CHECKING:
@@ -57,15 +66,16 @@ if TYPE_CHECKING:
 # For this many steps after an incident, states are not measured again and no further file is written.
 _QUIET = 20
 
-_POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
+# Policies that act on a running training: at its end they warn.
+_OF_RUNNING_TRAINING = ("raise", "stop", "rollback", "replay")
+
+# Seconds to wait at the end of the program for a thread that is inside of a monitor.
+_PATIENCE = 10.0
 
 _NO_SAVED_STATE = (
     "no state of the step was saved, so the replay used the current parameters, buffers and random state and may miss "
     "the cause; gradstat.Monitor(..., replay=True) saves it"
 )
-
-# The argument that texts of advice name beside on_anomaly='replay'.
-_FUNCTION = ", replay=step_fn"
 
 
 class Monitor:
@@ -94,7 +104,8 @@ class Monitor:
             several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
         watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
         rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
-        save_to: A file for the flight recording, written after errors and at the end of the run; None for none.
+        save_to: A file for the flight recording, written after errors and at the end of the run; None for none. It is
+            tried at once; if it cannot be written later, the recording goes to another folder, with a warning.
         replay: The function that runs one step, for ``on_anomaly="replay"``; True only keeps what `replay` needs. Costs
             tens of microseconds per forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
@@ -119,6 +130,10 @@ class Monitor:
         TypeError, ValueError: An argument is invalid; the message says what was expected.
     """
 
+    # Whether this process has to end the monitor: not before it is made, nor after `detach`; and a forked process only
+    # if it takes steps itself.
+    _is_open = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -136,7 +151,7 @@ class Monitor:
         options: MonitorOptions | Mapping[str, Any] | None = None,
     ) -> None:
         rules = None if rules is None else list(rules)
-        _check_arguments(model, optimizer, rules)
+        check_arguments(model, optimizer, rules)
         limit = checked_limit(max_norm)
         self.options = options = MonitorOptions.of(options)
         known_name(options.backend)  # an unknown name raises here, not in a step
@@ -146,19 +161,19 @@ class Monitor:
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
         if engine is not None:
-            _check_engine_options(engine, optimizer, guard, self._policies, replay, self._watch)
+            check_engine_options(engine, optimizer, guard, self._policies, replay, self._watch)
             optimizer = engine.optimizer
             self._watch["optimizer"] = 0  # its states are sharded as well, and not measured
-        _check_guard(guard, optimizer, scaler)
+        check_guard(guard, optimizer, scaler)
         if handle_of(optimizer) is not None:
-            _check_stepping_in_backward(guard, self._policies, replay)
-        _check_policies(self._policies, optimizer, replay)
+            check_stepping_in_backward(guard, self._policies, replay)
+        check_policies(self._policies, optimizer, replay)
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer
         self._trained = Trained(model, optimizer)
         self._lag = options.lag
         self._max_norm = limit if isinstance(limit, float) else None
-        self._save_to = None if save_to is None else Path(save_to)
+        self._file = FlightFile(save_to)
         self._history = History(options.history, options.max_bytes)
         self._warner = Warner()
         self.findings: list[Finding] = []
@@ -170,12 +185,12 @@ class Monitor:
         self._is_user_called = True
         self._why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
         self._replay_argument: str | None = (
-            _FUNCTION if engine is None else None
+            FUNCTION if engine is None else None
         )  # the argument that `"replay"` needs; None if it cannot be used
         self._pending: deque[Pending] = deque()
         self._last_state_check = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
         self._saved = self._last_replay = -_QUIET
-        self._paused = False
+        self._paused = self._is_detached = self._has_warned = False
         self.guard = guard
         skips = self._policies.uses("skip") or guard is not None
         wanted: Wanted = "norm" if guard is not None else "flag" if skips else None
@@ -195,8 +210,9 @@ class Monitor:
         if replay:
             step_fn = replay if callable(replay) else None
             self._replayer = Replayer(model, optimizer, scaler, step_fn, options.keep_batch)
-        if self._save_to is not None:
-            _unsaved.add(self)
+        self._lock = threading.RLock()  # protects everything but the acting on findings, which calls users' functions
+        self._is_open = True
+        endings.remember(self)
 
     @property
     def scaler(self) -> Any:
@@ -216,7 +232,8 @@ class Monitor:
         """Records a step: call it once per step, after ``backward()`` and before gradients are clipped.
 
         No host sync on a GPU unless the option ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not
-        fused.
+        fused. Threads may share a monitor: their steps are numbered in the order in which they come. After `detach` it
+        only warns, once.
 
         Args:
             loss: The loss: a tensor of one element, or a number.
@@ -232,11 +249,20 @@ class Monitor:
                 reported once, as a warning, and training goes on.
         """
         if self._paused:
-            return []
+            return self._not_watched("step")
+        with self._lock:
+            known = len(self.findings)
+            self._is_open = True
+            leaving = self._measure(loss, lr)
+            is_found = self._read_until_found(leaving)
+        if is_found:
+            self._act()
+            self._read(leaving)
+        return self.findings[known:]
+
+    def _measure(self, loss: Tensor | float | None, lr: float | Tensor | None) -> int:
+        """Measures a step and makes it pending; returns how many pending steps may stay so. Raises as `step`."""
         scalars = self._collector.scalars(loss, lr)
-        known = len(self.findings)
-        if self._save_to is not None:
-            _unsaved.add(self)
         try:
             pending = self._collector.collect(self.steps, *scalars)
             if self._replayer is not None:
@@ -246,7 +272,7 @@ class Monitor:
         except Exception:
             self._gaps.report_failure(self.steps, "a step could not be measured")
             self.steps += 1
-            return self.findings[known:]
+            return len(self._pending)
         self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
         self._pending.append(pending)
         if self._skips and self._optimizer is not None:
@@ -257,8 +283,14 @@ class Monitor:
             with self._gaps.suppress_errors(pending.step, "the state of a step could not be copied"):
                 self._snapshots.take(pending.step)
         # On the CPU nothing is copied, so there is nothing to wait for.
-        self._read(self._lag if pending.numbers[0].needs_copy else 0)
-        return self.findings[known:]
+        return self._lag if pending.numbers[0].needs_copy else 0
+
+    def _not_watched(self, call: str) -> list[Finding]:
+        """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
+        if self._is_detached and not self._has_warned:
+            self._has_warned = True
+            warn(f"{call}() of a monitor that was detached at step {self.steps} watches nothing; make a new one")
+        return []
 
     def _skip_request(self, measured: PendingRows, loss: Tensor | float | None) -> SkipRequest | None:
         """Asks for the step to be skipped if a gradient is not finite or the guard refuses; an enabled scaler skips."""
@@ -300,15 +332,16 @@ class Monitor:
             AnomalyError: A finding has the policy ``"raise"``.
         """
         if self._paused:
-            return []
-        known = len(self.findings)
-        if self._replayer is not None:
-            self._replayer.keep_batch(batch)
-        seen: list[Observation] = []
-        with self._gaps.suppress_errors(self.steps, "a batch could not be inspected"):
-            seen = self._collector.inspect_batch(self.steps, batch)
-        if seen:
+            return self._not_watched("batch")
+        with self._lock:
+            known = len(self.findings)
+            if self._replayer is not None:
+                self._replayer.keep_batch(batch)
+            seen: list[Observation] = []
+            with self._gaps.suppress_errors(self.steps, "a batch could not be inspected"):
+                seen = self._collector.inspect_batch(self.steps, batch)
             self._buffer.observations += seen
+        if seen:
             self._review()
         return self.findings[known:]
 
@@ -342,7 +375,8 @@ class Monitor:
         vetoes = [f for f in self.findings if f.severity == "error" or f.rule == "refused-step"]
         # A finding has the step in which a problem began, and its rule knows in which it was last met.
         last = self._rules.last_steps({finding.rule for finding in vetoes})
-        return all(step < since for step in [*(f.step for f in vetoes), *last]) and self._collector.is_finite()
+        with self._lock:
+            return all(step < since for step in [*(f.step for f in vetoes), *last]) and self._collector.is_finite()
 
     def replay(self, step_fn: Callable[..., Any] | None = None) -> Culprit | None:
         """Runs the newest step again, observes every operation, and names the first place that made a NaN or Inf.
@@ -384,42 +418,66 @@ class Monitor:
     # From numbers to findings ----------------------------------------------------------------------------
 
     def _read(self, leaving: int) -> None:
-        """Reads the measured steps except the last ``leaving``."""
-        while len(self._pending) > leaving:
-            pending = self._pending.popleft()
-            try:
-                bad = self._buffer.read(pending)
-                self.nonfinite_steps += "nonfinite" in pending.scalars
-                odd = bad or self._rules.is_out_of_band(pending.scalars)
-                lost = "loss_nonfinite" in pending.scalars
-                # Measure parameters, buffers and optimizer states, if they are still those of the step.
-                if odd and pending.step + 1 == self.steps and pending.step - self._last_state_check[lost] >= _QUIET:
-                    self._last_state_check[lost] = pending.step
-                    with self._gaps.suppress_errors(
-                        pending.step, "parameters, buffers or states could not be measured"
-                    ):
-                        pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
-                self._buffer.take(pending, self._run_rules)
-            except PROPAGATED_ERRORS:
-                raise
-            except Exception:
-                self._gaps.report_failure(pending.step, "the numbers of a step could not be read")
-                continue
-            if odd or self._to_act_on or self._rules.is_due(pending.step):
-                self._review()
-            if self._snapshots is not None and not odd:
-                self._snapshots.confirm(pending.step)
+        """Reads the measured steps except the last ``leaving``, and acts on what is found in one before the next."""
+        while True:
+            with self._lock:
+                is_found = self._read_until_found(leaving)
+            if not is_found:
+                return
+            self._act()
+
+    def _read_until_found(self, leaving: int) -> bool:
+        """As `_read`, until something is found that is to be acted on; returns whether it is."""
+        while len(self._pending) > leaving and not self._to_act_on:
+            self._read_one(self._pending.popleft())
+        return bool(self._to_act_on)
+
+    def _read_one(self, pending: Pending) -> None:
+        """Reads a step, and runs the rules if it is odd or a review is due."""
+        try:
+            bad = self._buffer.read(pending)
+            self.nonfinite_steps += "nonfinite" in pending.scalars
+            odd = bad or self._rules.is_out_of_band(pending.scalars)
+            lost = "loss_nonfinite" in pending.scalars
+            # Measure parameters, buffers and optimizer states, if they are still those of the step.
+            if odd and pending.step + 1 == self.steps and pending.step - self._last_state_check[lost] >= _QUIET:
+                self._last_state_check[lost] = pending.step
+                with self._gaps.suppress_errors(pending.step, "parameters, buffers or states could not be measured"):
+                    pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
+            self._buffer.take(pending, self._run_rules)
+        except PROPAGATED_ERRORS:
+            raise
+        except Exception:
+            self._gaps.report_failure(pending.step, "the numbers of a step could not be read")
+            return
+        if odd or self._to_act_on or self._rules.is_due(pending.step):
+            self._run_rules_safely()
+        if self._snapshots is not None and not odd:
+            self._snapshots.confirm(pending.step)
 
     def _review(self) -> None:
         """Runs all rules on the steps since the last review, and acts on their findings."""
-        with self._gaps.suppress_errors(self.steps, "the rules could not review the last steps"):
-            self._run_rules()
-        found, self._to_act_on = self._to_act_on, []
-        raising = [finding for finding in found if self._act_on(finding)]  # all are acted on before one raises
+        with self._lock:
+            self._run_rules_safely()
+        self._act()
+
+    def _found(self) -> list[Finding]:
+        """Takes the findings that were not acted on yet."""
+        with self._lock:
+            found, self._to_act_on = self._to_act_on, []
+        return found
+
+    def _act(self) -> None:
+        """Acts on findings, without the lock, since this may call functions of the user."""
+        raising = [finding for finding in self._found() if self._act_on(finding)]  # all, before one raises
         if raising:
             first = raising[0]
             replayed = f"\n{self._replayed}" if self._replayed and self._replayed_step == self.steps - 1 else ""
-            raise AnomalyError(f"{first}{replayed}\n{_causes_and_advice(first)}", first)
+            raise AnomalyError(f"{first}{replayed}\n{causes_and_advice(first)}", first)
+
+    def _run_rules_safely(self) -> None:
+        with self._gaps.suppress_errors(self.steps, "the rules could not review the last steps"):
+            self._run_rules()
 
     def _run_rules(self) -> None:
         """Runs all rules on the steps since the last review."""
@@ -437,28 +495,19 @@ class Monitor:
         )
         window = self._buffer.close(facts, self._history.latest)
         self._history.keep(window)
-        found = [self._adapt_to_run(finding) for finding in self._rules.review(window)]
+        found = [fitted(one, self._trained.source, self._replay_argument) for one in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found
 
-    def _adapt_to_run(self, finding: Finding) -> Finding:
-        """Drops advice that cannot be followed here, and adds shapes to names such as ``group0.1``."""
-        if self._replay_argument != _FUNCTION:
-            advice = _feasible_advice(finding.advice, self._replay_argument is not None)
-            finding = replace(finding, advice=tuple(advice))
-        if not _POSITIONAL.search(finding.text):
-            return finding
-        source = self._trained.source()
-        shapes = {name: list(p.shape) for name, p in zip(source.names(), source.parameters, strict=True)}
-        text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
-        return replace(finding, text=text)
-
     # Policies --------------------------------------------------------------------------------------------
 
-    def _act_on(self, finding: Finding) -> bool:
-        """Applies the policies; returns whether to raise."""
+    def _act_on(self, finding: Finding, is_over: bool = False) -> bool:
+        """Applies the policies; returns whether to raise. ``is_over``: there is no training any more to act on."""
         raising = False
-        for policy in self._policies.of(finding):
+        policies: Iterable[Policy] = self._policies.of(finding)
+        if is_over:
+            policies = dict.fromkeys("warn" if policy in _OF_RUNNING_TRAINING else policy for policy in policies)
+        for policy in policies:
             if callable(policy):
                 policy(self, finding)
             elif policy == "warn":
@@ -468,24 +517,20 @@ class Monitor:
             elif policy == "stop":
                 self.should_stop = True
             elif policy == "snapshot":
-                base = self._save_to if self._save_to is not None else Path("incident.gradstat")
-                rule = re.sub(r"[^\w.-]+", "_", finding.rule)[:60]  # a user's rule may have any name
-                beside = base.with_name(f"{base.stem}-step{finding.step}-{rule}.gradstat")
-                self._save_or_warn(beside, str(finding))
+                self._file.write(lambda: self._recording(str(finding)), self._file.beside(finding))
             elif policy == "rollback":
                 self._roll_back(finding)
             elif policy == "replay":
                 self._replay_once(finding)
-        if finding.severity == "error" and self._save_to is not None and finding.step - self._saved >= _QUIET:
+        if finding.severity == "error" and finding.step - self._saved >= _QUIET and not is_over:
             self._saved = finding.step
-            self._save_or_warn(self._save_to, str(finding))
+            self._write(str(finding))
         return raising
 
-    def _save_or_warn(self, path: Path, why: str) -> None:
-        try:
-            self.save(path, why)
-        except (OSError, ValueError) as error:  # a full disk must not end the training
-            warn(f"{path} could not be saved: {error}", RuntimeWarning)
+    def _write(self, why: str) -> None:
+        """Writes the recording, if there is a place for it; warns if it had to go elsewhere."""
+        if self._file.path is not None:
+            self._file.write(lambda: self._recording(why), self._file.path)
 
     def _replay_once(self, finding: Finding) -> None:
         """Replays the bad step, once per incident, and warns with the result."""
@@ -519,9 +564,15 @@ class Monitor:
             why: Why the recording is made, for its ``meta``.
         """
         self._review()
-        recording = self._history.recording()
-        recording.findings = tuple(self.findings)
-        recording.backward_order = self._collector.backward_order
+        return self._recording(why)
+
+    def _recording(self, why: str) -> Recording:
+        """The recording, without acting on what it reviews."""
+        with self._lock:
+            self._run_rules_safely()
+            recording = self._history.recording()
+            recording.findings = tuple(self.findings)
+            recording.backward_order = self._collector.backward_order
         parameters = [*self._model.parameters(), *self._trained.besides.parameters()]
         recording.meta = {
             "gradstat": __version__,
@@ -530,7 +581,7 @@ class Monitor:
             "model": model_name(self._model),
             "optimizer": type(self._optimizer).__name__ if self._optimizer is not None else None,
             "devices": sorted({str(parameter.device) for parameter in parameters}),
-            "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters": sum(p.numel() for p in parameters if not is_uninitialized(p)),
             "steps": self.steps,
             "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "why": why,
@@ -570,17 +621,25 @@ class Monitor:
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume, as plain values and tensors. Waits for the device."""
         self.flush()
-        return {
-            "version": 1,
-            "steps": self.steps,
-            "nonfinite_steps": self.nonfinite_steps,
-            "should_stop": self.should_stop,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "rules": [(rule.name, rule.state_dict()) for rule in self._rules.rules],
-            "backward_order": list(self._collector.backward_order),
-            "history": as_state(self._history.recording()),
-            "guard": None if self.guard is None else self.guard.state_dict(),
-        }
+        with self._lock:
+            self._catch_up()  # another thread may have taken a step
+            return {
+                "version": VERSION,
+                "steps": self.steps,
+                "nonfinite_steps": self.nonfinite_steps,
+                "should_stop": self.should_stop,
+                "findings": [finding.to_dict() for finding in self.findings],
+                "rules": [(rule.name, rule.state_dict()) for rule in self._rules.rules],
+                "backward_order": list(self._collector.backward_order),
+                "history": as_state(self._history.recording()),
+                "guard": None if self.guard is None else self.guard.state_dict(),
+            }
+
+    def _catch_up(self) -> None:
+        """Reads and reviews all steps so far, but acts on nothing yet."""
+        while self._pending:
+            self._read_one(self._pending.popleft())
+        self._run_rules_safely()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; rules that are not in it stay as they are.
@@ -591,65 +650,90 @@ class Monitor:
             state: What `state_dict` returned, on any device; from the same or an older gradstat.
 
         Raises:
-            ValueError: The state is from a newer gradstat, or its guard's is not what a guard can have.
+            ValueError: The state is from a newer gradstat, or no state of a monitor. The message names the field;
+                nothing has changed.
         """
-        if state["version"] != 1:
-            raise ValueError(
-                f"this state has version {state['version']}, made by a newer gradstat; this is gradstat {__version__}, "
-                "which reads version 1. Upgrade gradstat: pip install -U gradstat"
-            )
-        if self.guard is not None and state.get("guard") is not None:
-            self.guard._loaded(state["guard"])  # raises before anything has changed
-        self._pending.clear()
-        self._buffer.clear()
-        self._to_act_on = []
-        self.culprit, self._replayed, self._replayed_step = None, "", -1
-        if self._snapshots is not None:
-            self._snapshots.clear()
-        self._warner = Warner()
-        self._last_state_check = [-_QUIET, -_QUIET]
-        self._saved = self._last_replay = -_QUIET
-        self.steps, self.should_stop = int(state["steps"]), bool(state["should_stop"])
-        self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
-        self.findings[:] = [Finding.from_dict(values) for values in state["findings"]]
-        saved = list(state["rules"])
-        for rule in self._rules.rules:  # rules of one name are in order
-            place = next((i for i, (name, _) in enumerate(saved) if name == rule.name), None)
-            if place is not None:
-                rule.load_state_dict(saved.pop(place)[1])
-        self._collector.backward_order = tuple(state["backward_order"])
-        self._history.load(from_state(state["history"]))
-        if self.guard is not None and state.get("guard") is not None:
-            self.guard.load_state_dict(state["guard"])
-        self._rules.refresh(self.steps)
-        self._collector.resume(self.steps)
+        with self._lock:
+            loaded = checked(state)
+            guard = self.guard if loaded.guard is not None else None
+            if guard is not None:
+                with reading("guard"):
+                    guard._loaded(loaded.guard)  # raises before anything has changed
+            load_rules(self._rules.rules, loaded.rules)
+            if guard is not None:
+                guard.load_state_dict(loaded.guard)
+            self._pending.clear()
+            self._buffer.clear()
+            self._to_act_on = []
+            self.culprit, self._replayed, self._replayed_step = None, "", -1
+            if self._snapshots is not None:
+                self._snapshots.clear()
+            self._warner = Warner()
+            self._last_state_check = [-_QUIET, -_QUIET]
+            self._saved = self._last_replay = -_QUIET
+            self.steps, self.should_stop = loaded.steps, loaded.should_stop
+            self.nonfinite_steps = loaded.nonfinite_steps
+            self.findings[:] = loaded.findings
+            self._collector.backward_order = loaded.backward_order
+            self._history.load(loaded.history)
+            self._rules.refresh(self.steps)
+            self._collector.resume(self.steps)
+
+    # The end ---------------------------------------------------------------------------------------------
 
     def detach(self, why: str = "the run ended") -> None:
         """Stops monitoring: reads the remaining steps, removes all hooks, saves the recording if ``save_to`` is set.
 
-        `findings`, `recording` and `diagnose` stay available. Waits for the device.
+        `findings`, `recording` and `diagnose` stay available. Waits for the device. A recording that cannot be written
+        to ``save_to`` goes to another folder, with a warning.
 
         Args:
             why: Why the recording is saved, for its ``meta``.
 
         Raises:
             AnomalyError: A finding in the remaining steps has the policy ``"raise"``.
-            OSError: The recording cannot be written.
         """
         if self._paused:
             return
         try:
             self.flush()
         finally:
-            self._paused = True
-            _unsaved.discard(self)
+            self._paused = self._is_detached = True
             self._collector.remove()
             if self._skips and self._optimizer is not None:
                 decision.request(self._optimizer, self, None)
             if self._replayer is not None:
                 self._replayer.remove()
-            if self._save_to is not None:
-                self.save(self._save_to, why)
+            self._end(why)
+
+    def _end(self, why: str) -> None:
+        """Reviews what is left and saves the recording. Findings raise nothing any more, but warn."""
+        self._is_open = False
+        if not self._lock.acquire(timeout=_PATIENCE):
+            warn("the last steps were not reviewed: another thread is inside of the monitor", RuntimeWarning)
+            return
+        try:
+            # The other ranks may not be here: nothing collective.
+            self._pending = deque(pending._replace(origin=None) for pending in self._pending)
+            self._catch_up()
+        except PROPAGATED_ERRORS as error:
+            warn(f"the last steps could not be read: {error}", RuntimeWarning)
+        finally:
+            self._lock.release()
+        if self.steps or self.findings or self._is_detached:
+            self._write(why)
+        for finding in self._found():
+            with warning_of_failure(f"a policy failed for the finding {finding}"):
+                self._act_on(finding, is_over=True)
+
+    def __del__(self) -> None:
+        if self._is_open and not sys.is_finalizing():
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                self._pending.clear()  # their numbers cannot be waited for
+            self._end("nothing referred to the monitor any more")
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -661,119 +745,6 @@ class Monitor:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Detaches. An exception that ends the run is noted in the recording and precedes an `AnomalyError`."""
-        try:
+        """Detaches. An exception that ends the run is noted in the recording, and is not replaced by another."""
+        with not_replacing(error):
             self.detach("the run ended" if error is None else f"{type(error).__name__}: {error}")
-        except AnomalyError as found:
-            if error is None:
-                raise
-            warn(str(found))
-
-
-def _check_arguments(model: object, optimizer: object, rules: list[Any] | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    for rule in rules or ():
-        if not isinstance(rule, Rule):
-            hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
-            raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
-
-
-def _check_guard(guard: object, optimizer: object, scaler: Any) -> None:
-    if guard is None:
-        return
-    if not isinstance(guard, SpikeGuard):
-        raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
-    if optimizer is None:
-        raise TypeError("a guard needs the optimizer: gradstat.Monitor(model, optimizer, guard=...)")
-    if guard.scales:
-        raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
-    scaler = inner_scaler(scaler)
-    if scaler is not None and scaler.is_enabled():
-        raise ValueError(
-            "a monitor's guard cannot be used with a loss scaler, which skips steps by itself; use "
-            "gradstat.guarded_step(optimizer, scaler=scaler, loss=loss, guard=guard)"
-        )
-
-
-def _check_policies(policies: PolicyTable, optimizer: object, replay: object) -> None:
-    if policies.uses("skip") and optimizer is None:
-        raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
-    if policies.uses("replay") and not callable(replay):
-        raise TypeError(
-            "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
-        )
-
-
-def _check_engine_options(
-    engine: Engine,
-    optimizer: object,
-    guard: object,
-    policies: PolicyTable,
-    replay: object,
-    watch: Mapping[str, int],
-) -> None:
-    chosen = [policy for policy in ("skip", "rollback", "replay") if policies.uses(policy)]
-    chosen += ["replay"] * bool(replay) + ["guard"] * (guard is not None)
-    if chosen:
-        raise NotImplementedError(
-            f"{chosen[0]!r} is not supported with {engine.name}, which clips, skips and steps by itself; use "
-            "'warn', 'raise', 'stop' or 'snapshot'"
-        )
-    if watch["updates"]:
-        raise NotImplementedError(f"watch={{'updates': ...}} is not supported with {engine.name}, which may shard them")
-    if optimizer is not None:
-        raise TypeError(
-            f"optimizer: expected None with {engine.name}, whose optimizer is used: gradstat.Monitor(model)"
-        )
-
-
-def _check_stepping_in_backward(guard: object, policies: PolicyTable, replay: object) -> None:
-    chosen = [f"on_anomaly={policy!r}" for policy in ("skip", "replay") if policies.uses(policy)]
-    chosen += ["guard"] * (guard is not None) + ["replay"] * bool(replay)
-    if chosen:
-        raise ValueError(
-            f"{chosen[0]}: the optimizer steps during backward, before the monitor sees the gradients, and has skipped "
-            "non-finite ones; use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
-        )
-
-
-def _feasible_advice(advice: Iterable[str], replays: bool) -> Iterator[str]:
-    """``advice`` without the function argument if ``replays``, else without the policy ``"replay"``."""
-    for one in advice:
-        before, policy, after = one.partition("on_anomaly='replay'")
-        if not policy:
-            yield one
-        elif replays:
-            yield before + policy + after.removeprefix(_FUNCTION).removeprefix(" (arguments of the monitor)")
-        elif before:
-            yield before.rstrip(".; ")
-        elif "names" in after:
-            yield "watch={'activations': 1} names the first module whose output is not finite"
-
-
-def _causes_and_advice(finding: Finding) -> str:
-    causes = "".join(f"\n  - {cause}" for cause in finding.causes)
-    advice = "".join(f"\n  - {advice}" for advice in finding.advice)
-    return f"likely causes:{causes}\nwhat to try:{advice}"
-
-
-# Monitors whose recordings are written when the program ends. A forked process must not overwrite the file of its
-# parent, unless it takes steps itself.
-_unsaved: weakref.WeakSet[Monitor] = weakref.WeakSet()
-
-
-@atexit.register
-def _save_at_exit() -> None:
-    for monitor in list(_unsaved):
-        if not monitor._paused and monitor._save_to is not None:
-            try:
-                monitor._save_or_warn(monitor._save_to, "the program ended")
-            except AnomalyError as found:
-                warn(str(found))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unsaved.clear)

@@ -14,7 +14,7 @@ from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import source_of
-from gradstat._core.tensors import TensorInfo, by_device, why_not_measured
+from gradstat._core.tensors import TensorInfo, by_device, is_uninitialized, why_not_measured
 from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
@@ -128,15 +128,20 @@ class BackwardOrder:
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names: list[str] = []
+        self.is_partial = False  # whether some parameters have no shape yet, and cannot have hooks
         noted = self.names  # no reference to self, nor to a parameter, from a parameter's hook
-        self.remove = removed_with(
-            self,
-            [
-                parameter.register_post_accumulate_grad_hook(lambda _, name=name: _note(noted, name))
-                for name, parameter in named
-                if parameter.requires_grad and parameter.is_leaf
-            ],
-        )
+        handles: list[Any] = []
+        self.remove = removed_with(self, handles)
+        try:
+            for name, parameter in named:
+                if is_uninitialized(parameter):
+                    self.is_partial = True
+                elif parameter.requires_grad and parameter.is_leaf:
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: _note(noted, name))
+                    handles.append(hook)
+        except BaseException:
+            self.remove()
+            raise
 
     def end(self) -> tuple[str, ...]:
         """The order, by when the gradient of each parameter was first complete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gradstat._core.text import printable
 from gradstat.monitor.findings import SEVERITIES, Finding
 from gradstat.monitor.reporting import warn
 
@@ -88,5 +89,5 @@ class Warner:
         self._last[finding.rule] = now
         held = self._held.pop(finding.rule, 0)
         more = f" ({held} more since the last warning)" if held else ""
-        advice = f" What to try: {finding.advice[0]}." if finding.advice else ""
+        advice = f" What to try: {printable(finding.advice[0])}." if finding.advice else ""
         warn(f"{finding}{more}.{advice}", log_if_ignored=finding.severity == "error")

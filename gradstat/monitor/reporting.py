@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gradstat._core.warn import warn_user
@@ -32,3 +34,23 @@ def warn(text: str, category: type[Warning] = AnomalyWarning, *, log_if_ignored:
 def warn_of_failure(what: str) -> None:
     """Warns that ``what`` failed and is not watched, with the traceback of the current exception."""
     warn_user(f"gradstat: {what}; training goes on:\n{traceback.format_exc()}", RuntimeWarning)
+
+
+@contextmanager
+def warning_of_failure(what: str) -> Iterator[None]:
+    """Calls `warn_of_failure` if the code inside raises."""
+    try:
+        yield
+    except Exception:
+        warn_of_failure(what)
+
+
+@contextmanager
+def not_replacing(error: BaseException | None) -> Iterator[None]:
+    """At the end of a ``with`` block that ``error`` has ended: warns of an exception inside instead of raising it."""
+    try:
+        yield
+    except Exception as found:
+        if error is None:
+            raise
+        warn(str(found) or type(found).__name__)

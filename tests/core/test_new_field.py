@@ -1,7 +1,7 @@
-"""Adding a field: the recipe of CONTRIBUTING.md, carried out on a copy of the sources, one field for each merge.
+"""Adding a field: the recipe of CONTRIBUTING.md, carried out on copies of the sources.
 
-The copy adds only their definitions and their lifts in the reference; merging, reductions over ranks, reports and the
-monitor's history have to follow without further changes.
+One field for each merge goes through the reference alone: merging, reductions over ranks, reports and the monitor's
+history have to follow without further changes. Sums go through the compiled loops and Triton's.
 """
 
 import os
@@ -99,25 +99,175 @@ if __name__ == "__main__":
 """
 
 
-def test_a_field_of_each_merge_goes_through_everything(tmp_path: Path) -> None:
-    for folder in ("gradstat", "kernels", "csrc"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("*.so", "*.pyc"))
-    definition, reference = tmp_path / "gradstat" / "_fields.py", tmp_path / "gradstat" / "_core" / "reference.py"
-    text, lifts = definition.read_text(), reference.read_text()
-    for name, (merge, line, lift) in FIELDS.items():
-        # Summed fields are inserted before the others; the rest is appended.
+def copied(to: Path, *folders: str) -> None:
+    for folder in folders:
+        shutil.copytree(ROOT / folder, to / folder, symlinks=True, ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+
+
+def replace(path: Path, changes: dict[str, str]) -> None:
+    text = path.read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, (path, old)
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def define(root: Path, fields: dict[str, tuple[str, str, str]]) -> None:
+    """Adds fields to the definition, summed ones before the others, and to the reference."""
+    for name, (merge, line, lift) in fields.items():
         before = '    Field("min", "min"' if merge == "sum" else ")\n\nNAMES:"
-        assert text.count(before) == 1
-        text = text.replace(before, f"    {line}\n{before}")
-        lifts = lifts.replace("    fields = {\n", f'    fields = {{\n        "{name}": {lift},\n')
-    definition.write_text(text)
-    reference.write_text(lifts)
-    subprocess.run([sys.executable, definition, "--write"], check=True, capture_output=True)
-    assert "GRADSTAT_FIELD(max_odd," in (tmp_path / "csrc" / "stat_fields.def").read_text()
+        replace(root / "gradstat" / "_fields.py", {before: f"    {line}\n{before}"})
+        before = "    fields = {\n"
+        replace(root / "gradstat" / "_core" / "reference.py", {before: f'{before}        "{name}": {lift},\n'})
+    command = [sys.executable, root / "gradstat" / "_fields.py", "--write"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert all(f"GRADSTAT_FIELD({name}," in (root / "csrc" / "stat_fields.def").read_text() for name in fields)
+
+
+def run(command: list[str | Path], root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(root), **environment}
+    return subprocess.run(command, env=variables, cwd=root, capture_output=True, text=True, check=False)
+
+
+def test_a_field_of_each_merge_goes_through_everything(tmp_path: Path) -> None:
+    copied(tmp_path, "gradstat", "kernels", "csrc")
+    define(tmp_path, FIELDS)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "GRADSTAT_BACKEND": "reference"}
-    command = [sys.executable, program, str(tmp_path / "store")]
-    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = run([sys.executable, program, tmp_path / "store"], tmp_path, GRADSTAT_BACKEND="reference")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("done\n")
+
+
+# One sum whose terms are exact in float32, and one whose terms are rounded and leave out what its squares cannot hold.
+SUMS = {
+    "abs_sum": ("sum", 'Field("abs_sum", "sum", 1, "magnitudes"),', "magnitude.sum()"),
+    "third_sum": (
+        "sum",
+        'Field("third_sum", "sum", 2, "a third of the squares of ordinary elements"),',
+        "torch.where(large | small, 0.0, finite).square().sum() / 3",
+    ),
+}
+LIFTS = """
+struct abs_sum {
+  static constexpr bool kIsExact = true;
+  template <class Real>
+  GRADSTAT_LIFT static Real of(Real x, Real) {
+    return absolute(x);
+  }
+  template <class Real>
+  GRADSTAT_LIFT static Real add(Real sum, Real x) {
+    return sum + absolute(x);
+  }
+};
+
+struct third_sum {
+  static constexpr bool kIsExact = false;
+  template <class Real>
+  GRADSTAT_LIFT static Real of(Real, Real ordinary) {
+    return ordinary * ordinary * (1.0f / 3);
+  }
+  template <class Real>
+  GRADSTAT_LIFT static Real add(Real sum, Real x) {
+    return sum + of(x, x);
+  }
+};
+"""
+NAMED = {"EACH(sq_sum) EACH(sum)": "EACH(sq_sum) EACH(sum) EACH(abs_sum) EACH(third_sum)"}
+
+COMPILED = """
+import os
+import sys
+import numpy as np
+import torch
+
+import gradstat
+from gradstat import _fields
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+REAL = [torch.float32, torch.float16, torch.bfloat16, torch.float64, *FLOAT8]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+THIRD = float(np.float32(1) / np.float32(3))
+
+
+def filled(dtype, size, number):
+    is_wide = dtype in (torch.float64, torch.complex128)
+    generator = torch.Generator().manual_seed(number)
+    values = torch.randn(size, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    if number % 3 == 1 and dtype not in FLOAT8:  # float32 cannot hold the squares, for wide types float64 cannot
+        values[::5] *= 1e200 if is_wide else 1e25
+    if number % 3 == 2:
+        values[::7] = 0
+        values[1::50] = torch.inf
+        values[2::90] = torch.nan
+    return values.to(dtype)
+
+
+def check(backend, dtypes, sizes):
+    tensors = [filled(dtype, size, i + j) for i, dtype in enumerate(dtypes) for j, size in enumerate(sizes)]
+    table, reference = (gradstat.stats(tensors, backend=name) for name in (backend, "reference"))
+    for i, tensor in enumerate(tensors):
+        wide = torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()[:, None]
+        x = wide[wide.isfinite().all(1)].flatten().numpy().astype(np.longdouble)
+        ordinary = x[(abs(x) <= _fields.LARGE) & (abs(x) >= _fields.SMALL)]
+        exact = {"abs_sum": abs(x).sum(), "third_sum": THIRD * np.square(ordinary).sum()}
+        for name, value in exact.items():
+            got = table[i, _fields.INDEX[name]].item()
+            assert abs(got - value) <= 3e-7 * value, (backend, tensor.dtype, len(tensor), name, got, value)
+    others = [i for i, name in enumerate(_fields.NAMES) if name not in (*exact, "sum")]
+    torch.testing.assert_close(table[:, others], reference[:, others], rtol=2e-7, atol=0)
+
+
+if __name__ == "__main__":
+    # Each in a process of its own, as the instructions are chosen once per process.
+    for instructions in ("baseline", "avx2", "avx512", ""):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["GRADSTAT_CPU_INSTRUCTIONS"] = instructions
+            try:
+                gradstat.stats([torch.ones(1)], backend="native")
+            except RuntimeError as error:
+                assert "is not available on this machine" in str(error)
+                os._exit(0)
+            check("native", [*REAL, *COMPLEX], (0, 1, 7, 64, 300, 5000, 70_001))
+            print(instructions or "default", flush=True)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0, instructions
+    check("triton", [torch.float32, torch.bfloat16, torch.float64], (300, 2500))
+    print("triton")
+"""
+
+
+def test_a_sum_without_a_lift_does_not_compile(tmp_path: Path) -> None:
+    copied(tmp_path, "gradstat", "kernels", "csrc")
+    define(tmp_path, SUMS)
+    syntax: list[str | Path] = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", tmp_path / "csrc" / "stat.h"]
+    assert "a field is in neither or both of GRADSTAT_SUMS and GRADSTAT_NOT_SUMS" in run(syntax, tmp_path).stderr
+    replace(tmp_path / "csrc" / "lift.h", NAMED)
+    assert "'gradstat::lifts::abs_sum' has not been declared" in run(syntax, tmp_path, LC_ALL="C").stderr
+    imported = run([sys.executable, "-c", "from gradstat.kernels import stats"], tmp_path, TRITON_INTERPRET="1")
+    assert 'AssertionError: a field has no lift here: CONTRIBUTING.md, "Add a field"' in imported.stderr
+
+
+def test_sums_go_through_all_loops(tmp_path: Path) -> None:
+    copied(tmp_path, "gradstat", "kernels", "csrc")
+    define(tmp_path, SUMS)
+    replace(tmp_path / "csrc" / "lift.h", {**NAMED, "namespace lifts {\n": f"namespace lifts {{\n{LIFTS}"})
+    replace(
+        tmp_path / "kernels" / "stats.py",
+        {
+            '_SUMMED = ("sq_sum", "sum")': '_SUMMED = ("sq_sum", "sum", "abs_sum", "third_sum")',
+            "return ordinary * ordinary, x": "return ordinary * ordinary, x, tl.abs(x), ordinary * ordinary / 3",
+        },
+    )
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    # Barely optimized, as that takes most of the time.
+    build = {"GRADSTAT_CUDA": "0", "GRADSTAT_INSTRUMENTATION": "-O1", "GRADSTAT_WERROR": "1"}
+    built = run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], tmp_path, **build)
+    assert built.returncode == 0, built.stderr
+    program = tmp_path / "program.py"
+    program.write_text(COMPILED)
+    ran = run([sys.executable, program], tmp_path, TRITON_INTERPRET="1")
+    assert ran.returncode == 0, ran.stderr
+    assert {"baseline", "default", "triton"} <= set(ran.stdout.split())

@@ -171,19 +171,14 @@ inline void limit_time(int seconds) {
   setitimer(ITIMER_VIRTUAL, &limit, nullptr);
 }
 
-// Runs kernel() for every block, in a random order given by `seed`. A kernel may be launched from within
-// another one that waits for it (see overlap).
+// Runs kernel() for every block, in a random order given by `seed`.
 template <class Kernel>
 void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
-  static std::vector<std::unique_ptr<Block>> idle;
   if (threads != 256) std::abort();
   limit_time(kMaxSeconds);  // terminates the process if a kernel never ends, instead of blocking the tests
-  if (idle.empty()) idle.push_back(std::make_unique<Block>(256));
-  std::unique_ptr<Block> own = std::move(idle.back());
-  idle.pop_back();
-  Block& runner = *own;
-  Block* const outer = std::exchange(block, &runner);
-  const dim3 outer_thread = threadIdx, outer_block = blockIdx, outer_grid = std::exchange(gridDim, {blocks});
+  static Block runner(256);
+  block = &runner;
+  gridDim = {blocks};
   std::vector<uint32_t> order(blocks);
   for (uint32_t i = 0; i < blocks; ++i) order[i] = i;
   std::mt19937 random(seed);
@@ -193,34 +188,6 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
     runner.run(kernel, static_cast<int>(random() % 256));
   }
   limit_time(0);
-  block = outer;
-  threadIdx = outer_thread;
-  blockIdx = outer_block;
-  gridDim = outer_grid;
-  idle.push_back(std::move(own));
-}
-
-// The worst case of programmatic dependent launch: the previous kernel has not even started when this one
-// reaches its wait.
-inline std::function<void()> previous_kernel;
-inline uint64_t waits = 0;
-
-inline void wait_for_previous_kernel() {
-  ++waits;
-  if (previous_kernel) std::exchange(previous_kernel, nullptr)();
-}
-
-// Runs `kernel`, and `before` at its first wait.
-template <class Kernel>
-void overlap(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel, std::function<void()> before) {
-  const uint64_t outer_waits = std::exchange(waits, 0);
-  previous_kernel = std::move(before);
-  launch(blocks, threads, seed, kernel);
-  if (waits != static_cast<uint64_t>(blocks) * static_cast<uint64_t>(threads)) {
-    std::fprintf(stderr, "not every thread waited for the previous kernel\n");
-    std::abort();
-  }
-  waits = outer_waits;
 }
 
 }  // namespace cuda_on_host

@@ -63,37 +63,32 @@ void begin_capture(FakeStream* stream) {
 void* end_capture(FakeStream* stream) {
   stream->capturing = false;
   --fake.capturing;
-  return new std::vector<FakeWork>(std::exchange(stream->graph, {}));
+  return new FakeWork(std::exchange(stream->graph, {}));
 }
 void replay(const void* graph, FakeStream* stream) {
-  for (const FakeWork& work : *static_cast<const std::vector<FakeWork>*>(graph)) stream->add(work.run);
+  for (const auto& each : *static_cast<const FakeWork*>(graph)) stream->add(each);
 }
 void fail_allocations(int32_t count) { fake.failures_left = count; }
 const char* error_text() { return last_error.c_str(); }
-int32_t table_capacity() { return kLargeTable; }
+int32_t table_capacity() { return kParameterEntries; }
 
-void set_device(int32_t blocks_that_fit, int32_t ptx_version) {
-  fake.blocks_that_fit = blocks_that_fit;
-  fake.ptx_version = ptx_version;
-}
+void set_blocks_that_fit(int32_t count) { fake.blocks_that_fit = count; }
 void run_kernels(int32_t value) { fake.runs_kernels = value != 0; }
 uint32_t last_blocks() { return fake.last_blocks; }
 int64_t bytes_allocated() { return fake.bytes; }
 int64_t stats_bytes(TENSORS) { return stats_workspace_bytes(ENTRIES, 0); }
 int64_t scale_bytes(TENSORS) { return scale_workspace_bytes(ENTRIES, 0); }
 
-// allocations, pinned allocations, copies, fills, launches, overlaps
+// allocations, pinned allocations, copies, fills, launches
 void counters(int64_t* out) {
-  const int64_t now[] = {fake.allocations, fake.pinned_allocations, fake.copies,
-                         fake.fills,       fake.launches,           fake.overlaps};
+  const int64_t now[] = {fake.allocations, fake.pinned_allocations, fake.copies, fake.fills, fake.launches};
   std::copy(std::begin(now), std::end(now), out);
 }
 
 int32_t start_scale(FakeStream* stream, int32_t device, TENSORS, const double* coefficients, int64_t stride) {
   const std::vector<Entry> entries = ENTRIES;
-  return start(stream, scale_workspace_bytes(entries, device), [&](void* memory) {
-    launch_scale(entries, {coefficients, stride}, false, memory, device, stream);
-  });
+  return start(stream, scale_workspace_bytes(entries, device),
+               [&](void* memory) { launch_scale(entries, {coefficients, stride}, memory, device, stream); });
 }
 
 // Norm, factor and the pointers of an optimizer step may be null. `times`: number of scale kernels launched
@@ -109,7 +104,7 @@ int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, con
     const NormRequest request{max_norm, infinity_norm != 0, static_cast<DType>(norm_dtype),
                               norm,     coefficient,        {loss_scale, verdict, counters}};
     launch_stats(entries, table, norm != nullptr ? &request : nullptr, factor, memory, device, stream);
-    for (int32_t i = 0; i < times; ++i) launch_scale(entries, coefficient, true, memory, device, stream);
+    for (int32_t i = 0; i < times; ++i) launch_scale(entries, coefficient, memory, device, stream);
   });
 }
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -236,6 +237,26 @@ def test_csv_rows_are_appended_under_their_columns(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not a table of scalars by step: its first column is \['time'\]"):
         CsvWriter(path)
     assert path.read_text() == "time,loss\n1,2\n"
+
+
+@pytest.mark.parametrize("kind", [JsonlWriter, CsvWriter])
+def test_files_get_numbers_only_and_one_step(kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with kind(path) as writer:
+        with pytest.raises(ValueError, match=r"the name 'step', under which .*log has the argument step; rename it"):
+            writer.write({"step": 1.0}, 7)
+        for value in (torch.tensor(1.0), "low", None, [1.0]):
+            with pytest.raises(
+                TypeError, match=r"values\['loss'\] is a \w+; expected a number, such as float\(value\)"
+            ):
+                writer.write({"loss": value}, 7)
+        assert path.read_text() == ""
+        writer.write({"loss": np.float32(0.5), "count": np.int64(3), "tokens": 2}, 7)
+    expected = {
+        "jsonl": '{"step": 7, "loss": 0.5, "count": 3.0, "tokens": 2}\n',
+        "csv": "step,loss,count,tokens\n7,0.5,3.0,2\n",
+    }
+    assert path.read_text() == expected["jsonl" if kind is JsonlWriter else "csv"]
 
 
 def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """Life with a program: how processes begin and end. Forks, spawned workers, interrupts, interpreter shutdown."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from programs import output_of, run
+from programs import ROOT, output_of, run
+from recordings import recording
 
-from gradstat.monitor.recording import load
+from gradstat.monitor.recording import load, save
 
 # All in one program, since importing torch takes seconds; in a file, since a spawned worker imports it again.
 #
@@ -216,3 +220,24 @@ def test_an_interrupt_at_any_place_leaves_everything_usable(monkeypatch: pytest.
     # An interrupt while coverage holds its own lock would leave it locked.
     monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
     assert output_of(INTERRUPTED) == "right"
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["view", "run.gradstat", "--no-page"]])
+def test_a_reader_that_ends_early_ends_a_command_in_silence(arguments: list[str], tmp_path: Path) -> None:
+    save(recording(), tmp_path / "run.gradstat")
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "gradstat", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")

@@ -32,7 +32,7 @@ import gradstat
 from gradstat._core.files import replacing
 from gradstat._version import __version__
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
-from gradstat.monitor import Finding, Recording, Series
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
 from gradstat.monitor.command import view_main
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
@@ -394,7 +394,7 @@ with warnings.catch_warnings(record=True) as caught:
             parameter.grad = torch.randn_like(parameter) if step < 23 else torch.full_like(parameter, float("nan"))
         monitor.step(1.0)
 print(monitor.steps, any("could not be saved" in str(warning.message) for warning in caught))
-monitor._save_to = None  # nothing more at the end
+monitor._file.path = None  # nothing more at the end
 
 # Logs lose the line that did not fit, and no other.
 os.remove(page)
@@ -507,6 +507,57 @@ def test_names_that_mean_harm_are_saved_read_and_told_without_harm(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("name", [name.replace(".", " ") for name in NAMES if 0 < len(name) < 100])
+def test_names_that_mean_harm_reach_no_terminal(name: str) -> None:
+    """Neither from reports and their errors, nor from findings, their warnings and errors, diagnoses and culprits."""
+
+    class Rooted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter(name, nn.Parameter(torch.zeros(2)))
+
+        def forward(self) -> torch.Tensor:
+            return getattr(self, name).sqrt().sum()
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss = model()
+        loss.backward()
+        return loss
+
+    model = Rooted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(
+        model, optimizer, on_anomaly={"error": ("warn", "raise"), "warning": "record"}, replay=step
+    )
+    texts = [str(gradstat.check(model))]  # it has no gradient yet
+    with gradstat.MicroBatches(model) as micro_batches:
+        step()
+        micro_batches.check()
+        texts += [str(micro_batches.result())]
+    report = gradstat.check(model)
+    with pytest.raises(gradstat.NonFiniteGradientError) as bad:
+        report.raise_if_nonfinite()
+    texts += [str(report), repr(report), repr(report[name]), str(bad.value)]
+    texts += [str(gradstat.update_stats(optimizer, model))]
+    with pytest.warns(AnomalyWarning) as told, pytest.raises(AnomalyError) as anomaly:
+        monitor.step()
+    texts += [str(anomaly.value), *(str(warning.message) for warning in told)]
+    with pytest.raises(KeyError) as unknown:
+        gradstat.check(model)[name + "x"]
+    texts += [str(unknown.value), str(monitor.replay())]
+    optimizer.zero_grad()
+    assert all(name in finding.name for finding in monitor.findings)  # as it is, to look it up
+    diagnosis = monitor.diagnose()
+    texts += [str(diagnosis), diagnosis.headline(), repr(diagnosis), *map(str, diagnosis.findings)]
+    texts += [finding.text for finding in diagnosis.findings]
+    shown = "".join(texts)
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert not name.isprintable() or name in shown
+    lines = [line for text in texts for line in text.splitlines()]
+    assert not any(line.lstrip().startswith("step,forged") for line in lines)
+
+
 def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None:
     def report(names: tuple[str, ...]) -> str:
         tensors = {name: torch.tensor([1.0, float("nan")]) for name in names}
@@ -544,10 +595,8 @@ def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> No
 
     rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
     model = nn.Linear(2, 2)
-    monitor = gradstat.Monitor(
-        model, rules=[made() for made in rules], on_anomaly="snapshot", options={"review_every": 1}
-    )
-    monitor._save_to = tmp_path / "in" / "run.gradstat"
+    path = tmp_path / "in" / "run.gradstat"
+    monitor = gradstat.Monitor(model, rules=[made() for made in rules], on_anomaly="snapshot", save_to=path)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     monitor.step(1.0)

@@ -15,6 +15,7 @@ HEADER = "header.json"
 _HEADER_LIMIT = 64 << 20
 _FLOAT = "$float"  # the only key of a JSON object that stands for NaN or Inf
 _PAIRS = "$pairs"  # the only key of one that stands for a mapping with one of these two keys
+_DEEPEST = 100
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Deflate expands by a factor of at most 1032: a member that declares more is invalid.
 _DEFLATE_RATIO = 1032
@@ -43,16 +44,18 @@ def encoded(value: Any) -> Any:
     return str(value)
 
 
-def decoded(value: Any) -> Any:
-    """The inverse of `encoded`."""
+def decoded(value: Any, depth: int = 0) -> Any:
+    """The inverse of `encoded`. ValueError if it is nested so deeply that saving it again might fail."""
+    if depth > _DEEPEST:
+        raise ValueError(f"its header is nested in more than {_DEEPEST} levels")
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [decoded(item, depth + 1) for item in value]
     if isinstance(value, dict):
         if len(value) == 1 and _FLOAT in value:
             return _NONFINITE[value[_FLOAT]]
         if len(value) == 1 and _PAIRS in value:
-            return {key: decoded(item) for key, item in value[_PAIRS]}
-        return {key: decoded(item) for key, item in value.items()}
+            return {key: decoded(item, depth + 1) for key, item in value[_PAIRS]}
+        return {key: decoded(item, depth + 1) for key, item in value.items()}
     return value
 
 

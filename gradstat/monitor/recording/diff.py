@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.text import printable
 from gradstat.monitor.findings import Finding, values_of
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
-from gradstat.monitor.recording.recording import Recording, one_line
+from gradstat.monitor.recording.recording import Recording
 
 TOLERANCE = 1e-3
 _SHOWN = 10
@@ -41,7 +42,7 @@ class Divergence:
 
     def __str__(self) -> str:
         what = self.name if self.kind == "series" else f"{self.kind} of {self.name}, {self.column}"
-        return one_line(f"{what}: {self.a:.6g} and {self.b:.6g}")
+        return printable(f"{what}: {self.a:.6g} and {self.b:.6g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,9 @@ class Comparison:
         lines = [self._headline()]
         if self.comparable:
             lines += [f"  {line}" for line in self._what_diverges()]
-        lines += [one_line(f"Structure: {line}") for line in self.structure]
+        lines += [printable(f"Structure: {line}") for line in self.structure]
         for which, findings in (("first", self.findings_a), ("second", self.findings_b)):
-            lines += [one_line(f"Found only in the {which}: {finding}") for finding in findings[:_SHOWN]]
+            lines += [printable(f"Found only in the {which}: {finding}") for finding in findings[:_SHOWN]]
             if len(findings) > _SHOWN:
                 lines.append(f"... and {len(findings) - _SHOWN} more findings only in the {which}")
         return "\n".join(lines)
@@ -143,7 +144,7 @@ class Comparison:
         if len(at) > _SHOWN:
             lines.append(f"... and {len(at) - _SHOWN} more in this step")
         if self.backward_first is not None:
-            lines.append(f"the first of these gradients in the backward pass: {one_line(self.backward_first)}")
+            lines.append(f"the first of these gradients in the backward pass: {printable(self.backward_first)}")
         later = [p for p in self.divergences if self.step is not None and p.step not in (None, self.step)]
         return lines + [f"later, in step {divergence.step}: {divergence}" for divergence in later[:3]]
 

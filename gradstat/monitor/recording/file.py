@@ -13,7 +13,7 @@ from gradstat._core.files import replacing
 from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, check, scalar_rows
 
 SUFFIX = ".gradstat"
 FORMAT = "gradstat recording"
@@ -43,7 +43,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         ValueError: The arrays of ``recording`` do not fit together; nothing is written.
         OSError: The file cannot be written; nothing is left behind.
     """
-    _check(recording)
+    check(recording)
     header = {
         "format": FORMAT,
         "version": list(VERSION),
@@ -137,11 +137,9 @@ def _read(reader: archive.Reader) -> Recording:
         _strings(header["backward_order"]),
         dict(header["meta"]),
     )
-    if any(abs(finding.step) >= 1 << 63 for finding in recording.findings):
-        raise ValueError("the step of a finding does not fit into 64 bits")
     if len(recording.scalars) != len(scalars) or len(tables) != len(header["tables"]):
         raise ValueError("two of its series or tables have the same name")
-    _check(recording)
+    check(recording)
     return recording
 
 
@@ -149,32 +147,3 @@ def _strings(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError("its names are not a list of strings")
     return tuple(values)
-
-
-def _check(recording: Recording) -> None:
-    """Raises ValueError unless shapes agree and steps rise."""
-    _check_steps("steps", recording.steps)
-    for name, values in recording.scalars.items():
-        if np.shape(values) != np.shape(recording.steps):
-            raise ValueError(
-                f"scalars[{name!r}] has shape {np.shape(values)}; expected one number for each of the "
-                f"{len(recording.steps)} steps"
-            )
-    for kind, series in recording.tables.items():
-        _check_steps(f"tables[{kind!r}].steps", series.steps)
-        n, m = len(series.names), len(series.steps)
-        if np.shape(series.numel) != (n,) or (n and np.min(series.numel) < 0):
-            raise ValueError(f"tables[{kind!r}].numel must hold {n} counts, one for each name")
-        if np.shape(series.values) != (m, n, len(COLUMNS)):
-            raise ValueError(
-                f"tables[{kind!r}].values has shape {np.shape(series.values)}; expected [steps, names, columns], "
-                f"which is {(m, n, len(COLUMNS))}"
-            )
-
-
-def _check_steps(what: str, steps: npt.NDArray[np.int64]) -> None:
-    values = np.asarray(steps)
-    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
-        raise ValueError(f"{what} must be a list of integers, not {values.dtype} of shape {values.shape}")
-    if values.size and (values[0] < 0 or np.any(values[1:] <= values[:-1])):
-        raise ValueError(f"{what} must be at least 0 and strictly increasing")

@@ -75,6 +75,35 @@ class Recording:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+def check(recording: Recording) -> None:
+    """Raises ValueError unless shapes agree and steps rise."""
+    _check_steps("steps", recording.steps)
+    for name, values in recording.scalars.items():
+        if np.shape(values) != np.shape(recording.steps):
+            raise ValueError(
+                f"scalars[{name!r}] has shape {np.shape(values)}; expected one number for each of the "
+                f"{len(recording.steps)} steps"
+            )
+    for kind, series in recording.tables.items():
+        _check_steps(f"tables[{kind!r}].steps", series.steps)
+        n, m = len(series.names), len(series.steps)
+        if np.shape(series.numel) != (n,) or (n and np.min(series.numel) < 0):
+            raise ValueError(f"tables[{kind!r}].numel must hold {n} counts, one for each name")
+        if np.shape(series.values) != (m, n, len(COLUMNS)):
+            raise ValueError(
+                f"tables[{kind!r}].values has shape {np.shape(series.values)}; expected [steps, names, columns], "
+                f"which is {(m, n, len(COLUMNS))}"
+            )
+
+
+def _check_steps(what: str, steps: npt.NDArray[np.int64]) -> None:
+    values = np.asarray(steps)
+    if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
+        raise ValueError(f"{what} must be a list of integers, not {values.dtype} of shape {values.shape}")
+    if values.size and (values[0] < 0 or np.any(values[1:] <= values[:-1])):
+        raise ValueError(f"{what} must be at least 0 and strictly increasing")
+
+
 def scalar_rows(recording: Recording, names: Collection[str]) -> npt.NDArray[np.float64]:
     """``[len(names), k]``: the scalars ``names``, as rows."""
     rows = [recording.scalars[name] for name in names]
@@ -103,11 +132,6 @@ def verdict(recording: Recording) -> tuple[str, str, int | None]:
     if not measured:
         return "ok", "No step was recorded", None
     return "ok", f"Nothing was found in {measured:,} step{'s' * (measured != 1)}", None
-
-
-def one_line(text: str) -> str:
-    """``text`` without line breaks and control characters, which names in an untrusted file may contain."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:

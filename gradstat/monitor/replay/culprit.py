@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gradstat._core.text import printable
 from gradstat.monitor.findings import values_of
 from gradstat.report import Report, bad_words
 from gradstat.tensor_stats import TensorStats
@@ -56,7 +57,7 @@ class Culprit:
         module = f" in module {self.module!r}" if self.module else " in the model itself" if self.module == "" else ""
         of_parameter = "" if self.name is None else f" of {self.name!r}"
         sentences = {
-            "input": f"was already in an input of the step: {self.name or 'a tensor made before the step'}",
+            "input": f"was already in an input of the step: {printable(self.name or 'a tensor made before the step')}",
             "parameter": f"was in the parameter or buffer {self.name!r} before the step began",
             "hook": f"was first made by a hook{of_parameter}{module}",
             "accumulation": f"was first made when gradients{of_parameter} were added up{module}",
@@ -88,6 +89,6 @@ def _words(stats: TensorStats) -> str:
     finite = "no finite element" if not stats.finite_values else f"{stats.min:.4g} to {stats.max:.4g}"
     zeros = f", {stats.zero_count:,} zero" if stats.zero_count else ""
     if stats.ok:
-        return f"{stats.name}, {shape} {dtype}: {finite}{zeros}, all finite"
-    bad = f"{stats.name}: {bad_words(stats)}"
+        return f"{printable(stats.name)}, {shape} {dtype}: {finite}{zeros}, all finite"
+    bad = f"{printable(stats.name)}: {bad_words(stats)}"
     return f"{bad}; the rest {finite}{zeros}" if stats.finite_values else bad

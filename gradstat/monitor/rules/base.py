@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.text import printable
 from gradstat.monitor.findings import SEVERITIES, Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
 
 Band = tuple[float, float]
 """A closed interval of a scalar; a step outside of it is reviewed at once."""
+
+Kept = Mapping[str, Callable[[Any], bool]]
+"""What a rule keeps besides plain numbers, by attribute, and a check of it, for loading a state."""
 
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
@@ -41,6 +46,7 @@ class Rule:
     causes: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[tuple[str, ...]] = ()
     quiet: ClassVar[int] = 100
+    _kept: ClassVar[Kept] = {}
 
     def __init__(self) -> None:
         self._episodes = Episodes(self.quiet)
@@ -92,7 +98,7 @@ class Rule:
             {key: _plain(value) for key, value in evidence.items()},
             tuple(self.causes if causes is None else causes),
             tuple(self.advice if advice is None else advice),
-            text,
+            printable(text),
             about,
         )
 
@@ -101,16 +107,42 @@ class Rule:
         return {key: _plain(value) for key, value in vars(self).items() if key.startswith("_")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        for key, value in state.items():
-            own = vars(self).get(key)
-            if isinstance(own, PerName):
-                own.load(value)
-            elif isinstance(own, Episodes):
-                own.clear()
-                own.update(value)
-            elif key in vars(self):
+        """The inverse of `state_dict`.
+
+        Raises:
+            ValueError: A value is not of the kind that the rule keeps there; nothing is loaded.
+        """
+        own = vars(self)
+        loaded = {key: value for key, value in state.items() if key in own}
+        for key, value in loaded.items():
+            if not self._accepts(key, own[key], value):
+                raise ValueError(f"{key} of the rule {self.name!r} is {value!r:.80}; expected what state_dict() saves")
+        for key, value in loaded.items():
+            if isinstance(own[key], PerName):
+                own[key].load(value)
+            elif isinstance(own[key], Episodes):
+                own[key].clear()
+                own[key].update(value)
+            else:
                 setattr(self, key, copy.deepcopy(value))
+
+    def _accepts(self, key: str, own: Any, value: Any) -> bool:
+        """Whether ``value`` is of the kind that the attribute ``key``, now ``own``, may have."""
+        if key in self._kept:
+            return self._kept[key](value)
+        if isinstance(own, Episodes):
+            return _is_mapping_to(value, is_whole)
+        if isinstance(own, PerName):
+            return _is_mapping_to(value, is_number)
+        if not type(self).__module__.startswith("gradstat."):
+            return True  # what users keep may change its type
+        if isinstance(own, dict):
+            return _is_mapping_to(value, is_number)
+        if isinstance(own, list):
+            return isinstance(value, list) and all(is_number(item) and math.isfinite(item) for item in value)
+        if isinstance(own, bool):
+            return isinstance(value, bool)
+        return is_whole(value) if isinstance(own, int) else is_number(value)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
@@ -128,6 +160,30 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a float, or an integer of 64 bits."""
+    return isinstance(value, float) or is_whole(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether ``value`` is an integer of 64 bits."""
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
+def is_texts(value: Any) -> bool:
+    """Whether ``value`` is a list of texts."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def is_steps(value: Any) -> bool:
+    """Whether ``value`` is a `PerName` of steps, saved."""
+    return _is_mapping_to(value, lambda item: is_number(item) and abs(item) < 1 << 53)
+
+
+def _is_mapping_to(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) and is_one(item) for key, item in value.items())
 
 
 class PerName:
@@ -190,6 +246,7 @@ class LastingRule(Rule):
     """Base of rules about a condition that holds for several measurements of a tensor in a row."""
 
     quiet = 1000
+    _kept: ClassVar[Kept] = {"_since": is_steps}
 
     def __init__(self) -> None:
         super().__init__()

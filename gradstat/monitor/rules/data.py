@@ -82,7 +82,7 @@ class ConstantFeature(Rule):
                     self._since[name] = step
                 if self._run[name] == self.measurements and self._episodes.begins(name, step):
                     text = f"{share:.0%} of the features of {name} are the same in every sample of a batch"
-                    yield self.found(self._since[name], name, text, about="batch", share=share)
+                    yield self.found(self._since.get(name, step), name, text, about="batch", share=share)
 
 
 def _is_naturally_constant(batches: Rows | None, step: int, name: str, share: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import PerName, Rule, series
+from gradstat.monitor.rules.base import Kept, PerName, Rule, is_texts, is_whole, series
 
 
 def _bad_rows(
@@ -309,6 +309,12 @@ class SporadicNonfinite(Rule):
         "on_anomaly='replay', replay=step_fn: if the replay is clean, the step itself is not at fault",
         "switch off custom kernels and torch.compile one by one",
     )
+    _kept: ClassVar[Kept] = {
+        "_incidents": lambda value: (
+            isinstance(value, list)
+            and all(isinstance(one, list) and len(one) == 2 and is_whole(one[0]) and is_texts(one[1:]) for one in value)
+        )
+    }
 
     def __init__(self, times: int = 3, within: int = 1000) -> None:
         self.times, self.within = times, within

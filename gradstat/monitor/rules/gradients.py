@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
-from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, Episodes, LastingRule, PerName, Rule, series
+from gradstat.monitor.rules.base import (
+    NEVER_INITIALISED,
+    Band,
+    Episodes,
+    Kept,
+    LastingRule,
+    PerName,
+    Rule,
+    is_texts,
+    series,
+)
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -296,6 +306,7 @@ class MissingGradient(_AbsentGradientRule):
         "follow the module's output to the loss and look for what detaches it",
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
+    _kept: ClassVar[Kept] = {**LastingRule._kept, "_resting": is_texts}
 
     def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
         super().__init__(in_a_row)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Episodes, LastingRule, PerName, Rule
+from gradstat.monitor.rules.base import Episodes, Kept, LastingRule, PerName, Rule, is_steps
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -79,6 +80,7 @@ class SecondMomentDrop(Rule):
         "restore the optimizer together with the model, from the same checkpoint",
         "if states were cleared on purpose, warm up the learning rate again",
     )
+    _kept: ClassVar[Kept] = {"_when": is_steps}
 
     def __init__(self, factor: float = 0.5) -> None:
         self.factor = factor

@@ -84,7 +84,8 @@ class SpikeRule(Rule):
 
     def beginning(self) -> float:
         """The initial level: the third quartile of the first values."""
-        return sorted(self._first)[len(self._first) * 3 // 4]
+        first = sorted(self._first or self._values)
+        return first[len(first) * 3 // 4]
 
     def set_limits(self) -> None:
         """Updates the limits for the next steps."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import numpy as np
 
 from gradstat.guard import reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window, rate_name
-from gradstat.monitor.rules.base import Band, Episodes, Rule, series
+from gradstat.monitor.rules.base import Band, Episodes, Kept, Rule, is_texts, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -124,7 +125,7 @@ class LearningRateJump(Rule):
         found = {"lr": (0.0, math.inf)}
         for name, before in self._before.items():
             if before > 0:
-                most = max(self._largest[name], self._scheduled.get(name, 0.0), self.up * before)
+                most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), self.up * before)
                 found[name] = (before / self.down, most)
         return found
 
@@ -254,6 +255,8 @@ class SaturatedOutput(Rule):
         "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
+    _kept: ClassVar[Kept] = {"_told": is_texts}
+
     def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3) -> None:
         self.share, self.loss, self.measurements = share, loss, measurements
         self._run = self._since = 0
@@ -296,6 +299,7 @@ class OptimizerCoverage(Rule):
         "make the optimizer after the model is complete",
         "pass it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
     )
+    _kept: ClassVar[Kept] = {"_told": is_texts}
 
     def __init__(self) -> None:
         self._told: list[str] = []

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gradstat import _fields
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window
-from gradstat.monitor.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, runs
+from gradstat.monitor.rules.base import (
+    NEVER_INITIALISED,
+    Episodes,
+    Kept,
+    LastingRule,
+    PerName,
+    Rule,
+    is_number,
+    is_steps,
+    is_texts,
+    runs,
+)
 
 # Fields that stay the same only by chance if any element changes.
 _SUMS = slice(_fields.INDEX["sum"], _fields.INDEX["max"] + 1)
@@ -193,6 +204,14 @@ class UnchangedParameter(Rule):
         "make the optimizer after everything that replaces parameters",
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
+    _kept: ClassVar[Kept] = {
+        "_since": is_steps,
+        "_names": is_texts,
+        "_sums": lambda value: (
+            value is None
+            or (isinstance(value, list) and all(isinstance(row, list) and all(map(is_number, row)) for row in value))
+        ),
+    }
 
     def __init__(self, measurements: int = 2, steps: int = 50, rounding: float = 1e-5) -> None:
         self.measurements, self.steps, self.rounding = measurements, steps, rounding
@@ -211,8 +230,9 @@ class UnchangedParameter(Rule):
         for row, step in enumerate(rows.steps.tolist()):
             sums = rows.raw[row, :, _SUMS]
             same = np.zeros(len(rows.names), dtype=bool)
-            if self._sums is not None and self._names == list(rows.names):
-                same = (sums == np.asarray(self._sums)).all(1) & has_gradient
+            known = np.asarray([] if self._sums is None else self._sums)
+            if known.shape == sums.shape and self._names == list(rows.names):
+                same = (sums == known).all(1) & has_gradient
                 same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             self._names, self._sums = list(rows.names), sums.copy()
             counts[:] = np.where(same, counts + 1, 0)

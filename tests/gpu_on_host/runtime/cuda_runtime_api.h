@@ -29,32 +29,26 @@ struct FakeEvent {
 };
 using cudaEvent_t = FakeEvent*;
 
-struct FakeWork {
-  std::function<void()> run;
-  bool is_kernel = false;
-};
+using FakeWork = std::vector<std::function<void()>>;
 
 struct FakeStream {
   unsigned long long id;
-  std::vector<FakeWork> queue, graph;
+  FakeWork queue, graph;
   bool capturing = false;
 
-  void add(std::function<void()> work, bool is_kernel = false) {
-    (capturing ? graph : queue).push_back({std::move(work), is_kernel});
-  }
+  void add(std::function<void()> work) { (capturing ? graph : queue).push_back(std::move(work)); }
   void synchronize() {
-    for (const FakeWork& work : std::exchange(queue, {})) work.run();
+    for (const auto& work : std::exchange(queue, {})) work();
   }
 };
 using cudaStream_t = FakeStream*;
 
 struct FakeRuntime {
-  int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, overlaps = 0, bytes = 0;
+  int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, bytes = 0;
   int64_t seed = 0;
   int failures_left = 0;    // number of allocations to refuse
   int capturing = 0;        // number of streams being captured
   int blocks_that_fit = 3;  // per multiprocessor
-  int ptx_version = 90;     // that the kernels were compiled for
   uint32_t last_blocks = 0;
   bool runs_kernels = true;                                  // else launches are only counted
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;  // of the only thread
@@ -124,32 +118,21 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) { return event->done ? cudaSuccess : cudaErrorNotReady; }
 
-struct cudaFuncAttributes {
-  int ptxVersion;
-};
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+struct cudaFuncAttributes {};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
   if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
   fake.loaded.insert(kernel);
-  return attributes->ptxVersion = fake.ptx_version, cudaSuccess;
+  return cudaSuccess;
 }
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   return *blocks = fake.blocks_that_fit, cudaSuccess;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  struct {
-    int programmaticStreamSerializationAllowed;
-  } val;
-};
 struct cudaLaunchConfig_t {
   struct {
     uint32_t x;
   } gridDim, blockDim;
   cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
 };
 
 template <class... Arguments, size_t... kPlaces>
@@ -159,7 +142,6 @@ auto bound(void (*kernel)(Arguments...), void** pointers, std::index_sequence<kP
   };
 }
 
-// A kernel that may overlap the previous one runs first; the previous one runs when this one waits for it.
 template <class... Arguments>
 cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Arguments...), void** pointers) {
   FakeStream* const stream = config->stream;
@@ -171,22 +153,7 @@ cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Argumen
   const int threads = static_cast<int>(config->blockDim.x);
   const auto run = bound(kernel, pointers, std::index_sequence_for<Arguments...>());
   if (!fake.runs_kernels) return cudaSuccess;
-  const auto seed = [] { return static_cast<uint32_t>(fake.seed++); };
-  if (config->numAttrs == 0) {
-    stream->add([=] { cuda_on_host::launch(blocks, threads, seed(), run); }, true);
-    return cudaSuccess;
-  }
-  ++fake.overlaps;
-  std::function<void()> before;
-  if (!stream->queue.empty()) {
-    if (stream->capturing || !stream->queue.back().is_kernel) {
-      std::fprintf(stderr, "overlap requested in a capture, or after work that is not a kernel\n");
-      std::abort();
-    }
-    before = std::move(stream->queue.back().run);
-    stream->queue.pop_back();
-  }
-  stream->add([=] { cuda_on_host::overlap(blocks, threads, seed(), run, before); }, true);
+  stream->add([=] { cuda_on_host::launch(blocks, threads, static_cast<uint32_t>(fake.seed++), run); });
   return cudaSuccess;
 }
 #define GRADSTAT_LAUNCH(config, kernel, arguments) fake_launch(config, kernel, arguments)

@@ -1,0 +1,90 @@
+"""Checks the arguments of a monitor before anything is changed: each by itself, and those that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradstat._core.engines import Engine
+from gradstat._step.loss_scale import inner_scaler
+from gradstat.guard import SpikeGuard
+from gradstat.monitor.policies import PolicyTable
+from gradstat.monitor.rules import Rule
+
+
+def check_arguments(model: object, optimizer: object, rules: list[Any] | None) -> None:
+    """Raises TypeError if one of them is of another type."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    for rule in rules or ():
+        if not isinstance(rule, Rule):
+            hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
+            raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
+
+
+def check_guard(guard: object, optimizer: object, scaler: Any) -> None:
+    """Raises TypeError or ValueError if a monitor cannot use ``guard``."""
+    if guard is None:
+        return
+    if not isinstance(guard, SpikeGuard):
+        raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
+    if optimizer is None:
+        raise TypeError("a guard needs the optimizer: gradstat.Monitor(model, optimizer, guard=...)")
+    if guard.scales:
+        raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
+    scaler = inner_scaler(scaler)
+    if scaler is not None and scaler.is_enabled():
+        raise ValueError(
+            "a monitor's guard cannot be used with a loss scaler, which skips steps by itself; use "
+            "gradstat.guarded_step(optimizer, scaler=scaler, loss=loss, guard=guard)"
+        )
+
+
+def check_policies(policies: PolicyTable, optimizer: object, replay: object) -> None:
+    """Raises TypeError if a policy lacks what it acts with."""
+    if policies.uses("skip") and optimizer is None:
+        raise TypeError("on_anomaly='skip' needs the optimizer: gradstat.Monitor(model, optimizer, ...)")
+    if policies.uses("replay") and not callable(replay):
+        raise TypeError(
+            "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
+        )
+
+
+def check_engine_options(
+    engine: Engine,
+    optimizer: object,
+    guard: object,
+    policies: PolicyTable,
+    replay: object,
+    watch: Mapping[str, int],
+) -> None:
+    """Raises NotImplementedError, or TypeError for an optimizer, for what an engine does by itself."""
+    chosen = [policy for policy in ("skip", "rollback", "replay") if policies.uses(policy)]
+    chosen += ["replay"] * bool(replay) + ["guard"] * (guard is not None)
+    if chosen:
+        raise NotImplementedError(
+            f"{chosen[0]!r} is not supported with {engine.name}, which clips, skips and steps by itself; use "
+            "'warn', 'raise', 'stop' or 'snapshot'"
+        )
+    if watch["updates"]:
+        raise NotImplementedError(f"watch={{'updates': ...}} is not supported with {engine.name}, which may shard them")
+    if optimizer is not None:
+        raise TypeError(
+            f"optimizer: expected None with {engine.name}, whose optimizer is used: gradstat.Monitor(model)"
+        )
+
+
+def check_stepping_in_backward(guard: object, policies: PolicyTable, replay: object) -> None:
+    """Raises ValueError for what is too late if the optimizer steps during backward."""
+    chosen = [f"on_anomaly={policy!r}" for policy in ("skip", "replay") if policies.uses(policy)]
+    chosen += ["guard"] * (guard is not None) + ["replay"] * bool(replay)
+    if chosen:
+        raise ValueError(
+            f"{chosen[0]}: the optimizer steps during backward, before the monitor sees the gradients, and has skipped "
+            "non-finite ones; use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
+        )

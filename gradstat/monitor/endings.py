@@ -1,0 +1,55 @@
+"""Ends monitors that nobody has detached: at the end of the program; and in a forked process, where nothing ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import traceback
+import weakref
+from typing import Protocol
+
+
+class Endable(Protocol):
+    """A monitor; ``_is_open``: this process still has to end it."""
+
+    _is_open: bool
+
+    def _end(self, why: str) -> None:
+        """Reviews and saves what is left."""
+
+    def _renew_lock(self) -> None:
+        """In a forked process: a thread that does not exist here may have held the lock."""
+
+
+# References to all monitors. A set of them, unlike a WeakSet, can be listed while another thread adds one.
+_known: set[weakref.ref[Endable]] = set()
+
+
+def remember(monitor: Endable) -> None:
+    """Ends ``monitor`` with the program, if it is open then. Keeps no monitor alive."""
+    _known.add(weakref.ref(monitor, _known.discard))
+
+
+def _all() -> list[Endable]:
+    return [monitor for reference in list(_known) if (monitor := reference()) is not None]
+
+
+@atexit.register
+def _end_with_the_program() -> None:
+    for monitor in _all():
+        if monitor._is_open:
+            try:
+                monitor._end("the program ended")
+            except Exception:  # a warning that a filter raises as an error; the other monitors are ended all the same
+                traceback.print_exc()
+
+
+def _inherit() -> None:
+    """A child must not review the steps of its parent, nor overwrite its file, unless it takes steps itself."""
+    for monitor in _all():
+        monitor._is_open = False
+        monitor._renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)

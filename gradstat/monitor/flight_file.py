@@ -1,0 +1,85 @@
+"""`FlightFile`: where a monitor's recordings are written. Once it is made, no place can end a training."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from gradstat._core.files import try_replacing
+from gradstat._core.text import printable
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.recording.file import SUFFIX, save
+from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.reporting import warn
+
+# Errors that may be gone by the time a recording is written.
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+
+
+class FlightFile:
+    """The file at ``path``, and files beside it; without a path, only files in the current folder.
+
+    Raises TypeError, or ValueError if no file can be made there now. A full disk only warns.
+    """
+
+    def __init__(self, path: object) -> None:
+        self.path: Path | None = None
+        self._spare: Path | None = None  # what was written instead of `path`
+        if path is None:
+            return
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"save_to: expected a path or None, got {type(path).__name__}")
+        self.path = Path(path)
+        try:
+            try_replacing(self.path)
+        except (OSError, ValueError) as error:  # ValueError: a null character
+            reason = error.strerror if isinstance(error, OSError) else error
+            text = f"save_to: no file can be made at {str(self.path)!r}: {reason}"
+            if not isinstance(error, OSError) or error.errno not in _PASSING:
+                raise ValueError(f"{text}. Choose a file in a folder that exists or can be made") from error
+            warn(f"{text}. If it still is so later, recordings are written to another folder", RuntimeWarning)
+
+    def write(self, make: Callable[[], Recording], path: Path) -> None:
+        """Writes the recording that ``make`` makes. If it cannot be written, to another folder; never raises.
+
+        A warning says where it is, or that it is nowhere.
+        """
+        failed = f"the recording {printable(str(path))} could not be saved"
+        try:
+            recording = make()
+            save(recording, path)
+            return
+        except OSError as error:
+            failed += f": {error}"
+        except Exception as error:  # a recording that cannot be saved anywhere
+            warn(f"{failed}: {type(error).__name__}: {error}", RuntimeWarning)
+            return
+        for spare in self._spares(path):
+            with suppress(OSError):
+                save(recording, spare)
+                if path == self.path:
+                    self._spare = spare
+                warn(f"{failed}. It is in {printable(str(spare))}", RuntimeWarning)
+                return
+        warn(f"{failed}, nor in the current or the temporary folder", RuntimeWarning)
+
+    def _spares(self, path: Path) -> Iterator[Path]:
+        """Where else to write it: in the current folder, or in the temporary one; never over another file."""
+        if path == self.path and self._spare is not None:
+            yield self._spare
+        name = f"{path.stem[:80]}-{secrets.token_hex(4)}{path.suffix or SUFFIX}"
+        for folder in (Path.cwd, tempfile.gettempdir):
+            with suppress(OSError):  # the current folder was removed, or no temporary one can be written to
+                yield Path(folder(), name)
+
+    def beside(self, finding: Finding) -> Path:
+        """The file for a snapshot of a finding."""
+        base = self.path if self.path is not None else Path(f"incident{SUFFIX}")
+        rule = re.sub(r"[^\w.-]+", "_", finding.rule)[:60]  # a user's rule may have any name
+        return base.with_name(f"{base.stem}-step{finding.step}-{rule}{SUFFIX}")
