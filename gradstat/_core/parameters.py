@@ -146,7 +146,7 @@ class Trained:
 
     A parameter that the optimizer gets later (a group added, a tensor replaced) is followed. One that is not the
     model's counts from its first gradient on, since an optimizer may hold tensors that nothing uses any more. Names are
-    those of the model, or of the optimizer: its own if it was made from ``named_parameters()``, else group and position.
+    those of the model, or of the optimizer: its own if made from ``named_parameters()``, else group and position.
 
     Attributes:
         model: The model; without parameters if only the optimizer is known, all of whose parameters count then.

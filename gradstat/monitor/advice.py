@@ -18,9 +18,9 @@ _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._co
 
 
 def fitted(finding: Finding, source_of: Callable[[], Source], replay_argument: str | None) -> Finding:
-    """The finding for a run that trains ``source_of()``, where the policy ``"replay"`` needs that argument; None if it cannot be used.
+    """The finding for a run that trains ``source_of()``, where the policy ``"replay"`` needs that argument.
 
-    An empty argument means that it needs none.
+    An empty argument means that it needs none, None that it cannot be used.
     """
     if replay_argument != FUNCTION:
         finding = replace(finding, advice=tuple(_feasible(finding.advice, replay_argument is not None)))

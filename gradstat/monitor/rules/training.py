@@ -145,7 +145,8 @@ class LearningRateJump(Rule):
                 self._zero_for[name] = 0
                 self._largest[name] = max(self._largest[name], float(rates.max()))
             else:
-                yield from self._review_one(name, zip(window.steps.tolist(), previous.tolist(), rates.tolist()))
+                steps = zip(window.steps.tolist(), previous.tolist(), rates.tolist(), strict=True)
+                yield from self._review_one(name, steps)
 
     def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]]) -> Iterable[Finding]:
         which = "the learning rate" + (name != "lr") * f" of group {name[3:-1]}"
