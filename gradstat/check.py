@@ -72,7 +72,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
         ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
             in training, or ``backend`` is unknown.
         BackendUnavailableError: ``backend`` cannot run here.
-        RuntimeError: Gradients are distributed, and another rank could not measure its part.
+        RuntimeError: Gradients are distributed, and another rank could not measure its part, or has other parameters;
+            the message then names the rank and the first difference.
     """
     measured, make_report = _launched(target, backend, extra_groups)
     return make_report(HostRows(measured))
@@ -102,10 +103,10 @@ def _launched(
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
     labels = labels_of(source, gradients)
-    owners = source.parameters
+    owners, names = source.parameters, source.names
     if engine is not None and gradients.positions is not None:  # the same on all ranks, and not in ``.grad``
-        owners = [owners[i] for i in gradients.positions]
-    measured = measure(gradients.tensors, labels.of, backend, owners=owners, extra_groups=extra_groups)
+        owners, names = [owners[i] for i in gradients.positions], labels.present
+    measured = measure(gradients.tensors, labels.of, backend, owners=owners, names=names, extra_groups=extra_groups)
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()

@@ -17,7 +17,7 @@ from gradstat._core import norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, named_by, source_of
-from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
+from gradstat._core.tensors import ExtraGroups, is_distributed, refuse_distributed, to_device
 from gradstat._step import loss_scale as _scaling
 from gradstat._step import optimizers
 from gradstat._step.measured import Measured
@@ -309,7 +309,12 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     if request.model is not None:
         source = named_by(request.model, source)
     found = gradients_of(source.parameters)
-    if not found.tensors and request.extra_groups is None:
+    # Without gradients here, ranks that have some may still wait for this one.
+    if not (
+        found.tensors
+        or request.extra_groups is not None
+        or (request.scaler is None and is_distributed(source.parameters))
+    ):
         if request.scaler is not None:
             raise RuntimeError(
                 "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
@@ -334,10 +339,15 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
     in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
-    measured = Measured.of(
-        *(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups),
-        in_place=in_place or isinstance(request.clip, TensorClip),
-    )
+    try:
+        measured = Measured.of(
+            *(found.tensors, labels, step, source, request.backend, request.extra_groups),
+            in_place=in_place or isinstance(request.clip, TensorClip),
+        )
+    except Exception as error:
+        if counts and request.guard is not None:
+            request.guard._leave(request.loss, error)
+        raise
     if before is not None:
         for tensor in before:
             measured.verdict[norms.SKIP].add_(to_device(tensor, measured.verdict.device))
