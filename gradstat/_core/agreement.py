@@ -35,24 +35,16 @@ _exchanges: weakref.WeakKeyDictionary[ProcessGroup, dict[object, Exchange]] = we
 
 class _Columns(NamedTuple):
     names: tuple[str, ...] | None
-    shapes: tuple[Any, ...]
-    dtypes: tuple[Any, ...]
+    metadata: tuple[Any, ...]
     layouts: tuple[str, ...]
 
 
 class Listed:
     """What has to be the same on all ranks about a list of tensors: one item for each tensor in every column."""
 
-    def __init__(
-        self,
-        names: Sequence[str] | None,
-        shapes: Iterable[Any],
-        dtypes: Iterable[Any],
-        layouts: Iterable[str],
-    ) -> None:
-        """``names`` are None if unknown; ``layouts`` are in words, empty for a tensor that is not distributed."""
-        known = None if names is None else tuple(names)
-        self._columns = _Columns(known, tuple(shapes), tuple(dtypes), tuple(layouts))
+    def __init__(self, names: Sequence[str] | None, metadata: Iterable[Any], layouts: Iterable[str]) -> None:
+        """``names`` are None if unknown; ``metadata`` have ``shape`` and ``dtype``, ``layouts`` are in words."""
+        self._columns = _Columns(None if names is None else tuple(names), tuple(metadata), tuple(layouts))
 
     def take(self, rows: Sequence[int]) -> Listed:
         """The given tensors of the list."""
@@ -77,10 +69,10 @@ def _checksum(columns: _Columns) -> int:
 
 def _lines(columns: _Columns) -> list[str]:
     found = []
-    for i, (shape, dtype, layout) in enumerate(zip(columns.shapes, columns.dtypes, columns.layouts, strict=True)):
+    for i, (about, layout) in enumerate(zip(columns.metadata, columns.layouts, strict=True)):
         name = "" if columns.names is None else f"{columns.names[i]!r} "
-        sizes = None if shape is None else list(shape)
-        found.append(f"{name}{str(dtype).removeprefix('torch.')}{sizes}{layout and ' as '}{layout}")
+        sizes = None if about.shape is None else list(about.shape)
+        found.append(f"{name}{str(about.dtype).removeprefix('torch.')}{sizes}{layout and ' as '}{layout}")
     return found
 
 
@@ -88,7 +80,7 @@ class Exchange:
     """The reductions of one kind over a group. All its ranks make the same calls, possibly with different lists."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self._group, self._world = group, dist.get_world_size(group)
         self._rows = 0  # in every reduction; the same on all ranks, as is what is known
         self._known: set[int] = set()
 
@@ -137,33 +129,29 @@ class Exchange:
         tensors are on the CPU. On other devices, where the host would have to wait, ``failed`` is infinite instead.
         """
         header, sums, maxima = self._reduced(sums, maxima, listed, failed, is_new=False)
-        expected = (0.0, float(listed.checksum * self._world))
+        others = 0.0, float(listed.checksum * self._world)
         if not _host_sees(header.device):
-            differs = header[1:] != on_device(expected, torch.float64, header.device)
+            differs = header[1:] != on_device(others, torch.float64, header.device)
             return sums, maxima, header[0] + torch.where(differs, math.inf, 0.0).sum(), None
-        if tuple(header[1:].tolist()) == expected:
-            return sums, maxima, header[0], None
-        return sums, maxima, header[0], self._difference(listed)
+        found = header.tolist()
+        difference = None if (found[1], found[2]) == others else self._difference(listed)
+        return sums, maxima, header[0], difference
 
     def _reduced(
         self, sums: Tensor, maxima: Tensor, listed: Listed, failed: Tensor, is_new: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """The header, and the rows given; the collectives are of as many rows as any rank may have."""
         count, width = sums.shape
-        buffer = sums.new_zeros(_HEADER + self._rows * width)
-        buffer[:_HEADER] = on_device((0.0, float(is_new), float(listed.checksum)), torch.float64, sums.device)
-        buffer[0] = failed
-        body = buffer[_HEADER:].view(self._rows, width)
-        body[:count] = sums
-        every = {dist.ReduceOp.SUM: buffer}
+        header = on_device((float(is_new), float(listed.checksum)), torch.float64, sums.device)
+        missing = self._rows - count
+        parts = [failed.reshape(1), header, sums.reshape(-1), *([sums.new_zeros(missing * width)] if missing else [])]
+        every = {dist.ReduceOp.SUM: torch.cat(parts)}
         if maxima.shape[1] and self._rows:
-            missing = self._rows - count
-            every[dist.ReduceOp.MAX] = maxima = torch.cat([maxima, maxima.new_zeros(missing, maxima.shape[1])])
+            every[dist.ReduceOp.MAX] = torch.cat([maxima, maxima.new_zeros(missing, maxima.shape[1])])
         reduce_together_(every, self._group, "gradstat")
-        return buffer[:_HEADER], body[:count], maxima[:count]
-
-    @property
-    def _world(self) -> int:
-        return dist.get_world_size(self._group)
+        reduced, *largest = every.values()
+        body = reduced[_HEADER : _HEADER + count * width].view(count, width)
+        return reduced[:_HEADER], body, largest[0][:count] if largest else maxima
 
     @property
     def _ranks(self) -> str:

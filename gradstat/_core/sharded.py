@@ -160,6 +160,7 @@ class Sharded:
         placements: tuple[Any, ...] = ()
         layout: Layout | None = None
         rows: list[int] | None = None
+        words, every_words = "", []
         for row, tensor in enumerate(stand_ins):
             if isinstance(tensor, DTensor):
                 spec = tensor._spec
@@ -173,20 +174,21 @@ class Sharded:
                 mesh, layout, rows = None, None, None
             self._layouts.append(layout)
             if rows is None or masks:
-                groups = () if layout is None else layout.groups
+                groups, words = ((), "") if layout is None else (layout.groups, layout.words)
                 rows = self._rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
             rows.append(row)
+            every_words.append(words)
         self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
         # A gradient that one rank lacks is described by its owner, so it is on all ranks.
         every = Listed(
             known if known is not None and len(known) == len(self._owners) else None,
-            [getattr(owner, "shape", None) for owner in self._owners],
-            [getattr(getattr(owner, "owner", owner), "dtype", None) for owner in self._owners],
-            ["" if layout is None else layout.words for layout in self._layouts],
+            _metadata(self._owners),
+            every_words,
         )
         self._listed = {group: self._over(group, every, masks) for group in (*self._groups, *self._extra)}
         self._error: Exception | None = None
-        self._unmatched: set[tuple[ProcessGroup, str]] = set()
+        # By group and what is reduced; None if other ranks have other tensors, and were told.
+        self._exchanges: dict[tuple[ProcessGroup, str], Exchange | None] = {}
 
     def _over(self, group: ProcessGroup, every: Listed, masks: list[int]) -> Listed:
         """The tensors that all ranks of ``group`` have to have: those spread over extra groups may be elsewhere."""
@@ -259,12 +261,11 @@ class Sharded:
         for group, what, count in counts:
             exchange, widths = Exchange.of(group, (what, extremes)), (_SUMS, _MAXIMA if extremes else 0)
             difference = exchange.announce(self._listed[group], count, widths, self._device)
-            if difference is not None:
-                self._unmatched.add((group, what))
-                self._fail(difference)
+            self._exchanges[group, what] = exchange if difference is None else None
+            self._note(difference)
 
-    def _fail(self, difference: str) -> None:
-        if self._error is None:
+    def _note(self, difference: str | None) -> None:
+        if difference is not None and self._error is None:
             self._error = RuntimeError(difference)
 
     def _has_failed(self, table: Tensor) -> Tensor:
@@ -274,15 +275,15 @@ class Sharded:
         self, packed: _Packed, failed: Tensor, group: ProcessGroup, rows: list[int], kind: str, extremes: bool = True
     ) -> tuple[_Packed, Tensor]:
         """The given rows merged over the ranks of ``group``, the other rows unchanged; and how many ranks failed."""
-        if (group, kind) in self._unmatched:
+        exchange = self._exchanges[group, kind]
+        if exchange is None:
             return packed, failed
         index = None if len(rows) == len(packed.sums) else _index(rows, packed.sums)
         sums, maxima = packed if index is None else (part[index] for part in packed)
-        exchange = Exchange.of(group, (kind, extremes))
         given = maxima if extremes else maxima[:, :0]
         reduced, largest, failed, difference = exchange.reduce(sums, given, self._listed[group], failed)
         if difference is not None:
-            self._fail(difference)
+            self._note(difference)
             failed = torch.ones_like(failed)
         maxima = largest if extremes else maxima
         if index is None:
@@ -358,6 +359,24 @@ class Sharded:
         tensors = (tensor for tensor in either if isinstance(tensor, (Tensor, FlatShard)) and not tensor.is_meta)
         first = next(tensors, None)
         return device_of(dist.group.WORLD) if first is None else first.device
+
+
+def _metadata(tensors: Sequence[Any]) -> list[Any]:
+    """An object with the shape of the whole and the dtype, for each tensor; whatever else is in the list itself."""
+    try:
+        return [tensor._spec.tensor_meta for tensor in tensors]  # a tenth of the time of reading shape and dtype
+    except AttributeError:
+        return [_Meta.of(tensor) for tensor in tensors]
+
+
+class _Meta(NamedTuple):
+    shape: Any
+    dtype: Any
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Meta:
+        owner = getattr(tensor, "owner", tensor)
+        return cls(getattr(tensor, "shape", None), getattr(owner, "dtype", None))
 
 
 class _Packed(NamedTuple):
@@ -440,8 +459,7 @@ def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor], names: Sequence[st
             words[row] = layout.words
             for group in layout.groups:
                 groups.setdefault(group, []).append(row)
-    shapes, dtypes = tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
-    listed = Listed(None if names is None else tuple(names), shapes, dtypes, tuple(words))
+    listed = Listed(names, _metadata(tensors), words)
     difference = None
     for group, members in groups.items():
         exchange = Exchange.of(group, rows.shape[1])
