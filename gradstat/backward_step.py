@@ -189,6 +189,10 @@ class StepInBackward:
         """L2 norm of all gradients of the last backward pass before clipping, 0-d float64 on the first one's device."""
         return self._last().norm
 
+    def __repr__(self) -> str:
+        state = f"{len(self._labels)} parameters" if self._hooks else "removed"
+        return f"StepInBackward({type(self.optimizer).__name__}, {state})"
+
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, also loadable by an ordinary optimizer; a clip's state is saved through the clip."""
         return self.optimizer.state_dict()

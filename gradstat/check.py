@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from gradstat.report import Report
 class PendingReport:
     """A report whose numbers may not have arrived from the device yet.
 
-    Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else.
+    Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else. So does
+    pickling, since another process gets the numbers; printing does not.
     """
 
     def __init__(self, measurement: Measurement, make_report: Callable[..., Report], *others: Tensor) -> None:
@@ -41,6 +42,25 @@ class PendingReport:
             self._report = self._make_report(self._rows, *(copy.wait() for copy in self._others))
             self._rows, self._others = None, []
         return self._report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        nothing = Measurement([], None, ())
+        return PendingReport, (nothing, _Arrived(self.result()))
+
+    def __repr__(self) -> str:
+        return f"PendingReport({repr(self.result()) if self.done() else 'not arrived yet; result() waits'})"
+
+    def __str__(self) -> str:
+        return str(self.result()) if self.done() else repr(self)
+
+
+class _Arrived(NamedTuple):
+    """Makes the report of a pickled `PendingReport`: returns it."""
+
+    report: Report
+
+    def __call__(self, *_: Any) -> Report:
+        return self.report
 
 
 @never_traced

@@ -93,6 +93,9 @@ class NoiseScale:
         self._count = 0  # micro-batches in the current step
         self._steps = 0
 
+    def __repr__(self) -> str:
+        return f"NoiseScale({len(self._names)} parameters, {self._steps} steps)"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream
 

@@ -31,7 +31,8 @@ from gradstat.guard import SpikeGuard, checked_value, remember_guard
 class StepResult:
     """The result of `guarded_step`. Its tensors are on the device; reading them on the host waits for it.
 
-    For use on another stream than the step's, the rules of `gradstat.stats` apply.
+    For use on another stream than the step's, the rules of `gradstat.stats` apply. A pickle waits for the device and
+    holds the report; all tensors are on the CPU then.
 
     Attributes:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
@@ -75,6 +76,16 @@ class StepResult:
         if self._report is None:
             self._report = self._measured.report()
         return self._report
+
+    def __getstate__(self) -> dict[str, Any]:
+        verdict, loss = self._measured.verdict.cpu(), self.loss
+        return {
+            "_measured": Measured.nothing()._replace(norm=self.total_norm.cpu(), verdict=verdict),
+            "_skips": self._skips,
+            "_report": self.report,
+            "counters": StepCounters.on(torch.device("cpu"), self.counters, "a copy of the counters"),
+            "loss": loss.detach().cpu() if isinstance(loss, Tensor) else loss,
+        }
 
     def __repr__(self) -> str:
         return f"StepResult(total_norm={self.total_norm}, skipped={self.skipped})"
@@ -245,7 +256,11 @@ def _step(request: _Request, loss: Any) -> StepResult:
         # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
         measured.limit_tensors_(clip, _having_gradients(optimizer), gradients)
         rewrites = False
-    stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
+    try:
+        stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
+    except BaseException:
+        _uncount(request, measured)
+        raise
     if not stepped:
         # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -359,6 +374,12 @@ def _measure(request: _Request, counts: bool) -> tuple[list[Tensor], Measured]:
     elif counts and not counts_itself:
         _count(request, measured)
     return found.tensors, measured
+
+
+def _uncount(request: _Request, measured: Measured) -> None:
+    """Takes back that a step was counted as taken, since it raised; a skipped one stays skipped."""
+    taken = (measured.verdict[norms.SKIP] == 0) if request.skips else torch.ones((), device=measured.verdict.device)
+    counters_on(request.optimizer, measured.home).steps.sub_(taken.to(torch.int64))
 
 
 def _count(request: _Request, measured: Measured) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradstat import _fields
 from gradstat._core import backends, norms
 from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
@@ -171,17 +172,42 @@ def measure_directly(
 
 def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_place: bool = False) -> Measurement:
     """The rows of any measurable tensors, on any devices; for distributed tensors, the rows of their local shards."""
-    plain = readable(tensors, name_of, in_place)
+    sparse: dict[int, Tensor] = {}
+    plain = readable(tensors, name_of, in_place, sparse)
     groups = by_device(plain)
     tables, known = [], None
     for device, positions in groups.items():
         kernels = resolve_for(backend, device.type, name_of, positions[0])
         table, known = kernels.check([plain[i] for i in positions])
         tables.append(table)
-    if len(groups) == 1:
-        return Measurement(tables, None, infos_of(plain, known))
+        for row, position in enumerate(positions) if sparse else ():
+            if position in sparse:
+                _locate_(table[row], sparse[position])
+    infos = infos_of(plain, known if len(groups) == 1 else None)
+    if sparse:
+        infos = [
+            info._replace(shape=sparse[i].shape, stored=info.numel) if i in sparse else info
+            for i, info in enumerate(infos)
+        ]
     order = [position for positions in groups.values() for position in positions]
-    return Measurement(tables, order, infos_of(plain, None))
+    return Measurement(tables, order if len(groups) > 1 else None, infos)
+
+
+def _locate_(row: Tensor, sparse: Tensor) -> None:
+    """Turns an index into the values of a coalesced tensor, in its row, into one into the whole tensor. No sync."""
+    values, indices = sparse.values(), sparse.indices()
+    if not values.numel():
+        return
+    for column, field in enumerate(_fields.FIELDS):
+        if not field.is_index:
+            continue
+        is_there = row[column].isfinite()
+        flat = torch.where(is_there, row[column], 0.0).to(torch.int64).reshape(1)
+        size = values[0].numel()
+        at, place = indices.index_select(1, flat // size), torch.zeros_like(flat)
+        for dim in range(len(at)):
+            place = place * sparse.shape[dim] + at[dim]
+        row[column] = torch.where(is_there, (place * size + flat % size).squeeze(0).to(row.dtype), row[column])
 
 
 def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule | None:
