@@ -111,7 +111,7 @@ def readable(
             if sparse is not None:
                 sparse[i] = whole
         local = local.resolve_conj().resolve_neg()
-        if local._is_zerotensor():  # without memory
+        if not torch.compiler.is_compiling() and local._is_zerotensor():  # without memory
             local = torch.zeros_like(local)
         found.append(local if is_dense(local) else local.contiguous())
     return found
