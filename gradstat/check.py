@@ -71,8 +71,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     culprit is lost. Reads each gradient once; exactly one host sync per device (none on the CPU).
 
     Gradients that are distributed tensors are measured shard by shard and merged over their process groups, with two
-    collectives per group whatever the number of gradients; the report describes the whole tensors and is the same on
-    all ranks, which all have to call this.
+    collectives per group whatever the number of gradients, and one or two more when these are new. The report describes
+    the whole tensors and is the same on all ranks, which all have to call this.
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's

@@ -70,7 +70,10 @@ def _refusal(dtype: torch.dtype, limit: float) -> tuple[type[Exception], str] | 
     if not dtype.is_floating_point:
         return RuntimeError, f"of dtype {dtype}, whose elements cannot be clamped to a float; leave it out"
     if dtype.itemsize == 1:
-        return NotImplementedError, f"of dtype {dtype}, which torch does not clamp; clip it by norm, with clip_grad_norm_"
+        return (
+            NotImplementedError,
+            f"of dtype {dtype}, which torch does not clamp; clip it by norm, with clip_grad_norm_",
+        )
     largest = torch.finfo(dtype).max
     if largest < limit < math.inf:
         return RuntimeError, f"of dtype {dtype}, whose largest number is {largest:g}, but clip_value is {limit:g}"

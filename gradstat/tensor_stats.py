@@ -152,8 +152,8 @@ class TensorStats(RowValues):
     def first_nonfinite(self) -> tuple[int, ...] | None:
         """Index of the first NaN or Inf, one number per dimension; None when all elements are finite.
 
-        The first in memory order, which for a contiguous tensor is row-major order, as for a sparse one. For a distributed tensor the first
-        one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
+        The first in memory order, which for a contiguous or sparse tensor is row-major order. For a distributed tensor
+        the first one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
         """
         flat = self._field("first_nonfinite")
         if math.isinf(flat):

@@ -86,7 +86,7 @@ class Exchange:
 
     @classmethod
     def of(cls, group: ProcessGroup, kind: object) -> Exchange:
-        """The exchange of ``group`` for reductions of one ``kind``: rows of one width, reduced by the same operations."""
+        """The exchange of ``group`` for one ``kind`` of reductions: rows of one width, by the same operations."""
         by_kind = _exchanges.setdefault(group, {})
         exchange = by_kind.get(kind)
         if exchange is None:
@@ -131,7 +131,7 @@ class Exchange:
         header, sums, maxima = self._reduced(sums, maxima, listed, failed, is_new=False)
         others = 0.0, float(listed.checksum * self._world)
         if not _host_sees(header.device):
-            differs = header[1:] != on_device(others, torch.float64, header.device)
+            differs = header[1:] != _pair(*others, header.device)
             return sums, maxima, header[0] + torch.where(differs, math.inf, 0.0).sum(), None
         found = header.tolist()
         difference = None if (found[1], found[2]) == others else self._difference(listed)
@@ -142,9 +142,10 @@ class Exchange:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The header, and the rows given; the collectives are of as many rows as any rank may have."""
         count, width = sums.shape
-        header = on_device((float(is_new), float(listed.checksum)), torch.float64, sums.device)
         missing = self._rows - count
-        parts = [failed.reshape(1), header, sums.reshape(-1), *([sums.new_zeros(missing * width)] if missing else [])]
+        parts = [failed.reshape(1), _pair(float(is_new), float(listed.checksum), sums.device), sums.reshape(-1)]
+        if missing:
+            parts.append(sums.new_zeros(missing * width))
         every = {dist.ReduceOp.SUM: torch.cat(parts)}
         if maxima.shape[1] and self._rows:
             every[dist.ReduceOp.MAX] = torch.cat([maxima, maxima.new_zeros(missing, maxima.shape[1])])
@@ -159,7 +160,7 @@ class Exchange:
 
     def _difference(self, listed: Listed) -> str:
         """The first difference between the ranks' lists. All ranks of the group call this together; waits."""
-        by_rank = {rank: tuple(lines) for rank, lines in gather_by_rank(listed.lines(), [self._group], "gradstat").items()}
+        by_rank = gather_by_rank(tuple(listed.lines()), [self._group], "gradstat")
         usual = Counter(by_rank.values()).most_common(1)[0][0]
         like = next(rank for rank, lines in by_rank.items() if lines == usual)
         apart = [rank for rank, lines in by_rank.items() if lines != usual]
@@ -170,14 +171,12 @@ class Exchange:
         seen, expected = (lines[place] if place < len(lines) else "none" for lines in (theirs, usual))
         return (
             f"{format_ranks(apart)} {'has' if len(apart) == 1 else 'have'} other tensors than rank {like}: number "
-            f"{place + 1} is {seen} on rank {apart[0]} (of {len(theirs)}), {expected} on rank {like} (of {len(usual)}). "
-            f"{_ADVICE}"
+            f"{place + 1} is {seen} on rank {apart[0]} (of {len(theirs)}), {expected} on rank {like} "
+            f"(of {len(usual)}). {_ADVICE}"
         )
 
 
-_ADVICE = (
-    "All ranks have to pass the same tensors, of the same names, shapes and dtypes, in the same order; nothing was changed"
-)
+_ADVICE = "All ranks have to pass the same tensors, of the same names, shapes and dtypes, in the same order"
 
 
 def _host_sees(device: torch.device) -> bool:
@@ -185,7 +184,7 @@ def _host_sees(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@functools.lru_cache(maxsize=256)
-def on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=1 << 14)  # steps in backward have a list for each parameter
+def _pair(is_new: float, checksum: float, device: torch.device) -> Tensor:
     """Cached, since a copy to the device may synchronize."""
-    return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor((is_new, checksum), dtype=torch.float64, device=device)

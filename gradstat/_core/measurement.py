@@ -31,7 +31,7 @@ class Measurement(NamedTuple):
     infos: Sequence[TensorInfo]
     # [1, len(FIELDS)] float64: the total over all tensors and ranks, if some tensors are distributed.
     total: Tensor | None = None
-    # 0-d float64: other ranks that could not measure, Inf if ranks have other tensors; None if no tensor is distributed.
+    # 0-d float64: ranks that could not measure, Inf if ranks have other tensors; None if no tensor is distributed.
     failed: Tensor | None = None
     decision: Decision | None = None  # the decision about a step, if one was requested
 

@@ -8,6 +8,7 @@ and ranks whose tensors differ are told so instead (`gradstat._core.agreement`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
-from gradstat._core.agreement import Exchange, Listed, on_device
-from gradstat._core.collectives import device_of
+from gradstat._core.agreement import Exchange, Listed
+from gradstat._core.collectives import device_of, require_member
 from gradstat._core.engines import FlatShard
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import Names, gradients_of
@@ -320,7 +321,7 @@ class Sharded:
         table = local.table()
         if len(self._positions) == len(self._owners):
             for column in _INDICES if self._starts else ():
-                table[:, column] += on_device(self._starts, torch.float64, table.device)
+                table[:, column] += _on_device(self._starts, torch.float64, table.device)
         else:
             table = self._identities()
             table[_index(self._positions, table)] = local.table()
@@ -355,10 +356,10 @@ class Sharded:
 
     @property
     def _device(self) -> torch.device:
-        either = itertools.chain(self._tensors, self._owners)
-        tensors = (tensor for tensor in either if isinstance(tensor, (Tensor, FlatShard)) and not tensor.is_meta)
+        given: Iterable[object] = itertools.chain(self._tensors, self._owners)  # what is no tensor is refused later
+        tensors = (tensor for tensor in given if isinstance(tensor, (Tensor, FlatShard)) and not tensor.is_meta)
         first = next(tensors, None)
-        return device_of(dist.group.WORLD) if first is None else first.device
+        return device_of(require_member(None)) if first is None else first.device
 
 
 def _metadata(tensors: Sequence[Any]) -> list[Any]:
@@ -393,7 +394,7 @@ def _pack(table: Tensor, is_sharded: list[bool] | None = None) -> _Packed:
     columns = {column: table[:, column] for column, _ in _EXTREMES}
     if is_sharded is not None and any(is_sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
-        offset = rank if all(is_sharded) else rank * on_device(tuple(is_sharded), torch.float64, table.device)
+        offset = rank if all(is_sharded) else rank * _on_device(tuple(is_sharded), torch.float64, table.device)
         columns.update({column: columns[column] + offset for column in _INDICES})
     maxima = [-columns[column] if field.merge == "min" else columns[column] for column, field in _EXTREMES]
     return _Packed(sums, torch.stack(maxima, 1))
@@ -420,7 +421,13 @@ def _merged(packed: _Packed, rows: list[int] | None) -> _Packed:
 
 def _index(rows: Sequence[int], table: Tensor) -> Tensor:
     """The given rows as an index of ``table``; a list would be copied to its device every time."""
-    return on_device(tuple(rows), torch.int64, table.device)
+    return _on_device(tuple(rows), torch.int64, table.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Cached, since a copy to the device may synchronize."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:

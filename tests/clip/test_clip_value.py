@@ -41,7 +41,11 @@ def test_gradients_with_a_graph_are_clamped_and_their_version_moves() -> None:
 REFUSED: dict[str, tuple[torch.Tensor, float, str]] = {
     "integers": (torch.ones(2, dtype=torch.int64), 0.5, r"dtype torch\.int64, whose elements cannot be clamped"),
     "float8": (torch.ones(2, dtype=torch.float8_e5m2), 0.5, r"dtype torch\.float8_e5m2, which torch does not clamp"),
-    "too large": (torch.ones(2, dtype=torch.float16), 1e6, r"float16, whose largest number is 65504, but clip_value is"),
+    "too large": (
+        torch.ones(2, dtype=torch.float16),
+        1e6,
+        r"float16, whose largest number is 65504, but clip_value is",
+    ),
     "expanded": (torch.ones(1).expand(3), 0.5, r"is expanded: several of its elements share memory"),
     "lazy zeros": (torch._efficientzerotensor((3,)), 0.5, r"one of torch's lazy zero tensors, which have no memory"),
 }

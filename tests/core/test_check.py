@@ -268,7 +268,9 @@ def test_lazy_zeros_are_measured_and_refused_where_they_would_be_written() -> No
     for order in (2.0, math.inf, 3.0):
         assert gradstat.get_total_norm([p.grad for p in parameters], order) > 0  # type: ignore[misc]
         assert gradstat.clip_grad_norm_(parameters, math.inf, order) > 0
-        with pytest.raises(RuntimeError, match=r"parameters\[1\].*lazy zero tensors, which have no memory.*\.clone\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"parameters\[1\].*lazy zero tensors, which have no memory.*\.clone\(\)"
+        ):
             gradstat.clip_grad_norm_(parameters, 0.5, order)
     for clip in (gradstat.AGC(), gradstat.AdaGC(), gradstat.FixedClip(0.5)):
         with pytest.raises(RuntimeError, match="lazy zero tensors"):

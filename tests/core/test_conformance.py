@@ -268,7 +268,9 @@ def test_the_first_bad_element_of_a_sparse_tensor_is_that_of_the_dense_one(
         values = torch.ones(count, *shape[len(shape) - dense :], dtype=dtype)
         bad = torch.rand(values.shape, generator=draw) < 0.3
         values[bad] = math.nan
-        sparse = torch.sparse_coo_tensor(indices, values, shape, device=device, check_invariants=True)  # repeated indices are added
+        sparse = torch.sparse_coo_tensor(
+            indices, values, shape, device=device, check_invariants=True
+        )  # repeated indices are added
         stats = gradstat.check_tensors({"w": sparse, "v": torch.ones(2, device=device)}, backend=backend)["w"]
         expected = sparse.to_dense().isnan().nonzero()
         assert stats.shape == shape

@@ -1,6 +1,7 @@
 """Ranks that have different tensors: every call says so on all ranks, and nothing is merged, changed or aborted."""
 
 import math
+import random
 import warnings
 from collections.abc import Callable
 
@@ -82,6 +83,14 @@ CALLS: dict[str, Callable[[Named], object]] = {
 ONLY_BY_NAME = {"check", "check_async", "step", "monitor"}
 
 
+def outcome_of(call: Callable[[], object]) -> object:
+    """What ``call`` returns or raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
 def one_fewer(pairs: Named) -> Named:
     return [pair for pair in pairs if pair[0] != "b"]
 
@@ -107,13 +116,16 @@ def other_dtype(pairs: Named) -> Named:
     return named(pairs[0][1].device_mesh, dtype=torch.float64)  # type: ignore[attr-defined]
 
 
+A = r"('a' )?float32\[8, 8\] as S\(0\) on rank 0 \(of 4\)"
+B = r"('b' )?float32\[8\] as S\(0\) on rank 0 \(of 4\)"
+D = r"('d' )?float32\[3\] as R on rank"
 DIFFERENCES: dict[Callable[[Named], Named], str] = {
-    one_fewer: r"number 2 is ('c' )?float32\[6, 2\] as S\(0\) on rank 1 \(of 3\), ('b' )?float32\[8\] as S\(0\) on rank 0 \(of 4\)",
-    one_replica_fewer: r"number 4 is none on rank 1 \(of 3\), ('d' )?float32\[3\] as R on rank 0 \(of 4\)",
-    reversed_list: r"number 1 is ('d' )?float32\[3\] as R on rank 1 \(of 4\), ('a' )?float32\[8, 8\] as S\(0\) on rank 0",
-    other_shape: r"number 2 is ('b' )?float32\[10\] as S\(0\) on rank 1 \(of 4\), ('b' )?float32\[8\] as S\(0\) on rank 0",
-    other_dtype: r"number 1 is ('a' )?float64\[8, 8\] as S\(0\) on rank 1 \(of 4\), ('a' )?float32\[8, 8\]",
-    other_names: r"number 1 is 'A' float32\[8, 8\] as S\(0\) on rank 1 \(of 4\), 'a' float32\[8, 8\] as S\(0\) on rank 0",
+    one_fewer: rf"number 2 is ('c' )?float32\[6, 2\] as S\(0\) on rank 1 \(of 3\), {B}",
+    one_replica_fewer: rf"number 4 is none on rank 1 \(of 3\), {D} 0 \(of 4\)",
+    reversed_list: rf"number 1 is {D} 1 \(of 4\), {A}",
+    other_shape: rf"number 2 is ('b' )?float32\[10\] as S\(0\) on rank 1 \(of 4\), {B}",
+    other_dtype: rf"number 1 is ('a' )?float64\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
+    other_names: rf"number 1 is 'A' float32\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
 }
 
 
@@ -136,6 +148,66 @@ def test_the_rank_and_the_first_difference_are_named_on_all_ranks(call: str, is_
             assert torch.equal(parameter.to_local(), value)  # type: ignore[operator]
             assert bool((parameter.grad.to_local() == 1).all())  # type: ignore[union-attr]
         CALLS[call](named(mesh))  # and the ranks are still in step
+
+
+Entry = tuple[str, tuple[int, ...], torch.dtype, bool]  # name, shape, dtype, whether it is sharded
+
+
+def random_lists(draw: random.Random, world: int) -> list[list[Entry]]:
+    """A list for each rank, the same on all ranks in half of the cases; its first tensor is never touched."""
+
+    def entry(name: str) -> Entry:
+        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 2)))
+        return name, shape, draw.choice([torch.float32, torch.float64]), draw.random() < 0.7
+
+    first, *common = [entry(f"p{i}") for i in range(draw.randint(1, 6))]
+    lists = [[*common] for _ in range(world)]
+    for each in lists:
+        for _ in range(draw.choice([0, 0, 0, 1, 2])):
+            at = draw.randrange(len(each)) if each else None
+            if at is None or draw.random() < 0.25:
+                each.insert(at or 0, entry(f"q{draw.randrange(3)}"))
+            elif draw.random() < 0.4:
+                del each[at]
+            elif draw.random() < 0.5:
+                each[at] = entry(each[at][0])
+            else:
+                draw.shuffle(each)
+    if draw.random() < 0.5:
+        lists = [lists[0]] * world
+    return [[(first[0], first[1], first[2], True), *each] for each in lists]
+
+
+def agree_or_are_told(seed: int, rounds: int) -> tuple[int, int]:
+    """Random lists in random calls; returns how often the ranks had the same list, and how often not."""
+    counts = [0, 0]
+    draw, mesh = random.Random(seed), init_device_mesh("cpu", (dist.get_world_size(),))
+    for i in range(rounds):
+        call, lists = draw.choice(list(CALLS)), random_lists(draw, dist.get_world_size())
+        seen = [[entry[0 if call in ONLY_BY_NAME else 1 :] for entry in each] for each in lists]
+        names = {tuple(entry[0] for entry in each) for each in lists}
+        if any(len(set(each)) < len(each) for each in names):
+            continue  # a module has every name once
+        pairs: Named = []
+        for name, shape, dtype, is_sharded in lists[dist.get_rank()]:
+            placement: Placement = Shard(0) if is_sharded else Replicate()
+            pairs.append((name, parameter_of(torch.ones(shape, dtype=dtype), mesh, [placement])))
+        try:
+            CALLS[call](pairs)
+            told = ""
+        except RuntimeError as error:
+            told = str(error)
+        expected = any(each != seen[0] for each in seen)
+        assert ("other tensors than rank" in told) is expected, (seed, i, call, lists, told)
+        assert_alike(told)
+        counts[expected] += 1
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks(3)
+def test_random_lists_agree_or_are_told(seed: int) -> None:
+    assert min(agree_or_are_told(seed, 40)) > 5
 
 
 @on_ranks(3)
@@ -162,14 +234,14 @@ def test_lists_that_were_used_before_are_compared_as_well() -> None:
 
 @on_ranks(4)
 def test_ranks_of_other_groups_do_not_wait_for_those_that_differ() -> None:
-    """On a mesh of two dimensions only one pair of ranks sees both lists; the other ranks are told that ranks failed."""
+    """On a mesh of two dimensions only pairs of ranks see both lists; the other ranks are told that ranks failed."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     parameter = parameter_of(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
     for is_warm in (False, True):
         if is_warm:
             assert gradstat.check([("w", parameter)]).total_norm == 4.0
         name = "v" if dist.get_rank() == 3 else "w"
-        with pytest.raises(RuntimeError, match="other tensors than rank|other ranks? failed to measure"):
+        with pytest.raises(RuntimeError, match=r"other tensors than rank|other ranks? failed to measure"):
             gradstat.check([(name, parameter)])
     assert gradstat.check([("w", parameter)]).total_norm == 4.0
 
@@ -229,20 +301,17 @@ def test_where_the_host_would_have_to_wait_the_numbers_say_so_instead(is_warm: b
             return
         for call in calls:
             call(pairs)
-        outcomes: list[object] = []
-        for call in calls:
-            try:
-                outcomes.append(call(other))
-            except RuntimeError as raised:
-                outcomes.append(str(raised))
+        outcomes = [outcome_of(lambda call=call: call(other)) for call in calls]
         if dist.get_rank() == 1:
-            assert all(str(outcome).startswith("rank 1 has other tensors than in the calls before") for outcome in outcomes)
+            assert all(
+                str(outcome).startswith("rank 1 has other tensors than in the calls before") for outcome in outcomes
+            )
         else:
             told, norm, step, table, updates = outcomes
             assert str(told).startswith("other ranks have other tensors, so the result is unknown")
             assert norm.isnan()  # type: ignore[attr-defined]
             assert bool(step.skipped)  # type: ignore[attr-defined]
-            with pytest.raises(RuntimeError, match="^other ranks have other tensors"):
+            with pytest.raises(RuntimeError, match=r"^other ranks have other tensors"):
                 step.report.result()  # type: ignore[attr-defined]
             assert table.isnan().all()  # type: ignore[attr-defined]
             assert updates.table[:-1].isnan().all()  # type: ignore[attr-defined]
@@ -282,13 +351,13 @@ def _counts_failures(tensors: int) -> None:
             with pytest.raises(TypeError, match=r"torch\.int64"):
                 call(pairs)
         return
-    with pytest.raises(RuntimeError, match="^1 other rank failed to measure their shards"):
+    with pytest.raises(RuntimeError, match=r"^1 other rank failed to measure their shards"):
         gradstat.check(pairs)
     assert CALLS["clip"](pairs).isnan()  # type: ignore[attr-defined]
     result = gradstat.guarded_step(optimizer, 1.0)
     assert bool(result.skipped)
     assert result.total_norm.isnan()
-    with pytest.raises(RuntimeError, match="^1 other rank failed"):
+    with pytest.raises(RuntimeError, match=r"^1 other rank failed"):
         result.report.result()
 
 
@@ -306,15 +375,11 @@ def test_a_rank_without_the_backend_takes_part() -> None:
         raise gradstat.BackendUnavailableError("not here")
 
     for backend, error in ((None, gradstat.BackendUnavailableError), ("tritno", ValueError)):
-        outcomes = []
-        for call in calls:
-            with pytest.MonkeyPatch.context() as patch:
-                if not is_here and backend is None:
-                    patch.setattr(backends, "resolve", missing)
-                try:
-                    outcomes.append(call(named(init_device_mesh("cpu", (2,))), None if is_here else backend))
-                except Exception as raised:
-                    outcomes.append(raised)
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_here and backend is None:
+                patch.setattr(backends, "resolve", missing)
+            mesh, wanted = init_device_mesh("cpu", (2,)), None if is_here else backend
+            outcomes = [outcome_of(lambda call=call: call(named(mesh), wanted)) for call in calls]  # noqa: B023
         if not is_here:
             assert [type(outcome) for outcome in outcomes] == [error] * len(calls)
             continue

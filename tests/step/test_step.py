@@ -763,9 +763,7 @@ def test_a_result_can_be_sent_to_another_process(fused: bool) -> None:
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_whose_hook_raised_is_not_counted(
-    fused: bool, skips: bool, guarded: bool
-) -> None:
+def test_a_step_whose_hook_raised_is_not_counted(fused: bool, skips: bool, guarded: bool) -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
     guard = gradstat.SpikeGuard() if guarded and skips else None
