@@ -71,7 +71,7 @@ class StepResult:
         """The report on the gradients before clipping, without their loss scale.
 
         The first access starts the copy to the host, behind the step and all later work on the step's stream, whatever
-        stream is current then. ``.result()`` waits for it.
+        stream is current then. ``.result()`` waits for it, and raises RuntimeError if another rank could not measure.
         """
         if self._report is None:
             self._report = self._measured.report()

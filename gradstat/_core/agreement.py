@@ -176,7 +176,10 @@ class Exchange:
         )
 
 
-_ADVICE = "All ranks have to pass the same tensors, of the same names, shapes and dtypes, in the same order"
+_ADVICE = (
+    "All ranks have to pass the same tensors, of the same names, shapes and dtypes, in the same order; those that only "
+    "some ranks have need extra_groups"
+)
 
 
 def _host_sees(device: torch.device) -> bool:

@@ -125,7 +125,8 @@ def measure_segments(
         try:
             extra = extra_groups if i == 0 else None
             of = owners if i == 0 and (is_awaited or is_distributed(some)) else None
-            names = functools.partial(tuple, segment.names)
+            # Without their extra groups, tensors that only some ranks have, such as experts, cannot be told apart.
+            names = None if i and extra_groups is not None else functools.partial(tuple, segment.names)
             rows = measure(some, _namer([segment]), backend, owners=of, names=names, extra_groups=extra)
         except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import parameter_with
 from ranked import assert_alike
 from ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
@@ -230,6 +231,25 @@ def test_lists_that_were_used_before_are_compared_as_well() -> None:
             call(some)
         with pytest.raises(RuntimeError, match=r"^rank 1 has other tensors than rank 0: number 2 is"):
             call(one_fewer(pairs) if dist.get_rank() == 1 else pairs)
+
+
+@on_ranks(2)
+def test_over_extra_groups_only_tensors_that_are_not_spread_have_to_be_the_same() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    rank = dist.get_rank()
+    own = [(f"stage{rank}.{i}", parameter_with(torch.ones(2 + rank))) for i in range(1 + rank)]
+    shared = [("shared", parameter_with(torch.ones(3)))]
+    everything, groups = [*shared, *own], [(mesh["stage"], parameters_of(own))]
+    expected = math.sqrt(3 + 2 + 2 * 3)
+    assert gradstat.check(everything, extra_groups=groups).total_norm == pytest.approx(expected)
+    assert gradstat.clip_grad_norm_(parameters_of(everything), math.inf, extra_groups=groups) == pytest.approx(expected)
+    assert gradstat.check(own, extra_groups=mesh["stage"]).total_norm == pytest.approx(math.sqrt(8))
+    some = everything[rank:]
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has other tensors than rank 0: number 1 is none on rank 1 \(of 0\)"
+    ):
+        gradstat.check(some, extra_groups=groups)
+    assert gradstat.check(everything, extra_groups=groups).total_norm == pytest.approx(expected)
 
 
 @on_ranks(4)
