@@ -347,7 +347,7 @@ class Sharded:
         for tensor, row, info in zip(self._tensors, self._positions, local, strict=True):
             layout = self._layouts[row]
             if layout is not None and layout.groups:
-                info = info._replace(shape=tensor.shape, shards=layout.shards)
+                info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards, info.stored)
             found.append(info)
         return found
 
