@@ -70,7 +70,10 @@ class ModulePlan {
                                       PyUnicode_InternFromString("_modules")};
     for (const Ref& reference : modules_) {
       PyObject* borrowed = PyWeakref_GetObject(reference.get());
-      if (borrowed == nullptr) throw PythonError();
+      if (borrowed == nullptr) {
+        PyErr_Clear();
+        throw std::runtime_error("gradstat: expected weak references to modules");
+      }
       if (borrowed == Py_None) return false;
       const Ref module = Ref::borrow(borrowed);
       for (PyObject* name : names) {
@@ -97,6 +100,9 @@ inline PyObject* make_plan(PyObject*, PyObject* arguments) {
   PyObject *modules = nullptr, *parameters = nullptr;
   if (!PyArg_ParseTuple(arguments, "OO", &modules, &parameters)) return nullptr;
   return translating_exceptions([&]() -> PyObject* {
+    if (!PyList_Check(modules) || !PyList_Check(parameters)) {
+      throw std::runtime_error("gradstat: expected a list of weak references to modules and one of parameters");
+    }
     auto plan = std::make_unique<ModulePlan>();
     if (!plan->remember(modules, parameters)) Py_RETURN_NONE;
     const auto destroy = [](PyObject* capsule) {

@@ -49,6 +49,9 @@ class MicroBatches:
         self._pending: list[PendingReport] = []
         source_of(self._target)  # rejects a wrong target here rather than after the first backward
 
+    def __repr__(self) -> str:
+        return f"MicroBatches({len(self._pending)} checked since the last result)"
+
     def check(self) -> None:
         """Launches a check, as `check_async`, after a micro-batch's ``backward()``. Errors as there."""
         self._pending.append(check_async(self._target, backend=self._backend))

@@ -181,7 +181,7 @@ class GradScaler(TorchGradScaler):
                 return nothing
             step = norms.StepRequest(math.inf, scale, None)
             labels = labels_of(source, found)
-            measured = Measured.of(found.tensors, labels, step, source.parameters, None, self.extra_groups)
+            measured = Measured.of(found.tensors, labels, step, source, None, self.extra_groups)
             self._keep(optimizer, measured.report)
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
@@ -243,7 +243,7 @@ class GradScaler(TorchGradScaler):
         if not allow_fp16:
             refuse_half(found.tensors, labels.of)
         loss_scale.refuse_shared_gradients(self, optimizer, source)
-        unscaled = Unscaled.of_(found.tensors, labels, inv_scale, source.parameters, self.extra_groups)
+        unscaled = Unscaled.of_(found.tensors, labels, inv_scale, source, self.extra_groups)
         loss_scale.record_unscaling(self, optimizer, found.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()

@@ -57,6 +57,9 @@ class AutoHandle:
         _handles.add(self)
         torch_calls.listen(self)
 
+    def __repr__(self) -> str:
+        return f"AutoHandle({type(self._optimizer).__name__}, {self.monitor!r})"
+
     def _contained(self) -> AbstractContextManager[None]:
         """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
         return self.monitor._gaps.suppress_errors(

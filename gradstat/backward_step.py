@@ -30,7 +30,7 @@ from gradstat._core.host_copy import streams_of
 from gradstat._core.measure import measure
 from gradstat._core.measurement import Measurement
 from gradstat._core.norms import StepRequest
-from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, source_of
+from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, names_at, source_of
 from gradstat._core.tensors import by_device, is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
@@ -189,6 +189,10 @@ class StepInBackward:
         """L2 norm of all gradients of the last backward pass before clipping, 0-d float64 on the first one's device."""
         return self._last().norm
 
+    def __repr__(self) -> str:
+        state = f"{len(self._labels)} parameters" if self._hooks else "removed"
+        return f"StepInBackward({type(self.optimizer).__name__}, {state})"
+
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, also loadable by an ordinary optimizer; a clip's state is saved through the clip."""
         return self.optimizer.state_dict()
@@ -252,7 +256,7 @@ class StepInBackward:
             if is_distributed([gradient]):
                 rows, measured, gradient = _measure_over_ranks(gradient, labels, request, parameter)
             else:
-                measured = Measured.of([gradient], labels, request, [parameter], None, None)
+                measured = Measured.of([gradient], labels, request, Source([parameter], labels.present), None, None)
                 rows = measured.rows
             rewrites = self._limit != math.inf
             if self._clips:
@@ -333,7 +337,8 @@ class StepInBackward:
             from gradstat._core.sharded import Sharded
 
             local = rows
-            rows = Sharded([self._source.parameters[i] for i in positions]).rows(lambda _: local)
+            owners, names = [self._source.parameters[i] for i in positions], names_at(self._source, positions)
+            rows = Sharded(owners, names=names).rows(lambda _: local)
         counters = counters_on(self.optimizer, rows.tables[0].device)
         decision = norms.decide(rows.summands(), StepRequest(math.inf, None, counters.tensor))
         streams = counters.streams = streams_of([decision.verdict, *rows.tables])
@@ -490,7 +495,7 @@ def _measure_over_ranks(
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     rows = measure([gradient], labels.of, None, over_ranks=False)
     whole = rows.tables[0].clone()
-    sum_over_shards_(whole[:, _fields.SUMMED], [gradient])
+    sum_over_shards_(whole[:, _fields.SUMMED], [gradient], labels.present())
     decision = norms.decide(whole, step)
     streams = streams_of([decision.verdict])
     return rows, Measured(Measurement([whole], None, rows.infos), labels, *decision, False, None, streams), gradient

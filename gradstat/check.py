@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from gradstat.report import Report
 class PendingReport:
     """A report whose numbers may not have arrived from the device yet.
 
-    Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else.
+    Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else. So does
+    pickling, since another process gets the numbers; printing does not.
     """
 
     def __init__(self, measurement: Measurement, make_report: Callable[..., Report], *others: Tensor) -> None:
@@ -42,6 +43,25 @@ class PendingReport:
             self._rows, self._others = None, []
         return self._report
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        nothing = Measurement([], None, ())
+        return PendingReport, (nothing, _Arrived(self.result()))
+
+    def __repr__(self) -> str:
+        return f"PendingReport({repr(self.result()) if self.done() else 'not arrived yet; result() waits'})"
+
+    def __str__(self) -> str:
+        return str(self.result()) if self.done() else repr(self)
+
+
+class _Arrived(NamedTuple):
+    """Makes the report of a pickled `PendingReport`: returns it."""
+
+    report: Report
+
+    def __call__(self, *_: Any) -> Report:
+        return self.report
+
 
 @never_traced
 def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> Report:
@@ -51,8 +71,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     culprit is lost. Reads each gradient once; exactly one host sync per device (none on the CPU).
 
     Gradients that are distributed tensors are measured shard by shard and merged over their process groups, with two
-    collectives per group whatever the number of gradients; the report describes the whole tensors and is the same on
-    all ranks, which all have to call this.
+    collectives per group whatever the number of gradients, and one or two more when these are new. The report describes
+    the whole tensors and is the same on all ranks, which all have to call this.
 
     Args:
         target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's
@@ -72,7 +92,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
         ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
             in training, or ``backend`` is unknown.
         BackendUnavailableError: ``backend`` cannot run here.
-        RuntimeError: Gradients are distributed, and another rank could not measure its part.
+        RuntimeError: Gradients are distributed, and another rank could not measure its part, or has other parameters;
+            the message then names the rank and the first difference.
     """
     measured, make_report = _launched(target, backend, extra_groups)
     return make_report(HostRows(measured))
@@ -102,10 +123,10 @@ def _launched(
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
     labels = labels_of(source, gradients)
-    owners = source.parameters
+    owners, names = source.parameters, source.names
     if engine is not None and gradients.positions is not None:  # the same on all ranks, and not in ``.grad``
-        owners = [owners[i] for i in gradients.positions]
-    measured = measure(gradients.tensors, labels.of, backend, owners=owners, extra_groups=extra_groups)
+        owners, names = [owners[i] for i in gradients.positions], labels.present
+    measured = measure(gradients.tensors, labels.of, backend, owners=owners, names=names, extra_groups=extra_groups)
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()

@@ -60,20 +60,20 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping: 0-d, on the first gradient's device, of the gradients' promoted real
-        dtype. Zero, float32, on the CPU when there are no gradients.
+        dtype. Zero, float32, on the CPU when there are no gradients. NaN if another rank could not measure its part.
 
     Raises:
         TypeError: ``parameters`` is a module, or a gradient's dtype has no norm.
         AttributeError: An item of ``parameters`` is not a tensor.
         ValueError: ``max_norm`` is NaN, or a gradient cannot be measured.
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set, or a gradient is expanded
-            memory, which cannot be scaled in place.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; a gradient is expanded
+            memory, which cannot be scaled in place; or gradients are distributed, and another rank has other ones.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` is neither 2 nor infinity.
     """
     given, found = gradients_to_clip(parameters, foreach)
     gradients, name_of = found.tensors, found.name_of
     max_norm, norm_type = _limit(max_norm), float(norm_type)
-    if not gradients and extra_groups is None:
+    if not gradients and extra_groups is None and not is_distributed(given):
         return torch.tensor(0.0, device="cpu")
     if torch.compiler.is_compiling():
         refuse_in_compiled("clip_grad_norm_", gradients, norm_type, error_if_nonfinite, backend, extra_groups)
@@ -81,7 +81,7 @@ def clip_grad_norm_(
         return compiled
     with announce.change(given if max_norm != math.inf else ()):
         norm = direct = None
-        if extra_groups is None and is_fused(gradients, norm_type):
+        if gradients and extra_groups is None and is_fused(gradients, norm_type):
             direct = direct_for(gradients[0], name_of, backend)
         if direct is not None:  # for ordinary gradients on one device the kernels do everything, for others nothing
             clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_

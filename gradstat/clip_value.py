@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradstat._core import announce
 from gradstat._core.parameters import gradients_to_clip, has_foreach
+from gradstat._core.tensors import require_own_memory, shard_of
 
 # Size in bytes from which a second pass over a gradient costs more than a separate operation. Measured on a CPU; the
 # value for asynchronous devices is an estimate from bandwidth and launch time, not yet measured.
@@ -36,8 +37,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         TypeError, AttributeError: As `clip_grad_norm_`.
         ValueError: ``clip_value`` is negative or NaN.
         NotImplementedError: A gradient is complex or float8, which torch does not clamp.
-        RuntimeError: torch cannot clamp a gradient: it is of an integer dtype, or expanded memory, or its dtype
-            cannot hold ``clip_value``. The gradients before it have been clamped by then.
+        RuntimeError: A gradient is of an integer dtype, or expanded memory, or its dtype cannot hold ``clip_value``.
     """
     given, found = gradients_to_clip(parameters, foreach)
     gradients = found.tensors
@@ -47,15 +47,38 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     if not gradients:
         return
     groups = _by_device_and_dtype(gradients)
-    if any(group[0].is_complex() for group in groups):
-        name = found.name_of(next(i for i, gradient in enumerate(gradients) if gradient.is_complex()))
-        raise NotImplementedError(
-            f"{name!r} is complex, and complex numbers have no order by which to clamp them; clip them by norm, "
-            "with clip_grad_norm_"
-        )
+    for group in groups:
+        refusal = _refusal(group[0].dtype, limit)
+        if refusal is not None:
+            error, words = refusal
+            name = found.name_of(next(i for i, gradient in enumerate(gradients) if gradient.dtype is group[0].dtype))
+            raise error(f"{name!r} is {words}")
+    if not torch.compiler.is_compiling():
+        for i, gradient in enumerate(gradients):
+            if not gradient.is_sparse and (not gradient.is_contiguous() or gradient._is_zerotensor()):
+                require_own_memory(shard_of(gradient), found.name_of, i)
     with announce.change(given), torch.no_grad():
         for group in groups:
             _clamp_(group, limit, foreach)
+
+
+def _refusal(dtype: torch.dtype, limit: float) -> tuple[type[Exception], str] | None:
+    """The error, of torch's type, for gradients that torch does not clamp to ``limit``; None for others."""
+    if dtype.is_complex:
+        return NotImplementedError, (
+            "complex, and complex numbers have no order by which to clamp them; clip them by norm, with clip_grad_norm_"
+        )
+    if not dtype.is_floating_point:
+        return RuntimeError, f"of dtype {dtype}, whose elements cannot be clamped to a float; leave it out"
+    if dtype.itemsize == 1:
+        return (
+            NotImplementedError,
+            f"of dtype {dtype}, which torch does not clamp; clip it by norm, with clip_grad_norm_",
+        )
+    largest = torch.finfo(dtype).max
+    if largest < limit < math.inf:
+        return RuntimeError, f"of dtype {dtype}, whose largest number is {largest:g}, but clip_value is {limit:g}"
+    return None
 
 
 def _by_device_and_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:

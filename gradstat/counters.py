@@ -17,7 +17,7 @@ class StepCounts:
     """How often an optimizer was stepped by `guarded_step`.
 
     Attributes:
-        steps: All steps, including skipped ones.
+        steps: All steps, including skipped ones, but not those in which the optimizer or one of its hooks raised.
         skipped: Steps skipped because a gradient was not finite.
         consecutive_skipped: Steps skipped since the last step that was not.
     """
@@ -43,6 +43,9 @@ class StepCounters:
         self.steps, self.skipped, self.consecutive_skipped = self.tensor.unbind()
         self._mirror = Mirror()
         self.streams: Streams = ()
+
+    def __repr__(self) -> str:
+        return f"StepCounters({self.tensor})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "streams": ()}  # which cannot be copied; a copy is made on the current stream

@@ -256,6 +256,15 @@ class SpikeGuard:
     def _new_memory(self) -> Tensor:
         return torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
 
+    def _leave(self, loss: Tensor | None, error: Exception) -> None:
+        """Takes part in the mean of the loss, which the other ranks wait for, after a step failed with ``error``."""
+        if loss is None or not torch.distributed.is_available():
+            return
+        from gradstat._core.collectives import UnreachableRankError
+
+        if not isinstance(error, UnreachableRankError):
+            self._over_ranks(torch.full_like(loss, math.nan, requires_grad=False))
+
     def _over_ranks(self, loss: Tensor) -> Tensor:
         dist = torch.distributed
         if not dist.is_available() or not dist.is_initialized():

@@ -93,6 +93,9 @@ class NoiseScale:
         self._count = 0  # micro-batches in the current step
         self._steps = 0
 
+    def __repr__(self) -> str:
+        return f"NoiseScale({len(self._names)} parameters, {self._steps} steps)"
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream
 
@@ -221,8 +224,9 @@ class NoiseScale:
         gradients = gradients_of(self._source.parameters)
         if not gradients.tensors:
             raise RuntimeError(f"no parameter has a gradient; call {caller} after backward() and before zero_grad()")
-        name_of, owners = labels_of(self._source, gradients).of, self._source.parameters
-        measured = measure(gradients.tensors, name_of, self._backend, owners=owners)
+        source = self._source
+        name_of = labels_of(source, gradients).of
+        measured = measure(gradients.tensors, name_of, self._backend, owners=source.parameters, names=source.names)
         rows = measured.nan_if_failed().table()[:, : _fields.COUNT]  # rows of distributed tensors have one more column
         if gradients.positions is None:
             return rows

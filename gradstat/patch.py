@@ -50,6 +50,9 @@ class TorchPatch:
                 "replacement may still call gradstat's function, which from now on calls torch's"
             )
 
+    def __repr__(self) -> str:
+        return f"TorchPatch({', '.join(layer.place for layer in self._layers) or 'removed'})"
+
     def __enter__(self) -> TorchPatch:
         return self
 

@@ -120,7 +120,7 @@ class Report(RowValues):
     @functools.cached_property
     def numel(self) -> int:  # type: ignore[override]
         """Number of elements in all tensors."""
-        return sum(info.shape.numel() for info in self._infos)
+        return sum(info.numel for info in self._infos)
 
     @property
     def total_norm(self) -> float:
@@ -217,7 +217,7 @@ class Report(RowValues):
         )
         out = np.zeros(len(self), dtype)
         out["name"] = self.names
-        out["numel"] = [info.shape.numel() for info in self._infos]
+        out["numel"] = [info.numel for info in self._infos]
         for field in INTEGERS[1:]:
             out[field] = self._column(field)
         parts = np.where([info.dtype.is_complex for info in self._infos], 2, 1)

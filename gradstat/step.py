@@ -18,7 +18,7 @@ from gradstat._core import announce, norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import Source, gradients_of, labels_of, named_by, source_of
-from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
+from gradstat._core.tensors import ExtraGroups, is_distributed, refuse_distributed, to_device
 from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.measured import Measured
@@ -32,7 +32,8 @@ from gradstat.guard import SpikeGuard, checked_value, remember_guard
 class StepResult:
     """The result of `guarded_step`. Its tensors are on the device; reading them on the host waits for it.
 
-    For use on another stream than the step's, the rules of `gradstat.stats` apply.
+    For use on another stream than the step's, the rules of `gradstat.stats` apply. A pickle waits for the device and
+    holds the report; all tensors are on the CPU then.
 
     Attributes:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
@@ -71,11 +72,21 @@ class StepResult:
         """The report on the gradients before clipping, without their loss scale.
 
         The first access starts the copy to the host, behind the step and all later work on the step's stream, whatever
-        stream is current then. ``.result()`` waits for it.
+        stream is current then. ``.result()`` waits for it, and raises RuntimeError if another rank could not measure.
         """
         if self._report is None:
             self._report = self._measured.report()
         return self._report
+
+    def __getstate__(self) -> dict[str, Any]:
+        verdict, loss = self._measured.verdict.cpu(), self.loss
+        return {
+            "_measured": Measured.nothing()._replace(norm=self.total_norm.cpu(), verdict=verdict),
+            "_skips": self._skips,
+            "_report": self.report,
+            "counters": StepCounters.on(torch.device("cpu"), self.counters, "a copy of the counters"),
+            "loss": loss.detach().cpu() if isinstance(loss, Tensor) else loss,
+        }
 
     def __repr__(self) -> str:
         return f"StepResult(total_norm={self.total_norm}, skipped={self.skipped})"
@@ -248,7 +259,13 @@ def _step(request: _Request, loss: Any) -> StepResult:
                 # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
                 measured.limit_tensors_(clip, _having_gradients(optimizer), gradients)
                 rewrites = False
-            stepped, returned = measured.step_optimizer(optimizer, optimizer.step, gradients, rewrites, request.skips)
+            try:
+                stepped, returned = measured.step_optimizer(
+                    optimizer, optimizer.step, gradients, rewrites, request.skips
+                )
+            except BaseException:
+                _uncount(request, measured)
+                raise
     finally:
         announce.step_ended(optimizer)  # also if it was skipped
     if not stepped:
@@ -327,7 +344,12 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
     if request.model is not None:
         source = named_by(request.model, source)
     found = gradients_of(source.parameters)
-    if not found.tensors and request.extra_groups is None:
+    # Without gradients here, ranks that have some may still wait for this one.
+    if not (
+        found.tensors
+        or request.extra_groups is not None
+        or (request.scaler is None and is_distributed(source.parameters))
+    ):
         if request.scaler is not None:
             raise RuntimeError(
                 "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
@@ -355,10 +377,15 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
     counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
     in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
-    measured = Measured.of(
-        *(found.tensors, labels, step, source.parameters, request.backend, request.extra_groups),
-        in_place=in_place or isinstance(request.clip, TensorClip),
-    )
+    try:
+        measured = Measured.of(
+            *(found.tensors, labels, step, source, request.backend, request.extra_groups),
+            in_place=in_place or isinstance(request.clip, TensorClip),
+        )
+    except Exception as error:
+        if counts and request.guard is not None:
+            request.guard._leave(request.loss, error)
+        raise
     if flags:
         for flag in flags:
             measured.verdict[norms.SKIP].add_(to_device(flag, measured.verdict.device))
@@ -374,6 +401,12 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
     elif counts and not counts_itself:
         _count(request, measured)
     return found.tensors, measured
+
+
+def _uncount(request: _Request, measured: Measured) -> None:
+    """Takes back that a step was counted as taken, since it raised; a skipped one stays skipped."""
+    taken = (measured.verdict[norms.SKIP] == 0) if request.skips else torch.ones((), device=measured.verdict.device)
+    counters_on(request.optimizer, measured.home).steps.sub_(taken.to(torch.int64))
 
 
 def _count(request: _Request, measured: Measured) -> None:

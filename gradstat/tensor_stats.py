@@ -82,7 +82,7 @@ class TensorStats(RowValues):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape: of the whole tensor for a distributed one, of the values for a sparse one."""
+        """The shape; of the whole tensor for a distributed one."""
         return self._info.shape
 
     @property
@@ -97,8 +97,8 @@ class TensorStats(RowValues):
 
     @property
     def numel(self) -> int:  # type: ignore[override]
-        """Number of elements."""
-        return self._info.shape.numel()
+        """Number of elements; of those that a sparse tensor stores, since all values are over these."""
+        return self._info.numel
 
     @property
     def nonfinite_count(self) -> int:
@@ -152,8 +152,8 @@ class TensorStats(RowValues):
     def first_nonfinite(self) -> tuple[int, ...] | None:
         """Index of the first NaN or Inf, one number per dimension; None when all elements are finite.
 
-        The first in memory order, which for a contiguous tensor is row-major order. For a distributed tensor the first
-        one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
+        The first in memory order, which for a contiguous or sparse tensor is row-major order. For a distributed tensor
+        the first one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
         """
         flat = self._field("first_nonfinite")
         if math.isinf(flat):

@@ -57,13 +57,18 @@ UPDATE_FIELDS: tuple[str, ...] = UpdateStats._fields[1:-1]
 class UpdateReport:
     """The upcoming updates of all parameters with a gradient; iterates over `UpdateStats`, ``report[name]`` gives one.
 
-    Returned by `update_stats`. Waits for the device only when the first number is read. Holds no parameter.
+    Returned by `update_stats`. Waits for the device only when the first number is read, or it is pickled; its tensors
+    are on the CPU then. Holds no parameter.
     """
 
     def __init__(self, names: Any, sums: Tensor, sizes: Sequence[int]) -> None:
         self._names = names
         self._sums, self._sizes = sums, sizes
         self._copy = HostCopy(sums)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sums = torch.from_numpy(self._copy.wait().copy())
+        return UpdateReport, (functools.partial(tuple, self.names), sums, tuple(self._sizes))
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -111,6 +116,9 @@ class UpdateReport:
         sums = dict(zip(_fields.UPDATE_SUMS, self._copy.wait()[i].tolist(), strict=True))
         bad = tuple(name for name in _OPERANDS if not np.isfinite(sums[name]))
         return UpdateStats._make([self.names[i], *self._rows[i].tolist(), bad])
+
+    def __repr__(self) -> str:
+        return f"UpdateReport({len(self)} parameters)"
 
     @never_traced
     def __str__(self) -> str:

@@ -9,11 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradstat import _fields
 from gradstat._core import backends, norms
 from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
 from gradstat._core.norms import Decision, StepRequest
+from gradstat._core.parameters import Names
 from gradstat._core.tensors import (
     ExtraGroups,
     NameOf,
@@ -39,6 +41,7 @@ def measure(
     step: StepRequest | None = None,
     owners: list[Tensor] | None = None,
     extra_groups: ExtraGroups | None = None,
+    names: Names | None = None,
     over_ranks: bool = True,
     in_place: bool = False,
     wants: Literal["rows", "total", "sums"] = "rows",
@@ -50,21 +53,23 @@ def measure(
     process groups, all of whose ranks have to call this.
 
     With ``step`` it also decides about an optimizer's step. ``owners`` are the parameters, if ``tensors`` are their
-    gradients: ranks on which some gradients are missing then take part as well. With ``over_ranks=False``, rows of
-    distributed tensors are those of this rank's shards. ``in_place`` refuses tensors that cannot be multiplied in
+    gradients: ranks on which gradients are missing then take part as well. ``names`` returns the owners' names, or the
+    tensors', which ranks compare. With ``over_ranks=False``, rows of distributed tensors are those of this rank's
+    shards. ``in_place`` refuses tensors that cannot be multiplied in
     place, before anything is measured; on several ranks the others are told. ``wants`` can limit the result for
     distributed tensors to the total, with the extremes of complex elements' moduli, or to the total's summed fields,
     for smaller and fewer reductions.
     """
-    if extra_groups is None:
+    is_awaited = extra_groups is not None or (not tensors and owners is not None and is_distributed(owners))
+    if not is_awaited:
         measured = measure_directly(tensors, name_of, backend, step)
         if measured is not None:
             return measured
     with torch.no_grad():
-        if extra_groups is not None or (over_ranks and is_distributed(tensors)):
+        if is_awaited or (over_ranks and is_distributed(tensors)):
             from gradstat._core.sharded import Sharded
 
-            sharded = Sharded(tensors, owners, extra_groups)
+            sharded = Sharded(tensors, owners, extra_groups, names)
 
             def measure_local(local: list[Tensor]) -> Measurement:
                 if in_place and sharded.has_partial:
@@ -112,7 +117,7 @@ def norm_of(
 
     NaN if another rank could not measure its part: raising instead would need a sync.
     """
-    is_over_ranks = extra_groups is not None or is_distributed(tensors)
+    is_over_ranks = extra_groups is not None or is_distributed(tensors or owners or [])
     if is_over_ranks and norm_type not in (2.0, math.inf):
         raise NotImplementedError(
             f"over several ranks gradstat supports norms of order 2 and inf only, not {norm_type}; use "
@@ -167,24 +172,55 @@ def measure_directly(
 
 def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_place: bool = False) -> Measurement:
     """The rows of any measurable tensors, on any devices; for distributed tensors, the rows of their local shards."""
-    plain = readable(tensors, name_of, in_place)
+    sparse: dict[int, Tensor] = {}
+    plain = readable(tensors, name_of, in_place, sparse)
     groups = by_device(plain)
     tables, known = [], None
     for device, positions in groups.items():
         kernels = resolve_for(backend, device.type, name_of, positions[0])
         table, known = kernels.check([plain[i] for i in positions])
         tables.append(table)
-    if len(groups) == 1:
-        return Measurement(tables, None, infos_of(plain, known))
+        for row, position in enumerate(positions) if sparse else ():
+            if position in sparse:
+                _locate_(table[row], sparse[position])
+    infos = infos_of(plain, known if len(groups) == 1 else None)
+    if sparse:
+        infos = [
+            info._replace(shape=sparse[i].shape, stored=info.numel) if i in sparse else info
+            for i, info in enumerate(infos)
+        ]
     order = [position for positions in groups.values() for position in positions]
-    return Measurement(tables, order, infos_of(plain, None))
+    return Measurement(tables, order if len(groups) > 1 else None, infos)
+
+
+def _locate_(row: Tensor, sparse: Tensor) -> None:
+    """Turns an index into the values of a coalesced tensor, in its row, into one into the whole tensor. No sync."""
+    values, indices = sparse.values(), sparse.indices()
+    if not values.numel():
+        return
+    for column, field in enumerate(_fields.FIELDS):
+        if not field.is_index:
+            continue
+        is_there = row[column].isfinite()
+        flat = torch.where(is_there, row[column], 0.0).to(torch.int64).reshape(1)
+        size = values[0].numel()
+        at, place = indices.index_select(1, flat // size), torch.zeros_like(flat)
+        for dim in range(len(at)):
+            place = place * sparse.shape[dim] + at[dim]
+        row[column] = torch.where(is_there, (place * size + flat % size).squeeze(0).to(row.dtype), row[column])
 
 
 def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule | None:
-    """The compiled functions for a list of ordinary tensors that begins with ``first``; None if there are none."""
+    """The compiled functions for a list of ordinary tensors that begins with ``first``; None if there are none.
+
+    None for a backend that is not there, too: where the tensors are measured that raises, and other ranks are told.
+    """
     if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
         return None
-    return resolve_for(backend, first.device.type, name_of, 0).direct
+    try:
+        return resolve_for(backend, first.device.type, name_of, 0).direct
+    except (BackendUnavailableError, ValueError):
+        return None
 
 
 def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) -> Kernels:

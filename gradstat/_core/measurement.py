@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from gradstat._core.norms import Decision
 from gradstat._core.tensors import TensorInfo, to_device
 
 _NEEDS_COPY = operator.attrgetter("needs_copy")
+_NAN_COUNT = _fields.INDEX["nan_count"]
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
 
@@ -27,10 +29,10 @@ class Measurement(NamedTuple):
     # The tensor that each row of the concatenated tables belongs to; None if they are in order.
     order: list[int] | None
     infos: Sequence[TensorInfo]
-    # [1, len(FIELDS)] float64: the total over all tensors and ranks, if some tensors are distributed. Every rank that
-    # could not measure its part counts as one NaN.
+    # [1, len(FIELDS)] float64: the total over all tensors and ranks, if some tensors are distributed.
     total: Tensor | None = None
-    failed: Tensor | None = None  # 0-d float64: other ranks that could not measure; None if no tensor is distributed
+    # 0-d float64: ranks that could not measure, Inf if ranks have other tensors; None if no tensor is distributed.
+    failed: Tensor | None = None
     decision: Decision | None = None  # the decision about a step, if one was requested
 
     def table(self) -> Tensor:
@@ -41,9 +43,11 @@ class Measurement(NamedTuple):
         return joined[torch.tensor(self.order, device="cpu").argsort().to(joined.device, non_blocking=True)]
 
     def summands(self) -> Tensor:
-        """Rows that merge into the total row, on the first tensor's device."""
-        if self.total is not None:
-            return self.total
+        """Rows that merge into the total row, on the first tensor's device: NaN is counted if another rank failed."""
+        if self.total is not None and self.failed is not None:
+            whole = self.total.clone()
+            whole[:, _NAN_COUNT] += self.failed
+            return whole
         if not self.tables:
             return torch.empty(0, _fields.COUNT, dtype=torch.float64, device="cpu")
         if len(self.tables) == 1:
@@ -96,11 +100,16 @@ class HostRows:
 
     def raise_if_others_failed(self) -> None:
         """Waits, and raises RuntimeError if another rank could not measure its part."""
-        failed = 0 if self._failed is None else int(self._failed.wait())
+        failed = 0.0 if self._failed is None else float(self._failed.wait())
+        if math.isinf(failed):
+            raise RuntimeError(
+                "other ranks have other tensors, so the result is unknown; see the errors on those ranks. All ranks "
+                "have to pass the same tensors in the same order"
+            )
         if failed:
             raise RuntimeError(
-                f"{failed} other rank{'s' * (failed != 1)} failed to measure their shards, so the result is unknown; "
-                "see the errors on those ranks"
+                f"{failed:.0f} other rank{'s' * (failed != 1)} failed to measure their shards, so the result is "
+                "unknown; see the errors on those ranks"
             )
 
 

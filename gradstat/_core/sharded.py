@@ -2,12 +2,14 @@
 
 The placement on each mesh dimension decides: for a replicated tensor nothing is merged; rows of a sharded tensor are
 merged over that dimension's group; the pending sum of a partial tensor is reduced first, since addends have no
-statistics of their own. A rank that cannot measure its shards still joins the collectives, so that no other rank hangs.
+statistics of their own. A rank that cannot measure its shards still joins the collectives, so that no other rank hangs,
+and ranks whose tensors differ are told so instead (`gradstat._core.agreement`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -21,17 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
-from gradstat._core.collectives import device_of, reduce_, reduce_together_
+from gradstat._core.agreement import Exchange, Listed
+from gradstat._core.collectives import device_of, require_member
 from gradstat._core.engines import FlatShard
 from gradstat._core.measurement import Measurement
-from gradstat._core.parameters import gradients_of
+from gradstat._core.parameters import Names, gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
 
 _SUMMED = _fields.SUMMED
 # The remaining columns. Fields merged by "min" are negated before the all-reduce, so that a single MAX serves both.
 _EXTREMES = tuple(enumerate(_fields.FIELDS))[_SUMMED.stop :]
 _INDICES = [column for column, field in _EXTREMES if field.is_index]
-_NAN_COUNT = _fields.INDEX["nan_count"]
+# Columns of packed rows: summed fields and the number of ranks with a NaN or Inf; and those with the maximum taken.
+_SUMS, _MAXIMA = _SUMMED.stop + 1, len(_EXTREMES)
 # The groups over which a tensor's rows are merged, and a bit for each extra group.
 _GroupKey: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
 # A float64 represents integers exactly up to 2**53.
@@ -46,6 +50,7 @@ class Layout(NamedTuple):
     groups: tuple[ProcessGroup, ...]
     resolved: tuple[Any, ...] | None  # the placements with Replicate for each Partial; None if there is no Partial
     shards: Shards | None  # None for a `FlatShard`, whose indices are converted to indices in the whole tensor
+    words: str = "flat"  # the placements, with Replicate for each Partial
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
@@ -71,6 +76,7 @@ class Layout(NamedTuple):
             tuple(mesh.get_group(d) for d in sharded),
             None if resolved == tuple(placements) else resolved,
             Shards(mesh.mesh.tolist(), dims, index_bits()),
+            ", ".join(map(str, resolved)),
         )
 
 
@@ -121,14 +127,19 @@ class Sharded:
 
     Every rank of a mesh has a row for every owner, with or without a gradient, so that all ranks reduce the same number
     of rows. For gradients, the owners are the parameters that require or have a gradient; otherwise they are the
-    tensors themselves. ``extra`` is as in `gradstat.check`.
+    tensors themselves. ``extra`` is as in `gradstat.check`. ``names`` returns the owners' names.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], owners: list[Tensor] | None = None, extra: ExtraGroups | None = None
+        self,
+        tensors: Sequence[Tensor],
+        owners: list[Tensor] | None = None,
+        extra: ExtraGroups | None = None,
+        names: Names | None = None,
     ) -> None:
         self._tensors = list(tensors)
         self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
+        known = None if names is None else tuple(names())
         if self._starts:
             owners = None  # every rank has a shard of every tensor
         # Positions of the tensors' rows among the rows of all owners.
@@ -136,7 +147,9 @@ class Sharded:
         self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
         stand_ins: Sequence[Tensor] = self._tensors
         if owners is not None and len(owners) > len(self._tensors) and gradients_of(owners).positions is not None:
-            self._owners = [p for p in owners if p.requires_grad or p.grad is not None]
+            kept = [i for i, p in enumerate(owners) if p.requires_grad or p.grad is not None]
+            self._owners = [owners[i] for i in kept]
+            known = None if known is None else tuple(known[i] for i in kept)
             self._positions = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
         masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
@@ -148,6 +161,7 @@ class Sharded:
         placements: tuple[Any, ...] = ()
         layout: Layout | None = None
         rows: list[int] | None = None
+        words, every_words = "", []
         for row, tensor in enumerate(stand_ins):
             if isinstance(tensor, DTensor):
                 spec = tensor._spec
@@ -161,10 +175,28 @@ class Sharded:
                 mesh, layout, rows = None, None, None
             self._layouts.append(layout)
             if rows is None or masks:
-                groups = () if layout is None else layout.groups
+                groups, words = ((), "") if layout is None else (layout.groups, layout.words)
                 rows = self._rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
             rows.append(row)
+            every_words.append(words)
         self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
+        # A gradient that one rank lacks is described by its owner, so it is on all ranks.
+        every = Listed(
+            known if known is not None and len(known) == len(self._owners) else None,
+            _metadata(self._owners),
+            every_words,
+        )
+        self._listed = {group: self._over(group, every, masks) for group in (*self._groups, *self._extra)}
+        self._error: Exception | None = None
+        # By group and what is reduced; None if other ranks have other tensors, and were told.
+        self._exchanges: dict[tuple[ProcessGroup, str], Exchange | None] = {}
+
+    def _over(self, group: ProcessGroup, every: Listed, masks: list[int]) -> Listed:
+        """The tensors that all ranks of ``group`` have to have: those spread over extra groups may be elsewhere."""
+        if not masks:
+            return every
+        spread = {row for (groups, _), rows in self._rows_by_key.items() if group in groups for row in rows}
+        return every.take([row for row, mask in enumerate(masks) if not mask or row in spread])
 
     @property
     def has_partial(self) -> bool:
@@ -176,57 +208,95 @@ class Sharded:
 
         The tables have an additional last column: the number of ranks with a NaN or Inf. ``first_nonfinite`` of a
         sharded tensor holds the lowest such rank, in the bits above the index in that rank's shard. An exception from
-        ``measure_local`` is raised after the reductions; the other ranks see it in ``failed``.
+        ``measure_local`` is raised after the reductions; the other ranks see it in ``failed``. RuntimeError if another
+        rank has other tensors.
         """
-        table, infos, error = self._measured(measure_local)
-        packed = _pack(
-            table,
-            error is not None,
-            [layout is not None and bool(layout.groups and layout.shards) for layout in self._layouts],
-        )
-        for group in self._groups:
-            rows = [row for (groups, _), members in self._rows_by_key.items() if group in groups for row in members]
-            packed = _reduced(packed, group, None if len(rows) == len(table) else rows)
+        places = {
+            group: [row for (groups, _), rows in self._rows_by_key.items() if group in groups for row in rows]
+            for group in self._groups
+        }
+        self._announce(places, "rows", extremes=True)
+        table, infos = self._measured(measure_local)
+        is_sharded = [layout is not None and bool(layout.groups and layout.shards) for layout in self._layouts]
+        packed, failed = _pack(table, is_sharded), self._has_failed(table)
+        for group, rows in places.items():
+            packed, failed = self._reduced(packed, failed, group, rows, "rows")
         merged = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
-        total, failed = self._over_extra_groups(merged, table, error is not None)
-        if error is not None:
-            raise error
+        total, failed = self._over_extra_groups(merged, failed, table)
+        if self._error is not None:
+            raise self._error
         whole = _unpack(packed)
         if len(self._positions) < len(self._owners):
             whole = whole[_index(self._positions, whole)]
-        return Measurement([whole], None, self._infos(infos), _add_failed(total, failed), failed)
+        return Measurement([whole], None, self._infos(infos), total, failed)
 
     def total(self, measure_local: MeasureLocal, extremes: bool) -> Measurement:
         """`rows` without the rows: reduces one row per kind of tensor, and only its sums unless ``extremes``."""
-        table, _, error = self._measured(measure_local)
-        if not extremes and not self._extra and len(self._rows_by_key) == 1 and len(table):
-            total, failed = self._total_of_sums(table, error is not None)
+        every = list(self._rows_by_key)
+        places = {group: [i for i, (groups, _) in enumerate(every) if group in groups] for group in self._groups}
+        self._announce(places, "kinds", extremes)
+        table, _ = self._measured(measure_local)
+        failed = self._has_failed(table)
+        if not extremes and not self._extra and len(every) == 1 and len(table):
+            # The common case, all tensors of one kind, in as few operations as possible.
+            kinds = _Packed(table.new_zeros(1, _SUMS), table.new_empty(1, 0))
+            torch.sum(table[:, _SUMMED], 0, out=kinds.sums[0, _SUMMED])
         else:
-            packed = _pack(table, error is not None)
+            packed = _pack(table)
             kinds = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
-            every = list(self._rows_by_key)
-            for group in self._groups:
-                rows = [row for row, (groups, _) in enumerate(every) if group in groups]
-                kinds = _reduced(kinds, group, None if len(rows) == len(every) else rows, extremes)
-            total, failed = self._over_extra_groups(kinds, table, error is not None, extremes)
-        if error is not None:
-            raise error
-        return Measurement([], None, (), _add_failed(total, failed), failed)
+        for group, at in places.items():
+            kinds, failed = self._reduced(kinds, failed, group, at, "kinds", extremes)
+        if kinds.maxima.shape[1]:
+            total, failed = self._over_extra_groups(kinds, failed, table, extremes)
+        else:
+            total = identity_rows(1, table)
+            total[0, _SUMMED] = kinds.sums[0, _SUMMED]
+        if self._error is not None:
+            raise self._error
+        return Measurement([], None, (), total, failed)
 
-    def _total_of_sums(self, table: Tensor, failed: bool) -> tuple[Tensor, Tensor]:
-        """The common case, all tensors of one kind, in as few operations as possible."""
-        sums = table.new_full((_SUMMED.stop + 1,), float(failed))
-        torch.sum(table[:, _SUMMED], 0, out=sums[_SUMMED])
-        reduce_(sums, dist.ReduceOp.SUM, self._groups, "gradstat")
-        total = identity_rows(1, table)
-        total[0, _SUMMED] = sums[_SUMMED]
-        return total, sums[-1]
+    def _announce(self, places: dict[ProcessGroup, list[int]], kind: str, extremes: bool) -> None:
+        """Tells the ranks of each group of tensors that are new to it, before a rank that has others can fail."""
+        counts = [(group, kind, len(at)) for group, at in places.items()]
+        counts += [(group, "extra", 1 << len(self._extra) - 1) for group in self._extra]
+        for group, what, count in counts:
+            exchange, widths = Exchange.of(group, (what, extremes)), (_SUMS, _MAXIMA if extremes else 0)
+            difference = exchange.announce(self._listed[group], count, widths, self._device)
+            self._exchanges[group, what] = exchange if difference is None else None
+            self._note(difference)
+
+    def _note(self, difference: str | None) -> None:
+        if difference is not None and self._error is None:
+            self._error = RuntimeError(difference)
+
+    def _has_failed(self, table: Tensor) -> Tensor:
+        return table.new_full((), float(self._error is not None))
+
+    def _reduced(
+        self, packed: _Packed, failed: Tensor, group: ProcessGroup, rows: list[int], kind: str, extremes: bool = True
+    ) -> tuple[_Packed, Tensor]:
+        """The given rows merged over the ranks of ``group``, the other rows unchanged; and how many ranks failed."""
+        exchange = self._exchanges[group, kind]
+        if exchange is None:
+            return packed, failed
+        index = None if len(rows) == len(packed.sums) else _index(rows, packed.sums)
+        sums, maxima = packed if index is None else (part[index] for part in packed)
+        given = maxima if extremes else maxima[:, :0]
+        reduced, largest, failed, difference = exchange.reduce(sums, given, self._listed[group], failed)
+        if difference is not None:
+            self._note(difference)
+            failed = torch.ones_like(failed)
+        maxima = largest if extremes else maxima
+        if index is None:
+            return _Packed(reduced, maxima), failed
+        packed.sums[index], packed.maxima[index] = reduced, maxima
+        return packed, failed
 
     def _over_extra_groups(
-        self, kinds: _Packed, table: Tensor, failed: bool, extremes: bool = True
+        self, kinds: _Packed, failed: Tensor, table: Tensor, extremes: bool = True
     ) -> tuple[Tensor, Tensor]:
         """The total over all kinds and over the extra groups, and the number of ranks that failed."""
-        nothing = _pack(identity_rows(1, table), failed)
+        nothing = _pack(identity_rows(1, table))
         if self._extra:
             # One row for every set of extra groups, on every rank, whatever tensors it has.
             places: list[list[int]] = [[] for _ in range(1 << len(self._extra))]
@@ -234,18 +304,20 @@ class Sharded:
                 places[mask].append(row)
             kinds = _stacked([_merged(kinds, rows) if rows else nothing for rows in places], table)
             for bit, group in enumerate(self._extra):
-                kinds = _reduced(kinds, group, [m for m in range(len(places)) if m >> bit & 1], extremes)
+                at = [m for m in range(len(places)) if m >> bit & 1]
+                kinds, failed = self._reduced(kinds, failed, group, at, "extra", extremes)
         everything = _merged(_stacked([kinds, nothing], table), None)
-        return _unpack(everything)[:, : _fields.COUNT], everything.sums[0, -1]
+        return _unpack(everything)[:, : _fields.COUNT], failed
 
-    def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo], Exception | None]:
+    def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo]]:
         """A row for every owner: the identity for owners that have no tensor here."""
-        if not self._tensors:
-            return self._identities(), [], None
+        if not self._tensors or self._error is not None:
+            return self._identities(), []
         try:
             local = measure_local(self._local())
         except Exception as error:
-            return self._identities(), [], error
+            self._error = error
+            return self._identities(), []
         table = local.table()
         if len(self._positions) == len(self._owners):
             for column in _INDICES if self._starts else ():
@@ -253,7 +325,7 @@ class Sharded:
         else:
             table = self._identities()
             table[_index(self._positions, table)] = local.table()
-        return table, local.infos, None
+        return table, local.infos
 
     def _local(self) -> list[Tensor]:
         """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
@@ -275,28 +347,50 @@ class Sharded:
         for tensor, row, info in zip(self._tensors, self._positions, local, strict=True):
             layout = self._layouts[row]
             if layout is not None and layout.groups:
-                info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards)
+                info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards, info.stored)
             found.append(info)
         return found
 
     def _identities(self) -> Tensor:
-        tensors = (tensor for tensor in (*self._tensors, *self._owners) if not tensor.is_meta)
+        return identity_rows(len(self._owners), torch.empty(0, device=self._device))
+
+    @property
+    def _device(self) -> torch.device:
+        given: Iterable[object] = itertools.chain(self._tensors, self._owners)  # what is no tensor is refused later
+        tensors = (tensor for tensor in given if isinstance(tensor, (Tensor, FlatShard)) and not tensor.is_meta)
         first = next(tensors, None)
-        device = device_of(dist.group.WORLD) if first is None else first.device  # type: ignore[arg-type]
-        return identity_rows(len(self._owners), torch.empty(0, device=device))
+        return device_of(require_member(None)) if first is None else first.device
+
+
+def _metadata(tensors: Sequence[Any]) -> list[Any]:
+    """An object with the shape of the whole and the dtype, for each tensor; whatever else is in the list itself."""
+    try:
+        return [tensor._spec.tensor_meta for tensor in tensors]  # a tenth of the time of reading shape and dtype
+    except AttributeError:
+        return [tensor._spec.tensor_meta if isinstance(tensor, DTensor) else _Meta.of(tensor) for tensor in tensors]
+
+
+class _Meta(NamedTuple):
+    shape: Any
+    dtype: Any
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Meta:
+        owner = getattr(tensor, "owner", tensor)
+        return cls(getattr(tensor, "shape", None), getattr(owner, "dtype", None))
 
 
 class _Packed(NamedTuple):
     """Rows packed for reduction: columns to sum, and columns to take the maximum of."""
 
-    sums: Tensor  # [n, summed fields + 2]; the last two columns count ranks with a NaN or Inf, and ranks that failed
+    sums: Tensor  # [n, summed fields + 1]; the last column counts ranks with a NaN or Inf
     maxima: Tensor  # [n, other fields]; fields with merge "min" are negated
 
 
-def _pack(table: Tensor, failed: bool, is_sharded: list[bool] | None = None) -> _Packed:
+def _pack(table: Tensor, is_sharded: list[bool] | None = None) -> _Packed:
     """A table's rows packed for reduction; indices of sharded tensors get the rank in the bits above them."""
     bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
-    sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64), torch.full_like(table[:, :1], float(failed))], 1)
+    sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64)], 1)
     columns = {column: table[:, column] for column, _ in _EXTREMES}
     if is_sharded is not None and any(is_sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
@@ -309,10 +403,10 @@ def _pack(table: Tensor, failed: bool, is_sharded: list[bool] | None = None) -> 
 def _unpack(packed: _Packed) -> Tensor:
     """Rows with their columns in field order, and a last column: the number of ranks with a NaN or Inf."""
     rows = packed.sums.new_empty(len(packed.sums), _fields.COUNT + 1)
-    rows[:, _SUMMED] = packed.sums[:, :-2]
+    rows[:, _SUMMED] = packed.sums[:, _SUMMED]
     for place, (column, field) in enumerate(_EXTREMES):
         rows[:, column] = -packed.maxima[:, place] if field.merge == "min" else packed.maxima[:, place]
-    rows[:, -1] = packed.sums[:, -2]
+    rows[:, -1] = packed.sums[:, -1]
     return rows
 
 
@@ -338,22 +432,8 @@ def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.dev
 
 def _stacked(parts: list[_Packed], table: Tensor) -> _Packed:
     if not parts:
-        return _pack(table[:0], False)
+        return _pack(table[:0])
     return _Packed(torch.cat([part.sums for part in parts]), torch.cat([part.maxima for part in parts]))
-
-
-def _reduced(packed: _Packed, group: ProcessGroup, rows: list[int] | None, extremes: bool = True) -> _Packed:
-    """The given rows merged over the ranks of ``group``; the other rows unchanged."""
-    index = None if rows is None else _index(rows, packed.sums)
-    sums, maxima = (part.contiguous() if index is None else part[index] for part in packed)
-    reduced = {dist.ReduceOp.SUM: sums}
-    if extremes:
-        reduced[dist.ReduceOp.MAX] = maxima
-    reduce_together_(reduced, group, "gradstat")
-    if index is None:
-        return _Packed(sums, maxima)
-    packed.sums[index], packed.maxima[index] = sums, maxima
-    return packed
 
 
 def identity_rows(count: int, like: Tensor) -> Tensor:
@@ -362,12 +442,6 @@ def identity_rows(count: int, like: Tensor) -> Tensor:
     for column, field in _EXTREMES:
         rows[:, column] = field.identity
     return rows
-
-
-def _add_failed(total: Tensor, failed: Tensor) -> Tensor:
-    """The total row with each failed rank counted as a NaN, since no norm is known then."""
-    total[:, _NAN_COUNT] += failed
-    return total
 
 
 def without_ranks(table: Tensor) -> Tensor:
@@ -379,13 +453,29 @@ def without_ranks(table: Tensor) -> Tensor:
     return table
 
 
-def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Sums ``rows``, ``[len(tensors), ...]``, in place over the process groups that each tensor is sharded over."""
+def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
+    """Sums ``rows``, ``[len(tensors), ...]``, in place over the process groups that each tensor is sharded over.
+
+    RuntimeError if a rank has other tensors; the sums are NaN where the host would have to wait to find out.
+    """
     groups: dict[ProcessGroup, list[int]] = {}
+    words = [""] * len(tensors)
     for row, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            for group in Layout.of(tensor._spec.mesh, tensor._spec.placements).groups:
+            layout = Layout.of(tensor._spec.mesh, tensor._spec.placements)
+            words[row] = layout.words
+            for group in layout.groups:
                 groups.setdefault(group, []).append(row)
+    listed = Listed(names, _metadata(tensors), words)
+    difference = None
     for group, members in groups.items():
-        index = _index(members, rows)
-        rows[index] = reduce_(rows[index], dist.ReduceOp.SUM, [group], "gradstat")
+        exchange = Exchange.of(group, rows.shape[1])
+        found = exchange.announce(listed, len(members), (rows.shape[1], 0), rows.device)
+        if found is None:
+            index = _index(members, rows)
+            sums = rows[index]
+            sums, _, failed, found = exchange.reduce(sums, sums[:, :0], listed, rows.new_zeros(()))
+            rows[index] = torch.where(failed > 0, torch.nan, sums)
+        difference = difference or found
+    if difference is not None:
+        raise RuntimeError(difference)

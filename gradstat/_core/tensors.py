@@ -67,11 +67,17 @@ class TensorInfo(NamedTuple):
     device: torch.device
     order: tuple[int, ...] | None  # dimensions from slowest to fastest varying in memory; None for row-major
     shards: Shards | None = None  # for a distributed tensor; ``shape`` is then the whole's and ``order`` a shard's
+    stored: int | None = None  # for a sparse tensor, how many elements it stores, which are those measured
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
         order = None if tensor.is_contiguous() else memory_order(tensor)
         return cls(tensor.shape, tensor.dtype, tensor.device, order)
+
+    @property
+    def numel(self) -> int:
+        """Number of measured elements."""
+        return self.shape.numel() if self.stored is None else self.stored
 
 
 def name_by_position(position: int) -> str:
@@ -84,11 +90,14 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def readable(tensors: Sequence[Any], name_of: NameOf, in_place: bool = False) -> list[Tensor]:
+def readable(
+    tensors: Sequence[Any], name_of: NameOf, in_place: bool = False, sparse: dict[int, Tensor] | None = None
+) -> list[Tensor]:
     """Dense strided tensors with the elements to be measured; the original tensors where possible.
 
     A tensor that cannot be measured raises an error with its name: see `_refusal`. With ``in_place`` one that cannot be
-    multiplied in place does as well: see `writable`.
+    multiplied in place does as well: see `writable`. ``sparse`` gets the sparse tensors by position, coalesced, so that
+    their values are in row-major order.
     """
     _refuse_fake_mode()
     found = []
@@ -97,8 +106,13 @@ def readable(tensors: Sequence[Any], name_of: NameOf, in_place: bool = False) ->
         if in_place:
             _target(local, name_of, i)
         if local.layout is torch.sparse_coo:
-            local = local.coalesce().values()
+            whole = local.coalesce()
+            local = whole.values().contiguous()
+            if sparse is not None:
+                sparse[i] = whole
         local = local.resolve_conj().resolve_neg()
+        if not torch.compiler.is_compiling() and local._is_zerotensor():  # without memory
+            local = torch.zeros_like(local)
         found.append(local if is_dense(local) else local.contiguous())
     return found
 
@@ -259,16 +273,23 @@ def writable(tensors: Sequence[Tensor], name_of: NameOf) -> list[Tensor]:
 def _target(local: Tensor, name_of: NameOf, i: int) -> Tensor:
     if local.layout is torch.sparse_coo:
         local = local._values()  # scaling uncoalesced values scales their sum
+    require_own_memory(local, name_of, i)
     if local.is_conj():
         local = local.conj()  # clears the conjugate bit; multiplying by a real number commutes with conjugation
     if local.is_neg():
         raise NotImplementedError(f"{_describe(name_of(i), local)} is a lazy negation; assign its .resolve_neg()")
-    if not is_dense(local) and _overlaps(local):
-        raise RuntimeError(
-            f"{_describe(name_of(i), local)} is expanded: several of its elements share memory, so it cannot be "
-            "scaled in place; assign its .clone()"
-        )
     return local
+
+
+def require_own_memory(tensor: Tensor, name_of: NameOf, i: int) -> None:
+    """Raises RuntimeError, by name, if not every element of a strided tensor has memory of its own to be changed."""
+    if tensor._is_zerotensor():
+        why = "is one of torch's lazy zero tensors, which have no memory"
+    elif not is_dense(tensor) and _overlaps(tensor):
+        why = "is expanded: several of its elements share memory"
+    else:
+        return
+    raise RuntimeError(f"{_describe(name_of(i), tensor)} {why}, so it cannot be changed in place; assign its .clone()")
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import DIVISOR, REASON, SCALE, SKIP, StepRequest
-from gradstat._core.parameters import Labels
+from gradstat._core.parameters import Labels, Source
 from gradstat._core.tensors import ExtraGroups, NameOf, to_device, writable
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
@@ -52,13 +52,13 @@ class Measured(NamedTuple):
         gradients: list[Tensor],
         labels: Labels,
         step: StepRequest,
-        parameters: list[Tensor],
+        source: Source,
         backend: str | None,
         extra_groups: ExtraGroups | None,
         *,
         in_place: bool = False,
     ) -> Measured:
-        """Reads the gradients of ``parameters`` once; can count the step. No host sync; all ranks decide alike.
+        """Reads the gradients of ``source`` once; can count the step. No host sync; all ranks decide alike.
 
         With ``in_place``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
         """
@@ -68,7 +68,12 @@ class Measured(NamedTuple):
             if in_place:
                 refuse_half(gradients, labels.of)
         rows = measure(
-            gradients, labels.of, backend, step=step, owners=parameters, extra_groups=extra_groups, in_place=in_place
+            *(gradients, labels.of, backend),
+            step=step,
+            owners=source.parameters,
+            names=source.names,
+            extra_groups=extra_groups,
+            in_place=in_place,
         )
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
@@ -145,6 +150,7 @@ class Measured(NamedTuple):
         labels, is_scaled = self.labels, self.is_scaled
 
         def make(rows: HostRows, verdict: Any) -> Report:
+            rows.raise_if_others_failed()
             scale = float(verdict[SCALE]) if is_scaled else None
             table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
             refused = reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
@@ -190,7 +196,7 @@ class Unscaled(NamedTuple):
         gradients: list[Tensor],
         labels: Labels,
         inverse_scale: Tensor,
-        parameters: list[Tensor],
+        source: Source,
         extra_groups: ExtraGroups | None,
     ) -> Unscaled:
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
@@ -205,13 +211,14 @@ class Unscaled(NamedTuple):
             with torch.no_grad():
                 targets = writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
-            rows = measure(gradients, name_of, None, owners=parameters, extra_groups=extra_groups)
+            owners, names = source.parameters, source.names
+            rows = measure(gradients, name_of, None, owners=owners, names=names, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)
         return cls(rows, labels, inverse_scale, streams_of([inverse_scale, *rows.tables]))
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Whether something is not finite, per device: 0-d float32, 1 or 0."""
-        tables = self.rows.tables if self.rows.total is None else [self.rows.total]
+        tables = self.rows.tables if self.rows.total is None else [self.rows.summands()]
         return {table.device: norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
@@ -240,6 +247,7 @@ class Unscaled(NamedTuple):
         labels = self.labels
 
         def make(rows: HostRows, inverse_scale: Any) -> Report:
+            rows.raise_if_others_failed()
             scale = 1.0 / float(inverse_scale) if inverse_scale else math.inf
             return Report(
                 labels.present, rows.table(), rows.infos, labels.missing, loss_scale=scale, total=rows.total()

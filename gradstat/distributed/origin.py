@@ -165,6 +165,9 @@ class OriginWatch:
             self._handles = [p.register_post_accumulate_grad_hook(_unmeasured_hook(self)) for p in self._parameters]
             self._handles.append(ddp_model.register_forward_pre_hook(self._measure_accumulated))
 
+    def __repr__(self) -> str:
+        return f"OriginWatch({len(self._names)} parameters, {len(self._seen)} measurements since the last result)"
+
     def result(self) -> OriginReport:
         """Which rank caused NaN or Inf since the last call; the same report on every rank. Resets for the next step.
 

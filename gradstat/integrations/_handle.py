@@ -47,6 +47,9 @@ class Handle:
         self._measurements_at_backward = 0  # in the last backward pass
         self.watches: Sequence[Watch] = ()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"
+
     @property
     def monitors(self) -> tuple[Monitor, ...]:
         """The monitors, one for each model or optimizer, in the same order."""

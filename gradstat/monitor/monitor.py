@@ -741,6 +741,9 @@ class Monitor:
             "keep it outside of the model, save monitor.state_dict(), and make a new Monitor for a copied model"
         )
 
+    def __repr__(self) -> str:
+        return f"Monitor({type(self._model).__name__}, {self.steps} steps, {len(self.findings)} findings)"
+
     def __enter__(self) -> Self:
         return self
 

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:
-        numel = np.array([0 if info is None else info.shape.numel() for info in infos], dtype=np.int64)
+        numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
         matrices = np.array([info is not None and len(info.shape) >= 2 for info in infos], dtype=bool)
         return cls(tuple(names), tuple(infos), numel, numel * parts, matrices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -102,25 +103,31 @@ def measure_segments(
     Tensors that cannot be measured are in no segment of the result; ``left_out`` gets the reasons, by kind.
     """
     name_of = _namer(segments)
-    measured = measure_directly(tensors, name_of, backend) if extra_groups is None else None
+    # Other ranks may have gradients and wait for this one.
+    is_awaited = extra_groups is not None or (
+        owners is not None and not segments[0].measured and is_distributed(owners)
+    )
+    measured = None if is_awaited else measure_directly(tensors, name_of, backend)
     if measured is not None:
         return [PendingRows(segments, measured, wanted)]
     parts = []
     for i, segment in enumerate(segments):
         some, tensors = tensors[: segment.measured], tensors[segment.measured :]
         # All ranks must keep the same tensors: distributed gradients are left to `Sharded`, which tells other ranks.
-        is_over_ranks = i == 0 and (extra_groups is not None or is_distributed(some))
+        is_over_ranks = i == 0 and (is_awaited or is_distributed(some))
         is_kept = segment.kind == "scalars" or is_over_ranks
         parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
-    if extra_groups is None and not any(is_distributed(some) for _, some in parts):
+    if not is_awaited and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
         return [PendingRows(segments, measure(tensors, _namer(segments), backend), wanted)]
     numbers, error = [], None  # the error of the gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
             extra = extra_groups if i == 0 else None
-            of = owners if i == 0 and (extra is not None or is_distributed(some)) else None
-            rows = measure(some, _namer([segment]), backend, owners=of, extra_groups=extra)
+            of = owners if i == 0 and (is_awaited or is_distributed(some)) else None
+            # Without their extra groups, tensors that only some ranks have, such as experts, cannot be told apart.
+            names = None if i and extra_groups is not None else functools.partial(tuple, segment.names)
+            rows = measure(some, _namer([segment]), backend, owners=of, names=names, extra_groups=extra)
         except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise
         except Exception as raised:  # other ranks wait in collectives of later segments

@@ -38,17 +38,31 @@ def test_gradients_with_a_graph_are_clamped_and_their_version_moves() -> None:
     parameter.grad = None  # breaks the cycle of parameter and graph
 
 
-def test_what_torch_cannot_clamp_is_refused_in_its_words() -> None:
-    for gradient in (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.float8_e5m2)):
-        for foreach in (None, False):
-            errors = []
-            for clip in (torch_clip_value, gradstat.clip_grad_value_):
-                parameter = nn.Parameter(torch.zeros_like(gradient), requires_grad=False)
-                parameter.grad = gradient.clone()
-                with pytest.raises((RuntimeError, NotImplementedError)) as caught:
-                    clip([parameter], 0.5, foreach)
-                errors.append((caught.type, str(caught.value)))
-            assert errors[0] == errors[1]
+REFUSED: dict[str, tuple[torch.Tensor, float, str]] = {
+    "integers": (torch.ones(2, dtype=torch.int64), 0.5, r"dtype torch\.int64, whose elements cannot be clamped"),
+    "float8": (torch.ones(2, dtype=torch.float8_e5m2), 0.5, r"dtype torch\.float8_e5m2, which torch does not clamp"),
+    "too large": (
+        torch.ones(2, dtype=torch.float16),
+        1e6,
+        r"float16, whose largest number is 65504, but clip_value is",
+    ),
+    "expanded": (torch.ones(1).expand(3), 0.5, r"is expanded: several of its elements share memory"),
+    "lazy zeros": (torch._efficientzerotensor((3,)), 0.5, r"one of torch's lazy zero tensors, which have no memory"),
+}
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_torch_cannot_clamp_is_refused_by_name_before_anything_changes(case: str, foreach: bool | None) -> None:
+    gradient, limit, words = REFUSED[case]
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros_like(gradient), requires_grad=False)]
+    parameters[0].grad, parameters[1].grad = torch.full((3,), 9e9), gradient
+    with pytest.raises((RuntimeError, NotImplementedError)) as theirs:
+        torch_clip_value(parameters[1:], limit, foreach)
+    with pytest.raises((RuntimeError, NotImplementedError), match=rf"the gradient of parameters\[1\].*{words}") as ours:
+        gradstat.clip_grad_value_(parameters, limit, foreach)
+    assert ours.type is theirs.type
+    assert (parameters[0].grad == 9e9).all()
 
 
 @pytest.mark.parametrize("limit", [-1.0, -1e-30, math.nan, -math.inf], ids=str)

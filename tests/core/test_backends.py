@@ -201,7 +201,7 @@ CORE_LAYERS = [
     | {"host_copy", "engines", "announce", "saved", "text"},
     {"native", "reference"},
     {"backends", "parameters"},
-    {"measurement"},
+    {"measurement", "agreement"},
     {"sharded"},
     {"measure"},
     {"__init__"},

@@ -1,6 +1,7 @@
 """check, check_async, check_tensors and stats: what they accept, what they name, and what they refuse."""
 
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -231,3 +232,91 @@ def test_a_check_joins_a_cuda_graph_and_follows_its_input() -> None:
         x.fill_(value)
         graph.replay()
         assert table[0, gradstat.FIELDS.index("max")].item() == value
+
+
+def test_sparse_gradients_name_the_row_of_the_parameter() -> None:
+    """In reports, their text, errors and findings, for sums of repeated rows as well."""
+    embedding = nn.Embedding(100, 8, sparse=True)
+    monitor = gradstat.Monitor(embedding, on_anomaly="record")
+    weights = torch.tensor([1.0, 2.0, math.nan, 1.0]).unsqueeze(1)
+    (embedding(torch.tensor([97, 5, 97, 3])) * weights).sum().backward()
+    monitor.step()
+    monitor.flush()
+    report = gradstat.check(embedding)
+    assert report["weight"].first_nonfinite == (97, 0)
+    assert report["weight"].shape == (100, 8)
+    assert report["weight"].numel == report.numel == report.to_numpy()["numel"][0] == 3 * 8
+    assert "100x8" in str(report)
+    assert "[97, 0]" in str(report)
+    with pytest.raises(
+        gradstat.NonFiniteGradientError, match=r"weight: 8 NaN of 24 elements, first at \[97, 0\] \(shape \(100, 8\)"
+    ):
+        report.raise_if_nonfinite()
+    assert pickle.loads(pickle.dumps(report))["weight"].first_nonfinite == (97, 0)
+    finding = next(finding for finding in monitor.findings if finding.rule == "nonfinite-gradient")
+    assert finding.evidence["first"] == [97, 0]
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    assert gradstat.guarded_step(optimizer, 1.0).report.result()["group0.0"].first_nonfinite == (97, 0)
+
+
+def test_lazy_zeros_are_measured_and_refused_where_they_would_be_written() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))]
+    parameters[0].grad, parameters[1].grad = torch.ones(3), torch._efficientzerotensor((3, 2))
+    report = gradstat.check(parameters)
+    assert report.ok
+    assert report["param1"].zero_count == 6
+    for order in (2.0, math.inf, 3.0):
+        assert gradstat.get_total_norm([p.grad for p in parameters], order) > 0  # type: ignore[misc]
+        assert gradstat.clip_grad_norm_(parameters, math.inf, order) > 0
+        with pytest.raises(
+            RuntimeError, match=r"parameters\[1\].*lazy zero tensors, which have no memory.*\.clone\(\)"
+        ):
+            gradstat.clip_grad_norm_(parameters, 0.5, order)
+    for clip in (gradstat.AGC(), gradstat.AdaGC(), gradstat.FixedClip(0.5)):
+        with pytest.raises(RuntimeError, match="lazy zero tensors"):
+            clip.clip_(parameters)
+    assert (parameters[0].grad == 1).all()
+    gradstat.guarded_step(torch.optim.SGD(parameters, lr=1.0))
+    assert (parameters[0] == 0).all()
+
+
+def test_a_pending_report_can_be_printed_and_sent() -> None:
+    model = trained(make_model())
+    pending = gradstat.check_async(model)
+    report = gradstat.check(model)
+    assert str(pending) == str(report)
+    assert repr(pending) == f"PendingReport({report!r})"
+    sent = pickle.loads(pickle.dumps(pending))
+    assert type(sent) is gradstat.PendingReport
+    assert sent.done()
+    assert sent.result().to_dict() == report.to_dict()
+    waiting = gradstat.check_async(model)
+    waiting.done = lambda: False  # type: ignore[method-assign]
+    assert str(waiting) == "PendingReport(not arrived yet; result() waits)"
+
+
+def test_handles_say_what_they_are() -> None:
+    model = trained(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradstat.guarded_step(optimizer)
+    micro_batches = gradstat.MicroBatches(model)
+    micro_batches.check()
+    with gradstat.Monitor(model) as monitor, gradstat.patch_torch() as patch:
+        shown = {
+            "Monitor(Sequential, 0 steps, 0 findings)": monitor,
+            "MicroBatches(1 checked since the last result)": micro_batches,
+            "NoiseScale(8 parameters, 0 steps)": gradstat.NoiseScale(model, micro_batch_size=2),
+            "StepCounters(tensor([1, 0, 0]))": gradstat.step_counters(optimizer),
+            "UpdateReport(8 parameters)": gradstat.update_stats(optimizer),
+        }
+        assert [repr(thing) for thing in shown.values()] == list(shown)
+        assert repr(patch).startswith("TorchPatch(torch.nn.utils.clip_grad_norm_, ")
+    assert repr(patch) == "TorchPatch(removed)"
+    model.zero_grad()
+    in_backward = gradstat.step_in_backward(torch.optim.SGD, model, lr=0.1)
+    assert repr(in_backward) == "StepInBackward(SGD, 8 parameters)"
+    in_backward.remove()
+    assert repr(in_backward) == "StepInBackward(SGD, removed)"
+    handle = gradstat.auto(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert repr(handle).startswith("AutoHandle(SGD, Monitor(")
+    handle.remove()

@@ -240,13 +240,50 @@ def test_empty_list_gives_an_empty_table(where: tuple[str, str]) -> None:
 
 
 def test_sparse_is_measured_by_its_coalesced_values(where: tuple[str, str]) -> None:
+    """All but the index of the first bad element, which is one into the whole tensor."""
     backend, device = where
     indices = torch.tensor([[0, 2, 2, 5]])
     values = torch.tensor([[1.0, 2.0], [3.0, math.inf], [-3.0, 1.0], [0.0, 4.0]])
     sparse = torch.sparse_coo_tensor(indices, values, (7, 2), device=device, check_invariants=True)
     assert not sparse.is_coalesced()
-    table = gradstat.stats([sparse], backend=backend)
-    assert_rows_match(table, [sparse.coalesce().values()])
+    table = gradstat.stats([torch.ones(3, device=device), sparse], backend=backend)
+    at = _fields.INDEX["first_nonfinite"]
+    assert table[1, at] == 2 * 2 + 1
+    table[1, at] = 1 * 2 + 1  # of the values
+    assert_rows_match(table, [torch.ones(3), sparse.coalesce().values()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dense"), [((9,), 0), ((9, 4), 1), ((9, 4), 0), ((5, 3, 4), 1), ((4, 3, 2, 5), 2), ((6, 0), 1), ((), 0)]
+)
+def test_the_first_bad_element_of_a_sparse_tensor_is_that_of_the_dense_one(
+    shape: tuple[int, ...], dense: int, dtype: torch.dtype, where: tuple[str, str]
+) -> None:
+    backend, device = where
+    draw = torch.Generator().manual_seed(len(shape) * 10 + dense)
+    for count in (0, 1, 2, 7):
+        rows = [torch.randint(0, size, (count,), generator=draw) for size in shape[: len(shape) - dense]]
+        indices = torch.stack(rows) if rows else torch.zeros(0, count, dtype=torch.int64)
+        values = torch.ones(count, *shape[len(shape) - dense :], dtype=dtype)
+        bad = torch.rand(values.shape, generator=draw) < 0.3
+        values[bad] = math.nan
+        sparse = torch.sparse_coo_tensor(
+            indices, values, shape, device=device, check_invariants=True
+        )  # repeated indices are added
+        stats = gradstat.check_tensors({"w": sparse, "v": torch.ones(2, device=device)}, backend=backend)["w"]
+        expected = sparse.to_dense().isnan().nonzero()
+        assert stats.shape == shape
+        assert stats.numel == sparse.coalesce().values().numel()
+        assert stats.nan_count == len(expected)
+        assert stats.first_nonfinite == (tuple(expected[0].tolist()) if len(expected) else None)
+
+
+def test_lazy_zeros_are_zeros(where: tuple[str, str]) -> None:
+    backend, device = where
+    zeros = torch._efficientzerotensor((3, 2), device=device)
+    assert_rows_match(gradstat.stats([torch.ones(2, device=device), zeros], backend=backend),
+                      [torch.ones(2), torch.zeros(3, 2)])  # fmt: skip
 
 
 def test_lazy_conjugates_are_resolved(where: tuple[str, str]) -> None:

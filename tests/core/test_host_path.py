@@ -282,3 +282,17 @@ def test_references_are_balanced() -> None:
     after = [sys.getrefcount(o) for o in watched]
     # None is shared by the whole interpreter, so its count varies a little.
     assert all(abs(a - b) < 100 for a, b in zip(before, after, strict=True))
+
+
+def test_helpers_refuse_what_are_no_lists_and_no_references() -> None:
+    for arguments in ((None, None), ([], None), (None, []), ((), ())):
+        with pytest.raises(RuntimeError, match="gradstat: expected a list of weak references to modules"):
+            HELPERS.make_plan(*arguments)  # type: ignore[arg-type]
+    for modules in ([None], [1], [nn.Linear(1, 1)]):
+        with pytest.raises(RuntimeError, match="gradstat: expected weak references to modules"):
+            HELPERS.make_plan(modules, [])
+    with pytest.raises(RuntimeError, match="gradstat: expected a list of parameters"):
+        HELPERS.gradients_of(None)  # type: ignore[arg-type]
+    for plan in (None, 1, []):
+        with pytest.raises(ValueError, match="PyCapsule"):
+            HELPERS.planned_parameters(plan)

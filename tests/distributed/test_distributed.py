@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from gradients import parameter_with, parameters_with
 from ranked import assert_same_stats
-from ranks import Ranks, collectives_of, on_ranks
+from ranks import Ranks, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
@@ -405,21 +405,6 @@ def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip() -> No
     assert gradstat.guarded_step(optimizer, gradstat.ZClip()).total_norm == 2.0
     with pytest.raises(NotImplementedError, match="norms of order 2 and inf only, not 3"):
         gradstat.clip_grad_norm_([parameter], 1.0, 3.0)
-
-
-CALLS: dict[str, Callable[[list[nn.Parameter]], object]] = {
-    "check": gradstat.check,
-    "clip": lambda parameters: gradstat.clip_grad_norm_(parameters, 1.0),
-    "step": lambda parameters: gradstat.guarded_step(torch.optim.AdamW(parameters, fused=True), 1.0),
-}
-
-
-@pytest.mark.parametrize(("call", "expected"), [("check", 2), ("clip", 1), ("step", 2)])
-@on_ranks(2)
-def test_the_number_of_collectives_does_not_grow(call: str, expected: int) -> None:
-    for tensors in (3, 60):
-        parameters = [sharded_ones(6) for _ in range(tensors)]
-        assert len(collectives_of(lambda parameters=parameters: CALLS[call](parameters))) == expected
 
 
 # Ways to train -----------------------------------------------------------------------------------------------

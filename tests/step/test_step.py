@@ -735,3 +735,52 @@ def test_bad_arguments_are_refused_before_anything_changes(ready: tuple[nn.Modul
     with pytest.raises(ZeroDivisionError):
         gradstat.guarded_step(optimizer, 1.0)
     assert not {"found_inf", "grad_scale"} & set(vars(optimizer))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_result_can_be_sent_to_another_process(fused: bool) -> None:
+    net = network()
+    optimizer = torch.optim.AdamW(net.named_parameters(), fused=fused)
+    for bad in (False, True):
+        loss = net(torch.randn(2, 6)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        if bad:
+            net[0].weight.grad[0, 0] = math.nan  # type: ignore[index,union-attr]
+        result = gradstat.guarded_step(optimizer, 1.0, loss=loss, guard=gradstat.SpikeGuard())
+        sent = pickle.loads(pickle.dumps(result))
+        assert type(sent) is gradstat.StepResult
+        assert repr(sent) == repr(result)
+        assert bool(sent.skipped) is bad
+        assert bool(sent.refused) == bool(result.refused)
+        assert sent.loss == loss.detach()
+        assert sent.counters.read() == result.counters.read()
+        assert sent.report.result().to_dict() == result.report.result().to_dict()
+    nothing = gradstat.guarded_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    assert pickle.loads(pickle.dumps(nothing)).total_norm == 0
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_whose_hook_raised_is_not_counted(fused: bool, skips: bool, guarded: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    guard = gradstat.SpikeGuard() if guarded and skips else None
+
+    def step() -> gradstat.StepCounts:
+        parameter.grad = torch.ones(3)
+        gradstat.guarded_step(optimizer, 1e9, skips, guard=guard)
+        return gradstat.step_counters(optimizer).read(wait=True)
+
+    def fail(*_: object) -> None:
+        raise KeyError("hook")
+
+    assert step().steps == 1
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        hook = register(fail)
+        with pytest.raises(KeyError):
+            step()
+        assert gradstat.step_counters(optimizer).read(wait=True) == gradstat.StepCounts(1, 0, 0)
+        hook.remove()
+    assert step() == gradstat.StepCounts(2, 0, 0)

@@ -428,3 +428,16 @@ def test_sharded_parameters_are_measured_as_wholes() -> None:
             update_stats(optimizer)
     else:
         assert update_stats(optimizer).table[0].isnan().all()
+
+
+def test_a_report_can_be_sent_to_another_process() -> None:
+    optimizer = Adam([("w", nn.Parameter(torch.ones(3))), ("b", nn.Parameter(torch.ones(2)))], lr=0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    report = gradstat.update_stats(optimizer)
+    sent = pickle.loads(pickle.dumps(report))
+    assert list(sent) == list(report)
+    assert str(sent) == str(report)
+    assert torch.equal(sent.table, report.table)
+    assert torch.equal(sent.overall, report.overall)

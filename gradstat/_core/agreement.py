@@ -1,0 +1,193 @@
+"""Reductions of rows over ranks that may have different tensors: the ranks are told, and no row is merged with another.
+
+A reduction needs buffers of the same size on all ranks, so a list of tensors that this group has not reduced before is
+announced first. All ranks then have reduced the same lists, and know the most rows that any of them has: every later
+reduction is of so many rows, behind a header with a checksum of the list. A rank whose list is new fills that reduction
+with zeros and waits for its header: if the list is new on all ranks, and the same, it repeats the reduction with its
+rows. So the ranks issue the same collectives whatever lists they have, and those whose list is known need no other one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gradstat._core.collectives import format_ranks, gather_by_rank, reduce_together_
+
+# A header counts the ranks that failed and those whose list is new, and sums the checksums.
+_HEADER = 3
+# A sum of this many bits over 2**20 ranks is exact in float64.
+_CHECKSUM_BYTES = 4
+_MOST_KNOWN = 1 << 16
+_exchanges: weakref.WeakKeyDictionary[ProcessGroup, dict[object, Exchange]] = weakref.WeakKeyDictionary()
+
+
+class _Columns(NamedTuple):
+    names: tuple[str, ...] | None
+    metadata: tuple[Any, ...]
+    layouts: tuple[str, ...]
+
+
+class Listed:
+    """What has to be the same on all ranks about a list of tensors: one item for each tensor in every column."""
+
+    def __init__(self, names: Sequence[str] | None, metadata: Iterable[Any], layouts: Iterable[str]) -> None:
+        """``names`` are None if unknown; ``metadata`` have ``shape`` and ``dtype``, ``layouts`` are in words."""
+        self._columns = _Columns(None if names is None else tuple(names), tuple(metadata), tuple(layouts))
+
+    def take(self, rows: Sequence[int]) -> Listed:
+        """The given tensors of the list."""
+        columns = [None if column is None else [column[row] for row in rows] for column in self._columns]
+        return Listed(*columns)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def checksum(self) -> int:
+        """Equal for equal lists; for others with a chance of 2**-32."""
+        return _checksum(self._columns)
+
+    def lines(self) -> list[str]:
+        """Each tensor in words."""
+        return _lines(self._columns)
+
+
+@functools.lru_cache(maxsize=64)
+def _checksum(columns: _Columns) -> int:
+    text = "\n".join(_lines(columns)).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=_CHECKSUM_BYTES).digest(), "little")
+
+
+def _lines(columns: _Columns) -> list[str]:
+    found = []
+    for i, (about, layout) in enumerate(zip(columns.metadata, columns.layouts, strict=True)):
+        name = "" if columns.names is None else f"{columns.names[i]!r} "
+        sizes = None if about.shape is None else list(about.shape)
+        found.append(f"{name}{str(about.dtype).removeprefix('torch.')}{sizes}{layout and ' as '}{layout}")
+    return found
+
+
+class Exchange:
+    """The reductions of one kind over a group. All its ranks make the same calls, possibly with different lists."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._world = group, dist.get_world_size(group)
+        self._rows = 0  # in every reduction; the same on all ranks, as is what is known
+        self._known: set[int] = set()
+
+    @classmethod
+    def of(cls, group: ProcessGroup, kind: object) -> Exchange:
+        """The exchange of ``group`` for one ``kind`` of reductions: rows of one width, by the same operations."""
+        by_kind = _exchanges.setdefault(group, {})
+        exchange = by_kind.get(kind)
+        if exchange is None:
+            exchange = by_kind[kind] = cls(group)
+        return exchange
+
+    def announce(self, listed: Listed, rows: int, widths: tuple[int, int], device: torch.device) -> str | None:
+        """Before `reduce`: makes a list known that is new, by one more reduction, for which the host waits.
+
+        Returns the difference, in words, if the list is not new on all ranks, or not the same; then the others have
+        been told, and `reduce` must not be called. ``rows`` is how many rows `reduce` will get, ``widths`` the number
+        of their columns to be summed, and to be maximised.
+        """
+        if listed.checksum in self._known:
+            return None
+        like = torch.empty(0, dtype=torch.float64, device=device)
+        sums, maxima = (like.new_zeros(self._rows, width) for width in widths)
+        header, _, _ = self._reduced(sums, maxima, listed, like.new_zeros(()), is_new=True)
+        _, new, total = header.tolist()
+        everyone = new == self._world
+        if everyone and total == listed.checksum * self._world:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            self._known.add(listed.checksum)
+            self._rows = max(self._rows, rows)
+            return None
+        if everyone or _host_sees(device):
+            return self._difference(listed)
+        return (  # ranks whose list is known do not wait for the header, so nothing can be gathered from them
+            f"rank {dist.get_rank()} has other tensors than in the calls before, unlike at least one of "
+            f"{self._ranks}. {_ADVICE}"
+        )
+
+    def reduce(
+        self, sums: Tensor, maxima: Tensor, listed: Listed, failed: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, str | None]:
+        """``sums`` and ``maxima``, ``[rows, width]`` each, reduced over the ranks; and ``failed``, a 0-d sum.
+
+        If a rank had other tensors, the rows have no meaning: then the difference is returned in words if the group's
+        tensors are on the CPU. On other devices, where the host would have to wait, ``failed`` is infinite instead.
+        """
+        header, sums, maxima = self._reduced(sums, maxima, listed, failed, is_new=False)
+        others = 0.0, float(listed.checksum * self._world)
+        if not _host_sees(header.device):
+            differs = header[1:] != _pair(*others, header.device)
+            return sums, maxima, header[0] + torch.where(differs, math.inf, 0.0).sum(), None
+        found = header.tolist()
+        difference = None if (found[1], found[2]) == others else self._difference(listed)
+        return sums, maxima, header[0], difference
+
+    def _reduced(
+        self, sums: Tensor, maxima: Tensor, listed: Listed, failed: Tensor, is_new: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The header, and the rows given; the collectives are of as many rows as any rank may have."""
+        count, width = sums.shape
+        missing = self._rows - count
+        parts = [failed.reshape(1), _pair(float(is_new), float(listed.checksum), sums.device), sums.reshape(-1)]
+        if missing:
+            parts.append(sums.new_zeros(missing * width))
+        every = {dist.ReduceOp.SUM: torch.cat(parts)}
+        if maxima.shape[1] and self._rows:
+            every[dist.ReduceOp.MAX] = torch.cat([maxima, maxima.new_zeros(missing, maxima.shape[1])])
+        reduce_together_(every, self._group, "gradstat")
+        reduced, *largest = every.values()
+        body = reduced[_HEADER : _HEADER + count * width].view(count, width)
+        return reduced[:_HEADER], body, largest[0][:count] if largest else maxima
+
+    @property
+    def _ranks(self) -> str:
+        return format_ranks(dist.get_process_group_ranks(self._group))
+
+    def _difference(self, listed: Listed) -> str:
+        """The first difference between the ranks' lists. All ranks of the group call this together; waits."""
+        by_rank = gather_by_rank(tuple(listed.lines()), [self._group], "gradstat")
+        usual = Counter(by_rank.values()).most_common(1)[0][0]
+        like = next(rank for rank, lines in by_rank.items() if lines == usual)
+        apart = [rank for rank, lines in by_rank.items() if lines != usual]
+        if not apart:  # a checksum was of another call
+            return f"{self._ranks} did not make the same calls in the same order. {_ADVICE}"
+        theirs = by_rank[apart[0]]
+        place = next(i for i in itertools.count() if theirs[i : i + 1] != usual[i : i + 1])
+        seen, expected = (lines[place] if place < len(lines) else "none" for lines in (theirs, usual))
+        return (
+            f"{format_ranks(apart)} {'has' if len(apart) == 1 else 'have'} other tensors than rank {like}: number "
+            f"{place + 1} is {seen} on rank {apart[0]} (of {len(theirs)}), {expected} on rank {like} "
+            f"(of {len(usual)}). {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "All ranks have to pass the same tensors, of the same names, shapes and dtypes, in the same order; those that only "
+    "some ranks have need extra_groups"
+)
+
+
+def _host_sees(device: torch.device) -> bool:
+    """Whether the host reads numbers on ``device`` without waiting."""
+    return device.type == "cpu"
+
+
+@functools.lru_cache(maxsize=1 << 14)  # steps in backward have a list for each parameter
+def _pair(is_new: float, checksum: float, device: torch.device) -> Tensor:
+    """Cached, since a copy to the device may synchronize."""
+    return torch.tensor((is_new, checksum), dtype=torch.float64, device=device)

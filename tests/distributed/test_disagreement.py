@@ -1,0 +1,447 @@
+"""Ranks that have different tensors: every call says so on all ranks, and nothing is merged, changed or aborted."""
+
+import math
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradients import parameter_with
+from ranked import assert_alike
+from ranks import Ranks, collectives_of, on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import gradstat
+from gradstat._core import agreement, backends
+
+SHAPES = {"a": [8, 8], "b": [8], "c": [6, 2], "d": [3]}
+Named = list[tuple[str, nn.Parameter]]
+
+
+def parameter_of(gradient: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
+    """A parameter of zeros with this gradient, made without communication."""
+    zeros = torch.zeros_like(gradient)
+    parameter = nn.Parameter(distribute_tensor(zeros, mesh, placements, src_data_rank=None))
+    parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+    return parameter
+
+
+def named(mesh: DeviceMesh, shapes: dict[str, list[int]] | None = None, dtype: torch.dtype = torch.float32) -> Named:
+    """Sharded parameters by name, with gradients of ones; the last one is replicated."""
+    shapes = SHAPES if shapes is None else shapes
+    made: Named = []
+    for name, shape in shapes.items():
+        placement: Placement = Replicate() if name == "d" else Shard(0)
+        made.append((name, parameter_of(torch.ones(shape, dtype=dtype), mesh, [placement])))
+    return made
+
+
+def parameters_of(pairs: Named) -> list[nn.Parameter]:
+    return [parameter for _, parameter in pairs]
+
+
+def gradients_of(pairs: Named) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters_of(pairs)]  # type: ignore[misc]
+
+
+def module_of(pairs: Named) -> nn.Module:
+    module = nn.Module()
+    for name, parameter in pairs:
+        module.register_parameter(name, parameter)
+    return module
+
+
+def stepped(pairs: Named) -> object:
+    return gradstat.guarded_step(torch.optim.SGD(pairs, lr=1.0), 1.0)
+
+
+def monitored(pairs: Named) -> None:
+    """A monitor does not raise, so what it warns of is raised here."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        monitor = gradstat.Monitor(module_of(pairs), on_anomaly="record", options={"lag": 0})
+        monitor.step()
+        monitor.detach()
+    for warning in warned:
+        raise RuntimeError(str(warning.message).partition("RuntimeError: ")[2] or str(warning.message))
+
+
+CALLS: dict[str, Callable[[Named], object]] = {
+    "check": gradstat.check,
+    "check_async": lambda pairs: gradstat.check_async(pairs).result(),
+    "stats": lambda pairs: gradstat.stats(gradients_of(pairs)),
+    "clip": lambda pairs: gradstat.clip_grad_norm_(parameters_of(pairs), 1.0),
+    "clip by the largest": lambda pairs: gradstat.clip_grad_norm_(parameters_of(pairs), 1.0, math.inf),
+    "norm": lambda pairs: gradstat.get_total_norm(gradients_of(pairs)),
+    "step": stepped,
+    "monitor": monitored,
+    "updates": lambda pairs: gradstat.update_stats(torch.optim.SGD(pairs, lr=1.0)),
+}
+ONLY_BY_NAME = {"check", "check_async", "step", "monitor"}
+
+
+def outcome_of(call: Callable[[], object]) -> object:
+    """What ``call`` returns or raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def one_fewer(pairs: Named) -> Named:
+    return [pair for pair in pairs if pair[0] != "b"]
+
+
+def one_replica_fewer(pairs: Named) -> Named:
+    return pairs[:-1]
+
+
+def reversed_list(pairs: Named) -> Named:
+    return pairs[::-1]
+
+
+def other_names(pairs: Named) -> Named:
+    return [(name.upper(), parameter) for name, parameter in pairs]
+
+
+def other_shape(pairs: Named) -> Named:
+    mesh = pairs[0][1].device_mesh  # type: ignore[attr-defined]
+    return named(mesh, {**SHAPES, "b": [10]})
+
+
+def other_dtype(pairs: Named) -> Named:
+    return named(pairs[0][1].device_mesh, dtype=torch.float64)  # type: ignore[attr-defined]
+
+
+A = r"('a' )?float32\[8, 8\] as S\(0\) on rank 0 \(of 4\)"
+B = r"('b' )?float32\[8\] as S\(0\) on rank 0 \(of 4\)"
+D = r"('d' )?float32\[3\] as R on rank"
+DIFFERENCES: dict[Callable[[Named], Named], str] = {
+    one_fewer: rf"number 2 is ('c' )?float32\[6, 2\] as S\(0\) on rank 1 \(of 3\), {B}",
+    one_replica_fewer: rf"number 4 is none on rank 1 \(of 3\), {D} 0 \(of 4\)",
+    reversed_list: rf"number 1 is {D} 1 \(of 4\), {A}",
+    other_shape: rf"number 2 is ('b' )?float32\[10\] as S\(0\) on rank 1 \(of 4\), {B}",
+    other_dtype: rf"number 1 is ('a' )?float64\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
+    other_names: rf"number 1 is 'A' float32\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
+}
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["at once", "after calls that agreed"])
+@pytest.mark.parametrize("call", CALLS)
+@on_ranks(2)
+def test_the_rank_and_the_first_difference_are_named_on_all_ranks(call: str, is_warm: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for differ, words in DIFFERENCES.items():
+        if differ is other_names and call not in ONLY_BY_NAME:
+            continue
+        if is_warm:
+            CALLS[call](named(mesh))
+        pairs = differ(named(mesh)) if dist.get_rank() == 1 else named(mesh)
+        before = [parameter.to_local().clone() for parameter in parameters_of(pairs)]  # type: ignore[operator]
+        with pytest.raises(RuntimeError, match=f"^rank 1 has other tensors than rank 0: {words}") as raised:
+            CALLS[call](pairs)
+        assert_alike(str(raised.value))
+        for parameter, value in zip(parameters_of(pairs), before, strict=True):
+            assert torch.equal(parameter.to_local(), value)  # type: ignore[operator]
+            assert bool((parameter.grad.to_local() == 1).all())  # type: ignore[union-attr]
+        CALLS[call](named(mesh))  # and the ranks are still in step
+
+
+Entry = tuple[str, tuple[int, ...], torch.dtype, bool]  # name, shape, dtype, whether it is sharded
+
+
+def random_lists(draw: random.Random, world: int) -> list[list[Entry]]:
+    """A list for each rank, the same on all ranks in half of the cases; its first tensor is never touched."""
+
+    def entry(name: str) -> Entry:
+        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 2)))
+        return name, shape, draw.choice([torch.float32, torch.float64]), draw.random() < 0.7
+
+    first, *common = [entry(f"p{i}") for i in range(draw.randint(1, 6))]
+    lists = [[*common] for _ in range(world)]
+    for each in lists:
+        for _ in range(draw.choice([0, 0, 0, 1, 2])):
+            at = draw.randrange(len(each)) if each else None
+            if at is None or draw.random() < 0.25:
+                each.insert(at or 0, entry(f"q{draw.randrange(3)}"))
+            elif draw.random() < 0.4:
+                del each[at]
+            elif draw.random() < 0.5:
+                each[at] = entry(each[at][0])
+            else:
+                draw.shuffle(each)
+    if draw.random() < 0.5:
+        lists = [lists[0]] * world
+    return [[(first[0], first[1], first[2], True), *each] for each in lists]
+
+
+def agree_or_are_told(seed: int, rounds: int) -> tuple[int, int]:
+    """Random lists in random calls; returns how often the ranks had the same list, and how often not."""
+    counts = [0, 0]
+    draw, mesh = random.Random(seed), init_device_mesh("cpu", (dist.get_world_size(),))
+    for i in range(rounds):
+        call, lists = draw.choice(list(CALLS)), random_lists(draw, dist.get_world_size())
+        seen = [[entry[0 if call in ONLY_BY_NAME else 1 :] for entry in each] for each in lists]
+        names = {tuple(entry[0] for entry in each) for each in lists}
+        if any(len(set(each)) < len(each) for each in names):
+            continue  # a module has every name once
+        pairs: Named = []
+        for name, shape, dtype, is_sharded in lists[dist.get_rank()]:
+            placement: Placement = Shard(0) if is_sharded else Replicate()
+            pairs.append((name, parameter_of(torch.ones(shape, dtype=dtype), mesh, [placement])))
+        try:
+            CALLS[call](pairs)
+            told = ""
+        except RuntimeError as error:
+            told = str(error)
+        expected = any(each != seen[0] for each in seen)
+        assert ("other tensors than rank" in told) is expected, (seed, i, call, lists, told)
+        assert_alike(told)
+        counts[expected] += 1
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@on_ranks(3)
+def test_random_lists_agree_or_are_told(seed: int) -> None:
+    assert min(agree_or_are_told(seed, 40)) > 5
+
+
+@on_ranks(3)
+def test_of_several_ranks_the_minority_is_named() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    pairs = named(mesh)
+    with pytest.raises(RuntimeError, match=r"^rank 0 has other tensors than rank 1: number 2 is 'c'"):
+        gradstat.check(one_fewer(pairs) if dist.get_rank() == 0 else pairs)
+    with pytest.raises(RuntimeError, match=r"^ranks 1, 2 have other tensors than rank 0: number 2 is 'c'"):
+        gradstat.check([pairs, one_fewer(pairs), reversed_list(one_fewer(pairs))][dist.get_rank()])
+
+
+@on_ranks(2)
+def test_lists_that_were_used_before_are_compared_as_well() -> None:
+    """Both lists are known to both ranks, so neither is announced."""
+    mesh = init_device_mesh("cpu", (2,))
+    pairs = named(mesh)
+    for call in (gradstat.check, CALLS["clip"]):
+        for some in (pairs, one_fewer(pairs)):
+            call(some)
+        with pytest.raises(RuntimeError, match=r"^rank 1 has other tensors than rank 0: number 2 is"):
+            call(one_fewer(pairs) if dist.get_rank() == 1 else pairs)
+
+
+@on_ranks(2)
+def test_over_extra_groups_only_tensors_that_are_not_spread_have_to_be_the_same() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("stage",))
+    rank = dist.get_rank()
+    own = [(f"stage{rank}.{i}", parameter_with(torch.ones(2 + rank))) for i in range(1 + rank)]
+    shared = [("shared", parameter_with(torch.ones(3)))]
+    everything, groups = [*shared, *own], [(mesh["stage"], parameters_of(own))]
+    expected = math.sqrt(3 + 2 + 2 * 3)
+    assert gradstat.check(everything, extra_groups=groups).total_norm == pytest.approx(expected)
+    assert gradstat.clip_grad_norm_(parameters_of(everything), math.inf, extra_groups=groups) == pytest.approx(expected)
+    assert gradstat.check(own, extra_groups=mesh["stage"]).total_norm == pytest.approx(math.sqrt(8))
+    some = everything[rank:]
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has other tensors than rank 0: number 1 is none on rank 1 \(of 0\)"
+    ):
+        gradstat.check(some, extra_groups=groups)
+    assert gradstat.check(everything, extra_groups=groups).total_norm == pytest.approx(expected)
+
+
+@on_ranks(4)
+def test_ranks_of_other_groups_do_not_wait_for_those_that_differ() -> None:
+    """On a mesh of two dimensions only pairs of ranks see both lists; the other ranks are told that ranks failed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    parameter = parameter_of(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+    for is_warm in (False, True):
+        if is_warm:
+            assert gradstat.check([("w", parameter)]).total_norm == 4.0
+        name = "v" if dist.get_rank() == 3 else "w"
+        with pytest.raises(RuntimeError, match=r"other tensors than rank|other ranks? failed to measure"):
+            gradstat.check([(name, parameter)])
+    assert gradstat.check([("w", parameter)]).total_norm == 4.0
+
+
+@pytest.mark.parametrize("call", ["check", "clip", "step", "norm"])
+@on_ranks(2)
+def test_a_list_costs_more_collectives_only_when_it_is_new(call: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    count = 1 if call in ("clip", "norm") else 2
+    short, long = named(mesh), named(mesh, {f"{name}{i}": shape for name, shape in SHAPES.items() for i in range(9)})
+    first = collectives_of(lambda: CALLS[call](short))
+    assert first[0] == "all_reduce of 24 bytes"
+    assert len(first) == 1 + count
+    for pairs in (long, short):
+        CALLS[call](pairs)
+    for pairs in (short, long, short):
+        steady = collectives_of(lambda pairs=pairs: CALLS[call](pairs))
+        assert len(steady) == count, "lists that take turns stay known"
+
+
+@on_ranks(2)
+def test_a_rank_without_any_gradient_takes_part() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    pairs = [(name, p) for name, p in named(mesh) if name != "d"]
+    expected = math.sqrt(64 + 8 + 12)
+    for call in CALLS:
+        if call in ("stats", "norm", "updates"):
+            continue  # which take the gradients themselves
+        CALLS[call](pairs)
+    pairs = [(name, p) for name, p in named(mesh) if name != "d"]
+    if dist.get_rank() == 1:
+        for _, parameter in pairs:
+            parameter.grad = None
+    half = math.sqrt(32 + 4 + 6)
+    report = gradstat.check(pairs)
+    assert report.total_norm == pytest.approx(half) != expected
+    assert len(report.missing) == (3 if dist.get_rank() == 1 else 0)
+    assert gradstat.clip_grad_norm_(parameters_of(pairs), math.inf).item() == pytest.approx(half)
+    assert gradstat.guarded_step(torch.optim.SGD(pairs, lr=1.0)).total_norm.item() == pytest.approx(half)
+    monitored(pairs)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@on_ranks(2)
+def test_where_the_host_would_have_to_wait_the_numbers_say_so_instead(is_warm: bool) -> None:
+    """As on a GPU: lists that differ from the first call on are compared at once, later ones when numbers are read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_host_sees", lambda device: False)
+        mesh = init_device_mesh("cpu", (2,))
+        pairs = named(mesh)
+        other = one_fewer(pairs) if dist.get_rank() == 1 else pairs
+        calls = [gradstat.check, CALLS["clip"], CALLS["step"], CALLS["stats"], CALLS["updates"]]
+        if not is_warm:
+            for call in calls:
+                with pytest.raises(RuntimeError, match=r"^rank 1 has other tensors than rank 0: number 2 is"):
+                    call(other)
+            return
+        for call in calls:
+            call(pairs)
+        outcomes = [outcome_of(lambda call=call: call(other)) for call in calls]
+        if dist.get_rank() == 1:
+            assert all(
+                str(outcome).startswith("rank 1 has other tensors than in the calls before") for outcome in outcomes
+            )
+        else:
+            told, norm, step, table, updates = outcomes
+            assert str(told).startswith("other ranks have other tensors, so the result is unknown")
+            assert norm.isnan()  # type: ignore[attr-defined]
+            assert bool(step.skipped)  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match=r"^other ranks have other tensors"):
+                step.report.result()  # type: ignore[attr-defined]
+            assert table.isnan().all()  # type: ignore[attr-defined]
+            assert updates.table[:-1].isnan().all()  # type: ignore[attr-defined]
+        for call in calls:  # lists that were used before are compared as well
+            call(named(mesh, {"a": [8, 8]}))
+        for parameter in parameters_of(pairs):
+            parameter.grad.to_local().fill_(1.0)  # type: ignore[union-attr]  # the clip made some of them NaN
+        assert gradstat.check(pairs).ok
+
+
+# One rank that fails ------------------------------------------------------------------------------------------
+
+
+def spoiled(pairs: Named) -> Named:
+    """The same parameters, of which this rank cannot measure one gradient if it is the last rank."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        gradient = pairs[1][1].grad
+        gradient._local_tensor = gradient._local_tensor.to(torch.int64)  # type: ignore[union-attr]
+    return pairs
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_failed_ranks_are_counted_and_not_once_for_each_tensor(ranks: Ranks, world: int) -> None:
+    ranks.run(world, _counts_failures, 20)
+
+
+def _counts_failures(tensors: int) -> None:
+    world = dist.get_world_size()
+    sizes = (2, world // 2) if world > 2 else (2,)
+    mesh = init_device_mesh("cpu", sizes)
+    placements: list[Placement] = [Shard(dim) for dim in range(len(sizes))]
+    pairs = [(f"p{i}", parameter_of(torch.ones(4, 4), mesh, placements)) for i in range(tensors)]
+    spoiled(pairs)
+    optimizer = torch.optim.SGD(pairs, lr=1.0)
+    if dist.get_rank() == world - 1:
+        for call in (gradstat.check, CALLS["clip"], lambda pairs: gradstat.guarded_step(optimizer, 1.0)):
+            with pytest.raises(TypeError, match=r"torch\.int64"):
+                call(pairs)
+        return
+    with pytest.raises(RuntimeError, match=r"^1 other rank failed to measure their shards"):
+        gradstat.check(pairs)
+    assert CALLS["clip"](pairs).isnan()  # type: ignore[attr-defined]
+    result = gradstat.guarded_step(optimizer, 1.0)
+    assert bool(result.skipped)
+    assert result.total_norm.isnan()
+    with pytest.raises(RuntimeError, match=r"^1 other rank failed"):
+        result.report.result()
+
+
+@on_ranks(2)
+def test_a_rank_without_the_backend_takes_part() -> None:
+    calls: list[Callable[[Named, str | None], object]] = [
+        lambda pairs, backend: gradstat.check(pairs, backend=backend),
+        lambda pairs, backend: gradstat.stats(gradients_of(pairs), backend=backend),
+        lambda pairs, backend: gradstat.clip_grad_norm_(parameters_of(pairs), 1.0, backend=backend),
+        lambda pairs, backend: gradstat.guarded_step(torch.optim.SGD(pairs, lr=1.0), 1.0, backend=backend),
+    ]
+    is_here = dist.get_rank() == 0
+
+    def missing(*_: object) -> None:
+        raise gradstat.BackendUnavailableError("not here")
+
+    for backend, error in ((None, gradstat.BackendUnavailableError), ("tritno", ValueError)):
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_here and backend is None:
+                patch.setattr(backends, "resolve", missing)
+            mesh, wanted = init_device_mesh("cpu", (2,)), None if is_here else backend
+            outcomes = [outcome_of(lambda call=call: call(named(mesh), wanted)) for call in calls]  # noqa: B023
+        if not is_here:
+            assert [type(outcome) for outcome in outcomes] == [error] * len(calls)
+            continue
+        told, table, norm, step = outcomes
+        assert str(told).startswith("1 other rank failed")
+        assert table.isnan().all()  # type: ignore[attr-defined]
+        assert norm.isnan()  # type: ignore[attr-defined]
+        assert bool(step.skipped)  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_takes_part_in_the_mean_of_the_loss() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for _ in range(2):  # with a guard there is one more collective, which has to stay in step
+        pairs = spoiled(named(mesh))
+        optimizer = torch.optim.SGD(pairs, lr=1.0)
+        guard = gradstat.SpikeGuard()
+
+        def step(optimizer: torch.optim.Optimizer = optimizer, guard: gradstat.SpikeGuard = guard) -> object:
+            return gradstat.guarded_step(optimizer, 1.0, loss=torch.tensor(1.0), guard=guard)
+
+        if dist.get_rank() == 1:
+            with pytest.raises(TypeError, match="int64"):
+                step()
+        else:
+            assert bool(step().skipped)  # type: ignore[attr-defined]
+            assert guard.read(wait=True).nonfinite == 1
+    assert gradstat.check(named(mesh)).ok
+
+
+@on_ranks(2)
+def test_the_scaler_finds_a_rank_that_failed() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    pairs = spoiled(named(mesh))
+    optimizer = torch.optim.AdamW(pairs, fused=True)
+    scaler = gradstat.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    if dist.get_rank() == 1:
+        with pytest.raises(TypeError, match="int64"):
+            scaler.step(optimizer)
+        return
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all((parameter.to_local() == 0).all() for parameter in parameters_of(pairs))  # type: ignore[operator]
