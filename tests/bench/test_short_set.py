@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from devices import BACKENDS
 from gpu_gates import short_set
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,10 +1,11 @@
 """A short set of calls that reaches every path of the CUDA and Triton kernels, for compute-sanitizer and the tests.
 
-Needs a GPU; run by `make gpu`. Results are compared with those of the CPU kernels for copies, so it also fails on wrong
+Run by `make gpu`. Results are compared with those of the CPU kernels for copies, so it also fails on wrong
 numbers. Under the sanitizer a launch or an allocation takes a millisecond and more: small tensors share memory, and
 nothing but the calls under test runs on the device (tests/bench/test_short_set.py counts it).
 """
 
+import argparse
 import itertools
 import math
 import sys
@@ -218,8 +219,13 @@ def run(
 
 
 def main() -> None:
-    run(("native", "triton"), "cuda")
-    torch.cuda.synchronize()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a rehearsal")
+    if parser.parse_args().device == "cuda":
+        run(("native", "triton"), "cuda")
+        torch.cuda.synchronize()
+    else:
+        run(("native",), "cpu", 1 << 20)
     print("short set: done")
 
 
