@@ -28,12 +28,12 @@ class Session(NamedTuple):
     Attributes:
         results: The folder for rows and the log.
         device: ``"cuda"``, or ``"cpu"`` for a rehearsal.
-        part_seconds: The most seconds for a part, whatever its own limit.
+        part_seconds: A time limit for every part, instead of its own and the command's.
     """
 
     results: Path
     device: str = "cuda"
-    part_seconds: float = COMMAND_SECONDS
+    part_seconds: float | None = None
 
     @property
     def on_gpu(self) -> bool:

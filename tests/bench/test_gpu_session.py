@@ -1,6 +1,7 @@
 """The commands for a rented GPU: time limits, rows written early, the sanitizer's arguments, merging; without a GPU."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     bundle = SimpleNamespace(install=lambda: True)
     monkeypatch.setitem(sys.modules, "gpu_bundle", bundle)  # type: ignore[arg-type]
 
-    def run(programs: dict[str, tuple[str, float]], most: float = 60.0) -> tuple[bool, list[rows.Row], str]:
+    def run(programs: dict[str, tuple[str, float]], most: float | None = None) -> tuple[bool, list[rows.Row], str]:
         parts = [
             Part(name, seconds, lambda session, source=source: [sys.executable, "-c", source])  # type: ignore[misc]
             for name, (source, seconds) in programs.items()
@@ -112,6 +113,15 @@ def test_what_is_killed_keeps_what_it_had_and_leaves_nothing_running(tmp_path: P
     (path,) = tmp_path.glob("*/gpu_session.jsonl")
     assert outcomes(rows.read(path), "passed") == {"first": 1}
     assert "measured\n" in (tmp_path / "log.txt").read_text()
+
+
+def test_another_limit_for_all_parts_replaces_theirs_and_the_commands(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_session, "COMMAND_SECONDS", 0.0)
+    endless = "import time; time.sleep(600)"
+    _, recorded, _ = run({"slow": ("import time; time.sleep(1.5)", 0.1), "endless": (endless, 600)}, 8.0)
+    assert outcomes(recorded, "passed") == {"slow": 1, "endless": 0}
 
 
 def test_no_part_starts_without_time_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,14 +247,25 @@ def test_the_systems_python_prints_every_command(given: str, shown: str) -> None
     assert "copy it by name" in printed
 
 
+def outside_of_make() -> dict[str, str]:
+    """The environment, without what `make test` passes on."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+
 @pytest.mark.parametrize("given", ["$VARIABLE", "$$VARIABLE", r"\$$VARIABLE"])
 def test_make_leaves_a_variable_of_the_other_machine_in_the_commands(given: str) -> None:
     command = ["make", "--silent", "gpu-plan", f"PYTHON={sys.executable}", f"RESULTS={given}"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
-    made = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment | {"VARIABLE": "expanded"}
-    )
+    environment = outside_of_make() | {"VARIABLE": "expanded"}
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
     assert made.stdout.count('--results "$VARIABLE"\n') == len(COMMANDS)
+
+
+@pytest.mark.parametrize("target", ["gpu-merge", "bench-full", "numerics"])
+def test_a_fresh_environment_gets_matplotlib_before_charts_are_drawn(target: str) -> None:
+    command = ["make", "--dry-run", "--always-make", target, "VENV=fresh"]
+    commands = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=outside_of_make())
+    before, *_ = re.split(r"(gpu_session\.py merge|plots\.py)", commands.stdout, maxsplit=1)
+    assert re.search(r'-e "\.\[(demo|test)\]"', before), "only these extras contain matplotlib"
 
 
 def test_a_variable_that_is_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -221,7 +222,9 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a rehearsal")
-    if parser.parse_args().device == "cuda":
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    if options.device == "cuda":
         run(("native", "triton"), "cuda")
         torch.cuda.synchronize()
     else:
