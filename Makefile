@@ -119,14 +119,14 @@ docs: $(VENV)/.for-docs $(BUILT) ## Build the site, searchable and without any n
 	$(BIN)/python tools/check_site.py build/site
 	@echo "open build/site/index.html"
 
-# Beside the newest Triton: that of torch 2.11, which many machines with a GPU have. Only its package, before the newest
-# on the path.
+# Beside the newest Triton, that of torch 2.11, which many machines with a GPU have: only its package, first on the path,
+# for the oldest architecture and the H100's.
 OLDER_TRITON := 3.6.0
 
 gpu-code: $(VENV)/.for-bench $(VENV)/.triton-$(OLDER_TRITON) ## Compile all GPU code, without a GPU, and check it for spills, stack frames and narrow memory accesses
 	$(BIN)/python tools/gpu_gates/check_cuda.py
 	$(BIN)/python tools/gpu_gates/check_triton.py
-	PYTHONPATH=$(VENV)/triton-$(OLDER_TRITON) $(BIN)/python tools/gpu_gates/check_triton.py
+	PYTHONPATH=$(VENV)/triton-$(OLDER_TRITON) $(BIN)/python tools/gpu_gates/check_triton.py 80 90
 
 # Where rows and logs of GPU runs are kept until they are merged; may name a variable of the machine with the GPU, as in
 # RESULTS='$$NAME'. $(value) and single quotes keep make and the shell here from expanding it.
