@@ -100,7 +100,7 @@ def _fuzz(session: Session) -> list[str]:
 
 def _suite(*groups: str, seconds: float) -> Callable[[Session], list[str]]:
     def argv(session: Session) -> list[str]:
-        rest = ["--full", "--seconds", str(seconds)] if session.on_gpu else ["--seconds", "0.01"]
+        rest = ["--full", "--seconds", str(seconds)] if session.on_gpu else ["--seconds", "0.01", "--first", "1"]
         recorded = ["--device", session.device, "--record", "--results", str(session.results)]
         return [sys.executable, "benchmarks/suite.py", "--only", *groups, *recorded, *rest]
 
