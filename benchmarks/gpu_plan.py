@@ -187,7 +187,7 @@ COMMANDS = {
         "tests that run on a GPU, random tensors compared with exact results, and norms",
         (
             Part("tests", 180, _tests),  # (1,865 tests, 8 at a time)
-            Part("random tensors", 30, _fuzz),  # (50,000 tensors in 60 batches)
+            Part("random tensors", 30, _fuzz),  # (50,000 tensors in 98 batches)
             Part("numerics", 75, _numerics),  # (3,000 vectors of 11 dtypes; drawing and judging them: 30 s)
         ),
     ),

@@ -396,7 +396,7 @@ QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
 
 
 def measure(plan: Plan, groups: Iterable[str], first: int | None = None) -> Iterator[list[Row]]:
-    """Runs groups, or the ``first`` pieces of each, with a progress bar; yields the rows of each piece when it is done."""
+    """Runs groups (the ``first`` pieces of each) with a progress bar; yields the rows of each piece as it is done."""
     work = [item for group in groups for item in islice(GROUPS[group](plan), first)]
     with progress_bar(len(work), "measuring") as progress:
         for what, call in work:
