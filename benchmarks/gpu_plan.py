@@ -181,8 +181,7 @@ class Command(NamedTuple):
     parts: tuple[Part, ...]
 
 
-# In brackets what the time is for: pieces of work, counted, and seconds of each, estimated. A program takes about 8 s to
-# start.
+# In brackets: pieces of work, counted, and seconds of each, estimated. A program takes some 8 s to start.
 COMMANDS = {
     "correctness": Command(
         "tests that run on a GPU, random tensors compared with exact results, and norms",

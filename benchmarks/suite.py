@@ -411,10 +411,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="only these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one comparison (default 3, full 4)")
-    parser.add_argument("--first", type=int, help="only so many pieces of work of each group")
+    parser.add_argument("--first", type=int, help="only so many pieces of work of each group, once if --seconds allow")
     add_arguments(parser)
     options = parser.parse_args()
-    plan = Plan(torch.device(options.device), options.full, options.seconds or (4.0 if options.full else 3.0))
+    seconds = options.seconds or (4.0 if options.full else 3.0)
+    plan = Plan(torch.device(options.device), options.full, seconds, min_rounds=1 if options.first else 7)
     groups = options.only or (GROUPS if options.full else QUICK)
     if plan.device.type == "cpu" and not options.only:
         groups = [group for group in groups if group != counts.GROUP]  # a CPU has no launches or syncs
