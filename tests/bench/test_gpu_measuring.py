@@ -237,3 +237,13 @@ def test_variants_of_the_triton_kernel_are_timed_together_and_right(
     monkeypatch.setattr(gpu_variants, "timed", time)
     gpu_variants.measure_triton(modules, {"one": lambda: tensors, "other": lambda: tensors[1:]}, 3, tmp_path)
     assert timed == [list(modules)] * 2
+
+
+def test_a_rehearsal_runs_the_first_pieces_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def group(name: str) -> Callable[[suite.Plan], suite.Work]:
+        return lambda plan: iter([(name, lambda number=number: [(name, number)]) for number in range(3)])  # type: ignore[misc]
+
+    monkeypatch.setattr(suite, "GROUPS", {name: group(name) for name in "ab"})
+    plan = suite.Plan(CPU, False, 0.01)
+    assert list(suite.measure(plan, "ab", 1)) == [[("a", 0)], [("b", 0)]]
+    assert len(list(suite.measure(plan, "ab"))) == 6
