@@ -119,22 +119,28 @@ docs: $(VENV)/.for-docs $(BUILT) ## Build the site, searchable and without any n
 	$(BIN)/python tools/check_site.py build/site
 	@echo "open build/site/index.html"
 
-gpu-code: $(VENV)/.for-bench ## Compile all GPU code, without a GPU, and check it for spills, stack frames and narrow memory accesses
+# Beside the newest Triton, that of torch 2.11, which many machines with a GPU have: only its package, first on the path,
+# for the oldest architecture and the H100's.
+OLDER_TRITON := 3.6.0
+
+gpu-code: $(VENV)/.for-bench $(VENV)/.triton-$(OLDER_TRITON) ## Compile all GPU code, without a GPU, and check it for spills, stack frames and narrow memory accesses
 	$(BIN)/python tools/gpu_gates/check_cuda.py
 	$(BIN)/python tools/gpu_gates/check_triton.py
+	PYTHONPATH=$(VENV)/triton-$(OLDER_TRITON) $(BIN)/python tools/gpu_gates/check_triton.py 80 90
 
-# Where rows and logs of GPU runs are kept until they are merged.
+# Where rows and logs of GPU runs are kept until they are merged; may name a variable of the machine with the GPU, as in
+# RESULTS='$$NAME'. $(value) and single quotes keep make and the shell here from expanding it.
 RESULTS ?= gpu-results
 
 .PHONY: gpu-plan gpu-merge
 gpu-plan: ## Print the commands that need a GPU, each taking less than eight minutes
-	@$(PYTHON) benchmarks/gpu_session.py plan --results $(RESULTS)
+	@$(PYTHON) benchmarks/gpu_session.py plan --results '$(value RESULTS)'
 
 gpu: ## Run all commands of gpu-plan here, with the system's Python and torch: test, sanitize, count, measure
-	$(PYTHON) benchmarks/gpu_session.py all --results $(RESULTS)
+	$(PYTHON) benchmarks/gpu_session.py all --results '$(value RESULTS)'
 
-gpu-merge: $(VENV)/.built ## Merge rows of GPU runs (FOLDER=gpu-results) into benchmarks/results, redraw charts and rewrite tables
-	$(BIN)/python benchmarks/gpu_session.py merge $(or $(FOLDER),$(RESULTS))
+gpu-merge: $(VENV)/.for-demo $(BUILT) ## Merge rows of GPU runs (FOLDER=gpu-results) into benchmarks/results, redraw charts and rewrite tables
+	$(BIN)/python benchmarks/gpu_session.py merge '$(or $(value FOLDER),$(value RESULTS))'
 
 .PHONY: gpu-bundle
 gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that one, including the variants to time)
@@ -163,6 +169,10 @@ $(VENV)/.torch: $(VENV)/bin/python constraints.txt
 # Installs an extra of pyproject.toml, without compiling, which .built and .built-cpu do.
 $(VENV)/.for-%: $(VENV)/.torch pyproject.toml
 	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --no-compile --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
+	touch $@
+
+$(VENV)/.triton-%: $(VENV)/.torch
+	$(BIN)/python -m pip install --no-compile --quiet --no-deps --upgrade --target $(VENV)/triton-$* triton==$*
 	touch $@
 
 # Incremental: does nothing unless a source is newer than the library.

@@ -17,7 +17,9 @@ import argparse
 import contextlib
 import ctypes
 import importlib.util
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from gpu_plan import COMMAND_SECONDS, COMMANDS, Part, Session
+from gpu_plan import BUDGET_SECONDS, COMMAND_SECONDS, COMMANDS, Part, Session
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,7 +69,7 @@ def installed(session: Session) -> Part | None:
 
 def run_command(name: str, session: Session) -> bool:
     """Runs the parts of a command and prints tables; returns whether all parts passed."""
-    end = time.monotonic() + COMMAND_SECONDS
+    end = time.monotonic() + (COMMAND_SECONDS if session.part_seconds is None else math.inf)
     session.results.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
     with (session.results / "log.txt").open("a") as log:
@@ -84,7 +86,7 @@ def run_command(name: str, session: Session) -> bool:
 def run_part(part: Part, session: Session, log: IO[str], end: float) -> Outcome:
     """Runs a part, at most until ``end``; its output goes to the terminal and to the log."""
     left = end - time.monotonic() - GRACE_SECONDS
-    seconds = min(part.seconds, session.part_seconds, left)
+    seconds = min(session.part_seconds or part.seconds, left)
     if left < LEAST_SECONDS:
         return Outcome(part.name, "not started", 0.0)
     _say(f"\n== {part.name}, {seconds:.0f} s at most\n", log)
@@ -208,37 +210,55 @@ def _merge_and_render(folder: Path) -> int:
     return 0
 
 
+def plain(folder: str) -> str:
+    """A folder whose variables were escaped for make, a shell or both, as it was meant: ``$NAME`` for ``$$NAME``."""
+    return re.sub(r"\\?\$+", "$", folder)
+
+
 def plan(results: str) -> Iterator[str]:
-    """The lines of the plan: instructions and the commands to type."""
-    yield "Run these on a machine with a GPU, in the root of the checkout; together they take at most half an hour."
+    """The lines of the plan: instructions and the commands to type, in which variables are not expanded."""
+    results = f'"{results}"' if re.search(r"[$\s]", results) else results
+    yield "Run these on a machine with a GPU, in the root of the checkout; the most valuable comes first."
+    yield f"Together they take at most {BUDGET_SECONDS / 60:.0f} minutes, with the machine's start and the transfers."
     yield "They need torch, Triton, numpy, pytest and hypothesis (pytest-xdist makes them faster), and no network."
-    yield "Copy gpu-bundle/ (from `make gpu-bundle`) there as well, so that nothing has to be compiled; afterwards copy"
-    yield "the results folder back and merge it: `make gpu-merge FOLDER=...`."
+    yield "So that nothing has to be compiled there, make gpu-bundle/ here (for an H100 or H200: `make gpu-bundle"
+    yield "ARCHITECTURES=90`). Git ignores it, so what copies the files of git leaves it out: copy it by name."
+    yield "Afterwards copy the results folder back and merge it: `make gpu-merge FOLDER=...`."
     for number, (name, command) in enumerate(COMMANDS.items(), 1):
         most = sum(part.seconds for part in command.parts) / 60
-        yield f"\n{number}. {command.what} ({most:.0f} min at most):"
+        yield f"\n{number}. {command.what} ({most:.1f} min at most):"
         yield f"   python3 benchmarks/gpu_session.py {name} --results {results}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["plan", *COMMANDS, "all", "merge"])
-    parser.add_argument("folder", nargs="?", type=Path, help="the folder to merge")
-    parser.add_argument("--results", type=Path, default=Path("gpu-results"), help="the folder for rows and the log")
+    parser.add_argument("folder", nargs="?", type=plain, help="the folder to merge")
+    parser.add_argument(
+        "--results", type=plain, default="gpu-results", help="the folder for rows and the log; may name a variable"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a rehearsal")
-    parser.add_argument("--part-seconds", type=float, default=COMMAND_SECONDS, help="time limit of each part")
+    parser.add_argument(
+        "--part-seconds",
+        type=float,
+        help="time limit of every part, and no other, as for a rehearsal on a slow machine",
+    )
     options = parser.parse_args(arguments)
     if options.command == "plan":
-        print("\n".join(plan(str(options.results))))
+        print("\n".join(plan(options.results)))
         return 0
+    results, folder = (Path(os.path.expandvars(given or "")) for given in (options.results, options.folder))
+    for path in (results, folder):
+        if "$" in str(path):
+            parser.error(f"expected a folder, got {path}, whose variable is not set here; set it, or pass a path")
     if importlib.util.find_spec("torch") is None:
         parser.error(f"{sys.executable} has no torch; use a Python that has it, as in `make gpu PYTHON=python3.12`")
     sys.path.insert(0, str(ROOT))
     if options.command == "merge":
         if options.folder is None:
             parser.error("merge needs the folder to merge, as in `make gpu-merge FOLDER=gpu-results`")
-        return _merge_and_render(options.folder)
-    session = Session(options.results.resolve(), options.device, options.part_seconds)
+        return _merge_and_render(folder)
+    session = Session(results.resolve(), options.device, options.part_seconds)
     if session.results.is_relative_to(RESULTS):
         parser.error(f"--results must be outside of {RESULTS}; `merge` adds rows there")
     import torch

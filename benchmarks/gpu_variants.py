@@ -1,9 +1,9 @@
 """Times variants of the CUDA kernels on a GPU, for the ladder of docs/performance.md.
 
 A variant is the launchers and kernels alone, compiled with other macros (`kernel_variants`). All are loaded into one
-process and called with the same tensors, caches flushed, so that only the kernels differ. Triton's variants have other
-constants in its modules. Rows are appended to ``<results>/<device>/gpu_variants.jsonl`` as they are made: device times,
-and their ratios to the shipped kernels, round by round.
+process and called with the same tensors, caches flushed, so that only the kernels differ. Triton's variants are copies
+of its modules with other constants. Rows are appended to ``<results>/<device>/gpu_variants.jsonl`` as they are made:
+device times, and their ratios to the shipped kernels, round by round.
 
     python benchmarks/gpu_variants.py                 # on a GPU: with the libraries of `make gpu-bundle`, or compiled
     python benchmarks/gpu_variants.py --compile 90    # anywhere; prints registers and spills
@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import itertools
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import gpu_bundle
@@ -162,40 +163,45 @@ def timed(
     append(made, "gpu_variants", results)
 
 
-def measure_triton(rounds: int, results: Path) -> int:
-    """Times other numbers of warps and chunk sizes, in copies of the sources, since Triton compiles constants in.
+def triton_variants(folder: Path) -> dict[str, ModuleType]:
+    """The module of Triton's statistics kernel, and copies of it with other numbers of warps and chunk sizes.
 
-    Returns how many variants failed.
+    Triton compiles constants in, so the copies are of the sources, made below ``folder`` under other package names.
     """
-    failed = 0
+    sys.path.insert(0, str(folder))
+    found = {}
     for warps, chunk in ((4, 4096), (2, 2048), (8, 4096), (4, 2048), (4, 8192)):
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder)
-            shutil.copytree(ROOT / "gradstat", copy / "gradstat", symlinks=False)
-            kernels = copy / "gradstat" / "kernels"
-            numbers = (("stats.py", "WARPS", warps), ("_table.py", "CHUNK_VECTORS", chunk))
-            for file, name, value in numbers:
-                text, count = re.subn(rf"^{name} = \d+", f"{name} = {value}", (kernels / file).read_text(), flags=re.M)
-                assert count == 1, file
-                (kernels / file).write_text(text)
-            environment = {**os.environ, "PYTHONPATH": f"{copy}:{ROOT / 'benchmarks'}"}
-            command = [sys.executable, __file__, "--triton", f"{warps} warps, chunks of {chunk // 64} KB"]
-            command += ["--rounds", str(rounds), "--results", str(results)]
-            run = subprocess.run(command, env=environment, check=False)
-            if run.returncode != 0:
-                print(f"Triton with {warps} warps and chunks of {chunk} vectors failed")
-                failed += 1
-    return failed
+        package = folder / f"triton_{warps}_{chunk}"
+        shutil.copytree(ROOT / "kernels", package, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in package.iterdir():
+            text = path.read_text().replace("gradstat.kernels", package.name)
+            for file, name, value in (("stats.py", "WARPS", warps), ("_table.py", "CHUNK_VECTORS", chunk)):
+                if path.name == file:
+                    text, count = re.subn(rf"^{name} = \d+", f"{name} = {value}", text, flags=re.M)
+                    assert count == 1, file
+            path.write_text(text)
+        found[f"{warps} warps, chunks of {chunk // 64} KB"] = importlib.import_module(f"{package.name}.stats")
+    return found
 
 
-def measure_triton_here(name: str, rounds: int, results: Path) -> None:
-    import gradstat
-
-    for case, make in cases().items():
+def measure_triton(modules: dict[str, ModuleType], listed: Cases, rounds: int, results: Path) -> None:
+    for case, make in listed.items():
         tensors = make()
-        calls: dict[str, Callable[[], object]] = {name: partial(gradstat.stats, tensors, backend="triton")}
-        # A separate group, since this is a separate process and only the newest run of a group counts.
-        timed(f"triton variants, {name}", f"statistics: {case}", tensors, calls, rounds, results)
+        calls: dict[str, Callable[[], object]] = {
+            name: partial(module.stats, tensors) for name, module in modules.items()
+        }
+        timed("triton variants", f"statistics: {case}", tensors, calls, rounds, results)
+
+
+def compile_triton(modules: dict[str, ModuleType], architecture: str) -> None:
+    """Compiles the variants for an architecture, and prints registers and spills."""
+    sys.path.insert(0, str(ROOT / "tools" / "gpu_gates"))
+    import check_triton
+
+    for name, module in modules.items():
+        gate = replace(check_triton.GATES[0], kernel=module.stats_kernel, warps=module.WARPS)
+        used = check_triton.resources(check_triton.compiled(gate, int(architecture)).asm["cubin"])
+        print(f"{name:<34} stats {used['REG']} registers, {used['spills']} spills", flush=True)
 
 
 def main() -> int:
@@ -203,31 +209,39 @@ def main() -> int:
     parser.add_argument("--compile", metavar="ARCHITECTURE", help="only compile for this architecture, such as 90")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", choices=["cuda", "triton"], help="only these kernels")
+    parser.add_argument(
+        "--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS), help="of CUDA, to compile"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="the folder for rows")
-    parser.add_argument("--triton", metavar="NAME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.triton:
-        measure_triton_here(arguments.triton, arguments.rounds, arguments.results)
-        return 0
-    if arguments.only == "triton":
-        return int(measure_triton(arguments.rounds, arguments.results) > 0)
+    sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.compile:
-            compile_all(arguments.compile, Path(folder))
-            return 0
-        import torch
+        if arguments.only != "triton":
+            run_cuda(parser, arguments, Path(folder))
+        if arguments.only != "cuda":
+            modules = triton_variants(Path(folder))
+            if arguments.compile:
+                compile_triton(modules, arguments.compile)
+            else:
+                measure_triton(modules, cases(), arguments.rounds, arguments.results)
+    return 0
 
-        if not torch.cuda.is_available():
-            parser.error("torch sees no CUDA device; --compile 90 compiles without one")
-        capability = torch.cuda.get_device_capability()
-        try:
-            bundled = gpu_bundle.variants(capability)
-        except RuntimeError as error:  # the bundle is stale or damaged
-            sys.exit(str(error))
-        libraries = libraries_in(bundled) if bundled else compile_all("{}{}".format(*capability), Path(folder))
-        sys.path.insert(0, str(ROOT))
-        measure_cuda(libraries, cases(), arguments.rounds, arguments.results)
-    return 0 if arguments.only == "cuda" else int(measure_triton(arguments.rounds, arguments.results) > 0)
+
+def run_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace, folder: Path) -> None:
+    if arguments.compile:
+        compile_all(arguments.compile, folder, arguments.variants)
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --compile 90 compiles without one")
+    capability = torch.cuda.get_device_capability()
+    try:
+        bundled = gpu_bundle.variants(capability)
+    except RuntimeError as error:  # the bundle is stale or damaged
+        sys.exit(str(error))
+    libraries = libraries_in(bundled) if bundled else compile_all("{}{}".format(*capability), folder)
+    measure_cuda(libraries, cases(), arguments.rounds, arguments.results)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,8 @@ def libraries_in(folder: Path) -> dict[str, Path]:
     return {name: folder / (re.sub(r"\W+", "_", name) + ".so") for name in VARIANTS}
 
 
-def compile_all(architecture: str, folder: Path) -> dict[str, Path]:
-    """Compiles the library of every variant for an architecture such as ``"90"``; returns their paths."""
+def compile_all(architecture: str, folder: Path, names: Iterable[str] = VARIANTS) -> dict[str, Path]:
+    """Compiles the libraries of variants for an architecture such as ``"90"``; returns their paths."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).exists():
         sys.exit(
@@ -51,7 +52,8 @@ def compile_all(architecture: str, folder: Path) -> dict[str, Path]:
             f"run `make gpu-bundle ARCHITECTURES={architecture}` on a machine that has it"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    libraries = libraries_in(folder)
+    every = libraries_in(folder)
+    libraries = {name: every[name] for name in names}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for line in pool.map(partial(_compiled, nvcc, architecture), libraries, libraries.values()):
             print(line, flush=True)

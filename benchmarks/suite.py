@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import counts
 import in_backward
@@ -394,9 +395,9 @@ GROUPS: dict[str, Callable[[Plan], Work]] = {
 QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
 
 
-def measure(plan: Plan, groups: Iterable[str]) -> Iterator[list[Row]]:
-    """Runs groups, with a progress bar over all of them; yields the rows of each piece of work as it is done."""
-    work = [item for group in groups for item in GROUPS[group](plan)]
+def measure(plan: Plan, groups: Iterable[str], first: int | None = None) -> Iterator[list[Row]]:
+    """Runs groups (the ``first`` pieces of each) with a progress bar; yields the rows of each piece as it is done."""
+    work = [item for group in groups for item in islice(GROUPS[group](plan), first)]
     with progress_bar(len(work), "measuring") as progress:
         for what, call in work:
             progress.set_description(what, refresh=False)
@@ -410,9 +411,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="only these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one comparison (default 3, full 4)")
+    parser.add_argument("--first", type=int, help="only so many pieces of work of each group, once if --seconds allow")
     add_arguments(parser)
     options = parser.parse_args()
-    plan = Plan(torch.device(options.device), options.full, options.seconds or (4.0 if options.full else 3.0))
+    seconds = options.seconds or (4.0 if options.full else 3.0)
+    plan = Plan(torch.device(options.device), options.full, seconds, min_rounds=1 if options.first else 7)
     groups = options.only or (GROUPS if options.full else QUICK)
     if plan.device.type == "cpu" and not options.only:
         groups = [group for group in groups if group != counts.GROUP]  # a CPU has no launches or syncs
@@ -420,7 +423,7 @@ def main() -> int:
     print(f"{machine.device_name(plan.device)}, {details}; {machine.versions()}", flush=True)
     rows: list[Row] = []
     recorded = None
-    for made in measure(plan, groups):
+    for made in measure(plan, groups, options.first):
         rows += made
         if options.record and made:
             recorded = append(made, "full" if options.full else "quick", options.results)

@@ -116,12 +116,9 @@ def update_kernel(
     by = coefficients + tl.load(place + ROW) * COEFFICIENTS
     weight_decay = tl.load(by + WEIGHT_DECAY).to(tl.float32)
     eps = tl.load(by + EPS)
-    wide = ()
     narrow = ()
     for i in tl.static_range(COEFFICIENTS):
-        coefficient = tl.load(by + i)
-        wide = wide + (coefficient,)
-        narrow = narrow + (coefficient.to(tl.float32),)
+        narrow = narrow + (tl.load(by + i).to(tl.float32),)
     offsets = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     totals = ()
     for _ in tl.static_range(SUMS):
@@ -151,15 +148,21 @@ def update_kernel(
             for _ in tl.static_range(SUMS):
                 again = again + (tl.zeros((LANES,), tl.float64),)
             totals = again
+    # The loop in float64 must not need more registers than the one above. So it takes two elements per lane, and loads
+    # its coefficients anew, with what is the default cache operator: without it, Triton would keep those from above.
+    wide = ()
+    for i in tl.static_range(COEFFICIENTS):
+        wide = wide + (tl.load(by + i, cache_modifier=".ca"),)
+    pairs = tl.arange(0, LANES)[:, None] * 2 + tl.arange(0, 2)[None, :]
     while at < end:
-        mask = at + offsets < end
-        x = _operands(place, at + offsets, mask, tl.float64, RULE, ELEMENT, False)
+        mask = at + pairs < end
+        x = _operands(place, at + pairs, mask, tl.float64, RULE, ELEMENT, False)
         each = _add_update(x, wide, RULE)
         added = ()
         for i in tl.static_range(SUMS):
             added = added + (totals[i] + tl.sum(tl.where(mask, each[i], 0.0), axis=1),)
         totals = added
-        at += STEP
+        at += 2 * LANES
     for i in tl.static_range(SUMS):
         tl.store(rows + program.to(tl.int64) * SUMS + i, tl.sum(totals[i]))
 

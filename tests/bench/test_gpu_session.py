@@ -1,5 +1,7 @@
 """The commands for a rented GPU: time limits, rows written early, the sanitizer's arguments, merging; without a GPU."""
 
+import os
+import re
 import subprocess
 import sys
 import time
@@ -25,13 +27,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     bundle = SimpleNamespace(install=lambda: True)
     monkeypatch.setitem(sys.modules, "gpu_bundle", bundle)  # type: ignore[arg-type]
 
-    def run(programs: dict[str, tuple[str, float]], most: float = 60.0) -> tuple[bool, list[rows.Row], str]:
+    def run(programs: dict[str, tuple[str, float]], most: float | None = None) -> tuple[bool, list[rows.Row], str]:
         parts = [
             Part(name, seconds, lambda session, source=source: [sys.executable, "-c", source])  # type: ignore[misc]
             for name, (source, seconds) in programs.items()
         ]
-        monkeypatch.setitem(COMMANDS, "numerics", Command("", tuple(parts)))
-        passed = gpu_session.run_command("numerics", Session(tmp_path, "cpu", most))
+        monkeypatch.setitem(COMMANDS, "correctness", Command("", tuple(parts)))
+        passed = gpu_session.run_command("correctness", Session(tmp_path, "cpu", most))
         (path,) = tmp_path.glob("*/gpu_session.jsonl")
         return passed, rows.read(path), (tmp_path / "log.txt").read_text()
 
@@ -86,8 +88,8 @@ gpu_session.installed = lambda session: None
 endless = "import time, pathlib, sys; [(pathlib.Path(sys.argv[1]).touch(), time.sleep(0.1)) for _ in range(6000)]"
 programs = {"first": "print('measured')", "second": endless}
 argv = lambda source: lambda session: [sys.executable, "-c", source, sys.argv[1] + "/alive"]
-COMMANDS["numerics"] = Command("", tuple(Part(name, 60, argv(source)) for name, source in programs.items()))
-gpu_session.run_command("numerics", Session(pathlib.Path(sys.argv[1]), "cpu"))
+COMMANDS["correctness"] = Command("", tuple(Part(name, 60, argv(source)) for name, source in programs.items()))
+gpu_session.run_command("correctness", Session(pathlib.Path(sys.argv[1]), "cpu"))
 """
 
 
@@ -111,6 +113,15 @@ def test_what_is_killed_keeps_what_it_had_and_leaves_nothing_running(tmp_path: P
     (path,) = tmp_path.glob("*/gpu_session.jsonl")
     assert outcomes(rows.read(path), "passed") == {"first": 1}
     assert "measured\n" in (tmp_path / "log.txt").read_text()
+
+
+def test_another_limit_for_all_parts_replaces_theirs_and_the_commands(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_session, "COMMAND_SECONDS", 0.0)
+    endless = "import time; time.sleep(600)"
+    _, recorded, _ = run({"slow": ("import time; time.sleep(1.5)", 0.1), "endless": (endless, 600)}, 8.0)
+    assert outcomes(recorded, "passed") == {"slow": 1, "endless": 0}
 
 
 def test_no_part_starts_without_time_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +149,9 @@ def test_libraries_are_taken_from_the_bundle_or_compiled(run: Run, monkeypatch: 
     assert outcomes(recorded, "passed") == {"build": 0}
 
 
-def test_every_part_is_a_program_that_is_there_and_the_limits_are_half_an_hour() -> None:
-    total = 0.0
+def test_every_part_is_a_program_that_is_there_and_the_limits_fit_the_budget() -> None:
+    total = gpu_plan.START_SECONDS + gpu_plan.TRANSFER_SECONDS * len(COMMANDS)
+    assert list(COMMANDS)[:3] == ["correctness", "bandwidth", "steps"]
     for command in COMMANDS.values():
         limits = sum(part.seconds for part in command.parts)
         assert limits <= gpu_plan.COMMAND_SECONDS < 8 * 60
@@ -150,7 +162,7 @@ def test_every_part_is_a_program_that_is_there_and_the_limits_are_half_an_hour()
                 files = [word for word in argv if word.endswith(".py")]
                 assert files or "tests" in argv
                 assert all((ROOT / file).exists() for file in files)
-    assert total <= 30 * 60
+    assert total <= gpu_plan.BUDGET_SECONDS <= 24 * 60
 
 
 def test_modules_with_tests_on_a_device_are_known() -> None:
@@ -209,7 +221,7 @@ def test_rows_that_came_back_are_merged_once(tmp_path: Path) -> None:
     assert gpu_session.merge(back, results) == []
 
 
-def test_a_rehearsal_is_not_merged(tmp_path: Path) -> None:
+def test_a_rehearsal_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     back, results = tmp_path / "back", tmp_path / "results"
     rows.append([measured()], "full", back)
     rows.append([measured(device="a CPU", driver="")], "quick", back)
@@ -218,13 +230,45 @@ def test_a_rehearsal_is_not_merged(tmp_path: Path) -> None:
     assert not results.exists()
     with pytest.raises(SystemExit, match="expected rows"):
         gpu_session.merge(tmp_path / "nothing", results)
-    with pytest.raises(SystemExit):  # and the folder of merged results is refused for --results
-        gpu_session.main(["numerics", "--device", "cpu", "--results", str(rows.RESULTS / "x")])
+    with pytest.raises(SystemExit):
+        gpu_session.main(["correctness", "--device", "cpu", "--results", str(rows.RESULTS / "x")])
+    assert "--results must be outside of" in capsys.readouterr().err
 
 
-def test_the_systems_python_prints_every_command() -> None:
+@pytest.mark.parametrize(
+    ("given", "shown"), [("somewhere", "somewhere"), ("$OUT", '"$OUT"'), ("${OUT}/a b", '"${OUT}/a b"')]
+)
+def test_the_systems_python_prints_every_command(given: str, shown: str) -> None:
     """Without site-packages: the plan needs the standard library only."""
-    command = [sys.executable, "-S", "benchmarks/gpu_session.py", "plan", "--results", "somewhere"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-S", "benchmarks/gpu_session.py", "plan", "--results", given]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in COMMANDS:
-        assert f"python3 benchmarks/gpu_session.py {name} --results somewhere" in shown
+        assert f"python3 benchmarks/gpu_session.py {name} --results {shown}\n" in printed
+    assert "copy it by name" in printed
+
+
+def outside_of_make() -> dict[str, str]:
+    """The environment, without what `make test` passes on."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+
+@pytest.mark.parametrize("given", ["$VARIABLE", "$$VARIABLE", r"\$$VARIABLE"])
+def test_make_leaves_a_variable_of_the_other_machine_in_the_commands(given: str) -> None:
+    command = ["make", "--silent", "gpu-plan", f"PYTHON={sys.executable}", f"RESULTS={given}"]
+    environment = outside_of_make() | {"VARIABLE": "expanded"}
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    assert made.stdout.count('--results "$VARIABLE"\n') == len(COMMANDS)
+
+
+@pytest.mark.parametrize("target", ["gpu-merge", "bench-full", "numerics"])
+def test_a_fresh_environment_gets_matplotlib_before_charts_are_drawn(target: str) -> None:
+    command = ["make", "--dry-run", "--always-make", target, "VENV=fresh"]
+    commands = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=outside_of_make())
+    before, *_ = re.split(r"(gpu_session\.py merge|plots\.py)", commands.stdout, maxsplit=1)
+    assert re.search(r'-e "\.\[(demo|test)\]"', before), "only these extras contain matplotlib"
+
+
+def test_a_variable_that_is_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_session.main(["costs", "--device", "cpu", "--results", "$NOT_SET_HERE/results"])
+    assert "expected a folder, got $NOT_SET_HERE/results, whose variable is not set here" in capsys.readouterr().err

@@ -200,7 +200,7 @@ def main() -> int:
         for gate in GATES:
             for architecture in arguments.architectures:
                 problems += check(gate, architecture)
-    print(f"{time.perf_counter() - began:.1f} s in all")
+    print(f"Triton {triton.__version__}: {time.perf_counter() - began:.1f} s in all")
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
     return 1 if problems else 0
