@@ -494,6 +494,15 @@ def test_what_rests_or_is_frozen_from_the_start_is_an_info() -> None:
     assert (found.severity, found.step) == ("warning", 5)
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_steps_refused_one_after_another_are_a_warning(size: int) -> None:
+    story = series("refused", [0.0, 2.0, 0.0, *[2.0] * 4, 1.0, *[4.0] * 8])
+    rule = new("refused-step")
+    found = [finding for window in story.windows(size) for finding in rule.review(window)]
+    assert [(one.severity, one.step) for one in found] == [("info", 1), ("warning", 8)]
+    assert "5 steps in a row, the last because of its norm" in found[1].text
+
+
 def test_what_rests_is_not_missed() -> None:
     story = missing(32)
     resting = covered(resting=["a.bias"])

@@ -208,10 +208,11 @@ class ClipActivity(Rule):
 
 
 class RefusedStep(Rule):
-    """A `gradstat.SpikeGuard` refused the last guarded step before this one.
+    """A `gradstat.SpikeGuard` refused the last guarded step before this one; a warning if it refuses one after another.
 
     Args:
         quiet: After this many steps without a refusal, the next one is reported.
+        lasting: From this many refusals in a row the level has changed, rather than a value.
     """
 
     name = "refused-step"
@@ -219,7 +220,9 @@ class RefusedStep(Rule):
     causes = ("an unusual or damaged batch", "a learning rate too high, or a lasting change of the loss")
     advice = ("look at the batches of refused steps", "guard.read() counts them, by loss, norm and update")
 
-    def __init__(self, quiet: int = 100) -> None:
+    def __init__(self, quiet: int = 100, lasting: int = 5) -> None:
+        self.lasting = lasting
+        self._in_a_row = 0
         self._episodes = Episodes(quiet)
 
     def bands(self) -> Mapping[str, Band]:
@@ -227,10 +230,16 @@ class RefusedStep(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, bits in series(window, "refused"):
-            if bits > 1 and self._episodes.begins("refused", step):
-                reasons = reasons_of(int(bits))
+            self._in_a_row = self._in_a_row + 1 if bits > 1 else 0
+            reasons = reasons_of(int(bits)) if bits > 1 else ()
+            if reasons and self._episodes.begins("refused", step):
                 text = f"the guard has refused a step because of its {' and '.join(reasons)}"
                 yield self.found(step, "refused", text, reasons=reasons)
+            if self._in_a_row == self.lasting:
+                text = f"the guard has refused {self.lasting} steps in a row, the last because of its"
+                text += f" {' and '.join(reasons)}: not an outlier, but another level"
+                first = step - self.lasting + 1
+                yield self.found(first, "refused", text, severity="warning", reasons=reasons, steps=self.lasting)
 
 
 class SaturatedOutput(Rule):
