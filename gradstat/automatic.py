@@ -7,7 +7,7 @@ is about to do (`gradstat._core.announce`), and the monitor measures before the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from gradstat._core.announce import Closure
 from gradstat._core.engines import refuse_engine
-from gradstat._core.measure import norm_of
-from gradstat._core.parameters import Parameters, gradients_to_clip, source_of
-from gradstat._core.tensors import to_device
+from gradstat._core.parameters import Parameters, source_of
 from gradstat._step import optimizers, torch_calls
 from gradstat._step.loss_scale import is_still_scaled
+from gradstat._step.measured import clip_before_step
+from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.backward_step import handle_of
-from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_
 from gradstat.monitor import Monitor
 from gradstat.monitor.reporting import not_replacing, warn
 
@@ -41,21 +41,35 @@ class AutoHandle:
         monitor: The `gradstat.Monitor`.
     """
 
-    def __init__(self, optimizer: Optimizer, monitor: Monitor, max_norm: float | None) -> None:
+    def __init__(self, optimizer: Optimizer | None, monitor: Monitor, max_norm: Limit | None) -> None:
         self.monitor = monitor
         monitor._is_user_called = False
         monitor._why_nothing = self._why_nothing
         self._optimizer = optimizer
         self._max_norm = max_norm
-        # One of the measured gradients and its version; another backward pass changes it.
-        self._measured: tuple[weakref.ref[Tensor], int] | None = None
+        # The first of the gradients that have been measured, if there was one, and its version, which another backward
+        # pass changes.
+        self._measured: tuple[weakref.ref[Tensor] | None, int] | None = None
         self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._steps_itself = False  # whether a step of this very optimizer has been seen
+        # Whether gradients are complete now, which the adapter of a framework may know better.
+        self._is_complete: Callable[[], bool] = lambda: True
         self._others: set[str] = set()  # classes of other optimizers whose steps were seen before the first of ours
-        setattr(optimizer, _MARK, self)
+
+    def _listen(self) -> None:
         _handles.add(self)
         torch_calls.listen(self)
+
+    def _leave(self) -> None:
+        if getattr(self._optimizer, _MARK, None) is self:
+            delattr(self._optimizer, _MARK)
+        _handles.discard(self)
+        torch_calls.leave(self)
+
+    def _take(self, loss: Any) -> None:
+        """Lets the monitor take the step."""
+        self.monitor.step(loss)
 
     def __repr__(self) -> str:
         return f"AutoHandle({type(self._optimizer).__name__}, {self.monitor!r})"
@@ -69,17 +83,19 @@ class AutoHandle:
     # What is announced -----------------------------------------------------------------------------------
 
     def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any) -> None:
-        """Measures complete gradients, unless already measured, before ``scaler`` or (None) a clip changes them."""
-        if not self._holds(parameters):
+        """Measures the complete gradients of ``parameters``, unless it has, before ``scaler`` or a clip changes them.
+
+        ``loss`` is the step's, or None.
+        """
+        if not (self._holds(parameters) and self._is_complete()):
             return
-        if not self._is_over:
-            self._measure(scaler, loss)
+        self._measure(scaler, loss)
         if scaler is None:
             self._warn_if_scaled()
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
-        """Notes that the gradients have been measured, though they are others now."""
-        if self._holds(parameters):
+        """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
+        if self._holds(parameters) and self._is_complete():
             self._note_gradients()
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
@@ -88,26 +104,28 @@ class AutoHandle:
             return closure
         if closure is None:
             if self._measured is None:
-                self.monitor.step()
-            self._clip()
+                self._measure()
+            self._clip(optimizer)
             return None
         # The gradients of the closure's first call are the step's.
         self.after_step(optimizer)
 
         def evaluated() -> Any:
             loss = closure()
-            if not self._is_over:
-                if self._measured is None:  # the closure does not clip
-                    self.monitor.step(_as_loss(loss))
-                self._clip()
-                self._is_over = True
+            is_first = not self._is_over
+            if is_first and self._measured is None:  # the closure does not clip
+                self._measure(None, loss)
+            self._is_over = True
+            # An adaptive clip would take each evaluation for a step.
+            if is_first or not isinstance(self._max_norm, AdaptiveClip):
+                self._clip(optimizer)
             return loss
 
         return evaluated
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Marks the coming step as not measured yet."""
-        if self._is_ours(optimizer):
+        """Marks the coming step of ``optimizer`` as not measured yet."""
+        if optimizer is self._optimizer or self._is_ours(optimizer):
             self._measured, self._is_over = None, False
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
@@ -118,7 +136,7 @@ class AutoHandle:
         if optimizer is self._optimizer:
             self._steps_itself = True
             return handle_of(optimizer) is None  # otherwise it stepped in backward, which announces that itself
-        if self._steps_itself or getattr(optimizer, _MARK, None) is not None:
+        if self._steps_itself or any(handle._optimizer is optimizer for handle in _handles):
             return False
         if not self._holds(source_of(optimizer).parameters):
             self._others.add(type(optimizer).__name__)
@@ -135,51 +153,55 @@ class AutoHandle:
 
     # What is done about it -------------------------------------------------------------------------------
 
-    def _clip(self) -> None:
-        if self._max_norm is None:
-            return
-        parameters = source_of(self._optimizer).parameters
-        divisor: Tensor | None = getattr(self._optimizer, "grad_scale", None)
-        if divisor is None:
-            clip_grad_norm_(parameters, self._max_norm)
-            return
-        # A loss scaler leaves the division by the scale to the step of a fused optimizer.
-        _, found = gradients_to_clip(parameters)
-        norm = norm_of(found.tensors, 2.0, found.name_of, None, owners=parameters)
-        clip_grads_with_norm_(parameters, self._max_norm, norm / to_device(divisor, norm.device))
+    def _clip(self, optimizer: Optimizer) -> None:
+        if self._max_norm is not None:
+            clip_before_step(optimizer, self._max_norm)
 
-    def _holds(self, parameters: Iterable[object]) -> bool:
+    def _holds(self, parameters: Sequence[object]) -> bool:
         """Whether any of ``parameters`` is watched."""
-        own: set[int] = set()
+        own: Sequence[object] = ()
         with self._contained():
-            own = set(map(id, self.monitor._trained.source().parameters))
-        return not own.isdisjoint(map(id, parameters))
+            own = self.monitor._trained.source().parameters
+        if own and parameters and own[0] is parameters[0]:
+            return True
+        return not set(map(id, own)).isdisjoint(map(id, parameters))
 
-    def _measure(self, scaler: Any, loss: Any) -> None:
-        is_measured = False
+    def _measure(self, scaler: Any = None, loss: Any = None) -> None:
+        """Lets the monitor take the step, unless it has."""
+        is_measured = self._is_over
         with self._contained():
             if scaler is None and len(_handles) == 1:
                 scaler = torch_calls.only_scaler()  # no other can have scaled these gradients
             if self.monitor.scaler is None and scaler is not None:
                 self.monitor.scaler = scaler
-            if self._measured is not None:
-                known, version = self._measured
-                gradient = known()
-                is_measured = gradient is not None and gradient._version == version
+            is_measured = is_measured or self._is_measured()
             if not is_measured and loss is None:
                 losses = torch_calls.losses_scaled_by(self.monitor.scaler)
                 # On the last one's device: parts of a model may have losses on different devices.
                 loss = torch.stack([one.to(losses[-1].device).float() for one in losses]).sum() if losses else None
         if not is_measured:
-            self.monitor.step(_as_loss(loss))
-            self._note_gradients()
+            try:
+                self._take(_as_loss(loss))
+            finally:  # a program may catch the error of a policy
+                self._note_gradients()
+
+    def _is_measured(self) -> bool:
+        """Whether the current gradients have been measured: no backward pass has changed them since."""
+        if self._measured is None:
+            return False
+        gradient, (reference, version) = self._first_gradient(), self._measured
+        is_same = reference is not None and reference() is gradient
+        return gradient is None or (is_same and gradient._version == version)
 
     def _note_gradients(self) -> None:
         """Remembers the current gradients, either measured or changed since by a clip or scaler that notified us."""
         with self._contained():
-            gradients = (parameter.grad for parameter in self.monitor._trained.source().parameters)
-            gradient = next((gradient for gradient in gradients if gradient is not None), None)
-            self._measured = None if gradient is None else (weakref.ref(gradient), gradient._version)
+            gradient = self._first_gradient()
+            self._measured = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def _first_gradient(self) -> Tensor | None:
+        gradients = (parameter.grad for parameter in self.monitor._trained.source().parameters)
+        return next((gradient for gradient in gradients if gradient is not None), None)
 
     def _warn_if_scaled(self) -> None:
         """Warns once if gradients are clipped that still carry the loss scale."""
@@ -193,9 +215,7 @@ class AutoHandle:
 
     def remove(self) -> None:
         """Detaches the monitor from the optimizer and closes it; its findings remain."""
-        self._optimizer.__dict__.pop(_MARK, None)
-        _handles.discard(self)
-        torch_calls.leave(self)
+        self._leave()
         self.monitor.detach()
 
     def __enter__(self) -> Self:
@@ -216,7 +236,7 @@ def auto(
     optimizer: Optimizer,
     model: nn.Module | None = None,
     *,
-    max_norm: float | None = None,
+    max_norm: float | AdaptiveClip | None = None,
     scaler: Any = None,
     **options: Any,
 ) -> AutoHandle:
@@ -235,7 +255,9 @@ def auto(
         model: The model, for parameter names and everything else that a monitor can watch; None uses the optimizer's
             names (``group0.3``, or its own if it was made from ``named_parameters()``). What the optimizer trains
             besides is watched as well, under the optimizer's names.
-        max_norm: If given, gradients are clipped to it after they were measured, as by `gradstat.clip_grad_norm_`.
+        max_norm: If given, gradients are clipped to it after they were measured, as by `gradstat.clip_grad_norm_` or by
+            an adaptive clip. Where a loss scaler leaves unscaling to a fused optimizer's step, the clip does so, too.
+            Each evaluation of a closure is clipped, by an adaptive clip the first.
         scaler: The loss scaler; None to detect it when it is used.
         options: For `gradstat.Monitor`: ``on_anomaly``, ``watch``, ``save_to`` and so on.
 
@@ -244,7 +266,8 @@ def auto(
         the same optimizer ends the first one's monitor, so that a notebook cell can be run again.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer.
+        TypeError: ``optimizer`` is not an optimizer, or ``max_norm`` neither a number nor an adaptive clip.
+        ValueError: ``max_norm`` is not above 0.
     """
     given: object = optimizer
     if not isinstance(given, Optimizer):
@@ -253,9 +276,12 @@ def auto(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
             "wrapped optimizer pass the inner one, for example optimizer.optimizer"
         )
-    optimizer = optimizers.unwrapped(optimizer)
+    optimizer, limit = optimizers.unwrapped(optimizer), checked_limit(max_norm)
     monitor = Monitor(Parameters() if model is None else model, optimizer, scaler, max_norm=max_norm, **options)
     known = getattr(optimizer, _MARK, None)
     if known is not None:
         known.remove()
-    return AutoHandle(optimizer, monitor, max_norm)
+    handle = AutoHandle(optimizer, monitor, limit)
+    setattr(optimizer, _MARK, handle)
+    handle._listen()
+    return handle

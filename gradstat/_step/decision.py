@@ -51,6 +51,7 @@ def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
 
     During a step, whose closure computes the gradients, the request is carried out at once.
     """
+    optimizer = optimizers.unwrapped(optimizer)  # the one that torch's hooks get
     step = _step_of(optimizer)
     if wish is None:
         step.requests.pop(by, None)
@@ -63,7 +64,7 @@ def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
 @contextlib.contextmanager
 def taking(optimizer: Optimizer) -> Iterator[None]:
     """A context in which the caller takes the requests, also those made while ``optimizer.step`` runs."""
-    step = _step_of(optimizer)
+    step = _step_of(optimizers.unwrapped(optimizer))
     step.is_taken = True
     try:
         yield
@@ -81,7 +82,7 @@ def take(optimizer: Optimizer) -> SkipRequest | None:
 
     RuntimeError if two guards have judged the same step.
     """
-    step = _steps.get(optimizer)
+    step = _steps.get(optimizers.unwrapped(optimizer))
     if step is None or not step.requests:
         return None
     requests = list(step.requests.values())

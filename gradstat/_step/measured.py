@@ -15,12 +15,13 @@ from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import DIVISOR, REASON, SCALE, SKIP, StepRequest
-from gradstat._core.parameters import Labels, Source
-from gradstat._core.tensors import ExtraGroups, NameOf, to_device, writable
+from gradstat._core.parameters import Labels, Source, gradients_of, labels_of, source_of
+from gradstat._core.tensors import ExtraGroups, NameOf, refuse_distributed, to_device, writable
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
+from gradstat.adaptive._base import Limit
 from gradstat.check import PendingReport
-from gradstat.clip import scale_everywhere_, scale_gradients_
+from gradstat.clip import clip_grad_norm_, scale_everywhere_, scale_gradients_
 from gradstat.guard import SpikeGuard, reasons_of
 from gradstat.report import Report
 
@@ -255,6 +256,40 @@ class Unscaled(NamedTuple):
 
         with on_streams(self.streams):
             return PendingReport(self.rows, make, self.inverse_scale)
+
+
+def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
+    """Clips the gradients of ``optimizer``, whose step begins, to ``limit``. No host sync; raises before it clips.
+
+    A loss scaler leaves the division by its scale to the step of a fused optimizer. Then the clip becomes part of that
+    division, and gradients are only read; a `TensorClip` rewrites them, and unscales them by the way.
+    """
+    source = source_of(optimizer)
+    loss_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if loss_scale is None:
+        if isinstance(limit, AdaptiveClip):
+            limit.clip_(source.parameters)
+        elif limit != math.inf:
+            clip_grad_norm_(source.parameters, limit)
+        return
+    found = gradients_of(source.parameters)
+    if not found.tensors or limit == math.inf:
+        return
+    labels = labels_of(source, found)
+    parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
+    if isinstance(limit, TensorClip):
+        refuse_distributed(found.tensors, labels.of)
+        limit.check(parameters, found.tensors, labels.of)
+    step = StepRequest(math.inf if isinstance(limit, AdaptiveClip) else limit, loss_scale, None)
+    with torch.no_grad():
+        rewrites = isinstance(limit, TensorClip)
+        measured = Measured.of(found.tensors, labels, step, source, None, None, in_place=rewrites)
+        if isinstance(limit, NormClip):
+            measured.limit_(limit)
+        elif isinstance(limit, TensorClip):
+            measured.limit_tensors_(limit, parameters, found.tensors)
+        divisor = torch.ones_like(loss_scale) if rewrites else measured.verdict[DIVISOR]
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
 
 def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:

@@ -38,9 +38,9 @@ def require_optimizer(optimizer: object, expected: str) -> None:
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of those that wrap it and never were initialised as optimizers, so have no hooks.
 
-    Accelerate's and Opacus' are such wrappers.
+    Accelerate's, Fabric's and Opacus' are such wrappers.
     """
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    while "_optimizer_step_pre_hooks" not in vars(optimizer):  # not hasattr, as Fabric's has those of the inner one
         inner = getattr(optimizer, "optimizer", None) or getattr(optimizer, "original_optimizer", None)
         if not isinstance(inner, Optimizer):
             break

@@ -1,18 +1,15 @@
-"""Patches an accelerator so that ``clip_grad_norm_`` measures the complete, unscaled, unclipped gradients of a step."""
+"""What the adapters of Accelerate and of the Trainer share: losses, micro-batches, and DeepSpeed's own step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
-from gradstat._step import loss_scale
-from gradstat.integrations._clipping import clip_with_norm
+from gradstat._core.parameters import as_list
 from gradstat.integrations._engines import engine_clips, engine_name_of
-from gradstat.integrations._framework import unwrapped
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -20,7 +17,7 @@ from gradstat.monitor.reporting import warn
 
 
 class AcceleratorBase(Handle):
-    """The handle of an integration that measures in the accelerator's ``clip_grad_norm_``.
+    """The handle of an integration that watches what an accelerator has prepared.
 
     ``micro_batches`` returns the number of micro-batches of the current step. Raises what `engine_clips` raises.
     """
@@ -29,6 +26,7 @@ class AcceleratorBase(Handle):
         super().__init__(options)
         self._micro_batches = micro_batches
         self._warned: set[str] = set()
+        self._aside: list[Watch] = []  # the clip that runs is not that of their models
         self._check(accelerator)
 
     def _check(self, accelerator: Any) -> None:
@@ -49,7 +47,8 @@ class AcceleratorBase(Handle):
         """Patches the accelerator, once the watches have been made: a handle that it already has is removed."""
         accelerator = self._accelerator
         self._mark_watched(accelerator)
-        self._patch(accelerator, "clip_grad_norm_", self._in_clip)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            self._patch(accelerator, name, functools.partial(self._in_clip, name))
         self._patch(accelerator, "backward", self._in_backward)
 
     def _in_backward(self, original: Any, loss: Any, **options: Any) -> Any:
@@ -67,66 +66,46 @@ class AcceleratorBase(Handle):
         self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
         return result
 
+    def _add(self, watch: Watch) -> Watch:
+        watch._is_complete = lambda: bool(self._accelerator.sync_gradients) and watch not in self._aside
+        watch.divisor = lambda: int(self._accelerator.gradient_accumulation_steps)
+        watch.turns = self._turns
+        return watch
+
     def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
+        for watch in self.watches:
+            watch.measure()
         return original(*args, **kwargs)
 
     def _in_clip(
-        self, original: Any, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+        self, name: str, original: Any, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        limit = self._limit(max_norm, "clip_grad_norm_")
-        norm = None
-        if not self._engine_clips:
-            self._unscale(listed)
-            norm = self._norm_of(listed, norm_type)
-        is_complete = self._engine_clips or self._accelerator.sync_gradients
-        if is_complete:
-            self._measure(self._watches_of(listed), self._accelerator.gradient_accumulation_steps)
-        else:
-            how = "clipped but not" if isinstance(limit, float) else "neither clipped nor"
+        """Clips as the accelerator does; it unscales all optimizers, also those of models that it does not clip."""
+        listed = as_list(parameters)
+        if name == "clip_grad_norm_":
+            self._refuse_another_limit(args[0] if args else kwargs.get("max_norm"), name)
+        those = [watch for watch in self.watches if watch._holds(listed)]
+        if not self._accelerator.sync_gradients:
             self._warn_once(
                 "partial",
-                "clip_grad_norm_ was called while gradients are still being accumulated: the partial gradients are "
-                f"{how} measured. Call it under `if accelerator.sync_gradients:`",
+                f"{name} was called while gradients are still being accumulated: the partial gradients are "
+                "not measured. Call it under `if accelerator.sync_gradients:`",
             )
-        if self._engine_clips:
-            return original(listed, max_norm, norm_type)
-        if norm is None:
-            return self._torch_clip(listed, max_norm, norm_type)
-        if is_complete or isinstance(limit, float):
-            clip_with_norm(listed, limit, norm)
-        return norm
-
-    def _watches_of(self, parameters: Sequence[Tensor]) -> list[Watch]:
-        ids = [id(parameter) for parameter in parameters]
-        those = [watch for watch in self.watches if watch.holds(ids)]
-        if not those and ids and self.watches and not self._engine_clips:
+        elif not those and listed and self.watches and not self._engine_clips:
             self._warn_once(
                 "unknown",
-                "clip_grad_norm_ was called with parameters that belong to no watched model; they are clipped but not "
+                f"{name} was called with parameters that belong to no watched model; they are clipped but not "
                 "measured. Prepare all models before gradstat's install()",
             )
-        return those
-
-    def _unscale(self, parameters: Sequence[Tensor]) -> None:
-        """Unscales the gradients of the optimizers that hold these parameters, unless already done.
-
-        The accelerator's own method unscales all optimizers on every call, so clipping a second model would raise.
-        """
-        scaler = self._accelerator.scaler
-        if scaler is None or not isinstance(scaler, torch.amp.GradScaler):
-            self._accelerator.unscale_gradients()
-            return
-        ids = {id(parameter) for parameter in parameters}
-        chosen = []
-        for optimizer in self._accelerator._optimizers:
-            inner = unwrapped(optimizer)
-            held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-            if not ids.isdisjoint(held) and loss_scale.state_of(scaler, inner)["stage"] is OptState.READY:
-                chosen.append(optimizer)
-        if chosen:
-            self._accelerator.unscale_gradients(optimizer=chosen)
+        self._aside = [watch for watch in self.watches if watch not in those]
+        try:
+            if self._engine_clips and self._accelerator.sync_gradients:
+                for watch in those:
+                    if watch.engine is None:  # FSDP 1 announces nothing
+                        watch.measure()
+            return original(listed, *args, **kwargs)
+        finally:
+            self._aside = []
 
     def _warn_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._warned:

@@ -1,4 +1,4 @@
-"""Helpers shared by the adapters: version checks, patching methods of one object, unwrapping torch's optimizer."""
+"""Helpers shared by the adapters: version checks, and patching methods of one object."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
-
-from torch.optim import Optimizer
 
 from gradstat.monitor.replay.step_state import is_replaying
 
@@ -37,14 +35,6 @@ def version_of(text: str) -> tuple[int, int]:
     """Major and minor number of a version; the rest is ignored."""
     major, minor, *_ = (*map(int, re.findall(r"\d+", text)[:2]), 0, 0)
     return major, minor
-
-
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside a framework's wrappers. Attributes set on a wrapper would not reach it."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    inner: Optimizer = optimizer
-    return inner
 
 
 class PatchedMethod:

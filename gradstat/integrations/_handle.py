@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
-
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
-from gradstat.clip import clip_grad_norm_
 from gradstat.integrations._framework import PatchedMethod
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -25,8 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MARK = "_gradstat_watch"  # set on the watched object, to the handle that watches it
-# For an object that several handles may patch, how often they have measured.
-_MEASUREMENTS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+# For an object that several handles may patch, how many steps they have measured.
+_TURNS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 class Handle:
@@ -43,8 +39,7 @@ class Handle:
         self._patches: list[PatchedMethod] = []
         self._owner: Any = None
         self._gaps = Gaps([])  # warns of failures of the handle itself
-        self._measurements = [0] if shared is None else _MEASUREMENTS.setdefault(shared, [0])
-        self._measurements_at_backward = 0  # in the last backward pass
+        self._turns = [0] if shared is None else _TURNS.setdefault(shared, [0])
         self.watches: Sequence[Watch] = ()
 
     def __repr__(self) -> str:
@@ -102,47 +97,17 @@ class Handle:
         return f"{prefix}{number}/" if len(self.watches) > 1 else prefix
 
     def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        (measurements,) = self._measurements
-        if measurements != self._measurements_at_backward:
-            # With models that take turns, none may be given the losses of another.
-            self._measurements_at_backward = measurements
-            for watch in self.watches:
-                watch.forget()
         for watch in self.watches:
             watch.saw_backward(loss, is_micro_batch)
 
-    def _measure(self, watches: Iterable[Watch], divisor: int = 1) -> None:
-        """Lets monitors measure the current gradients, each once per step."""
-        for watch in watches:
-            if not watch.measured:
-                self._measurements[0] += 1
-                watch.step(divisor)
-
-    def _limit(self, asked: float, caller: str) -> float | AdaptiveClip:
-        """The limit if ``caller``, the framework's clip, gets ``asked``; ValueError if ``max_norm`` conflicts."""
+    def _refuse_another_limit(self, asked: Any, caller: str) -> None:
+        """ValueError if ``caller``, the framework's clip, clips to another limit than ``max_norm``."""
         own = self._options.max_norm
-        asked = float(asked)
-        if own is None or own == asked:
-            return asked
-        if asked == math.inf:
-            return own
-        raise ValueError(
-            f"clip configured twice: install(..., max_norm={own!r}), and {caller} is called with {asked!r}. "
-            f"Leave max_norm out of install(), or pass float('inf') to {caller}"
-        )
-
-    def _norm_of(self, parameters: list[Tensor], norm_type: float = 2.0) -> Tensor | None:
-        """The total norm of unscaled gradients; None, after a warning, if `_torch_clip` has to clip instead."""
-        norm = None
-        with self._gaps.suppress_errors(0, "gradstat could not clip; torch does"):
-            norm = clip_grad_norm_(parameters, math.inf, norm_type)  # only measures
-        return norm  # noqa: RET504  None if an error was suppressed
-
-    def _torch_clip(self, parameters: list[Tensor], asked: float, norm_type: float = 2.0, error: bool = False) -> Any:
-        """Clips by torch: the framework's own clip would unscale the gradients, which are unscaled, once more."""
-        own = self._options.max_norm
-        limit = own if isinstance(own, float) else asked
-        return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type, error)
+        if own is not None and asked is not None and float(asked) not in (own, math.inf):
+            raise ValueError(
+                f"clip configured twice: install(..., max_norm={own!r}), and {caller} is called with {float(asked)!r}. "
+                f"Leave max_norm out of install(), or pass float('inf') to {caller}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""

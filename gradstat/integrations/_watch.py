@@ -1,11 +1,11 @@
-"""`Watch`: a monitor on one model and its optimizer, driven by a framework's adapter."""
+"""`Watch`: `gradstat.auto` for a model and its optimizer under a framework, with what only an adapter knows."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,10 @@ from gradstat._core.text import printable
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive._base import Limit
+from gradstat.automatic import AutoHandle
 from gradstat.integrations._options import COLLECTIVE_POLICIES, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
+from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import warn
 
 # Rules whose findings are caused by some micro-batch.
@@ -88,11 +90,13 @@ def _describe(number: int, report: AccumulationReport, losses: list[float]) -> s
     return "; ".join(words)
 
 
-class Watch:
-    """A monitor on a model and its optimizer, with the methods that an adapter calls during a training step.
+class Watch(AutoHandle):
+    """A monitor on a model and its optimizer, which takes the steps that are announced, as `gradstat.auto` does.
 
-    ``device`` is the device of this rank, or None if it trains alone; ``step_fn`` runs a step again if the user gave no
-    function for that. ``measured``: the coming optimizer step has been measured; ``should_stop``: same on all ranks.
+    The adapter adds the losses (`saw_backward`), what makes gradients complete, and policies that ranks carry out
+    together. ``limit`` is what the framework clips to by itself, if it does: then ``max_norm`` does not. ``device`` is
+    the device of this rank, or None if it trains alone; ``step_fn`` runs a step again if the user gave no function for
+    that; ``should_stop`` is the same on all ranks.
     """
 
     def __init__(
@@ -106,15 +110,14 @@ class Watch:
         device: torch.device | None = None,
         number: int = 0,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._options = options
+        self.model, self.optimizer, self._options = model, optimizer, options
         self._requested: set[str] = set()
         given = dict(options.given)
         given["rules"] = copy.deepcopy(given["rules"])  # rules have state
         if number:  # the first watch uses the user's own guard
             given["guard"] = copy.deepcopy(given.get("guard"))
         given["on_anomaly"] = options.on_anomaly(self._requested)
-        given.setdefault("max_norm", limit)
+        given.setdefault("max_norm", options.max_norm if limit is None else limit)
         if options.replays and not callable(given.get("replay")):
             given["replay"] = step_fn or given.get("replay", False)
         if "replay" in options.policies:
@@ -124,49 +127,59 @@ class Watch:
             base = Path(given["save_to"])
             given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         watched = model if options.watches_origin else without_ddp(model)
-        # An engine brings its own optimizer.
-        self.monitor = Monitor(watched, None if engine_of(watched) else optimizer, scaler=scaler, **given)
-        self.monitor._is_user_called = False
+        self.engine = engine_of(watched)  # it brings its own optimizer, and announces nothing
+        monitor = Monitor(watched, None if self.engine else optimizer, scaler=scaler, **given)
+        super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
         if options.runs_steps and self.monitor._replay_argument is not None:
             self.monitor._replay_argument = ""
         # Checks of micro-batches, read only if something was found: `_checked` of the current step; `_history` of the
         # newest steps, each with its number and losses.
         self._checked: MicroBatches | None = None
         self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=self.monitor.options.lag + 2)
-        self._ids = {id(parameter) for parameter in model.parameters()}
         self._ranks = None if device is None else RankReductions(device)
         self._losses: list[Tensor] = []
         self._reported = 0
         self._error: AnomalyError | None = None
         self._last_replay = -_REPLAY_INTERVAL
         self._is_withheld = False  # whether the last due checkpoint was withheld
-        self.measured = self.should_stop = False
+        self.should_stop = False
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
         self.on_findings: Callable[[list[Finding]], object] = lambda findings: None
         self.save_checkpoint: Callable[[], object] = lambda: None
+        self.divisor: Callable[[], int] = lambda: 1  # of the sum of the losses of a step's micro-batches
+        self.turns = [0]  # how many steps were taken, which models that take turns share
+        self._turn = 0  # in the last backward pass
+        if self.engine is None:
+            self._listen()
 
     def contained(self, what: str) -> AbstractContextManager[None]:
         """Turns gradstat's own errors inside the context into one warning that begins with ``what``."""
         return self.monitor._gaps.suppress_errors(self.monitor.steps, what)
 
-    def holds(self, ids: Iterable[int]) -> bool:
-        """Whether any of these ids is that of a parameter of the model."""
-        return not self._ids.isdisjoint(ids)
+    def _why_nothing(self) -> str:
+        return f"no step of an optimizer of {type(self.model).__name__} has been seen"
+
+    def _is_measured(self) -> bool:
+        return self._measured is not None  # a backward pass sets it to None: `saw_backward`
+
+    def measure(self) -> None:
+        """Measures the complete gradients, as before a change that is announced, where there is no announcement."""
+        if self.engine is None:
+            self._measure()
+        else:
+            self._take(None)
 
     def saw_batch(self, batch: Any) -> None:
-        """Shows the monitor a batch, before the forward pass. Raises as `step`; with several ranks, in the step."""
+        """Shows the monitor a batch, before the forward pass. Raises as a step; with several ranks, in the step."""
         self._call_monitor(lambda: self.monitor.batch(batch))
         if self._ranks is None:  # now rather than in the step, as computing the loss may fail on this batch
             self._carry_out()
 
-    def forget(self) -> None:
-        """Drops losses and micro-batch checks that have not been measured: they belong to another model's step."""
-        self._losses = []
-        self._checked = None
-
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         """Notes a backward pass from the unscaled ``loss``, and checks gradients of a micro-batch; no host sync."""
-        self.measured = False
+        self._measured = None
+        if self._turn != self.turns[0]:  # what has not been measured belongs to the step of another model
+            self._turn, self._losses, self._checked = self.turns[0], [], None
         with self.contained("a loss could not be recorded"):
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
                 self._losses.append(loss.detach().reshape(()))
@@ -177,35 +190,36 @@ class Watch:
                 checked.check()
             self._checked = checked
 
-    def step(self, divisor: int = 1) -> None:
+    def _take(self, loss: Any) -> None:
         """Lets the monitor measure the step, and carries out policies in the same way on every rank.
 
-        The sum of the losses of micro-batches is divided by ``divisor``. Raises AnomalyError if the policy ``"raise"``
-        applies on any rank; the message also names the micro-batch.
+        Raises AnomalyError if the policy ``"raise"`` applies on any rank; the message also names the micro-batch.
         """
+        if is_replaying():
+            return
+        self.turns[0] += 1
         losses, self._losses = self._losses, []
-        loss = None
+        loss = None  # what is announced knows less
         with self.contained("the losses of a step could not be added"):
             if losses:
                 loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
-                loss = loss / divisor if divisor != 1 else loss
+                loss = loss / divisor if (divisor := self.divisor()) != 1 else loss
         if self._checked is not None:
             self._history.append((self.monitor.steps, self._checked, losses))
             self._checked = None
-        self.measured = True
         if self._ranks is not None:
             loss = self._ranks.mean(loss)
         self._call_monitor(lambda: self.monitor.step(loss))
         self._carry_out(in_step=True)
 
     def flush(self) -> None:
-        """Waits for all numbers so far. Raises as `step` does; with several ranks, in the next step."""
+        """Waits for all numbers so far. Raises as a step does; with several ranks, in the next step."""
         self._call_monitor(self.monitor.flush)
         if self._ranks is None:
             self._carry_out()
 
     def end(self) -> None:
-        """Reads all pending numbers when training has ended or paused, on all ranks together; raises as `step` does."""
+        """Reads all pending numbers when training has ended or paused, on all ranks together; raises as a step does."""
         self._call_monitor(self.monitor.flush)
         self._carry_out(wait=True)
 
@@ -213,7 +227,7 @@ class Watch:
         """Whether a checkpoint must not be saved now.
 
         That is so if the training is about to stop with nonfinite parameters, or if the user wants healthy checkpoints
-        only and some rank is not healthy. Waits for the device; all ranks have to call it. Raises as `step` does.
+        only and some rank is not healthy. Waits for the device; all ranks have to call it. Raises as a step does.
         """
         self.end()
         if not self.should_stop and not self._options.healthy_checkpoints:
@@ -305,6 +319,7 @@ class Watch:
     def remove(self, error: BaseException | None = None) -> None:
         """Ends the watch and saves the recording; ``error`` is the exception that ended the training, if any."""
         self._losses = []
+        self._leave()
         try:
             self.monitor.__exit__(None if error is None else type(error), error, None)
         except (OSError, ValueError) as failure:  # a full disk must not mask the exception that ended the training

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorBase
-from gradstat.integrations._framework import require, unwrapped
+from gradstat.integrations._framework import require
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor.policies import Policies
@@ -38,15 +37,15 @@ def install(
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         handle = gradstat.integrations.accelerate.install(accelerator, on_anomaly="skip")
 
-    The loop stays as it is. ``accelerator.clip_grad_norm_`` then measures the gradients before it clips them, once per
-    optimizer step; a loop that does not clip has them measured right before the optimizer steps.
-    ``accelerator.backward`` notes the loss. Reads the gradients twice; no host sync on a GPU besides those of
-    `gradstat.Monitor`.
+    The loop stays as it is, and its weights keep their bits, unless a policy or ``max_norm`` changes a step. Gradients
+    are measured as by `gradstat.auto`: when they are complete, before Accelerate unscales or clips them or the
+    optimizer steps. ``accelerator.backward`` notes the loss. No host sync on a GPU besides those of `gradstat.Monitor`.
 
     Args:
         accelerator: An ``accelerate.Accelerator``, after ``prepare``.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
-        max_norm: What to clip to, a number or an adaptive clip, if the loop does not clip or clips to infinity.
+        max_norm: What to clip to, a number or an adaptive clip, before each step of the optimizer. For loops that do
+            not clip, or to infinity: another limit is refused.
         micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
             the one that brought NaN or Inf. One more read of the gradients for each.
         healthy_checkpoints: Whether ``accelerator.save_state`` saves nothing and returns None while
@@ -83,10 +82,10 @@ def install(
     pairs = [(model, _optimizer_of(model, optimizers, options)) for model in models]
     of_models = [wrapper for _, wrapper in pairs if wrapper is not None]
     distinct = len({id(wrapper) for wrapper in of_models})
-    if "skip" in options.policies and distinct < len(of_models):
+    if distinct < len(of_models) and (asked := _changing(options)):
         raise ValueError(
-            f"'skip' needs a separate optimizer for each of {len(of_models)} models, got one for several; put the "
-            "models into one torch.nn.ModuleList and prepare that, or use another policy than 'skip'"
+            f"{asked} needs a separate optimizer for each of {len(of_models)} models, got one for several; put the "
+            f"models into one torch.nn.ModuleList and prepare that, or leave {asked} out"
         )
     if not len(pairs) == distinct == len(optimizers):
         # Models and optimizers are not paired one to one, so the rule's findings about one model would be wrong.
@@ -103,21 +102,19 @@ class AccelerateHandle(AcceleratorBase):
         """Made by `install`."""
         super().__init__(accelerator, options, lambda: accelerator.gradient_accumulation_steps if micro_batches else 1)
         self.watches = [
-            Watch(
-                model,
-                None if wrapper is None else unwrapped(wrapper),
-                accelerator.scaler,
-                options,
-                options.max_norm,
-                device=self._device,
-                number=number,
+            self._add(
+                Watch(
+                    model,
+                    None if wrapper is None else unwrapped(wrapper),
+                    accelerator.scaler,
+                    options,
+                    device=self._device,
+                    number=number,
+                )
             )
             for number, (model, wrapper) in enumerate(pairs)
         ]
         self._attach()
-        for watch, (_, wrapper) in zip(self.watches, pairs, strict=True):
-            if wrapper is not None:
-                self._patch(wrapper, "step", functools.partial(self._in_step, watch))
         if options.healthy_checkpoints:
             self._patch(accelerator, "save_state", self._in_save_state)
 
@@ -125,28 +122,23 @@ class AccelerateHandle(AcceleratorBase):
         is_poisoned = any(watch.is_poisoned() for watch in self.watches)
         return None if is_poisoned else original(*args, **kwargs)
 
-    def _in_step(self, watch: Watch, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._accelerator.sync_gradients:
-            if not watch.measured:  # the loop does not clip
-                if self._options.max_norm is not None:
-                    self._accelerator.clip_grad_norm_(watch.model.parameters(), math.inf)
-                else:
-                    self._measure([watch], self._accelerator.gradient_accumulation_steps)
-            watch.measured = False
-        return original(*args, **kwargs)
+
+def _changing(options: Options) -> str:
+    """The option that changes steps, and so needs an optimizer for each model; empty if none does."""
+    return "'skip'" if "skip" in options.policies else "max_norm" if options.max_norm is not None else ""
 
 
 def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options) -> Any:
-    """The prepared optimizer of a model, if any; ValueError if there are several and the policy ``"skip"`` is used."""
+    """The prepared optimizer of a model, if any; ValueError if there are several and an option changes steps."""
     ids = {id(parameter) for parameter in model.parameters()}
     those = [
         wrapper
         for wrapper in optimizers
         if any(id(p) in ids for group in unwrapped(wrapper).param_groups for p in group["params"])
     ]
-    if len(those) > 1 and "skip" in options.policies:
+    if len(those) > 1 and (asked := _changing(options)):
         raise ValueError(
-            f"'skip' needs a single optimizer for {type(model).__name__}, got {len(those)}; use another policy, or "
+            f"{asked} needs a single optimizer for {type(model).__name__}, got {len(those)}; leave it out, or use "
             "gradstat.guarded_step on each"
         )
     return those[0] if those else None

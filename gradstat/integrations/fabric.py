@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._clipping import OptimizerClip, clip_with_norm
 from gradstat.integrations._engines import engine_clips, engine_name_of
-from gradstat.integrations._framework import require, unwrapped
+from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
@@ -39,15 +39,17 @@ def install(
         model, optimizer = fabric.setup(model, optimizer)
         handle = gradstat.integrations.fabric.install(fabric, model, optimizer, on_anomaly="skip")
 
-    The loop stays as it is. ``fabric.backward`` notes the loss, ``fabric.clip_gradients`` measures the gradients before
-    it clips them, and ``optimizer.step`` measures them if the loop does not clip.
+    The loop stays as it is, and its weights keep their bits, unless a policy or ``max_norm`` changes a step. Gradients
+    are measured as by `gradstat.auto`, before Fabric unscales or clips them or the optimizer steps. ``fabric.backward``
+    notes the loss.
 
     Args:
         fabric: A ``lightning.Fabric``.
         model, optimizer: As ``fabric.setup`` returned them. For several models call `install` for each, and
             pass ``model=`` to ``fabric.backward`` unless each model steps right after its own loss.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
-        max_norm: What to clip to, a number or an adaptive clip, if the loop does not clip.
+        max_norm: What to clip to, a number or an adaptive clip, before each step of the optimizer, if the loop does not
+            clip by norm. Also for fused optimizers under a loss scaler, for which Fabric refuses to clip.
         micro_batches: How many times ``fabric.backward`` is called per step. If more than once, the micro-batch that
             brought NaN or Inf is named, at one more read of the gradients for each.
 
@@ -82,68 +84,31 @@ class FabricHandle(Handle):
             engine_name_of(strategy), options, options.max_norm, ranks, "set its clip in its strategy's configuration"
         )
         scaler = getattr(strategy.precision, "scaler", None)
-        self._clip = OptimizerClip(scaler)
-        device, inner = fabric.device if ranks > 1 else None, unwrapped(optimizer)
+        device = fabric.device if ranks > 1 else None
         self._end_origin_watch(optimizer)
-        self.watches = [Watch(model._forward_module, inner, scaler, options, options.max_norm, device=device)]
+        watch = Watch(model._forward_module, unwrapped(optimizer), scaler, options, device=device)
+        watch.turns = self._turns
+        self.watches = [watch]
         self._mark_watched(optimizer)
         self._patch(fabric, "backward", self._in_backward)
         self._patch(fabric, "clip_gradients", self._in_clip)
-        self._patch(optimizer, "step", self._in_step)
+        if watch.engine is not None:
+            self._patch(optimizer, "step", self._in_engine_step)
 
     def _in_backward(self, original: Any, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         original(tensor, *args, model=model, **kwargs)
         if model is None or model._forward_module is self.watches[0].model:
             self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
 
-    def _in_clip(
-        self,
-        original: Any,
-        module: Any,
-        optimizer: Any,
-        clip_val: float | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Any:
-        inner = unwrapped(optimizer)
-        is_watched = inner is self.watches[0].optimizer
-        if not is_watched or self._engine_clips or max_norm is None or clip_val is not None or norm_type != 2:
-            self._measure(self.watches if is_watched else ())
-            return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
-        limit = self._limit(max_norm, "clip_gradients")
-        if self._clip.leaves_scaled(inner):
-            self._measure(self.watches)
-            return self._clip.clip(inner, limit)
-        is_error = error_if_nonfinite and "skip" not in self._options.policies
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        self._fabric.strategy.precision.unscale_gradients(inner)
-        norm = self._norm_of(parameters)
-        self._measure(self.watches)
-        if norm is None:
-            return self._torch_clip(parameters, max_norm, error=is_error)
-        if is_error and not norm.isfinite():
-            remedy = "pass error_if_nonfinite=False, or on_anomaly='skip' to install()"
-            raise RuntimeError(f"cannot clip, as the norm of the gradients is non-finite ({norm.item()}); {remedy}")
-        return clip_with_norm(parameters, limit, norm)
+    def _in_clip(self, original: Any, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if unwrapped(optimizer) is self._single_watch.optimizer:
+            self._refuse_another_limit(args[1] if len(args) > 1 else kwargs.get("max_norm"), "clip_gradients")
+            if self._engine_clips and self._single_watch.engine is None:  # FSDP 1 announces nothing
+                self._single_watch.measure()
+            if "skip" in self._options.policies and len(args) < 4:  # else a bad norm is an error by default
+                kwargs.setdefault("error_if_nonfinite", False)
+        return original(module, optimizer, *args, **kwargs)
 
-    def _in_step(self, original: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Measures and clips the gradients before the step if the loop has not."""
-        watch, max_norm = self.watches[0], self._options.max_norm
-
-        def evaluated() -> Any:  # the closure computes the gradients
-            loss = closure() if closure is not None else None
-            if not watch.measured:
-                self._measure([watch])
-                if max_norm is not None and watch.optimizer is not None:
-                    self._clip.clip(watch.optimizer, max_norm)
-            return loss
-
-        try:
-            if closure is not None:
-                return original(evaluated)
-            evaluated()
-            return original()
-        finally:
-            watch.measured = False
-            self._clip.forget()
+    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._single_watch.measure()
+        return original(*args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ from torch.optim import Optimizer
 
 from gradstat._core.parameters import Parameters
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._base import Limit
-from gradstat.integrations._clipping import OptimizerClip
 from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
@@ -59,8 +56,8 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     If both ``lightning`` and ``pytorch_lightning`` are installed, import the one you use before this module.
 
     Args:
-        max_norm: What to clip to, in place of ``Trainer(gradient_clip_val=...)``: a number, or an adaptive clip. None
-            takes over the trainer's ``gradient_clip_val`` if that clips by norm.
+        max_norm: What to clip to before each step, in place of ``Trainer(gradient_clip_val=...)``: a number, or an
+            adaptive clip. None leaves clipping to Lightning, and the weights keep their bits.
         on_anomaly: As for `gradstat.Monitor`. In addition, ``"checkpoint"`` saves a checkpoint of the trainer.
             ``"stop"`` sets ``trainer.should_stop``; ``"replay"`` runs the training step again. If a policy applies on
             one rank, all ranks carry it out.
@@ -106,33 +103,19 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []
-        self._clip: OptimizerClip | None = None
-        self._clips_to: Limit | None = None
-        self._settings: tuple[Any, Any] | None = None  # the trainer's own
         self._step_replay: StepReplay | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
         self._logged_at: dict[tuple[int, int], int] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses conflicting settings, and takes over clipping."""
+        """Refuses conflicting settings."""
         if stage != "fit":
             return
         self._refuse(trainer, pl_module)
-        own = self._options.max_norm
-        by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
-        self._clips_to = own if own is not None else float(trainer.gradient_clip_val) if by_norm else None
-        engine = engine_name_of(trainer.strategy)
-        # Lightning passes its gradient_clip_val to DeepSpeed's engine, so only max_norm matters.
-        asked = own if engine == "DeepSpeed" else self._clips_to
         remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
-        if not engine_clips(engine, self._options, asked, trainer.world_size, remedy):
-            self._clip = OptimizerClip(_scaler_of(trainer))
-            self._patch(trainer.precision_plugin, "clip_gradients", self._in_clip)
-            self._settings = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-            if own is not None:
-                trainer.gradient_clip_val = math.inf if isinstance(own, AdaptiveClip) else own
-                trainer.gradient_clip_algorithm = None  # the norm
+        engine = engine_name_of(trainer.strategy)
+        engine_clips(engine, self._options, self._options.max_norm, trainer.world_size, remedy)
         for callback in trainer.checkpoint_callbacks:
             for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also rotate old files out
                 if hasattr(callback, name):
@@ -161,8 +144,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             how = "norm" if _is_norm(trainer.gradient_clip_algorithm) else "value"
             raise ValueError(
                 f"clip configured twice: GradstatCallback(max_norm={own!r}) and "
-                f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}), by {how}. Set only one of them "
-                "(the callback takes over a gradient_clip_val that clips by norm)"
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}), by {how}. Set only one of them"
             )
         if self._runs_steps and not module.automatic_optimization:
             raise ValueError(
@@ -186,16 +168,19 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in held)
         elif self._options.watches_origin or engine_name_of(trainer.strategy) == "DeepSpeed":
             model = trainer.strategy.model  # the DDP module, or the engine
+        by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
         watch = Watch(
             model,
             optimizer,
             _scaler_of(trainer),
             self._options,
-            self._clips_to,
+            float(trainer.gradient_clip_val) if by_norm else None,
             self._step_replay,
             trainer.strategy.root_device if trainer.world_size > 1 else None,
             len(self.watches),
         )
+        watch.divisor = lambda: int(trainer.accumulate_grad_batches)
+        watch.turns = self._turns
         watch.on_findings = functools.partial(_show, trainer)
         watch.save_checkpoint = functools.partial(self._save_checkpoint, trainer)
         self.watches = [*self.watches, watch]
@@ -208,19 +193,16 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Ends the watch: Lightning does not call ``teardown`` after an exception."""
-        self._end(trainer, exception)
+        self._end(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ends the watch, and restores the methods of Lightning."""
         if stage == "fit":
-            self._end(trainer)
+            self._end()
 
-    def _end(self, trainer: Any, error: BaseException | None = None) -> None:
-        if self._clip is not None and self._settings is not None:
-            self._clip.forget()
-            trainer.gradient_clip_val, trainer.gradient_clip_algorithm = self._settings
+    def _end(self, error: BaseException | None = None) -> None:
         self._detach()
-        self._clip = self._settings = self._step_replay = self._loss = None
+        self._step_replay = self._loss = None
         self._logged_at = {}
         for watch in self.watches:
             watch.remove(error)
@@ -252,36 +234,16 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         """Measures the complete gradients, carries out policies in the same way on every rank, and logs."""
         watch = next((one for one in self.watches if one.optimizer is optimizer), None)
         watch = watch or self._watch(trainer, pl_module, optimizer)
-        self._logged_at[id(watch), watch.monitor.steps] = _logging_step(trainer)
+        watch.measure()  # a scaler that unscales has announced it already
+        self._logged_at[id(watch), watch.monitor.steps - 1] = _logging_step(trainer)
         while len(self._logged_at) > 8 * len(self.watches):  # older steps have been read
             self._logged_at.pop(next(iter(self._logged_at)))
-        watch.measured = False
-        self._measure([watch], trainer.accumulate_grad_batches)
         if watch.should_stop:
             trainer.should_stop = True
         with self._gaps.suppress_errors(0, "statistics could not be logged"):
             self._log(trainer, watch)
         if self._step_replay is not None:
             self._step_replay.forget()
-        if not pl_module.automatic_optimization and self._clip is not None and self._clips_to is not None:
-            self._clip.clip(optimizer, self._clips_to)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Removes the divisor set for an optimizer step that did not happen."""
-        if self._clip is not None:
-            self._clip.forget()
-
-    def _in_clip(
-        self, original: Any, optimizer: Optimizer, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
-    ) -> None:
-        """Replaces the plugin's ``clip_gradients``, so that ``configure_gradient_clipping`` is honoured."""
-        if not clip_val or clip_val <= 0:
-            return
-        if not _is_norm(gradient_clip_algorithm):
-            original(optimizer, clip_val, gradient_clip_algorithm)
-        elif self._clip is not None:
-            own = self._options.max_norm
-            self._clip.clip(optimizer, own if isinstance(own, AdaptiveClip) else float(clip_val))
 
     def _log(self, trainer: Any, watch: Watch) -> None:
         every = trainer.log_every_n_steps if self._log_every is None else self._log_every

@@ -10,9 +10,10 @@ import torch
 
 from gradstat._core.files import replacing
 from gradstat._core.wrappers import without_ddp
+from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorBase
-from gradstat.integrations._framework import require, unwrapped
+from gradstat.integrations._framework import require
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
@@ -49,8 +50,8 @@ def install(
         print(handle.monitor.diagnose())
 
     Every optimizer step is measured: complete gradients, unscaled, before they are clipped. The Trainer clips as
-    before, to its ``max_grad_norm``, and logs its ``grad_norm``. docs/integrations-transformers.md describes the order
-    of events.
+    before, to its ``max_grad_norm``, and its weights keep their bits, unless a policy or ``max_norm`` changes a step.
+    docs/integrations-transformers.md describes the order of events.
 
     Args:
         trainer: A ``transformers.Trainer``, or an instance of a subclass, before ``train()``.
@@ -139,12 +140,12 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             unwrapped(trainer.optimizer),
             trainer.accelerator.scaler,
             self._options,
-            own if own > 0 else self._options.max_norm,
+            own if own > 0 else None,
             self._replay_step,
             self._device,
         )
         made.on_findings = self._on_findings
-        return made
+        return self._add(made)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Makes sure that the model to be trained is the one watched, and loads the state of a checkpoint."""
@@ -179,23 +180,13 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self._inputs = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measures the step if the Trainer has not clipped; some versions do not if ``max_grad_norm=0``."""
-        if self._single_watch.measured:
-            return
-        if not (args.max_grad_norm or 0.0) > 0:
-            self._accelerator.clip_grad_norm_(self.trainer.model_wrapped.parameters(), float("inf"))
-            return
-        if not self._engine_clips:
+        """Warns if the Trainer has clipped in a way that nobody could see."""
+        if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single_watch._is_measured():
             self._warn_once(
                 "bypass",
-                "this Trainer clips without accelerator.clip_grad_norm_ (gradients on mixed meshes, apex, or a "
-                "subclass), so gradients are measured after clipping",
+                "this Trainer clips neither by the accelerator nor by torch (apex, or a subclass), so gradients are "
+                "measured after clipping",
             )
-        self._measure(self.watches, self._accelerator.gradient_accumulation_steps)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Marks the coming step as not yet measured."""
-        self._single_watch.measured = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stops if the policy ``"stop"`` applies, with a checkpoint if the Trainer saves any and it is not poisoned."""
@@ -208,8 +199,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         how = "without saving a checkpoint (Monitor.is_healthy is False)" if is_poisoned else "with finite parameters"
         self._warn_once(
             "stop",
-            f"the Trainer stops after step {state.global_step}, {how}, because of the policy 'stop' (the default for "
-            "the rule 'lost-loss')",
+            f"the Trainer stops after step {state.global_step}, {how}, because of the policy 'stop'",
             AnomalyWarning,
         )
 

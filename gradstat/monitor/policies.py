@@ -51,8 +51,6 @@ class PolicyTable:
             self._by["error"] = _listed(given, known)
             if given == "record":
                 self._by["warning"] = ("record",)
-        if "lost-loss" in rules:
-            self._by.setdefault("lost-loss", (*self._by["error"], "stop"))
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
         """The policies for a finding."""

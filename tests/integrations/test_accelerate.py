@@ -104,6 +104,32 @@ def test_several_models_have_a_monitor_each() -> None:
         forget_accelerators()
 
 
+def test_a_monitor_skips_steps_of_an_optimizer_that_is_wrapped() -> None:
+    accelerator, model, optimizer, data = prepare(bad_at={2})
+    with gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")}) as monitor:
+        for x, y in data:
+            loss = model(x, y)["loss"]
+            accelerator.backward(loss)
+            monitor.step(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert monitor.steps == 6
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_handle_left_behind_does_not_disturb_another_training() -> None:
+    handle = install(prepare()[0])
+    forget_accelerators()  # whose state the handle would ask whether gradients are complete
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    assert handle.monitor.steps == 0
+    assert not handle.monitor.diagnose().ok
+    assert "no step of an optimizer of Net has been seen" in str(handle.monitor.diagnose())
+
+
 def test_clips_outside_of_a_step_are_refused_or_reported() -> None:
     prepared = prepare(accumulated=2)
     accelerator, model, *_ = prepared
@@ -127,7 +153,7 @@ def test_clips_outside_of_a_step_are_refused_or_reported() -> None:
     with (
         install(accelerator, max_norm=gradstat.FixedClip(0.5)),
         accelerator.accumulate(model),
-        pytest.warns(UserWarning, match="the partial gradients are neither clipped nor measured"),
+        pytest.warns(UserWarning, match="the partial gradients are not measured"),
     ):
         accelerator.clip_grad_norm_(model.parameters(), math.inf)
 
@@ -155,6 +181,8 @@ def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own() -> No
     accelerator.prepare(model, torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias]))
     with pytest.raises(ValueError, match="'skip' needs a single optimizer for Linear, got 2"):
         install(accelerator, on_anomaly="skip")
+    with pytest.raises(ValueError, match="max_norm needs a single optimizer for Linear, got 2"):
+        install(accelerator, max_norm=1.0)
     install(accelerator).remove()
     forget_accelerators()
     accelerator = Accelerator(cpu=True)
@@ -162,6 +190,8 @@ def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own() -> No
     *prepared, optimizer = accelerator.prepare(*models, torch.optim.SGD([p for m in models for p in m.parameters()]))
     with pytest.raises(ValueError, match="'skip' needs a separate optimizer for each of 2 models"):
         install(accelerator, on_anomaly="skip")
+    with pytest.raises(ValueError, match="max_norm needs a separate optimizer for each of 2 models"):
+        install(accelerator, max_norm=1.0)
     with install(accelerator) as handle:
         accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in prepared))
         optimizer.step()

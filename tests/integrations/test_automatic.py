@@ -90,6 +90,31 @@ def test_clips_after_the_check() -> None:
     assert (handle.monitor.recording().scalars["norm"] > 1e-3).all()
 
 
+def test_a_clip_of_its_own_or_a_step_without_gradients_is_counted_once() -> None:
+    model, optimizer = made()
+    with gradstat.auto(optimizer, max_norm=1e-3, on_anomaly="record") as handle:
+        list(program(optimizer, model, 3))
+    assert handle.monitor.steps == 3
+    optimizer.zero_grad()
+    with gradstat.auto(optimizer, on_anomaly="record") as handle:
+        for _ in range(3):
+            torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
+            optimizer.step()
+    assert handle.monitor.steps == 3
+
+
+def test_a_program_that_catches_an_error_at_its_clip_takes_the_step_once() -> None:
+    model, optimizer = made()
+    with gradstat.auto(optimizer, on_anomaly="raise") as handle:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        with pytest.raises(gradstat.monitor.AnomalyError):
+            torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
+        assert all(parameter.grad.isnan().all() for parameter in model.parameters())  # type: ignore[union-attr]
+        optimizer.step()
+        assert handle.monitor.steps == 1
+
+
 @pytest.mark.parametrize("max_norm", [0.1, 10.0])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, gradstat.amp.GradScaler])
 def test_a_fused_optimizer_that_unscales_in_its_step_is_clipped_like_any_other(kind: Any, max_norm: float) -> None:
@@ -101,6 +126,42 @@ def test_a_fused_optimizer_that_unscales_in_its_step_is_clipped_like_any_other(k
             list(program(optimizer, model, 3, None, kind("cpu")))
         stepped.append(list(model.parameters()))
     torch.testing.assert_close(*stepped)
+
+
+@pytest.mark.parametrize("clip", [gradstat.FixedClip, gradstat.AutoClip, gradstat.ZClip, gradstat.AdaGC, gradstat.AGC])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, gradstat.amp.GradScaler])
+def test_an_adaptive_clip_decides_alike_for_scaled_gradients(clip: Any, kind: Any) -> None:
+    stepped = []
+    for scaler, fused in ((None, False), (kind("cpu", init_scale=128.0), True), (kind("cpu", init_scale=128.0), False)):
+        model, _ = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+        chosen = clip(0.1) if clip is gradstat.FixedClip else clip()
+        with gradstat.auto(optimizer, max_norm=chosen, on_anomaly={"error": ("skip", "record")}) as handle:
+            list(program(optimizer, model, 12, 8, scaler))
+        summary = chosen.summary()
+        assert (handle.monitor.steps, summary.steps - summary.nonfinite) == (12, 11)
+        assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+        stepped.append(list(model.parameters()))
+    torch.testing.assert_close(stepped[1:], [stepped[0]] * 2)
+
+
+def test_a_norm_that_overflows_the_dtype_of_scaled_gradients_is_clipped_in_the_divisor() -> None:
+    parameter = nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0, fused=True), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    parameter.grad = torch.full_like(parameter, 40_000.0)
+    with gradstat.auto(optimizer, max_norm=1.0, on_anomaly="record") as handle:
+        scaler.step(optimizer)
+    assert handle.monitor.recording().scalars["norm"].tolist() == pytest.approx([320_000 / 1024], rel=1e-3)
+    assert parameter.grad.tolist() == pytest.approx([1 / 8] * 64, rel=1e-3)  # where the step leaves what it divided
+
+
+def test_a_limit_that_is_none_is_refused() -> None:
+    _, optimizer = made()
+    for wrong, error in ((0.0, ValueError), (math.nan, ValueError), ("1", TypeError)):
+        with pytest.raises(error, match="max_norm"):
+            gradstat.auto(optimizer, max_norm=wrong)  # type: ignore[arg-type]
+    assert not vars(optimizer).keys() & {"_gradstat_auto"}
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -38,6 +38,14 @@ def train(fabric: Any, model: Any, optimizer: Any, clip: float | None = 0.05, ba
     return norms
 
 
+def test_auto_skips_steps_of_the_optimizer_that_fabric_wraps() -> None:
+    fabric, model, optimizer = prepared()
+    with gradstat.auto(optimizer, model.module, on_anomaly={"error": ("skip", "record")}) as handle:
+        train(fabric, model, optimizer, clip=None, bad=2)
+    assert handle.monitor.steps == 5
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def test_fabric_alone_refuses_to_clip_what_a_fused_optimizer_unscales() -> None:
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     scaled = prepared(fabric=Fabric(accelerator="cpu", plugins=[precision]), fused=True)

@@ -26,7 +26,6 @@ from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
-from gradstat.integrations._clipping import OptimizerClip
 from gradstat.integrations._options import Options
 from gradstat.integrations._watch import RankReductions, Watch
 from gradstat.integrations.lightning import GradstatCallback
@@ -97,8 +96,8 @@ def norms(callback: GradstatCallback) -> list[float]:
     return callback.monitor.recording().scalars["norm"].tolist()
 
 
-def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
-    """Also if the fit fails between clip and step; the optimizer keeps no attribute."""
+def test_max_norm_leaves_the_trainers_settings_and_the_optimizer_as_they_are() -> None:
+    """Also if the fit fails between clip and step."""
     seen: list[Any] = []
 
     class Overriding(Model):
@@ -106,21 +105,31 @@ def test_the_clip_is_in_the_trainers_settings_for_the_fit_only() -> None:
             seen.append(options["gradient_clip_val"])
             self.clip_gradients(optimizer, **options)
             if self.spoil:
-                assert "grad_scale" in self.optimizers().optimizer.__dict__  # type: ignore[union-attr]
                 raise ZeroDivisionError
 
     model = Overriding()
     made = fit(GradstatCallback(max_norm=0.02, on_anomaly="record"), model)
-    assert set(seen) == {0.02}
+    assert set(seen) == {None}
     assert model.clipped == pytest.approx([0.02] * 8, rel=1e-3)
-    assert made.gradient_clip_val is None
-    assert "clip_gradients" not in made.precision_plugin.__dict__
+    assert not {"clip_gradients", "optimizer_step"} & set(vars(made.precision_plugin))
     made = lightning_trainer(GradstatCallback(max_norm=0.01), **scaled())
     with pytest.raises(ZeroDivisionError):
         made.fit(Overriding(torch.optim.AdamW, {7: "nan"}, fused=True), data())
     assert made.gradient_clip_val is None
-    assert "clip_gradients" not in made.precision_plugin.__dict__
-    assert "grad_scale" not in made.strategy.optimizers[0].__dict__
+    assert not {"grad_scale", "found_inf"} & set(vars(made.strategy.optimizers[0]))
+
+
+@pytest.mark.parametrize("options", [{}, scaled()], ids=["float32", "scaled"])
+def test_a_module_that_changes_gradients_before_they_are_clipped_is_measured_once(options: dict[str, Any]) -> None:
+    class Doubling(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            super().on_before_optimizer_step(optimizer)
+            for parameter in self.parameters():
+                parameter.grad *= 2  # type: ignore[operator]
+
+    callback, model = GradstatCallback(on_anomaly="record"), Doubling()
+    fit(callback, model, gradient_clip_val=0.5, **options)
+    assert norms(callback) == pytest.approx([norm_of(gradients) for gradients in model.gradients], rel=1e-5)
 
 
 def test_a_clip_by_value_stays_lightnings() -> None:
@@ -372,11 +381,21 @@ def test_a_callback_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(callback)).monitors == ()
 
 
-def test_lbfgs_is_measured_in_every_evaluation() -> None:
-    callback = GradstatCallback(max_norm=1.0, on_anomaly="record")
-    model = Model(torch.optim.LBFGS, max_iter=3)
+def test_a_step_of_lbfgs_is_measured_once_and_each_evaluation_is_clipped() -> None:
+    norms_seen: list[float] = []
+
+    class Recording(torch.optim.LBFGS):
+        def _gather_flat_grad(self) -> Tensor:  # what it reads after each evaluation
+            flat: Tensor = super()._gather_flat_grad()  # type: ignore[misc]
+            norms_seen.append(float(flat.norm()))
+            return flat
+
+    callback = GradstatCallback(max_norm=1e-3, on_anomaly="record")
+    model = Model(Recording, max_iter=3)
     made = fit(callback, model, batches=2)
-    assert callback.monitor.steps == len(model.gradients) > made.global_step == 2
+    assert callback.monitor.steps == made.global_step == 2 < len(model.gradients)
+    assert norms_seen == pytest.approx([1e-3] * len(norms_seen), rel=2e-3)
+    assert norms(callback)[0] == pytest.approx(norm_of(model.gradients[0]))
 
 
 def test_frameworks_are_imported_on_demand_and_missing_ones_are_named() -> None:
@@ -498,14 +517,12 @@ class _Sharded(Model):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append(self.whole())
 
-    def configure_gradient_clipping(self, *arguments: Any, **options: Any) -> None:
-        super().configure_gradient_clipping(*arguments, **options)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        pl.LightningModule.optimizer_step(self, *args, **kwargs)
         self.clipped.append(norm_of(self.whole()))
 
     def whole(self) -> dict[str, Tensor]:
         return {n: p.grad.full_tensor() for n, p in self.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
-
-    optimizer_step = pl.LightningModule.optimizer_step
 
 
 @on_ranks(2)
@@ -563,18 +580,8 @@ def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> Non
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, math.nan if bad else 1.0)
                 try:
-                    watch.step()
+                    watch.measure()
                 except AnomalyError:
                     raised.append(step)
+                watch.after_step(optimizer)
         assert raised == [3 if travels else 1]
-
-
-def test_scaled_gradients_whose_norm_overflows_their_dtype_are_clipped() -> None:
-    parameter = nn.Parameter(torch.zeros(64, dtype=torch.float16))
-    parameter.grad = torch.full_like(parameter, 40_000.0)
-    optimizer = torch.optim.SGD([parameter], fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))
-    norm = OptimizerClip(scaler).clip(optimizer, 1.0)
-    assert float(norm) == pytest.approx(320_000 / 1024, rel=1e-3)
-    assert float(optimizer.grad_scale) == pytest.approx(float(norm), rel=1e-3)  # type: ignore[attr-defined]

@@ -235,14 +235,15 @@ def test_a_guard_keeps_the_optimizer_from_wild_steps(fused: bool) -> None:
     assert again.guard.read(wait=True) == guard.read(wait=True)
 
 
-def test_stops_by_itself_when_the_loss_is_lost() -> None:
-    model, optimizer, monitor = made()
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_lost_loss_ends_a_run_only_if_asked_to(stops: bool) -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": "record"} | ({"lost-loss": "stop"} if stops else {}))
     with torch.no_grad():
         model.last.bias.fill_(math.nan)
     for _ in range(3):
         assert not monitor.should_stop
         trained(model, optimizer, monitor, 1)
-    assert monitor.should_stop
+    assert monitor.should_stop == stops
     assert "lost-loss" in {finding.rule for finding in monitor.findings}
 
 
