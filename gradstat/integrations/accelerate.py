@@ -114,6 +114,8 @@ class AccelerateHandle(AcceleratorBase):
             )
             for number, (model, wrapper) in enumerate(pairs)
         ]
+        for watch in self.watches:  # with several optimizers, no other one takes the step for that of a model
+            watch._steps_itself = len(accelerator._optimizers) > 1
         self._attach()
         if options.healthy_checkpoints:
             self._patch(accelerator, "save_state", self._in_save_state)

@@ -178,12 +178,17 @@ def test_bad_arguments_are_refused_before_training() -> None:
 def test_steps_are_skipped_where_each_model_has_one_optimizer_of_its_own() -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 2)
-    accelerator.prepare(model, torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias]))
+    prepared = accelerator.prepare(model, torch.optim.SGD([model.weight]), torch.optim.SGD([model.bias]))
     with pytest.raises(ValueError, match="'skip' needs a single optimizer for Linear, got 2"):
         install(accelerator, on_anomaly="skip")
     with pytest.raises(ValueError, match="max_norm needs a single optimizer for Linear, got 2"):
         install(accelerator, max_norm=1.0)
-    install(accelerator).remove()
+    with install(accelerator) as handle:
+        for _ in range(3):
+            accelerator.backward(prepared[0](torch.ones(1, 2)).sum())
+            for optimizer in reversed(prepared[1:]):
+                optimizer.step()
+    assert handle.monitor.steps == 3
     forget_accelerators()
     accelerator = Accelerator(cpu=True)
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
