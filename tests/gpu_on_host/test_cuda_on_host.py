@@ -5,13 +5,13 @@ code: peeling, tiles, segments, tickets, the exact path and all arithmetic. It c
 GPU. The launchers are tested in test_cuda_launchers.py.
 """
 
-import ctypes
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from devices import PTX
 from exact import COMPLEX, NARROW_TOLERANCE, assert_rows_match, rounded_product
 from host_build import build
 from host_kernels import DTYPES, EmulatedKernels
@@ -23,11 +23,11 @@ VARIANT = ("SMALL_TENSOR_BYTES=8192", "VECTORS_PER_THREAD=2")
 
 
 @pytest.fixture(scope="session")
-def kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
-    return EmulatedKernels(kernels_on_host)
+def kernels(emulated_kernels: EmulatedKernels) -> EmulatedKernels:
+    return emulated_kernels
 
 
-@pytest.fixture(scope="session", params=["as shipped", "benchmark variant"])
+@pytest.fixture(scope="session", params=["as shipped"] if PTX else ["as shipped", "benchmark variant"])
 def any_kernels(
     kernels: EmulatedKernels, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> EmulatedKernels:
