@@ -57,6 +57,7 @@ EXACT = {
     "cvt.rn.f16x2.f32 %r5, %f3, %f4": [(bits(65520), bits(65519), 0x7C007BFF), (bits(2**-25), NAN, 0x00007FFF)],
     "cvt.rn.bf16x2.f32 %r5, %f3, %f4": [(0x3F808000, 0x3F818000, 0x3F803F82), (bits(-1e-45), INF, 0x80007F80)],
     "set.eq.f16x2.f16x2 %r5, %r3, %r4": [(0x80003C00, 0x00003C01, 0x3C000000), (0x7E007C00, 0x7E007C00, 0x3C00)],
+    "set.eq.u32.f16x2 %r5, %r3, %r4": [(0x80003C00, 0x00003C01, 0xFFFF0000), (0x7E007C00, 0x7E007C00, 0xFFFF)],
     "prmt.b32 %r5, %r3, %r4, 0xF720": [(0x80112233, 0x44556677, 0x00441133)],
     "bfe.u32 %r5, %r3, 4, 8": [(0xABCD, 0, 0xBC)],
     "bfi.b64 %rd5, %rd3, %rd4, 4, 8": [(0xFF12, 0xAAAAA, 0xAA12A)],

@@ -113,16 +113,14 @@ struct Launch {
   u32 blocks, threads, shared_bytes;
   const u8* parameters;
   u32 parameter_bytes;
-  void (*before)();
 
   std::vector<Region> regions;
   std::map<u32, std::unique_ptr<Block>> alive;
-  std::vector<Fiber*> ready, waiting_for_previous;
+  std::vector<Fiber*> ready;
   std::map<u64, Clock> released;  // by addresses of atomics
   std::mt19937 random;
   u64 seed;
-  u32 window;  // the next thread is one of so many that became ready last
-  u64 waits = 0;
+  u32 window;                 // the next thread is one of so many that became ready last
   void* scheduler = nullptr;  // its stack
   Fiber* running = nullptr;
   bool failed = false;
@@ -438,10 +436,6 @@ void run() {
       start_block(numbers.back());
       numbers.pop_back();
     }
-    if (launch->ready.empty() && !launch->waiting_for_previous.empty()) {
-      std::exchange(launch->before, nullptr)();
-      launch->ready.swap(launch->waiting_for_previous);
-    }
     if (launch->ready.empty()) break;
     const size_t count = launch->ready.size();
     std::swap(launch->ready[count - 1 - launch->random() % std::min<size_t>(count, launch->window)],
@@ -542,15 +536,6 @@ u32 Thread::meet(Meeting what, u32 mask, u32 value, u32 b, u32 c, u32 line) {
   return fiber.result;
 }
 
-void Thread::wait_for_previous(u32 line) {
-  Fiber& fiber = *static_cast<Fiber*>(this);
-  ++launch->waits;
-  if (launch->before == nullptr) return;
-  fiber.line = line;
-  launch->waiting_for_previous.push_back(&fiber);
-  yield(fiber);
-}
-
 void Thread::fail(const char* what, u32 line) {
   Fiber& fiber = *static_cast<Fiber*>(this);
   complain("failed", name_of(fiber.id) + " " + what + ", at @" + std::to_string(line));
@@ -570,11 +555,9 @@ double random_error(u64 bits) {
 
 extern "C" {
 
-// Runs a kernel. It may access `count` regions of memory, in ascending order and apart from each other. If
-// `before` is given, it runs once all threads wait for the previous kernel.
+// Runs a kernel, which may access `count` regions of memory, in ascending order and apart from each other.
 void run_kernel(void (*kernel)(Thread*), u32 blocks, u32 threads, u32 shared_bytes, const u8* parameters,
-                u32 parameter_bytes, u64 count, const u64* begins, const u64* ends, u64 seed, u64 errors,
-                void (*before)()) {
+                u32 parameter_bytes, u64 count, const u64* begins, const u64* ends, u64 seed, u64 errors) {
   Launch own;
   own.kernel = kernel;
   own.blocks = blocks;
@@ -582,16 +565,13 @@ void run_kernel(void (*kernel)(Thread*), u32 blocks, u32 threads, u32 shared_byt
   own.shared_bytes = shared_bytes;
   own.parameters = parameters;
   own.parameter_bytes = parameter_bytes;
-  own.before = before;
   for (u64 i = 0; i < count; ++i)
     own.regions.push_back({begins[i], ends[i], reinterpret_cast<u8*>(begins[i]), {}});
   own.random.seed(seed);
   own.seed = errors;
   own.window = 1u << own.random() % 13;
-  Launch* const outer = std::exchange(launch, &own);
+  launch = &own;
   run();
-  if (before != nullptr && own.waits != u64{blocks} * threads) complain("waits", "not every thread waited");
-  launch = outer;
 }
 
 // What was wrong since the last call, a line each.

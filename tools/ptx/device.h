@@ -101,7 +101,6 @@ struct Thread {
   void fence();
   void barrier(u32 number, u32 line);
   u32 meet(Meeting what, u32 mask, u32 value, u32 b, u32 c, u32 line);  // of the lanes in `mask`
-  void wait_for_previous(u32 line);
   [[noreturn]] void fail(const char* what, u32 line);
 };
 
@@ -379,9 +378,11 @@ template <class T>
 pred op_setp_num(T a, T b) {
   return !op_setp_nan(a, b);
 }
-inline f16x2 op_set_eq(f16x2 a, f16x2 b) {
-  const f16 one{0x3c00}, zero{0};
-  return pair(op_setp_eq(low(a), low(b)) ? one : zero, op_setp_eq(high(a), high(b)) ? one : zero);
+template <class To>
+To op_set_eq(f16x2 a, f16x2 b) {
+  constexpr u32 kTrue = std::is_same_v<To, u32> ? 0xffff : 0x3c00;  // 1 in float16
+  return from_bits<To>((op_setp_eq(low(a), low(b)) ? kTrue : 0) |
+                       (op_setp_eq(high(a), high(b)) ? kTrue << 16 : 0));
 }
 
 // Approximations ----------------------------------------------------------------------------------------

@@ -113,16 +113,8 @@ class Device:
         Device.every.append(self)
         self.complaints: list[str] = []
 
-    def launch(
-        self,
-        kernel: Kernel,
-        blocks: int,
-        threads: int,
-        arguments: bytes,
-        memory: Iterable[Span],
-        before: object = None,
-    ) -> None:
-        """Runs a kernel. ``before``: a function that runs the previous one, for which this one waits."""
+    def launch(self, kernel: Kernel, blocks: int, threads: int, arguments: bytes, memory: Iterable[Span]) -> None:
+        """Runs a kernel, which may access this memory."""
         name, translation = kernel.translation.name, kernel.translation
         if len(arguments) != kernel.argument_bytes:
             raise ValueError(f"{name} takes {kernel.argument_bytes} bytes of arguments, got {len(arguments)}")
@@ -133,7 +125,7 @@ class Device:
         self.library.run_kernel(
             *(kernel.run, blocks, threads, translation.shared_bytes, arguments, len(arguments)),
             *(ctypes.c_uint64(len(begins)), numbers(*begins), numbers(*ends)),
-            *(ctypes.c_uint64((self.seed * 1_000_003 + number) % 2**64), ctypes.c_uint64(self.seed), before),
+            *(ctypes.c_uint64((self.seed * 1_000_003 + number) % 2**64), ctypes.c_uint64(self.seed)),
         )
         for complaint in self.library.take_complaints().decode().splitlines():
             where = f"{name}, {blocks} blocks, launch {number} of GRADSTAT_PTX_SEED={self.seed}"
@@ -172,14 +164,13 @@ class CudaDevice(Device):
         self.memory: list[Span] = []  # of the tensors of the current call
         self.kernels: dict[str, Kernel] = {}
         signature = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64]
-        self._callback = ctypes.CFUNCTYPE(None, *signature, ctypes.c_void_p)(self._launch)
+        self._callback = ctypes.CFUNCTYPE(None, *signature)(self._launch)
         launchers.set_launcher(self._callback)
-        launchers.set_device(3, architecture)
 
     def _compiled(self, name: str) -> Kernel:
         return Kernel(self.of_name[name], name)
 
-    def _launch(self, name: bytes, blocks: int, threads: int, arguments: int, size: int, before: int | None) -> None:
+    def _launch(self, name: bytes, blocks: int, threads: int, arguments: int, size: int) -> None:
         try:
             symbol = name.decode()
             kernel = self.kernels.get(symbol) or self.kernels.setdefault(symbol, self._compiled(symbol))
@@ -187,7 +178,6 @@ class CudaDevice(Device):
             addresses, sizes = (ctypes.c_uint64 * count)(), (ctypes.c_uint64 * count)()
             self.launchers.memory(addresses, sizes)
             memory = [*self.memory, *zip(addresses, sizes, strict=True)]
-            previous = None if before is None else ctypes.c_void_p(before)
-            self.launch(kernel, blocks, threads, ctypes.string_at(arguments, size), memory, previous)
+            self.launch(kernel, blocks, threads, ctypes.string_at(arguments, size), memory)
         except Exception as error:  # which ctypes would only print
             self.complaints.append(f"{type(error).__name__}: {error}")

@@ -40,7 +40,7 @@ MEETINGS = {"shfl.sync.bfly", "shfl.sync.down", "shfl.sync.up", "shfl.sync.idx",
 MEETINGS |= {"redux.sync.add", "redux.sync.min", "redux.sync.max"}
 ATOMICS = {"add", "inc", "exch"}
 ORDERS = ("relaxed", "acquire", "release", "acq_rel")
-IGNORED = {"prefetch.global.L2", "griddepcontrol.launch_dependents", ".pragma", ".loc"}
+IGNORED = {"prefetch.global.L2", ".pragma", ".loc"}
 
 
 class UnknownError(ValueError):
@@ -287,8 +287,6 @@ class _Translation:
                 return f"t->barrier({self.source_of(operands[0], 'u32')}, {line});"
             case "bar.warp.sync":
                 return f"t->meet(k_bar_warp_sync, {self.source_of(operands[0], 'u32')}, 0, 0, 0, {line});"
-            case "griddepcontrol.wait":
-                return f"t->wait_for_previous({line});"
             case "fence.acq_rel.gpu" | "fence.acq_rel.sys" | "membar.gl" | "membar.sys":
                 return "t->fence();"
         raise UnknownError(f"instruction {opcode}")
@@ -301,7 +299,8 @@ class _Translation:
         values = [*map(self.source_of, operands[1:], expected[1:])]
         if base in OPERATORS and types[0][0] in "usbp" and types[0] != "bf16x2":  # integers and predicates
             return f"{self.target_of(operands[0], types[0])} = {OPERATORS[base].join(values)};"
-        return f"{self.target_of(operands[0], expected[0])} = op_{base.replace('.', '_')}({', '.join(values)});"
+        name = base.replace(".", "_") + (f"<{types[0]}>" if "D" in OPERANDS[base] else "")
+        return f"{self.target_of(operands[0], expected[0])} = op_{name}({', '.join(values)});"
 
     def move(self, kind: str, operands: list[str]) -> str:
         target, source = operands
