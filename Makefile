@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
-CXX_FILES = $(shell find csrc tests benchmarks -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
+CXX_FILES = $(shell find csrc tests benchmarks tools -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
 # The libraries this machine can run: CUDA only with a GPU. Tests compile CUDA code wherever there is nvcc.
 BUILT := $(VENV)/.built$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,-cpu)

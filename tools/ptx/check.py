@@ -30,10 +30,10 @@ ALL = {
         *("step/test_update.py", "step/test_guard.py", "clip/test_decide.py", "gpu_on_host/test_cuda_on_host.py"),
     )
 }
-# Random bits and layouts through every operation; every table; every rule of updates and decisions.
+# Random bits and layouts through every operation; both tables; every rule of updates and decisions.
 QUICK = {
     "tests/core/test_fuzz.py": "any_tensors",
-    "tests/gpu_on_host/test_cuda_on_host.py": "thousands and not each",
+    "tests/gpu_on_host/test_cuda_on_host.py": "thousands",
     "tests/step/test_update.py": "zeros or operands_of_different",
     "tests/clip/test_decide.py": "emulated",
     "tests/step/test_guard.py": "emulated",
