@@ -23,71 +23,30 @@ using b64 = u64;
 using f32 = float;
 using f64 = double;
 using pred = bool;
-struct f16 {
-  u16 bits;
-};
-struct bf16 {
-  u16 bits;
-};
-struct e4m3x2 {
-  u16 bits;
-};
-struct f16x2 {
-  u32 bits;
-};
-struct bf16x2 {
-  u32 bits;
-};
+// clang-format off
+struct f16 { u16 bits; };
+struct bf16 { u16 bits; };
+struct e4m3x2 { u16 bits; };
+struct f16x2 { u32 bits; };
+struct bf16x2 { u32 bits; };
 
-union R1 {
-  ::pred pred;
-};
-union R16 {
-  ::u8 u8, b8;
-  ::s8 s8;
-  ::u16 u16, b16;
-  ::s16 s16;
-  ::f16 f16;
-  ::bf16 bf16;
-  ::e4m3x2 e4m3x2;
-};
-union R32 {
-  ::u8 u8, b8;
-  ::s8 s8;
-  ::u16 u16, b16;
-  ::s16 s16;
-  ::u32 u32, b32;
-  ::s32 s32;
-  ::f32 f32;
-  ::f16x2 f16x2;
-  ::bf16x2 bf16x2;
-};
-union R64 {
-  ::u8 u8, b8;
-  ::s8 s8;
-  ::u16 u16, b16;
-  ::s16 s16;
-  ::u32 u32, b32;
-  ::s32 s32;
-  ::f32 f32;
-  ::u64 u64, b64;
-  ::s64 s64;
-  ::f64 f64;
-};
+// Registers of 1 to 64 bits, with members named as types.
+#define OF_16 ::u8 u8, b8; ::s8 s8; ::u16 u16, b16; ::s16 s16;
+#define OF_32 OF_16 ::u32 u32, b32; ::s32 s32; ::f32 f32;
+union R1 { ::pred pred; };
+union R16 { OF_16 ::f16 f16; ::bf16 bf16; ::e4m3x2 e4m3x2; };
+union R32 { OF_32 ::f16x2 f16x2; ::bf16x2 bf16x2; };
+union R64 { OF_32 ::u64 u64, b64; ::s64 s64; ::f64 f64; };
 
 enum Space { kGeneric, kGlobal, kShared, kParameter };
 constexpr u64 kSharedWindow = u64{1} << 60;  // generic addresses of shared memory
 
-#define MEETINGS(X) \
-  X(bar_warp_sync)  \
-  X(shfl_sync_bfly) \
-  X(shfl_sync_down) \
-  X(shfl_sync_up)   \
-  X(shfl_sync_idx)  \
+#define MEETINGS(X) X(bar_warp_sync) X(shfl_sync_bfly) X(shfl_sync_down) X(shfl_sync_up) X(shfl_sync_idx) \
   X(vote_sync_any) X(vote_sync_all) X(redux_sync_add_s32) X(redux_sync_min_s32) X(redux_sync_max_s32)
 #define ENUMERATOR(name) k_##name,
 enum Meeting { MEETINGS(ENUMERATOR) };
 #undef ENUMERATOR
+// clang-format on
 
 struct Thread {
   u32 thread, block, threads, blocks;
@@ -213,41 +172,36 @@ To cvt_rzi(f64 x) {
 
 // Arithmetic --------------------------------------------------------------------------------------------
 
-#define OPERATOR(name, sign)               \
-  template <class T>                       \
-  T op_##name(T a, T b) {                  \
-    return made(static_cast<T>(a sign b)); \
-  }
-OPERATOR(add, +)
-OPERATOR(add_rn, +)
-OPERATOR(sub, -)
-OPERATOR(sub_rn, -)
-OPERATOR(mul, *)
-OPERATOR(mul_rn, *)
-OPERATOR(mul_lo, *)
-OPERATOR(div_rn, /)
-OPERATOR(and, &)
-OPERATOR(or, |)
-OPERATOR(xor, ^)
-#undef OPERATOR
+// clang-format off
+#define UNARY(name, result) template <class T> T op_##name(T a) { return result; }
+#define BINARY(name, result) template <class T> T op_##name(T a, T b) { return result; }
+BINARY(add, made(static_cast<T>(a + b)))
+BINARY(add_rn, made(a + b))
+BINARY(sub, made(static_cast<T>(a - b)))
+BINARY(sub_rn, made(a - b))
+BINARY(mul, made(a * b))
+BINARY(mul_rn, made(a * b))
+BINARY(mul_lo, static_cast<T>(a * b))
+BINARY(div_rn, made(a / b))
+BINARY(div, b == 0 ? (division_by_zero(), a) : static_cast<T>(a / b))
+BINARY(rem, b == 0 ? (division_by_zero(), a) : static_cast<T>(a % b))
+BINARY(and, a & b)
+BINARY(or, a | b)
+BINARY(xor, a ^ b)
+UNARY(neg, -a)
+UNARY(rcp_rn, made(1 / a))
+UNARY(sqrt_rn, made(std::sqrt(a)))
+template <class T> T op_fma_rn(T a, T b, T c) { return made(std::fma(a, b, c)); }
+template <class T> T op_mad_lo(T a, T b, T c) { return static_cast<T>(a * b + c); }
+template <class T> T op_selp(T a, T b, pred p) { return p ? a : b; }
+template <class T> T op_shl(T a, u32 n) { return n >= 8 * sizeof(T) ? 0 : static_cast<T>(a << n); }
+// clang-format on
 
 inline f16x2 op_add_rn(f16x2 a, f16x2 b) {
   return pair(cvt_rn<f16>(value(low(a)) + value(low(b))), cvt_rn<f16>(value(high(a)) + value(high(b))));
 }
 inline f16x2 op_mul_rn(f16x2 a, f16x2 b) {
   return pair(cvt_rn<f16>(value(low(a)) * value(low(b))), cvt_rn<f16>(value(high(a)) * value(high(b))));
-}
-
-template <class T>
-T op_div(T a, T b) {
-  static_assert(std::is_integral_v<T>);
-  if (b == 0) division_by_zero();
-  return a / b;
-}
-template <class T>
-T op_rem(T a, T b) {
-  if (b == 0) division_by_zero();
-  return a % b;
 }
 inline u32 op_mul_hi(u32 a, u32 b) { return u64{a} * b >> 32; }
 inline s32 op_mul_hi(s32 a, s32 b) { return s64{a} * b >> 32; }
@@ -257,26 +211,6 @@ inline u64 op_mul_wide(u32 a, u32 b) { return u64{a} * b; }
 inline s64 op_mul_wide(s32 a, s32 b) { return s64{a} * b; }
 inline u64 op_mad_wide(u32 a, u32 b, u64 c) { return u64{a} * b + c; }
 inline s64 op_mad_wide(s32 a, s32 b, s64 c) { return s64{a} * b + c; }
-template <class T>
-T op_mad_lo(T a, T b, T c) {
-  return static_cast<T>(a * b + c);
-}
-template <class T>
-T op_fma_rn(T a, T b, T c) {
-  return made(std::fma(a, b, c));
-}
-template <class T>
-T op_rcp_rn(T a) {
-  return made(1 / a);
-}
-template <class T>
-T op_sqrt_rn(T a) {
-  return made(std::sqrt(a));
-}
-template <class T>
-T op_neg(T a) {
-  return -a;
-}
 template <class T>
 T op_not(T a) {
   if constexpr (std::is_same_v<T, pred>)
@@ -292,17 +226,9 @@ T op_abs(T a) {
     return std::fabs(a);
 }
 template <class T>
-T op_shl(T a, u32 n) {
-  return n >= 8 * sizeof(T) ? 0 : static_cast<T>(a << n);
-}
-template <class T>
 T op_shr(T a, u32 n) {
   constexpr u32 kBits = 8 * sizeof(T);
   return n < kBits ? a >> n : std::is_signed_v<T> ? a >> (kBits - 1) : 0;
-}
-template <class T>
-T op_selp(T a, T b, pred p) {
-  return p ? a : b;
 }
 inline u32 op_popc(u32 a) { return __builtin_popcount(a); }
 inline u64 op_bfi(u64 a, u64 b, u32 position, u32 length) {
@@ -335,24 +261,18 @@ template <class T>
 bool is_nan(T a) {
   return value(a) != value(a);
 }
-template <class T>
-T op_min(T a, T b) {
-  if constexpr (std::is_same_v<T, f16x2> || std::is_same_v<T, bf16x2>) {
-    return pair(op_min(low(a), low(b)), op_min(high(a), high(b)));
-  } else {
-    if (is_nan(a) && is_nan(b)) return from_bits<T>(~u64{0} >> (65 - 8 * sizeof(T)));
-    return is_nan(b) || (!is_nan(a) && is_less(a, b)) ? a : b;
+#define EXTREME(name, is_first)                                                         \
+  template <class T>                                                                    \
+  T op_##name(T a, T b) {                                                               \
+    if constexpr (std::is_same_v<T, f16x2> || std::is_same_v<T, bf16x2>) {              \
+      return pair(op_##name(low(a), low(b)), op_##name(high(a), high(b)));              \
+    } else {                                                                            \
+      if (is_nan(a) && is_nan(b)) return from_bits<T>(~u64{0} >> (65 - 8 * sizeof(T))); \
+      return is_nan(b) || (!is_nan(a) && is_first) ? a : b;                             \
+    }                                                                                   \
   }
-}
-template <class T>
-T op_max(T a, T b) {
-  if constexpr (std::is_same_v<T, f16x2> || std::is_same_v<T, bf16x2>) {
-    return pair(op_max(low(a), low(b)), op_max(high(a), high(b)));
-  } else {
-    if (is_nan(a) && is_nan(b)) return from_bits<T>(~u64{0} >> (65 - 8 * sizeof(T)));
-    return is_nan(b) || (!is_nan(a) && is_less(b, a)) ? a : b;
-  }
-}
+EXTREME(min, is_less(a, b))
+EXTREME(max, is_less(b, a))
 
 #define COMPARISON(name, sign)                                 \
   template <class T>                                           \
@@ -432,15 +352,8 @@ inline f64 op_rsqrt_approx_ftz(f64 a) {
 
 // Atomics -----------------------------------------------------------------------------------------------
 
-template <class T>
-T atom_add(T old, T by) {
-  return old + by;
-}
-template <class T>
-T atom_inc(T old, T by) {
-  return old >= by ? 0 : old + 1;
-}
-template <class T>
-T atom_exch(T, T by) {
-  return by;
-}
+// clang-format off
+template <class T> T atom_add(T old, T by) { return old + by; }
+template <class T> T atom_inc(T old, T by) { return old >= by ? 0 : old + 1; }
+template <class T> T atom_exch(T, T by) { return by; }
+// clang-format on
