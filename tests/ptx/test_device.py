@@ -52,6 +52,7 @@ EXACT = {
     "max.f64 %fd5, %fd3, %fd4": [(0, 1 << 63, 0), (wide(math.nan), wide(2), wide(2)), (wide(-3), wide(-4), wide(-3))],
     "add.f32 %f5, %f3, %f4": [(INF, bits(-math.inf), 0x7FFFFFFF), (bits(1), bits(2**-24), bits(1))],
     "fma.rn.f32 %f5, %f3, %f3, %f4": [(bits(1 + 2**-23), bits(-1), bits(2**-22 + 2**-46))],
+    "fma.rn.f32x2 %rd5, %rd3, %rd3, %rd4": [(0x40000000_3F800000, 0x3F800000_40400000, 0x40A00000_40800000)],
     "min.f16x2 %r5, %r3, %r4": [(0x7E003C00, 0xFE008000, 0x7FFF8000), (0x80007C00, 0x0000FC00, 0x8000FC00)],
     "max.bf16x2 %r5, %r3, %r4": [(0x7FC03F80, 0x3F80FF80, 0x3F803F80)],
     "cvt.rn.f16x2.f32 %r5, %f3, %f4": [(bits(65520), bits(65519), 0x7C007BFF), (bits(2**-25), NAN, 0x00007FFF)],

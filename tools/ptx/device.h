@@ -29,6 +29,7 @@ struct bf16 { u16 bits; };
 struct e4m3x2 { u16 bits; };
 struct f16x2 { u32 bits; };
 struct bf16x2 { u32 bits; };
+struct f32x2 { f32 low, high; };
 
 // Registers of 1 to 64 bits, with members named as types.
 #define OF_16 ::u8 u8, b8; ::s8 s8; ::u16 u16, b16; ::s16 s16;
@@ -36,7 +37,7 @@ struct bf16x2 { u32 bits; };
 union R1 { ::pred pred; };
 union R16 { OF_16 ::f16 f16; ::bf16 bf16; ::e4m3x2 e4m3x2; };
 union R32 { OF_32 ::f16x2 f16x2; ::bf16x2 bf16x2; };
-union R64 { OF_32 ::u64 u64, b64; ::s64 s64; ::f64 f64; };
+union R64 { OF_32 ::u64 u64, b64; ::s64 s64; ::f64 f64; ::f32x2 f32x2; };
 
 enum Space { kGeneric, kGlobal, kShared, kParameter };
 constexpr u64 kSharedWindow = u64{1} << 60;  // generic addresses of shared memory
@@ -202,6 +203,18 @@ inline f16x2 op_add_rn(f16x2 a, f16x2 b) {
 }
 inline f16x2 op_mul_rn(f16x2 a, f16x2 b) {
   return pair(cvt_rn<f16>(value(low(a)) * value(low(b))), cvt_rn<f16>(value(high(a)) * value(high(b))));
+}
+// clang-format off
+#define PAIRS(name, of_one) \
+  inline f32x2 op_##name(f32x2 a, f32x2 b) { return {of_one(a.low, b.low), of_one(a.high, b.high)}; }
+PAIRS(add, op_add)
+PAIRS(add_rn, op_add)
+PAIRS(sub, op_sub)
+PAIRS(mul, op_mul)
+PAIRS(mul_rn, op_mul)
+// clang-format on
+inline f32x2 op_fma_rn(f32x2 a, f32x2 b, f32x2 c) {
+  return {op_fma_rn(a.low, b.low, c.low), op_fma_rn(a.high, b.high, c.high)};
 }
 inline u32 op_mul_hi(u32 a, u32 b) { return u64{a} * b >> 32; }
 inline s32 op_mul_hi(s32 a, s32 b) { return s64{a} * b >> 32; }

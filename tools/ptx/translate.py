@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 BITS = {f"{kind}{bits}": bits for bits in (8, 16, 32, 64) for kind in "usb"}
-BITS |= {"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "f16x2": 32, "bf16x2": 32, "e4m3x2": 16, "pred": 1}
+BITS |= {"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "f16x2": 32, "bf16x2": 32, "f32x2": 64, "e4m3x2": 16, "pred": 1}
 WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 SPECIAL = {"%tid.x": "t->thread", "%ctaid.x": "t->block", "%nctaid.x": "t->blocks", "%ntid.x": "t->threads"}
 
