@@ -471,6 +471,7 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
     __syncwarp();
     read_segment<kMultiplies>(memory.segment[warp], memory, memory.of_warp[set][warp]);
     tensor = memory.tensor[warp];
+    __syncwarp();  // the next small tensor replaces it
     const double (*rows)[kFields] = memory.of_warp[set] + (is_read_by_one_warp ? warp : 0);
     if (!is_read_by_one_warp) {
       __syncthreads();

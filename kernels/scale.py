@@ -67,7 +67,8 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
     head_end = tl.where((chunk == 0) & (begin > 0), VECTOR, 0)
     tail_begin = tl.where(is_last & ((tail > 0) | (begin == 0)), tail * VECTOR, end)
-    edge = tl.arange(0, 2 * VECTOR)
+    # An element per lane: of fewer, other lanes would read copies while these are written.
+    edge = tl.arange(0, LANES)
     position = tl.where(edge < VECTOR, edge, tail * VECTOR + edge - VECTOR)
     lower = tl.where(edge < VECTOR, begin, tail_begin)
     upper = tl.where(edge < VECTOR, tl.minimum(head_end, end), end)

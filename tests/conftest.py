@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from devices import BACKENDS, DEVICES, HAS_CUDA, INTERPRETED
+from devices import BACKENDS, DEVICES, HAS_CUDA, PTX, TRITON_ON_CPU
 
 if TYPE_CHECKING:
     from forks import Forks
+    from host_kernels import EmulatedKernels
+    from ptx.on_triton import TritonDevice
     from ranks import Ranks
 
     from gradstat._core.backends import Kernels
@@ -27,6 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Counts the launches of kernels from PTX, for tools/ptx/check.py."""
+    if PTX:
+        from ptx.device import Device
+
+        for device in Device.every:
+            for kernel, launches in device.launches.items():
+                terminalreporter.write_line(f"PTX: sm_{device.architecture} {kernel} {launches}")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -67,13 +79,13 @@ def _stop_watching() -> Iterator[None]:
 def where(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A backend and the device to run it on."""
     backend: tuple[str, str] = request.param
-    if backend in (("emulated", "cpu"), INTERPRETED):
+    if backend in (("emulated", "cpu"), TRITON_ON_CPU):
         request.getfixturevalue({"emulated": "emulated", "triton": "short_chunks"}[backend[0]])
     return backend
 
 
 @pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> Iterator[None]:
     """Shortens the chunks of Triton's kernels in the interpreter, to a quarter (16 KB), or 2048 elements of updates."""
     import triton.language as tl
 
@@ -82,7 +94,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vectors = 2 * stats.UNROLL.value * stats.LANES.value
     assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS  # a chunk is one tile before and after
     _table._tables.clear()
-    if not HAS_CUDA:  # constants of compiled kernels cannot be changed
+    if not HAS_CUDA and not PTX:  # constants of compiled kernels cannot be changed
         for module, name, value in (
             *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
             *((module, "CHUNK_VECTORS", tl.constexpr(vectors)) for module in (stats, scale)),
@@ -93,14 +105,34 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _table._tables.clear()
 
 
-@pytest.fixture
-def emulated(kernels_on_host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """The CUDA kernels on the CPU (tests/host_kernels.py), registered as a backend for the duration of a test."""
+@pytest.fixture(scope="session")
+def triton_from_ptx() -> TritonDevice | None:
+    """If GRADSTAT_PTX asks for it, runs Triton's kernels on the CPU from the PTX that Triton generates."""
+    if not PTX:
+        return None
+    from ptx.on_triton import TritonDevice
+
+    return TritonDevice(PTX)
+
+
+@pytest.fixture(scope="session")
+def emulated_kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
+    """The CUDA kernels on the CPU; if GRADSTAT_PTX asks for it, from the PTX that nvcc generates."""
     from host_kernels import EmulatedKernels
 
+    if not PTX:
+        return EmulatedKernels(kernels_on_host)
+    from ptx.device import CudaDevice
+
+    return EmulatedKernels(kernels_on_host, device=CudaDevice(kernels_on_host, PTX))
+
+
+@pytest.fixture
+def emulated(emulated_kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """The CUDA kernels on the CPU (tests/host_kernels.py), registered as a backend for the duration of a test."""
     from gradstat._core import backends
 
-    entry = backends.Backend(frozenset({"none"}), frozenset({"cpu"}), lambda _: EmulatedKernels(kernels_on_host))
+    entry = backends.Backend(frozenset({"none"}), frozenset({"cpu"}), lambda _: emulated_kernels)
     monkeypatch.setitem(backends.REGISTRY, "emulated", entry)
     return backends.resolve("emulated", "cpu")
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from gradstat._core.backends import Kernels
 
 HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
+# An architecture, such as 90: on the CPU, kernels then run from the PTX that nvcc and Triton generate for it.
+PTX = int(os.environ.get("GRADSTAT_PTX", "0"))
+if not HAS_CUDA and not PTX:
     # Triton reads this when the kernels are first imported, so it is set before any test module is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 # With shared cores, threads would wait for each other longer than they work. Set here and for child processes.
@@ -23,11 +25,12 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 DEVICES = ["cpu", *(["cuda"] if HAS_CUDA else [])]
+TRITON_ON_CPU = ("triton", "cpu")
 # Triton's interpreter: about 30 ms per tensor, and bfloat16 is truncated.
-INTERPRETED = ("triton", "cpu")
+INTERPRETED = None if PTX else TRITON_ON_CPU
 # Every way to compute the statistics on this machine, as (backend, device). None of them may be missing.
 BACKENDS = [("reference", "cpu"), ("native", "cpu"), ("emulated", "cpu")] + (
-    [("reference", "cuda"), ("native", "cuda"), ("triton", "cuda")] if HAS_CUDA else [INTERPRETED]
+    [("reference", "cuda"), ("native", "cuda"), ("triton", "cuda")] if HAS_CUDA else [TRITON_ON_CPU]
 )
 
 
@@ -42,8 +45,8 @@ def kernels_on_the_cpu(request: pytest.FixtureRequest) -> Kernels:
 
     if request.param == "dispatched":
         return backends.NativeKernels(None)  # type: ignore[arg-type]
-    if request.param == "emulated":
-        request.getfixturevalue("emulated")
+    if request.param in ("emulated", "triton"):
+        request.getfixturevalue({"emulated": "emulated", "triton": "triton_from_ptx"}[request.param])
     return backends.resolve(request.param, "cpu")
 
 

@@ -24,6 +24,7 @@ def loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.new_stream.restype = library.end_capture.restype = ctypes.c_void_p
     library.bytes_allocated.restype = library.stats_bytes.restype = library.scale_bytes.restype = ctypes.c_int64
+    library.memory.restype = ctypes.c_int64
     library.error_text.restype = ctypes.c_char_p
     return library
 

@@ -1,9 +1,11 @@
 """The CUDA kernels, compiled for the CPU (tests/gpu_on_host), as a test backend: "emulated"."""
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,15 +15,21 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._core.backends import Kernels, _require_numbers
 
+if TYPE_CHECKING:
+    from ptx.device import CudaDevice
+
 DTYPES = {dtype: number for number, dtype in enumerate([*REAL, *FLOAT8])}
 
 
 def arrays(tensors: Sequence[Tensor]) -> list[Any]:
     """The arguments that describe dense tensors to the library's functions; complex elements are pairs."""
     kinds = [DTYPES[tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype] for tensor in tensors]
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
+    listed = Pointer(addresses.ctypes.data)
+    listed.memory, listed.owner = [*map(span_of, tensors)], addresses
     return [
         ctypes.c_int64(len(tensors)),
-        pointer(np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)),
+        listed,
         pointer(np.array([tensor.numel() for tensor in tensors], dtype=np.int64)),
         pointer(np.array(kinds, dtype=np.int32)),
         pointer(np.array([tensor.is_complex() for tensor in tensors], dtype=np.uint8)),
@@ -32,23 +40,46 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def at(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+class Pointer(ctypes.c_void_p):
+    """A pointer that knows the memory that kernels may access through it, as pairs of address and bytes."""
+
+    memory: Sequence[tuple[int, int]] = ()
+    owner: object = None
+
+
+def at(tensor: Tensor | None) -> Pointer:
+    found = Pointer(None if tensor is None else tensor.data_ptr())
+    found.memory = [] if tensor is None else [span_of(tensor)]
+    return found
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 class EmulatedKernels(Kernels):
-    """Work is done when a call returns, unless it is captured. Blocks of each launch run in a different order."""
+    """Work is done when a call returns, unless it is captured. Blocks of each launch run in a different order.
 
-    def __init__(self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None) -> None:
+    With a ``device``, what runs is not this code but the PTX that nvcc generates (tools/ptx).
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None, device: CudaDevice | None = None
+    ) -> None:
         super().__init__(self.measured, self._scale_all, self._scale_each, self._sums)
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
+        self.device = device
         self.decide_clip_, self.guard_ = self._decide, self._guard
         self._devices = itertools.cycle(range(4))  # in turn: products do not depend on the device
 
     def start(self, name: str, *arguments: Any) -> None:
+        if self.device is not None:
+            self.device.memory = [span for argument in arguments for span in getattr(argument, "memory", ())]
         if getattr(self.library, f"start_{name}")(self.stream, *arguments):
             raise RuntimeError(self.library.error_text().decode())
         self.library.synchronize(self.stream)
+        if self.device is not None:
+            self.device.check()
 
     def measured(
         self,
@@ -64,7 +95,7 @@ class EmulatedKernels(Kernels):
         """Returns the table, multiplying by ``factor`` first; writes norm, coefficient and verdict to given tensors."""
         table = torch.full((len(tensors), len(_fields.FIELDS)), 1e33, dtype=torch.float64)
         wanted = at(norm), DTYPES[torch.float32 if norm is None else norm.dtype], ctypes.c_double(max_norm)
-        place = self._device(tensors) if device is None else device
+        place = self._multiprocessors(tensors) if device is None else device
         self.start(
             "stats",
             *(place, *arrays(tensors), at(table), at(factor), *wanted, int(infinity), at(coefficient)),
@@ -73,7 +104,14 @@ class EmulatedKernels(Kernels):
         return table
 
     def _scale_all(self, tensors: Sequence[Tensor], coefficients: Tensor, stride: int = 0) -> None:
-        self.start("scale", next(self._devices), *arrays(tensors), at(coefficients), ctypes.c_int64(stride))
+        left = list(tensors)
+        while True:  # a launch for every time that a tensor is listed, as the operators do
+            first = {tensor.data_ptr(): i for i, tensor in reversed(list(enumerate(left)))}
+            now = [one if first[one.data_ptr()] == i else one.new_empty(0) for i, one in enumerate(left)]
+            self.start("scale", next(self._devices), *arrays(now), at(coefficients), ctypes.c_int64(stride))
+            left = [one.new_empty(0) if done.numel() else one for done, one in zip(now, left, strict=True)]
+            if not any(map(Tensor.numel, left)):
+                return
 
     def _scale_each(self, tensors: Sequence[Tensor], coefficients: Tensor) -> None:
         self._scale_all(tensors, coefficients, stride=1)
@@ -85,7 +123,7 @@ class EmulatedKernels(Kernels):
         return self.measured(tensors, factor)
 
     @staticmethod
-    def _device(tensors: Sequence[Tensor]) -> int:
+    def _multiprocessors(tensors: Sequence[Tensor]) -> int:
         """One of four devices, which hold 6, 3, 15 and 768 blocks: the last bits of rows differ between them."""
         return sum(tensor.numel() + 1 for tensor in tensors) % 4
 

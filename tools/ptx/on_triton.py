@@ -1,0 +1,102 @@
+"""Runs gradstat's Triton kernels from the PTX that Triton generates for an NVIDIA GPU: the backend "triton" on the CPU.
+
+Import it before anything that imports Triton's kernels, and without TRITON_INTERPRET, under which none can be compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from ptx.device import BUILD, Device, Kernel, Span
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradstat._core import backends
+from gradstat.kernels import _table, scale, stats, update
+
+os.environ.setdefault("TRITON_CACHE_DIR", str(BUILD / "triton"))
+
+TYPES = {torch.int64: "*i64", torch.int32: "*i32", torch.float64: "*fp64"}
+
+
+class TritonDevice(Device):
+    """Takes over all launches of Triton kernels."""
+
+    def __init__(self, architecture: int) -> None:
+        super().__init__(architecture, ["stats_kernel", "scale_kernel", "update_kernel", "merge_kernel"])
+        self.compiled: dict[object, tuple[Kernel, int]] = {}
+        for module, name, kernel, warps in (
+            (stats, "_launch_stats", stats.stats_kernel, stats.WARPS),
+            (scale, "_launch_scale", scale.scale_kernel, scale.WARPS),
+        ):
+            setattr(module, name, functools.partial(self._take_over, kernel, warps))
+        for name in ("update_kernel", "merge_kernel"):
+            setattr(update, name, _Kernel(self, getattr(update, name)))
+        kernels = backends.Kernels(stats.stats, scale.scale_, scale.scale_each_, update.update_sums)
+        backends.REGISTRY["triton"] = backends.REGISTRY["triton"]._replace(load=lambda _: kernels)
+
+    def _take_over(
+        self, kernel: Any, warps: int, device: object, programs: int, pointers: tuple[Any, ...], *rest: Any
+    ) -> None:
+        """As `gradstat.kernels._table.Launcher`."""
+        self.run(kernel, programs, *pointers, *rest, num_warps=warps, enable_fp_fusion=_table.FUSE)
+
+    def run(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        """Runs ``kernel[(programs,)](*arguments, **options)``."""
+        signature, attributes, constants = {}, {}, {}
+        for i, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+                constants[parameter.name] = argument
+            elif isinstance(argument, torch.Tensor):
+                signature[parameter.name] = TYPES[argument.dtype]
+                if argument.data_ptr() % _table.ALIGNMENT == 0 and not parameter.do_not_specialize_on_alignment:
+                    attributes[(i,)] = [["tt.divisibility", _table.ALIGNMENT]]
+            else:
+                assert parameter.do_not_specialize, f"{parameter.name} would be compiled for its value"
+                signature[parameter.name] = "i32"
+        key = (kernel, *signature.items(), *attributes, *map(str, constants.values()))
+        if key not in self.compiled:
+            source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+            made = triton.compile(source, target=GPUTarget("cuda", self.architecture, 32), options=options)
+            self.compiled[key] = Kernel(made.asm["ptx"], made.name, made.metadata.shared), 32 * made.metadata.num_warps
+        translated, threads = self.compiled[key]
+        named = dict(zip(kernel.arg_names, arguments, strict=True))
+        given = [named[parameter.name] for parameter in kernel.params if not parameter.is_constexpr]
+        packed = bytearray(translated.argument_bytes)  # the last two are scratch memory, which none of these uses
+        for argument, (at, size) in zip(given, translated.translation.parameters, strict=False):
+            number = argument.data_ptr() if isinstance(argument, torch.Tensor) else int(argument)
+            packed[at : at + size] = number.to_bytes(size, "little")
+        pointers = [(t.data_ptr(), t.nbytes) for t in given if isinstance(t, torch.Tensor)]
+        self.launch(translated, programs, threads, bytes(packed), [*pointers, *memory_of(named)])
+        self.check()
+
+
+class _Kernel:
+    """A kernel as Triton's ``kernel[grid](...)``."""
+
+    def __init__(self, device: TritonDevice, kernel: Any) -> None:
+        self.device, self.kernel = device, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self.device.run, self.kernel, *grid)
+
+
+def memory_of(arguments: dict[str, Any]) -> Iterator[Span]:
+    """The tensors whose addresses a launch passes in a table."""
+    if "table" in arguments and "chunks" in arguments:
+        width = _table.ENTRY_WIDTH.value
+        entries = arguments["table"][: arguments["tensors"] * width].view(-1, width).tolist()
+        for entry in entries:
+            address, values, kind = entry[_table.ADDRESS.value], entry[_table.VALUES.value], entry[_table.KIND.value]
+            yield address, values * int(_table._REAL_BYTES[kind % _table.PAIR.value])
+    if "ELEMENT" in arguments:
+        places = arguments["places"][: arguments["tensors"] * update.WIDTH.value].view(-1, update.WIDTH.value)
+        for place in places.tolist():
+            for address in filter(None, place[: update.NUMEL.value]):
+                yield address, place[update.NUMEL.value] * arguments["ELEMENT"].primitive_bitwidth // 8
