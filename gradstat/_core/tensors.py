@@ -196,7 +196,7 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
 
 def is_uninitialized(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or buffer of a lazy module before its first forward pass, and has no shape."""
-    return bool(is_lazy(tensor))
+    return not torch.compiler.is_compiling() and bool(is_lazy(tensor))
 
 
 def unit_count(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization, remove_parametrizations
 
 import gradstat
+from gradstat.monitor import AnomalyWarning
 
 
 class Sized(nn.Module):
@@ -240,7 +241,8 @@ def test_a_deleted_monitor_leaves_no_hook(kind: str, steps: int) -> None:
         if detached:
             monitor.detach()
             assert hooks_on(model, optimizer) == 0
-            assert (monitor.step(), monitor.steps) == ([], steps)
+            with pytest.warns(AnomalyWarning, match="was detached"):
+                assert (monitor.step(), monitor.steps) == ([], steps)
         alive = weakref.ref(monitor)
         del monitor
         assert alive() is None  # at once, without a reference cycle that needs the garbage collector
