@@ -1,4 +1,4 @@
-"""A training loop without any gradstat code, watched by one line: ``gradstat.auto(optimizer, model)``.
+"""A training loop without any gradstat code, watched by one line: ``gradstat.auto(model, optimizer)``.
 
 ::
 
@@ -52,7 +52,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     # The added line. Without on_anomaly and save_to it only warns.
-    handle = gradstat.auto(optimizer, model, on_anomaly={"error": ["warn", "skip"]}, save_to=options.output)
+    handle = gradstat.auto(model, optimizer, on_anomaly={"error": ["warn", "skip"]}, save_to=options.output)
 
     train(model, optimizer, corpus.read(corpus.standard_library(), limit=1_000_000), options.steps, options.steps // 2)
     handle.remove()

@@ -233,8 +233,8 @@ def _as_loss(value: Any) -> Any:
 
 
 def auto(
-    optimizer: Optimizer,
-    model: nn.Module | None = None,
+    model: nn.Module | Optimizer | None = None,
+    optimizer: Optimizer | nn.Module | None = None,
     *,
     max_norm: float | AdaptiveClip | None = None,
     scaler: Any = None,
@@ -242,7 +242,7 @@ def auto(
 ) -> AutoHandle:
     """Watches every step of ``optimizer`` from now on, without changes to the training loop. ::
 
-        gradstat.auto(optimizer)  # that is all; warns when something is wrong
+        gradstat.auto(model, optimizer)  # that is all; warns when something is wrong
 
     Gradients are measured, as by `gradstat.Monitor.step` (one read, no host sync on a GPU), before the first of these
     changes them: a clip of torch or gradstat, a loss scaler, `gradstat.guarded_step`, ``optimizer.step()``. Steps that
@@ -251,10 +251,11 @@ def auto(
     it, if `gradstat.guarded_step` gets it, or if the step gets a closure, whose first call counts.
 
     Args:
+        model: The model, for parameter names and everything else that a monitor can watch. May be left out, as in
+            ``gradstat.auto(optimizer)``, which uses the optimizer's names (``group0.3``, or its own if it was made from
+            ``named_parameters()``). What the optimizer trains besides is watched as well, under those names.
         optimizer: Any ``torch.optim.Optimizer``; of one that wraps another, as Accelerate's and Opacus' do, the inner.
-        model: The model, for parameter names and everything else that a monitor can watch; None uses the optimizer's
-            names (``group0.3``, or its own if it was made from ``named_parameters()``). What the optimizer trains
-            besides is watched as well, under the optimizer's names.
+            The two may come in either order.
         max_norm: If given, gradients are clipped to it after they were measured, as by `gradstat.clip_grad_norm_` or by
             an adaptive clip. Where a loss scaler leaves unscaling to a fused optimizer's step, the clip does so, too.
             Each evaluation of a closure is clipped, by an adaptive clip the first.
@@ -269,12 +270,17 @@ def auto(
         TypeError: ``optimizer`` is not an optimizer, or ``max_norm`` neither a number nor an adaptive clip.
         ValueError: ``max_norm`` is not above 0.
     """
-    given: object = optimizer
-    if not isinstance(given, Optimizer):
-        refuse_engine(given)
+    if isinstance(model, Optimizer) or isinstance(optimizer, nn.Module) or optimizer is None:
+        model, optimizer = optimizer, model
+    if not isinstance(optimizer, Optimizer):
+        refuse_engine(optimizer)
         raise TypeError(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
             "wrapped optimizer pass the inner one, for example optimizer.optimizer"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected one optimizer and one torch.nn.Module, got {type(model).__name__} beside the optimizer"
         )
     optimizer, limit = optimizers.unwrapped(optimizer), checked_limit(max_norm)
     monitor = Monitor(Parameters() if model is None else model, optimizer, scaler, max_norm=max_norm, **options)

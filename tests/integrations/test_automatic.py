@@ -739,3 +739,17 @@ def test_a_scaler_of_a_class_defined_later_is_watched() -> None:
     list(program(optimizer, model, 6, 3, Late("cpu")))
     assert handle.monitor.steps == 6
     assert handle.monitor.nonfinite_steps == 1
+
+
+def test_model_and_optimizer_may_come_in_either_order() -> None:
+    model, optimizer = made()
+    for arguments in ((model, optimizer), (optimizer, model), (None, optimizer), (optimizer, None)):
+        handle = gradstat.auto(*arguments)
+        list(program(optimizer, model, 2))
+        latest = handle.monitor.latest()
+        assert latest is not None
+        assert latest.report.names[0] == ("group0.0" if None in arguments else "0.weight")
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got"):
+        gradstat.auto(model)
+    with pytest.raises(TypeError, match=r"one torch\.nn\.Module, got AdamW"):
+        gradstat.auto(optimizer, optimizer)
