@@ -19,7 +19,7 @@ from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
 from gradstat._core.text import and_more, columns, count_of, count_of_bad, lines_of, listed, printable
-from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, RowValues, TensorStats, derived
+from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, RowValues, TensorStats, derived, l2_norm_of
 
 # Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
@@ -89,8 +89,14 @@ class Report(RowValues, ByName[TensorStats]):
             return np.asarray(_fields.merge(np, self._table))
 
     @functools.cached_property
-    def _derived(self) -> dict[str, Array]:  # type: ignore[override]
+    def _derived(self) -> dict[str, Any]:  # type: ignore[override]
         return derived(self._row, self.numel)
+
+    @functools.cached_property
+    def _each(self) -> dict[str, Any]:
+        """The derived values of each tensor, for all of them at once."""
+        numel, is_complex = np.array([(i.numel, i.dtype.is_complex) for i in self._infos], np.int64).reshape(-1, 2).T
+        return {"numel": numel, **derived(self._table, numel, 1 + is_complex)}
 
     @functools.cached_property
     def ok(self) -> bool:
@@ -132,7 +138,7 @@ class Report(RowValues, ByName[TensorStats]):
     @property
     def finite_norm(self) -> float:
         """L2 norm of the finite elements."""
-        return float(self._derived["l2_norm"])
+        return float(l2_norm_of(self._row))
 
     @functools.cached_property
     def missing(self) -> tuple[str, ...]:
@@ -140,7 +146,8 @@ class Report(RowValues, ByName[TensorStats]):
         return tuple(self._missing())
 
     def _at(self, position: int) -> TensorStats:
-        return TensorStats(self.names[position], self._table[position], self._infos[position])
+        values = {name: column[position] for name, column in self._each.items()}
+        return TensorStats(self.names[position], self._table[position], self._infos[position], values)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -191,19 +198,11 @@ class Report(RowValues, ByName[TensorStats]):
         distributed tensor, in its shard), -1 when all elements are finite.
         """
         width = max((len(name) for name in self.names), default=1) or 1
-        floats = [(f, np.float64) for f in (*FLOATS, "sum")]
-        dtype = np.dtype(
-            [("name", f"U{width}"), *((f, np.int64) for f in INTEGERS), *floats, ("first_nonfinite", np.int64)]
-        )
-        out = np.zeros(len(self), dtype)
+        integers, floats = [(f, np.int64) for f in INTEGERS], [(f, np.float64) for f in (*FLOATS, "sum")]
+        out = np.zeros(len(self), [("name", f"U{width}"), *integers, *floats, ("first_nonfinite", np.int64)])
         out["name"] = self.names
-        out["numel"] = [info.numel for info in self._infos]
-        for field in INTEGERS[1:]:
-            out[field] = self._column(field)
-        values = derived(self._table, out["numel"], np.array([1 + info.dtype.is_complex for info in self._infos]))
-        for field in FLOATS:
-            out[field] = values[field]
-        out["sum"] = self._column("sum")
+        for field, _ in (*integers, *floats):
+            out[field] = self._each[field] if field in self._each else self._column(field)
         first = self._column("first_nonfinite")
         out["first_nonfinite"] = np.where(np.isfinite(first), first, -1)
         for i in np.flatnonzero(np.isfinite(first)).tolist():

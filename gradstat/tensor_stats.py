@@ -83,7 +83,7 @@ class RowValues:
     __slots__ = ()
     _row: Array
     numel: int
-    _derived: dict[str, Array]
+    _derived: dict[str, Any]
 
     def _field(self, field: str) -> float:
         return float(self._row[_fields.INDEX[field]])
@@ -133,14 +133,15 @@ class TensorStats(RowValues):
 
     __slots__ = ("_info", "_row", "_values", "name")
 
-    def __init__(self, name: str, row: Array, info: TensorInfo) -> None:
+    def __init__(self, name: str, row: Array, info: TensorInfo, values: dict[str, Any] | None = None) -> None:
+        """``values`` are those of `derived`, if they are known already."""
         self.name = name
         self._row = row
         self._info = info
-        self._values: dict[str, Array] | None = None
+        self._values = values
 
     @property
-    def _derived(self) -> dict[str, Array]:  # type: ignore[override]
+    def _derived(self) -> dict[str, Any]:  # type: ignore[override]
         if self._values is None:
             self._values = derived(self._row, self.numel, 2 if self.dtype.is_complex else 1)
         return self._values
