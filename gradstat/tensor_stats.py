@@ -31,7 +31,7 @@ class ByName(Generic[T]):
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the entries, in order."""
+        """Names of the tensors or parameters, in order."""
         return tuple(self._names())
 
     @functools.cached_property
