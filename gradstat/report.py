@@ -256,7 +256,7 @@ class Report(RowValues, ByName[TensorStats]):
             return
         title = (
             f"{len(self.nonfinite)} of {count_of(len(self), self._what)} not finite "
-            f"({self.nan_count} NaN, {self.inf_count} Inf){_at_scale(self.loss_scale)}:"
+            f"({self.nan_count:,} NaN, {self.inf_count:,} Inf){_at_scale(self.loss_scale)}:"
         )
         lines = lines_of(self.nonfinite, 5, bad_line) or ["  all of them on other ranks"]
         raise NonFiniteGradientError("\n".join([title, *lines]), self)
