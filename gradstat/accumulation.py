@@ -8,9 +8,9 @@ from typing import Any, final
 
 from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import source_of
-from gradstat._core.text import printable
+from gradstat._core.text import count_of, lines_of
 from gradstat.check import PendingReport, check_async
-from gradstat.report import NonFiniteGradientError, Report, bad_words
+from gradstat.report import NonFiniteGradientError, Report, bad_line
 from gradstat.tensor_stats import TensorStats
 
 _NAMED_IN_ERROR = 5
@@ -134,13 +134,10 @@ class AccumulationReport:
         """Which gradients became bad in which micro-batch, in words, naming at most ``limit`` parameters."""
         bad = list(self._first.values())
         title = (
-            f"NaN or Inf in {len(bad)} gradient{'s' * (len(bad) != 1)}, first in micro-batch {bad[0][0]} of "
+            f"NaN or Inf in {count_of(len(bad), 'gradient')}, first in micro-batch {bad[0][0]} of "
             f"{self.micro_batches} (counted from 0):"
         )
-        named = [
-            f"  micro-batch {number}: {printable(stats.name)}: {bad_words(stats)}" for number, stats in bad[:limit]
-        ]
-        return [title, *named, *([f"  and {len(bad) - limit} more"] if len(bad) > limit else [])]
+        return [title, *lines_of(bad, limit, lambda one: f"  micro-batch {one[0]}:{bad_line(one[1])[1:]}")]
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self.first_bad)} not finite, first in {min(self.first_bad.values())}"
@@ -151,4 +148,4 @@ class AccumulationReport:
         return "\n".join([f"gradstat: {lines[0]}", *lines[1:], "after the last micro-batch:", str(self.final)])
 
     def _size(self) -> str:
-        return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
+        return count_of(self.micro_batches, "micro-batch", "es")

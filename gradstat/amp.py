@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from gradstat._core import announce, norms
-from gradstat._core.host_copy import Mirror, on_streams, streams_of
+from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale, optimizers
@@ -88,7 +88,6 @@ class GradScaler(TorchGradScaler):
     extra_groups: ExtraGroups | None = None
 
     _counters: StepCounters | None = None
-    _mirror: Mirror | None = None
     _reports: weakref.WeakKeyDictionary[Optimizer, Callable[[], PendingReport]] | None = None
 
     def report(self, optimizer: Optimizer) -> PendingReport:
@@ -214,10 +213,7 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
-        if self._mirror is None:
-            self._mirror = Mirror()
-        with on_streams(self._counters.streams):
-            scale, steps, skipped, in_a_row = self._mirror.read(self._scale_and_counts(), wait).tolist()
+        scale, steps, skipped, in_a_row = self._counters.newest(self._scale_and_counts, wait).tolist()
         verdict = "ok"
         if in_a_row >= self.collapse_after:
             verdict = "collapsing"
@@ -272,6 +268,6 @@ class GradScaler(TorchGradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_reports", "_mirror", "_counters"):
+        for name in ("_reports", "_counters"):
             state.pop(name, None)
         return state

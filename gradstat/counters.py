@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture
+from gradstat._core.host_copy import Mirror, refuse_capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class StepCounts:
     consecutive_skipped: int
 
 
-class StepCounters:
+class StepCounters(Mirror):
     """The counts of an optimizer's guarded steps, kept on the device as int64.
 
     Attributes:
@@ -39,16 +38,12 @@ class StepCounters:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.tensor = torch.zeros(3, dtype=torch.int64, device=device)
         self.steps, self.skipped, self.consecutive_skipped = self.tensor.unbind()
-        self._mirror = Mirror()
-        self.streams: Streams = ()
 
     def __repr__(self) -> str:
         return f"StepCounters({self.tensor})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "streams": ()}  # which cannot be copied; a copy is made on the current stream
 
     @classmethod
     def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
@@ -67,8 +62,7 @@ class StepCounters:
         Without ``wait`` only the first call waits for the device; on a GPU the counts are then those at the previous
         call, or of one step earlier than the last if this is called on every step.
         """
-        with on_streams(self.streams):
-            return StepCounts(*(int(count) for count in self._mirror.read(self.tensor, wait)))
+        return StepCounts(*map(int, self.newest(lambda: self.tensor, wait)))
 
 
 _counters: weakref.WeakKeyDictionary[Optimizer, StepCounters] = weakref.WeakKeyDictionary()

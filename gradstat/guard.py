@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
-from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
+from gradstat._core.host_copy import Mirror, Streams, refuse_capture, streams_of
 from gradstat._core.saved import A_COUNT, Saved, is_count
 from gradstat._core.tensors import is_distributed, to_device
 from gradstat.adaptive._base import number, positive, whole_number
@@ -130,7 +130,6 @@ class SpikeGuard:
         self._options |= {"scale": scale, **limits}
         self._group = process_group
         self._memory: Tensor | None = None
-        self._streams: Streams = ()
         self._mirror = Mirror()
 
     @classmethod
@@ -168,14 +167,13 @@ class SpikeGuard:
 
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
-        with on_streams(self._streams):
-            numbers = [int(number) for number in self._mirror.read(self._totals(), wait)]
-        steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reason = numbers[:_RECORDED]
+        numbers = map(int, self._mirror.newest(lambda: self._state()[:_RECORDED], wait))
+        steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reason = numbers
         return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reasons_of(reason))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, and ``"tensors"``, by name, on their device. No host sync."""
-        memory = self._new_memory() if self._memory is None else self._memory
+        memory = self._state()
         values = memory[_TOTALS:].view(len(SERIES), self._window)
         return {"rule": self._rule, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
 
@@ -190,7 +188,7 @@ class SpikeGuard:
         """
         memory = self._loaded(state)
         self._memory = memory if self._memory is None else self._memory.copy_(memory)
-        self._streams, self._mirror = streams_of([self._memory]), Mirror()
+        self._mirror = Mirror(streams_of([self._memory]))
 
     def _loaded(self, state: object) -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
@@ -212,9 +210,6 @@ class SpikeGuard:
         tensors["values"].require(values, values.isfinite(), "a finite number")
         return torch.cat([totals.to(values.device), values.reshape(-1)])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream
-
     def _decide(
         self,
         kernels: Kernels,
@@ -233,8 +228,8 @@ class SpikeGuard:
         device = verdict.device
         if self._memory is None or self._memory.device != device:
             refuse_capture(device, "the state of a guard")
-            self._memory = (self._new_memory() if self._memory is None else self._memory).to(device)
-        self._streams = streams
+            self._memory = self._state().to(device)
+        self._mirror.streams = streams
         loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         update = None if update is None else _on(update.detach(), device)
         options = (float(self._by_sigmas), *self._rule_options)
@@ -250,10 +245,9 @@ class SpikeGuard:
         """Why the last step was not taken unchanged, as bits in a 0-d float64 on the device; None before the first."""
         return None if self._memory is None else self._memory[_REASON]
 
-    def _totals(self) -> Tensor:
-        return (self._new_memory() if self._memory is None else self._memory)[:_TOTALS]
-
-    def _new_memory(self) -> Tensor:
+    def _state(self) -> Tensor:
+        if self._memory is not None:
+            return self._memory
         return torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
 
     def _leave(self, loss: Tensor | None, error: Exception) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
-from gradstat._core.host_copy import Mirror, Streams, on_streams, refuse_capture, streams_of
+from gradstat._core.host_copy import Mirror, refuse_capture, streams_of
 from gradstat._core.measure import measure
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat._core.saved import Saved
@@ -87,7 +87,6 @@ class NoiseScale:
             raise ValueError(f"none of the {len(source.parameters)} parameters requires a gradient")
         self._decay, self._backend = decay, backend
         self._averages = torch.zeros(2, len(self._names), dtype=torch.float64, device="cpu")
-        self._streams: Streams = ()
         self._mirror = Mirror()
         self._first: Tensor | None = None  # rows of the first micro-batch, in a step that is measured
         self._count = 0  # micro-batches in the current step
@@ -95,9 +94,6 @@ class NoiseScale:
 
     def __repr__(self) -> str:
         return f"NoiseScale({len(self._names)} parameters, {self._steps} steps)"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_streams": ()}  # which cannot be copied; a copy is made on the current stream
 
     @never_traced
     def micro_batch(self, rows: Tensor | None = None) -> None:
@@ -190,8 +186,7 @@ class NoiseScale:
         averages[0] *= size.value / self._size
         saved["averages"].require(averages, averages.isfinite(), "a finite number")
         self._averages.copy_(averages)
-        self._streams = streams_of([self._averages])
-        self._mirror = Mirror()
+        self._mirror = Mirror(streams_of([self._averages]))
         self.reset()
 
     def _add(self, both: Tensor) -> None:
@@ -209,7 +204,7 @@ class NoiseScale:
         left_out = both[..., _fields.NONFINITE].any() | both[..., _LARGE].any()
         averages = self._averages.lerp(torch.stack([minus_noise, signal]), 1.0 - self._decay)
         torch.where(left_out, self._averages, averages, out=self._averages)
-        self._streams = streams_of([self._averages])
+        self._mirror.streams = streams_of([self._averages])
 
     def _rows(self, caller: str, given: Tensor | None) -> Tensor:
         """One row per parameter; zeros, correct for the columns used here, for a parameter without a gradient."""
@@ -235,8 +230,7 @@ class NoiseScale:
 
     def _read(self, wait: bool) -> Any:
         """The averages of noise and signal for each parameter, [2, parameters], on the host."""
-        with on_streams(self._streams):
-            averages = self._mirror.read(self._averages, wait).copy()
+        averages = self._mirror.newest(lambda: self._averages, wait).copy()
         averages[0] *= -self._size
         return averages
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import html
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ import numpy.typing as npt
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
-from gradstat._core.text import printable
-from gradstat.tensor_stats import FLOATS, INTEGERS, Array, RowValues, TensorStats, l2_norm_of
+from gradstat._core.text import and_more, columns, count_of, count_of_bad, lines_of, listed, printable
+from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, RowValues, TensorStats, derived, l2_norm_of
 
 # Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
@@ -41,11 +41,8 @@ class NonFiniteGradientError(RuntimeError):
         super().__init__(message)
         self.report = report
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.report)
 
-
-class Report(RowValues):
+class Report(RowValues, ByName[TensorStats]):
     """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` returns one.
 
     Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors.
@@ -89,8 +86,17 @@ class Report(RowValues):
         if not len(self._table):
             return np.array(_fields.IDENTITY)
         with np.errstate(over="ignore", invalid="ignore"):  # sums of float64 gradients may overflow
-            row: Array = _fields.merge(np, self._table)
-        return row
+            return np.asarray(_fields.merge(np, self._table))
+
+    @functools.cached_property
+    def _derived(self) -> dict[str, Any]:  # type: ignore[override]
+        return derived(self._row, self.numel)
+
+    @functools.cached_property
+    def _each(self) -> dict[str, Any]:
+        """The derived values of each tensor, for all of them at once."""
+        numel, is_complex = np.array([(i.numel, i.dtype.is_complex) for i in self._infos], np.int64).reshape(-1, 2).T
+        return {"numel": numel, **derived(self._table, numel, 1 + is_complex)}
 
     @functools.cached_property
     def ok(self) -> bool:
@@ -135,40 +141,21 @@ class Report(RowValues):
         return float(l2_norm_of(self._row))
 
     @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Names of the measured tensors, in order."""
-        return tuple(self._names())
-
-    @functools.cached_property
     def missing(self) -> tuple[str, ...]:
         """Names of parameters that require a gradient and have none."""
         return tuple(self._missing())
 
-    @functools.cached_property
-    def _position(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
-
     def _at(self, position: int) -> TensorStats:
-        return TensorStats(self.names[position], self._table[position], self._infos[position])
+        values = {name: column[position] for name, column in self._each.items()}
+        return TensorStats(self.names[position], self._table[position], self._infos[position], values)
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def __iter__(self) -> Iterator[TensorStats]:
-        return (self._at(i) for i in range(len(self)))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._position
-
-    def __getitem__(self, key: str | int) -> TensorStats:
-        if isinstance(key, int):
-            return self._at(range(len(self))[key])
-        try:
-            return self._at(self._position[key])
-        except KeyError:
-            if key in self.missing:
-                raise KeyError(f"{key!r} has no {self._what}; see report.missing") from None
-            raise KeyError(f"no tensor named {key!r} in this report; see report.names") from None
+    def _absent(self, name: str) -> str:
+        if name in self.missing:
+            return f"{name!r} has no {self._what}; see report.missing"
+        return f"no tensor named {name!r} in this report; see report.names"
 
     @functools.cached_property
     def nonfinite(self) -> list[TensorStats]:
@@ -211,25 +198,11 @@ class Report(RowValues):
         distributed tensor, in its shard), -1 when all elements are finite.
         """
         width = max((len(name) for name in self.names), default=1) or 1
-        floats = [(f, np.float64) for f in (*FLOATS, "sum")]
-        dtype = np.dtype(
-            [("name", f"U{width}"), *((f, np.int64) for f in INTEGERS), *floats, ("first_nonfinite", np.int64)]
-        )
-        out = np.zeros(len(self), dtype)
+        integers, floats = [(f, np.int64) for f in INTEGERS], [(f, np.float64) for f in (*FLOATS, "sum")]
+        out = np.zeros(len(self), [("name", f"U{width}"), *integers, *floats, ("first_nonfinite", np.int64)])
         out["name"] = self.names
-        out["numel"] = [info.numel for info in self._infos]
-        for field in INTEGERS[1:]:
-            out[field] = self._column(field)
-        parts = np.where([info.dtype.is_complex for info in self._infos], 2, 1)
-        finite = (out["numel"] - out["nan_count"] - out["inf_count"]) * parts
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            out["l2_norm"] = l2_norm_of(self._table)
-            out["min"] = np.where(finite > 0, self._column("min"), np.nan)
-            out["max"] = np.where(finite > 0, self._column("max"), np.nan)
-            out["max_abs"] = np.maximum(np.abs(out["min"]), np.abs(out["max"]))
-            out["sum"] = self._column("sum")
-            out["mean"] = np.where(finite > 0, out["sum"] / finite, np.nan)
-            out["std"] = _fields.std(np, out["l2_norm"] / np.sqrt(finite), out["mean"])
+        for field, _ in (*integers, *floats):
+            out[field] = self._each[field] if field in self._each else self._column(field)
         first = self._column("first_nonfinite")
         out["first_nonfinite"] = np.where(np.isfinite(first), first, -1)
         for i in np.flatnonzero(np.isfinite(first)).tolist():
@@ -266,32 +239,27 @@ class Report(RowValues):
             "inf_count": float(self.inf_count),
             "zero_fraction": self.zero_fraction,
         }
-        out = {prefix + key: value for key, value in totals.items()}
         if per_tensor:
             array = self.to_numpy()
+            known = (array.dtype.names or ())[1:]
             for column in per_tensor:
-                if column == "name" or column not in (array.dtype.names or ()):
-                    known = ", ".join((array.dtype.names or ())[1:])
-                    raise ValueError(f"unknown column {column!r}; known: {known}")
+                if column not in known:
+                    raise ValueError(f"unknown column {column!r}; known: {', '.join(known)}")
                 values = array[column].astype(np.float64).tolist()
-                out.update({f"{prefix}{column}/{name}": v for name, v in zip(self.names, values, strict=True)})
-        return out
+                totals |= {f"{column}/{name}": value for name, value in zip(self.names, values, strict=True)}
+        return {prefix + key: value for key, value in totals.items()}
 
     @never_traced
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, which names the worst tensors, if any element is NaN or Inf."""
         if self.ok:
             return
-        shown = self.nonfinite[:5]
-        lines = [f"  {printable(stats.name)}: {bad_words(stats)}" for stats in shown]
-        lines = lines or ["  all of them on other ranks"]
-        if len(self.nonfinite) > len(shown):
-            lines.append(f"  and {len(self.nonfinite) - len(shown)} more")
-        raise NonFiniteGradientError(
-            f"{len(self.nonfinite)} of {len(self)} {self._what}{'s' * (len(self) != 1)} not finite "
-            f"({self.nan_count} NaN, {self.inf_count} Inf){_at_scale(self.loss_scale)}:\n" + "\n".join(lines),
-            self,
+        title = (
+            f"{len(self.nonfinite)} of {count_of(len(self), self._what)} not finite "
+            f"({self.nan_count:,} NaN, {self.inf_count:,} Inf){_at_scale(self.loss_scale)}:"
         )
+        lines = lines_of(self.nonfinite, 5, bad_line) or ["  all of them on other ranks"]
+        raise NonFiniteGradientError("\n".join([title, *lines]), self)
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self.nonfinite)} not finite"
@@ -299,17 +267,10 @@ class Report(RowValues):
 
     @never_traced
     def __str__(self) -> str:
-        sections = [(title, [_cells(stats) for stats in rows]) for title, rows in self._sections()]
-        every = [_HEADER, *(cells for _, rows in sections for cells in rows)]
-        widths = [max(len(cells[c]) for cells in every) for c in range(len(_HEADER))]
-
-        def line(cells: Sequence[str]) -> str:
-            padded = [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
-            return "  " + "  ".join(padded).rstrip()
-
-        out = [self._headline()]
+        sections, out = self._sections(), [self._headline()]
+        header, *lines = columns([_HEADER, *(_cells(stats) for _, rows in sections for stats in rows)])
         for title, rows in sections:
-            out += [f"{title}:", line(_HEADER), *(line(cells) for cells in rows)]
+            out += [f"{title}:", f"  {header}", *(f"  {lines.pop(0)}" for _ in rows)]
         return "\n".join(out + self._footers())
 
     def _repr_html_(self) -> str:
@@ -327,7 +288,7 @@ class Report(RowValues):
         count, what = len(self), self._what
         if not count:
             return f"gradstat: no {what} to check"
-        things = f"{count} {what}{'s' * (count != 1)}"
+        things = count_of(count, what)
         if self.ok:
             return (
                 f"gradstat: {things} of {self.numel:,} elements, all finite, norm {self.total_norm:.4g}, "
@@ -356,26 +317,26 @@ class Report(RowValues):
             lines.append(
                 "NaN may result from Inf (Inf - Inf). If NaN remains while the loss scale falls, it has another cause"
             )
-        if len(self.nonfinite) > _SHOWN:
-            lines.append(f"... and {len(self.nonfinite) - _SHOWN} more that are not finite")
+        lines.append(and_more(len(self.nonfinite) - _SHOWN, "... and {} more that are not finite"))
         if self.missing:
-            more = f" and {len(self.missing) - _SHOWN} more" if len(self.missing) > _SHOWN else ""
-            names = ", ".join(map(printable, self.missing[:_SHOWN]))
-            lines.append(f"no {self._what} ({len(self.missing)}): {names}{more}")
-        return lines
+            lines.append(f"no {self._what} ({len(self.missing)}): {listed(self.missing, _SHOWN)}")
+        return [line for line in lines if line]
 
 
 def bad_words(stats: TensorStats) -> str:
     """How many elements of a tensor are bad and where the first one is, in words."""
-    counts = [f"{n} {kind}" for n, kind in ((stats.nan_count, "NaN"), (stats.inf_count, "Inf")) if n]
     first = stats.first_nonfinite
-    where = "" if first is None else f" at [{', '.join(map(str, first))}]"
+    where = "" if first is None else f" at {list(first)}"
     if stats.rank is not None:
-        where += f" on rank {stats.rank}" + f" (of {stats.bad_ranks} ranks with NaN or Inf)" * (
-            (stats.bad_ranks or 0) > 1
-        )
+        others = f" (of {stats.bad_ranks} ranks with NaN or Inf)"
+        where += f" on rank {stats.rank}{others * ((stats.bad_ranks or 0) > 1)}"
     place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
-    return f"{' and '.join(counts)} of {stats.numel} elements, {place}"
+    return f"{count_of_bad(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, {place}"
+
+
+def bad_line(stats: TensorStats) -> str:
+    """`bad_words` behind the name, indented."""
+    return f"  {printable(stats.name)}: {bad_words(stats)}"
 
 
 def _at_scale(loss_scale: float | None) -> str:
@@ -398,9 +359,8 @@ def _cells(stats: TensorStats) -> tuple[str, ...]:
 
 
 def _place(stats: TensorStats) -> str:
-    first, rank = stats.first_nonfinite, stats.rank
-    index = "-" if first is None else f"[{', '.join(map(str, first))}]"
-    return index if rank is None else f"{index} rank {rank}"
+    index = "-" if stats.first_nonfinite is None else str(list(stats.first_nonfinite))
+    return index if stats.rank is None else f"{index} rank {stats.rank}"
 
 
 def _short(value: float) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,63 @@ Array = npt.NDArray[np.float64]
 INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
 FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 
+T = TypeVar("T")
+
+
+class ByName(Generic[T]):
+    """Entries by name or position: made by ``_at`` when asked for; ``_absent`` says why there is none of a name."""
+
+    _names: Callable[[], Sequence[str]]
+    _at: Callable[[int], T]
+    _absent: Callable[[str], str]
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors or parameters, in order."""
+        return tuple(self._names())
+
+    @functools.cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._at, range(len(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._position
+
+    def __getitem__(self, key: str | int) -> T:
+        if isinstance(key, int):
+            return self._at(range(len(self))[key])
+        if key not in self._position:
+            raise KeyError(self._absent(key))
+        return self._at(self._position[key])
+
+
+def derived(rows: Array, numel: Any, parts: Any = 1) -> dict[str, Array]:
+    """The values of `TensorStats` that are computed from rows ``[..., len(FIELDS)]``, by name, each ``[...]``.
+
+    ``numel`` elements of ``parts`` numbers each, 2 for complex ones, belong to a row. NaN where a value is undefined.
+    """
+    columns = {name: rows[..., i] for name, i in _fields.INDEX.items()}
+    low, high = columns["min"], columns["max"]
+    with np.errstate(all="ignore"):  # sums may have overflowed float64
+        low, high = (np.where(low <= high, extreme, np.nan) for extreme in (low, high))
+        finite = (numel - columns["nan_count"] - columns["inf_count"]) * parts
+        l2_norm, mean = l2_norm_of(rows), np.where(finite > 0, columns["sum"] / finite, np.nan)
+        return {
+            "l2_norm": l2_norm,
+            "min": low,
+            "max": high,
+            "max_abs": np.maximum(abs(low), abs(high)),
+            "mean": mean,
+            "std": _fields.std(np, l2_norm / np.sqrt(finite), mean),
+            "zero_fraction": columns["zero_count"] / np.where(numel, numel, np.nan),
+        }
+
 
 class RowValues:
     """Values that derive from a row alone, whether of one tensor or of several together."""
@@ -25,6 +83,7 @@ class RowValues:
     __slots__ = ()
     _row: Array
     numel: int
+    _derived: dict[str, Any]
 
     def _field(self, field: str) -> float:
         return float(self._row[_fields.INDEX[field]])
@@ -47,13 +106,12 @@ class RowValues:
     @property
     def zero_fraction(self) -> float:
         """Fraction of elements that are zero; NaN when there are no elements."""
-        return self.zero_count / self.numel if self.numel else math.nan
+        return float(self._derived["zero_fraction"])
 
     @property
     def max_abs(self) -> float:
         """Largest magnitude of a finite element; NaN when there is none."""
-        low, high = self._field("min"), self._field("max")
-        return max(abs(low), abs(high)) if low <= high else math.nan
+        return float(self._derived["max_abs"])
 
     def _json(self, *names: str) -> dict[str, float | None]:
         """The named values; None for those that are not finite."""
@@ -73,12 +131,20 @@ class TensorStats(RowValues):
         name: The name of the parameter or tensor in the report.
     """
 
-    __slots__ = ("_info", "_row", "name")
+    __slots__ = ("_info", "_row", "_values", "name")
 
-    def __init__(self, name: str, row: Array, info: TensorInfo) -> None:
+    def __init__(self, name: str, row: Array, info: TensorInfo, values: dict[str, Any] | None = None) -> None:
+        """``values`` are those of `derived`, if they are known already."""
         self.name = name
         self._row = row
         self._info = info
+        self._values = values
+
+    @property
+    def _derived(self) -> dict[str, Any]:  # type: ignore[override]
+        if self._values is None:
+            self._values = derived(self._row, self.numel, 2 if self.dtype.is_complex else 1)
+        return self._values
 
     @property
     def shape(self) -> torch.Size:
@@ -118,17 +184,17 @@ class TensorStats(RowValues):
     @property
     def l2_norm(self) -> float:
         """Square root of the sum of squares of the finite elements."""
-        return float(l2_norm_of(self._row))
+        return float(self._derived["l2_norm"])
 
     @property
     def min(self) -> float:
         """Smallest finite element; NaN when there is none."""
-        return _nan_if_infinite(self._field("min"))
+        return float(self._derived["min"])
 
     @property
     def max(self) -> float:
         """Largest finite element; NaN when there is none."""
-        return _nan_if_infinite(self._field("max"))
+        return float(self._derived["max"])
 
     @property
     def finite_values(self) -> int:
@@ -138,15 +204,12 @@ class TensorStats(RowValues):
     @property
     def mean(self) -> float:
         """Mean of the finite values; NaN when there is none."""
-        return self.sum / self.finite_values if self.finite_values else math.nan
+        return float(self._derived["mean"])
 
     @property
     def std(self) -> float:
         """Population standard deviation of the finite values, to about 1e-4 of their root mean square; or NaN."""
-        if not self.finite_values:
-            return math.nan
-        with np.errstate(invalid="ignore"):  # sums may have overflowed float64
-            return float(_fields.std(np, self.l2_norm / math.sqrt(self.finite_values), self.mean))
+        return float(self._derived["std"])
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
@@ -212,7 +275,3 @@ def l2_norm_of(rows: Array) -> Array:
     with np.errstate(over="ignore", under="ignore"):
         norm: Array = _fields.l2_norm(np, rows)
     return norm
-
-
-def _nan_if_infinite(value: float) -> float:
-    return math.nan if math.isinf(value) else value

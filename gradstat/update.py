@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +17,10 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.parameters import named_by, names_at, source_of
 from gradstat._core.tensors import to_device
-from gradstat._core.text import printable
+from gradstat._core.text import columns, printable
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.updates import kind_of, update_sums
+from gradstat.tensor_stats import ByName
 
 _SHOWN = 20
 # The sums that are finite if and only if the tensor they are computed from is, unless squares overflow float64.
@@ -54,7 +55,7 @@ UPDATE_FIELDS: tuple[str, ...] = UpdateStats._fields[1:-1]
 """Names of the columns of `UpdateReport.table`, in order."""
 
 
-class UpdateReport:
+class UpdateReport(ByName[UpdateStats]):
     """The upcoming updates of all parameters with a gradient; iterates over `UpdateStats`, ``report[name]`` gives one.
 
     Returned by `update_stats`. Waits for the device only when the first number is read, or it is pickled; its tensors
@@ -69,11 +70,6 @@ class UpdateReport:
     def __reduce__(self) -> tuple[Any, ...]:
         sums = torch.from_numpy(self._copy.wait().copy())
         return UpdateReport, (functools.partial(tuple, self.names), sums, tuple(self._sizes))
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Names of the parameters, in the order of the optimizer."""
-        return tuple(self._names())
 
     @functools.cached_property
     def table(self) -> Tensor:
@@ -96,21 +92,8 @@ class UpdateReport:
         with np.errstate(all="ignore"):
             return _derived(np, self._copy.wait(), np.array(self._sizes, dtype=np.float64))
 
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __iter__(self) -> Iterator[UpdateStats]:
-        return map(self._at, range(len(self)))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __getitem__(self, key: str | int) -> UpdateStats:
-        if isinstance(key, int):
-            return self._at(range(len(self))[key])
-        if key not in self.names:
-            raise KeyError(f"no parameter named {key!r} with a gradient in this report; see report.names")
-        return self._at(self.names.index(key))
+    def _absent(self, name: str) -> str:
+        return f"no parameter named {name!r} with a gradient in this report; see report.names"
 
     def _at(self, i: int) -> UpdateStats:
         sums = dict(zip(_fields.UPDATE_SUMS, self._copy.wait()[i].tolist(), strict=True))
@@ -124,9 +107,7 @@ class UpdateReport:
     def __str__(self) -> str:
         worst = np.argsort(-np.nan_to_num(self._rows[:, 1], nan=np.inf), kind="stable")[:_SHOWN].tolist()
         rows = [(printable(stats.name), *(f"{value:.3g}" for value in stats[1:-1])) for stats in map(self._at, worst)]
-        every = [("", *UPDATE_FIELDS), *rows]
-        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in every]
+        lines = columns([("", *UPDATE_FIELDS), *rows])
         return "\n".join([f"gradstat: the next update of {len(self)} parameters, largest first", *lines])
 
 

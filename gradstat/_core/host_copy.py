@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -88,23 +88,29 @@ class HostCopy:
 
 
 class Mirror:
-    """Host view of device values that keep changing. A copy or pickle of it begins anew."""
+    """Host view of values that keep changing on a device, on ``streams``.
 
-    def __init__(self) -> None:
+    A copy or pickle of it begins anew, on the current stream, since streams cannot be copied.
+    """
+
+    def __init__(self, streams: Streams = ()) -> None:
+        self.streams = streams
         self._seen: Any = None
         self._copy: HostCopy | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Mirror, ()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "streams": (), "_seen": None, "_copy": None}
 
-    def read(self, numbers: Tensor, wait: bool) -> Any:
-        """The newest values of ``numbers`` that have arrived, as an array; then starts the next copy.
+    def newest(self, values: Callable[[], Tensor], wait: bool) -> Any:
+        """The newest ``values`` that have arrived, as an array; then starts the next copy.
 
         Without ``wait`` only the first call waits for a GPU; later results may be some calls old.
         """
-        if wait or self._copy is None or not self._copy.needs_copy:
-            self._copy = HostCopy(numbers)
-        if wait or self._seen is None or self._copy.done():
-            self._seen = self._copy.wait().copy()
-            self._copy = HostCopy(numbers)
+        with on_streams(self.streams):
+            numbers = values()
+            if wait or self._copy is None or not self._copy.needs_copy:
+                self._copy = HostCopy(numbers)
+            if wait or self._seen is None or self._copy.done():
+                self._seen = self._copy.wait().copy()
+                self._copy = HostCopy(numbers)
         return self._seen

@@ -1,6 +1,12 @@
-"""Names and other text of unknown origin, made safe to print."""
+"""Words that reports, findings and errors share; and text of unknown origin, made safe to print."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 def printable(text: str) -> str:
@@ -12,3 +18,46 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def count_of(count: int, word: str, ending: str = "s") -> str:
+    """``1 step`` or ``3 steps``."""
+    return f"{count:,} {word}{ending * (count != 1)}"
+
+
+def count_of_bad(nan: int, inf: int) -> str:
+    """``3 NaN and 1 Inf``, without what there is none of."""
+    return " and ".join(f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count)
+
+
+def and_more(more: int, text: str = " and {} more") -> str:
+    """``text`` with the number of things that are not shown; empty if there are none."""
+    return text.format(f"{more:,}") if more > 0 else ""
+
+
+def listed(names: Sequence[str], limit: int) -> str:
+    """``a, b and 3 more``: at most ``limit`` of the names, made printable."""
+    return ", ".join(map(printable, names[:limit])) + and_more(len(names) - limit)
+
+
+def lines_of(items: Sequence[_T], limit: int, line: Callable[[_T], str], rest: str = "  and {} more") -> list[str]:
+    """A ``line`` for each of at most ``limit`` items, then ``rest`` if there are more."""
+    more = and_more(len(items) - limit, rest)
+    return [*map(line, items[:limit]), *([more] if more else [])]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+def plain_fields(made: Any) -> dict[str, Any]:
+    """The fields of the dataclass ``made`` by name, for JSON: tuples as lists, what has a ``to_dict`` as that says."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return list(map(plain, value))
+        return value.to_dict() if hasattr(value, "to_dict") else value
+
+    return {field.name: plain(getattr(made, field.name)) for field in fields(made)}

@@ -19,7 +19,7 @@ from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
 from gradstat._core.compiling import never_traced
 from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import to_device
-from gradstat._core.text import printable
+from gradstat._core.text import count_of, count_of_bad, lines_of, printable
 from gradstat._core.wrappers import uncompiled
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
@@ -369,10 +369,9 @@ class OriginReport:
         left = limit
         for micro_batch, ranks in sorted(together):
             group = together[micro_batch, ranks]
-            count = f"{len(group)} gradient{'s' * (len(group) != 1)}"
+            count = count_of(len(group), "gradient")
             lines.append(f"caused by {self._who(ranks)}{self._when(micro_batch)}: {count}")
-            lines += [f"  {printable(one.name)}: {_counts(one, ranks[0])}" for one in group[:left]]
-            lines += [f"  and {len(group) - left} more"] if len(group) > left else []
+            lines += lines_of(group, left, lambda one: f"  {printable(one.name)}: {_counts(one)}")
             left = max(0, left - len(group))
         return lines
 
@@ -389,7 +388,6 @@ class OriginReport:
         return f" in micro-batch {micro_batch} of {self.micro_batches} (counted from 0)"
 
 
-def _counts(bad: BadGradient, rank: int) -> str:
-    nan, inf = bad.counts[rank]
-    found = " and ".join(f"{n:,} {kind}" for n, kind in ((nan, "NaN"), (inf, "Inf")) if n)
-    return f"{found} of {bad.numel:,} elements" + (f" on rank {rank}" if len(bad.counts) > 1 else "")
+def _counts(bad: BadGradient) -> str:
+    rank, counts = next(iter(bad.counts.items()))
+    return f"{count_of_bad(*counts)} of {bad.numel:,} elements" + (f" on rank {rank}" if len(bad.counts) > 1 else "")

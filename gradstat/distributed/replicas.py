@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
 from gradstat._core.parameters import source_of
-from gradstat._core.text import printable
+from gradstat._core.text import count_of, lines_of, printable
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 
 _CALLER = "verify_replicas"
@@ -84,18 +84,15 @@ class ReplicaReport:
         if self.ok and not self.compared:
             return "gradstat: nothing to compare: no tensor is replicated"
         if self.ok:
-            return f"gradstat: {_tensors(self.compared)}, bit-identical on all replicas ({len(self.ranks)} ranks)"
+            compared = count_of(self.compared, "tensor")
+            return f"gradstat: {compared}, bit-identical on all replicas ({len(self.ranks)} ranks)"
         return f"gradstat: {self._summary(_NAMED_IN_TEXT)}"
 
     def _summary(self, limit: int) -> str:
-        shown, more = self.drifted[:limit], len(self.drifted) - limit
-        return "\n".join(
-            [
-                f"{_tensors(len(self.drifted))} DRIFTED between {len(self.ranks)} ranks, of {self.compared} compared:",
-                *(f"  {drift.kind} {printable(drift.name)}: {drift.how}" for drift in shown),
-                *([f"  and {more} more"] if more > 0 else []),
-            ]
-        )
+        count, compared = count_of(len(self.drifted), "tensor"), f"of {self.compared:,} compared"
+        title = f"{count} DRIFTED between {len(self.ranks)} ranks, {compared}:"
+        lines = lines_of(self.drifted, limit, lambda drift: f"  {drift.kind} {printable(drift.name)}: {drift.how}")
+        return "\n".join([title, *lines])
 
 
 def verify_replicas(
@@ -247,10 +244,6 @@ def _difference(apart: tuple[int, ...], replicas: tuple[int, ...]) -> str:
     if len(apart) == len(replicas):
         return f"bits differ between {format_ranks(apart)}, with no majority"
     return f"bits on {format_ranks(apart)} differ from those on the other {len(replicas) - len(apart)}"
-
-
-def _tensors(count: int) -> str:
-    return f"{count} tensor{'s' * (count != 1)}"
 
 
 class _Replicated(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradstat._core.text import printable
+from gradstat._core.text import count_of, lines_of, printable
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.rules import RULES
@@ -103,7 +103,7 @@ class Diagnosis:
             return printable(f"nothing wrong in {self.steps:,} steps of {self.model}")
         first = self.incidents[0].findings[0]
         counts = [sum(f.severity == severity for f in self.findings) for severity in ("error", "warning")]
-        words = [f"{n} {word}{'s' * (n != 1)}" for n, word in zip(counts, ("error", "warning"), strict=True) if n]
+        words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]
         return printable(
             f"{' and '.join(words)} in {self.steps:,} steps of {self.model}; it began in step {first.step} with "
             f"{first.name}: {first.text}"
@@ -122,9 +122,7 @@ class Diagnosis:
                 lines += ["", *_entry(number, finding)]
         infos = self._infos()
         if infos:
-            lines += ["", "also noted:", *(f"  {info}" for info in infos[:10])]
-            if len(infos) > 10:
-                lines.append(f"  and {len(infos) - 10} more")
+            lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
         return "\n".join(map(printable, lines))
 
     def _infos(self) -> list[str]:
@@ -132,18 +130,10 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
-        return {
-            "ok": self.ok,
-            "headline": self.headline(),
-            "steps": self.steps,
-            "model": self.model,
-            "culprit": self.culprit,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "incidents": [
-                {"first": one.first, "last": one.last, "findings": [self.findings.index(f) for f in one.findings]}
-                for one in self.incidents
-            ],
-        }
+        incidents = [{**vars(one), "findings": list(map(self.findings.index, one.findings))} for one in self.incidents]
+        values = {name: getattr(self, name) for name in ("steps", "model", "culprit")}
+        findings = [finding.to_dict() for finding in self.findings]
+        return {"ok": self.ok, "headline": self.headline(), **values, "findings": findings, "incidents": incidents}
 
     def to_html(self) -> str:
         """The diagnosis as an HTML fragment, all text escaped."""

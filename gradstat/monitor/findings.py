@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from gradstat._core.text import printable
+from gradstat._core.text import plain_fields, printable
 
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 """From the least to the most severe."""
-
-
-def values_of(made: Any) -> dict[str, Any]:
-    """The fields of the dataclass ``made`` by name, not copied as by ``dataclasses.asdict``."""
-    return {field.name: getattr(made, field.name) for field in fields(made)}
 
 
 _WORDS: dict[Any, str] = {str: "text", int: "an integer", Mapping: "numbers by name", list | tuple: "a list of texts"}
@@ -59,12 +54,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
-        return {
-            **values_of(self),
-            "evidence": dict(self.evidence),
-            "causes": list(self.causes),
-            "advice": list(self.advice),
-        }
+        return {**plain_fields(self), "evidence": dict(self.evidence)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Finding:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.native import BackendUnavailableError
-from gradstat._core.text import printable
+from gradstat._core.text import and_more, printable
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn, warn_of_failure
 
@@ -32,10 +32,7 @@ class Gaps:
         if not new:
             return
         self._reported |= new.keys()
-        reasons = [
-            f"the {kind} {refusals[0]}" + f" (and {len(refusals) - 1} more)" * (len(refusals) > 1)
-            for kind, refusals in new.items()
-        ]
+        reasons = [f"the {kind} {each[0]}{and_more(len(each) - 1, ' (and {} more)')}" for kind, each in new.items()]
         text = printable("; ".join(reasons))
         self._findings.append(Finding(RULE, "info", step, "monitor", {k: len(r) for k, r in new.items()}, text=text))
         warn(f"not watched: {text}", UserWarning)

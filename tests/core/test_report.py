@@ -30,7 +30,8 @@ def report(tensors: dict[str, torch.Tensor]) -> gradstat.Report:
 
 
 def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report) -> None:
-    for stats in report:
+    alone = [TensorStats(stats.name, stats._row, stats._info) for stats in report]  # without a report's derivation
+    for stats in [*report, *alone]:
         x = tensors[stats.name].double()
         finite = x[x.isfinite()]
         assert stats.shape == x.shape
@@ -40,6 +41,7 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
         assert stats.nan_count == x.isnan().sum()
         assert stats.inf_count == x.isinf().sum()
         assert stats.zero_count == (x == 0).sum()
+        assert stats.zero_fraction == pytest.approx(stats.zero_count / (stats.numel or math.nan), nan_ok=True)
         assert stats.ok == bool(x.isfinite().all())
         assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
         expected = [math.nan] * 5

@@ -352,9 +352,9 @@ def test_counts_are_those_of_the_copy_or_of_the_loaded_state() -> None:
     training.step(0, guard)
     counters = training.step(1, guard).counters
     # As on a GPU: streams, which cannot be copied, and a transfer that has not arrived.
-    guard._streams = counters.streams = (threading.Lock(),)  # type: ignore[assignment]
+    guard._mirror.streams = counters.streams = (threading.Lock(),)  # type: ignore[assignment]
     copied, pickled, counted = copy.deepcopy(guard), pickle.loads(pickle.dumps(guard)), copy.deepcopy(counters)
-    guard._streams = counters.streams = ()
+    guard._mirror.streams = counters.streams = ()
     saved = guard.state_dict()
     result = training.step(2, guard)
     assert guard.read().steps == result.counters.read().steps == 3

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.text import listed
 from gradstat.monitor.kinds import in_order, kind_of, place_of, plural_of
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
@@ -134,7 +135,7 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
 def _one_sided(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> list[str]:
     here, there = set(a), set(b)
     only = {"first": [name for name in a if name not in there], "second": [name for name in b if name not in here]}
-    return [f"{what} only in the {which}: {_some(names)}" for which, names in only.items() if names]
+    return [f"{what} only in the {which}: {listed(names, _MOST_NAMES)}" for which, names in only.items() if names]
 
 
 def _sizes(kind: str, a: Series, b: Series) -> list[str]:
@@ -143,9 +144,4 @@ def _sizes(kind: str, a: Series, b: Series) -> list[str]:
     size = dict(zip(b.names, b.numel.tolist(), strict=True))
     pairs = zip(a.names, a.numel.tolist(), strict=True)
     other = [f"{name} ({n:,} and {size[name]:,})" for name, n in pairs if name in size and size[name] != n]
-    return [f"{plural_of(kind)} of different sizes: {_some(other)}"] if other else []
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
-    return ", ".join(names[:_MOST_NAMES]) + more
+    return [f"{plural_of(kind)} of different sizes: {listed(other, _MOST_NAMES)}"] if other else []

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.text import printable
-from gradstat.monitor.findings import Finding, values_of
+from gradstat._core.text import lines_of, plain_fields, printable
+from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
 from gradstat.monitor.recording.recording import Recording
 
@@ -92,17 +92,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
-        return {
-            "same": self.same,
-            "comparable": self.comparable,
-            **values_of(self),
-            "steps_a": self.steps_a and list(self.steps_a),
-            "steps_b": self.steps_b and list(self.steps_b),
-            "divergences": [{**values_of(p), "a": _jsonable(p.a), "b": _jsonable(p.b)} for p in self.divergences],
-            "structure": list(self.structure),
-            "findings_a": [finding.to_dict() for finding in self.findings_a],
-            "findings_b": [finding.to_dict() for finding in self.findings_b],
-        }
+        divergences = [{**plain_fields(p), "a": _jsonable(p.a), "b": _jsonable(p.b)} for p in self.divergences]
+        return {"same": self.same, "comparable": self.comparable, **plain_fields(self), "divergences": divergences}
 
     def __str__(self) -> str:
         lines = [self._headline()]
@@ -110,9 +101,8 @@ class Comparison:
             lines += [f"  {line}" for line in self._what_diverges()]
         lines += [printable(f"Structure: {line}") for line in self.structure]
         for which, findings in (("first", self.findings_a), ("second", self.findings_b)):
-            lines += [printable(f"Found only in the {which}: {finding}") for finding in findings[:_SHOWN]]
-            if len(findings) > _SHOWN:
-                lines.append(f"... and {len(findings) - _SHOWN} more findings only in the {which}")
+            rest = f"... and {{}} more findings only in the {which}"
+            lines += lines_of(findings, _SHOWN, f"Found only in the {which}: {{}}".format, rest)
         return "\n".join(lines)
 
     def _headline(self) -> str:
@@ -140,9 +130,7 @@ class Comparison:
 
     def _what_diverges(self) -> list[str]:
         at = self.first or tuple(p for p in self.divergences if p.exact_step == self.exact_step)
-        lines = [str(divergence) for divergence in at[:_SHOWN]]
-        if len(at) > _SHOWN:
-            lines.append(f"... and {len(at) - _SHOWN} more in this step")
+        lines = lines_of(at, _SHOWN, str, "... and {} more in this step")
         if self.backward_first is not None:
             lines.append(f"the first of these gradients in the backward pass: {printable(self.backward_first)}")
         later = [p for p in self.divergences if self.step is not None and p.step not in (None, self.step)]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.text import count_of, listed
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import in_order
 
@@ -126,12 +127,11 @@ def verdict(recording: Recording) -> tuple[str, str, int | None]:
         bad = _first_bad(recording) if severity == "error" else None
         if bad is not None:
             step, kind, names = bad
-            more = f" and {len(names) - 1} more" * (len(names) > 1)
-            return "warning", f"Step {step}: NaN or Inf in the {kind} of {names[0]}{more}", step
+            return "warning", f"Step {step}: NaN or Inf in the {kind} of {listed(names, 1)}", step
     measured = len(recording.steps)
     if not measured:
         return "ok", "No step was recorded", None
-    return "ok", f"Nothing was found in {measured:,} step{'s' * (measured != 1)}", None
+    return "ok", f"Nothing was found in {count_of(measured, 'step')}", None
 
 
 def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gradstat._core.text import printable
-from gradstat.monitor.findings import values_of
+from gradstat._core.text import plain_fields, printable
 from gradstat.report import Report, bad_words
 from gradstat.tensor_stats import TensorStats
 
@@ -47,9 +46,10 @@ class Culprit:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; a report as the list of its tensors."""
-        reports = {"inputs": self.inputs, "output": self.output}
-        values = {key: None if report is None else [s.to_dict() for s in report] for key, report in reports.items()}
-        return {**values_of(self), **values, "stack": list(self.stack)}
+        values = plain_fields(self)
+        for key in ("inputs", "output"):
+            values[key] = values[key] and values[key]["tensors"]
+        return values
 
     def _headline(self) -> str:
         what = {"nan": "NaN", "inf": "Inf"}[self.kind]
