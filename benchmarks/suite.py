@@ -277,7 +277,7 @@ def _training(plan: Plan, training: Training) -> list[Row]:
             ("wall time", "us", Quartiles(*(1e6 * s for s in cost.seconds))),
             *([("time inside", "us", inside)] if inside else []),
             ("time ratio", "", cost.ratio),
-            ("extra memory", "B", float(cost.extra_bytes)),
+            ("extra memory", "B", cost.extra_bytes.median),
         ):
             made.append(row("steps", training.name, cost.name, metric, unit, value, plan.device, tensors=tensors))
     return made

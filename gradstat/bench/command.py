@@ -252,16 +252,11 @@ def _runnable_variants(step: steps.Step, where: str) -> list[steps.Variant]:
 
 def verdict(measured: list[steps.Cost]) -> str:
     """One sentence: what gradstat and ``detect_anomaly`` add to this step."""
-    by_name = {cost.name: cost for cost in measured}
-    check, anomaly = by_name.get(steps.CHECK), by_name.get(steps.ANOMALY)
-    if check is None:
+    shares = {cost.name: cost.share(measured[0]) for cost in measured}
+    if steps.CHECK not in shares:
         return "gradstat.check did not run on this model."
-    sentence = f"gradstat.check adds {check.added(measured[0]) * 100:.1f} % to a step"
-    if check.inside is None and check.ratio.low <= 1:
-        sentence = "the cost of gradstat.check is below the variation between steps"
-    if anomaly is not None:
-        sentence += f"; detect_anomaly makes it {anomaly.ratio.median:.2f} times as long"
-    return f"{sentence}."
+    anomaly = f", detect_anomaly {shares[steps.ANOMALY]}" if steps.ANOMALY in shares else ""
+    return f"Added to a step: gradstat.check {shares[steps.CHECK]}{anomaly}."
 
 
 def _plain(cost: steps.Cost) -> dict[str, Any]:
@@ -270,5 +265,5 @@ def _plain(cost: steps.Cost) -> dict[str, Any]:
         "seconds": cost.seconds._asdict(),
         "ratio": cost.ratio._asdict(),
         "seconds_of_the_call": cost.inside and cost.inside._asdict(),
-        "extra_bytes": cost.extra_bytes,
+        "extra_bytes": cost.extra_bytes._asdict(),
     }

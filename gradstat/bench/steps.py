@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -150,11 +151,17 @@ class Cost:
     # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None where that is
     # meaningless: in anomaly mode, and on a GPU, where a call that syncs also waits for the backward pass.
     inside: Quartiles | None
-    extra_bytes: int  # peak memory beyond the plain step's
+    extra_bytes: Quartiles  # peak memory beyond those of several plain steps
 
-    def added(self, plain: Cost) -> float:
+    def added(self, plain: Cost) -> Quartiles:
         """Added time as a share of the plain step, from ``inside`` if known, else from ``ratio``."""
-        return self.ratio.median - 1 if self.inside is None else self.inside.median / plain.seconds.median
+        if self.inside is None:
+            return Quartiles(*(ratio - 1 for ratio in self.ratio))
+        return Quartiles(*(mine / whole for mine, whole in zip(self.inside, reversed(plain.seconds), strict=True)))
+
+    def share(self, plain: Cost) -> str:
+        """`added` in words."""
+        return self.added(plain).told(lambda share: f"{share * 100:.1f} %")
 
 
 def costs(
@@ -170,30 +177,40 @@ def costs(
         device=step.device,
         progress=progress,
     )
-    peaks = [peak_bytes(lambda v=variant: v.run(step), step.device, step.optimizer.zero_grad) for variant in compared]  # type: ignore[misc]
-    plain = samples[compared[0].name]
+
+    def peak(variant: Variant) -> int:
+        return peak_bytes(lambda: variant.run(step), step.device, step.optimizer.zero_grad)
+
+    plain, bases = samples[compared[0].name], [peak(compared[0]) for _ in range(3)]
     measured = []
-    for variant, peak in zip(compared, peaks, strict=True):
-        wall, within = samples[variant.name], inside[variant.name][WARMUP : WARMUP + rounds]
+    for variant in compared:
         known = variant.anomaly is None and step.device.type == "cpu"
-        call = quartiles(within) if known else None
-        measured.append(Cost(variant.name, quartiles(wall), ratios(wall, plain), call, peak - peaks[0]))
+        call = quartiles(inside[variant.name][WARMUP:]) if known else None
+        most, wall = peak(variant), samples[variant.name]
+        extra = quartiles([most - base for base in (bases if variant is not compared[0] else [most])])
+        measured.append(Cost(variant.name, quartiles(wall), ratios(wall, plain), call, extra))
     return measured
 
 
 def table(measured: list[Cost]) -> str:
-    """Costs as text: median, ratio to the plain step with quartiles, the added call alone, extra peak memory."""
-    lines = [f"  {'':<32} {'median':>11}   {'ratio to the plain step':<24} {'the call alone':>17} {'extra memory':>13}"]
-    for number, cost in enumerate(measured):
-        line = f"  {cost.name:<32} {cost.seconds.median * 1e3:8.2f} ms"
-        if number:
-            spread = f"({cost.ratio.low:.2f} to {cost.ratio.high:.2f})"
-            alone = ""
-            if cost.inside is not None:
-                alone = f"{cost.inside.median * 1e3:.2f} ms, {cost.added(measured[0]) * 100:.1f} %"
-            line += f"   {cost.ratio.median:5.2f} {spread:<18} {alone:>17} {in_bytes(cost.extra_bytes):>13}"
-        lines.append(line)
-    return "\n".join(lines)
+    """Costs as text: median, ratio to the plain step with quartiles, the added call alone, extra peak memory.
+
+    What is noise is called that, and has its quartiles.
+    """
+    rows = [["", "median", "ratio to the plain step", "the call alone", "extra memory"]]
+    for cost in measured:
+        rows.append([cost.name, cost.seconds.told(in_time)])
+        if len(rows) > 2:
+            alone = "" if cost.inside is None else cost.inside.told(in_time)
+            if cost.inside is not None and not cost.inside.is_noise():
+                alone += f", {cost.share(measured[0])}"
+            rows[-1] += [cost.ratio.told("{:.2f}".format, neutral=1, spread=True), alone, cost.extra_bytes.told(in_bytes)]
+    widths = [max(map(len, cells)) for cells in zip_longest(*rows, fillvalue="")]
+    return "\n".join("  " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def in_time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
 
 
 def in_bytes(count: float) -> str:

@@ -15,12 +15,29 @@ from torch.hub import tqdm  # type: ignore[attr-defined]  # a simple substitute 
 from gradstat.bench.machine import synchronize
 
 
+NOISE = "too noisy to tell"
+
+
 class Quartiles(NamedTuple):
     """First quartile, median and third quartile."""
 
     low: float
     median: float
     high: float
+
+    def is_noise(self, neutral: float = 0.0) -> bool:
+        """Whether the quartiles are further apart than the median is large, or on both sides of ``neutral`` by more
+        than the median differs from it; a negative size always is.
+        """
+        low, median, high = self
+        return high - low > median or min(neutral - low, high - neutral) > abs(median - neutral)
+
+    def told(self, form: Callable[[float], str], *, neutral: float = 0.0, spread: bool = False) -> str:
+        """The median in words, with ``spread`` its quartiles as well; these alone if the median is noise."""
+        between = f"({form(self.low)} to {form(self.high)})"
+        if self.is_noise(neutral):
+            return f"{NOISE} {between}"
+        return form(self.median) + f" {between}" * spread
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:

@@ -95,8 +95,8 @@ def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
         assert variant["name"] in result.stdout
         assert 0 < variant["seconds"]["low"] <= variant["seconds"]["median"] <= variant["seconds"]["high"]
     assert written["variants"][0]["ratio"]["median"] == 1
-    assert written["variants"][0]["extra_bytes"] == 0
-    assert "detect_anomaly makes it" in result.stdout.splitlines()[-2]
+    assert written["variants"][0]["extra_bytes"] == {"low": 0, "median": 0, "high": 0}
+    assert "Added to a step: gradstat.check " in result.stdout.splitlines()[-2]
 
 
 @pytest.mark.usefixtures("_factories")
@@ -210,10 +210,12 @@ def test_costs_hold_every_variant() -> None:
     check, anomaly = measured[1], measured[-1]
     assert check.inside is not None
     assert 0 < check.inside.median < check.seconds.median
-    assert check.added(measured[0]) == check.inside.median / measured[0].seconds.median
+    added, plain = check.added(measured[0]), measured[0].seconds
+    assert added.median == check.inside.median / plain.median
+    assert added.low == check.inside.low / plain.high
     assert anomaly.inside is None
-    assert anomaly.added(measured[0]) == anomaly.ratio.median - 1
-    assert anomaly.extra_bytes > 1000  # its stack traces
+    assert anomaly.added(measured[0]).median == anomaly.ratio.median - 1
+    assert anomaly.extra_bytes.low > 1000  # its stack traces
     assert "detect_anomaly" in steps.table(measured)
     assert "gradstat.check" in command.verdict(measured)
     assert not torch.is_anomaly_enabled()
@@ -250,6 +252,51 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert timing.ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == (2, 2, 2)
     assert timing.quartiles([3.0]) == (3, 3, 3)
     assert timing.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
+
+
+def cost(seconds: float, ratio: tuple[float, ...], inside: tuple[float, ...] | None, extra: tuple[float, ...]) -> steps.Cost:
+    """Of a check, or, without ``inside``, of ``detect_anomaly``."""
+    time = timing.Quartiles(seconds, seconds, seconds)
+    call = None if inside is None else timing.Quartiles(*inside)
+    name = steps.ANOMALY if inside is None else steps.CHECK
+    return steps.Cost(name, time, timing.Quartiles(*ratio), call, timing.Quartiles(*extra))
+
+
+PLAIN = dataclasses.replace(cost(0.1, (1, 1, 1), (0, 0, 0), (0, 0, 0)), name=steps.PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("measured", "cells"),
+    [
+        (
+            cost(0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011), (9e3, 1e4, 1e4)),
+            ["200.00 ms", "2.00 (1.90 to 2.10)", "1.00 ms, 1.0 %", "10.0 kB"],
+        ),
+        (
+            cost(0.2, (0.56, 0.87, 1.78), (0.001, 0.002, 0.0031), (-9, -3, -1)),
+            ["200.00 ms", "? (0.56 to 1.78)", "? (1.00 ms to 3.10 ms)", "? (-9 B to -1 B)"],
+        ),
+        (cost(0.1, (0.95, 0.98, 1.02), None, (1, 2, 4)), ["100.00 ms", "0.98 (0.95 to 1.02)", "? (1 B to 4 B)"]),
+        (cost(0.1, (0.95, 0.98, 1.03), None, (0, 0, 0)), ["100.00 ms", "? (0.95 to 1.03)", "0 B"]),
+    ],
+)
+def test_noise_is_not_printed_as_a_result(measured: steps.Cost, cells: list[str]) -> None:
+    line = steps.table([PLAIN, measured]).splitlines()[-1]
+    _, *shown = (cell.strip() for cell in line.split("   ") if cell.strip())
+    assert shown == [cell.replace("?", timing.NOISE) for cell in cells]
+
+
+def test_the_verdict_of_a_noisy_measurement_is_that_it_is_noisy() -> None:
+    clear = cost(0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011), (0, 0, 0))
+    noisy, anomaly = (cost(0.2, (0.56, 0.87, 1.78), inside, (0, 0, 0)) for inside in ((0, 0.002, 0.0031), None))
+    assert command.verdict([PLAIN, clear]) == "Added to a step: gradstat.check 1.0 %."
+    assert command.verdict([PLAIN, noisy, anomaly]) == (
+        f"Added to a step: gradstat.check {timing.NOISE} (0.0 % to 3.1 %), "
+        f"detect_anomaly {timing.NOISE} (-44.0 % to 78.0 %)."
+    )
+    unsteady = dataclasses.replace(PLAIN, seconds=timing.Quartiles(0.01, 0.1, 0.3))
+    assert timing.NOISE in steps.table([unsteady, clear]).splitlines()[1]
+    assert timing.NOISE in command.verdict([unsteady, clear])
 
 
 def test_peak_memory_is_exact() -> None:
