@@ -147,13 +147,4 @@ def _tolerance(text: str) -> float:
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(_plain(archive.encoded(content)), indent=2, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """Replaces the tagged NaN and Inf of `archive.encoded` by their names, since readers do not know the tags."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return value["$float"] if list(value) == ["$float"] else {key: _plain(item) for key, item in value.items()}
-    return value
+    print(json.dumps(archive.encoded(content, tagged=False), indent=2, allow_nan=False))

@@ -1,4 +1,4 @@
-"""The container format of recordings: a zip of a JSON header and ``.npy`` arrays, validated when it is read."""
+"""The container of recordings: numpy's ``.npz``, a zip of arrays, with a JSON header; validated when it is read."""
 
 from __future__ import annotations
 
@@ -14,34 +14,28 @@ import numpy.typing as npt
 HEADER = "header.json"
 _HEADER_LIMIT = 64 << 20
 _FLOAT = "$float"  # the only key of a JSON object that stands for NaN or Inf
-_PAIRS = "$pairs"  # the only key of one that stands for a mapping with one of these two keys
 _DEEPEST = 100
-_NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Deflate expands by a factor of at most 1032: a member that declares more is invalid.
 _DEFLATE_RATIO = 1032
 
 
-def encoded(value: Any) -> Any:
+def encoded(value: Any, tagged: bool = True) -> Any:
     """``value`` as strict JSON: NaN and Inf tagged, numpy's numbers as Python's, other types as text.
 
+    Without ``tagged``, which is for other readers, NaN and Inf are their names, and the result cannot be `decoded`.
     A recording is often saved because a run has failed, and must not be lost to one unusual value.
     """
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
-    if isinstance(value, Mapping):
-        pairs = [(key if isinstance(key, str) else str(key), encoded(item)) for key, item in value.items()]
-        if any(key in (_FLOAT, _PAIRS) for key, _ in pairs):
-            return {_PAIRS: [list(pair) for pair in pairs]}
-        return dict(pairs)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: json.dumps(value)} if tagged else json.dumps(value)
+    if isinstance(value, Mapping):  # a key that begins with "$" gets another one, so that it is no tag
+        escape = "$" * tagged
+        keys = [escape + str(key) if str(key).startswith("$") else str(key) for key in value]
+        return {key: encoded(item, tagged) for key, item in zip(keys, value.values(), strict=True)}
     if isinstance(value, (list, tuple)):
-        return [encoded(item) for item in value]
-    return str(value)
+        return [encoded(item, tagged) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def decoded(value: Any, depth: int = 0) -> Any:
@@ -51,33 +45,22 @@ def decoded(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [decoded(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        if len(value) == 1 and _FLOAT in value:
-            return _NONFINITE[value[_FLOAT]]
-        if len(value) == 1 and _PAIRS in value:
-            return {key: decoded(item, depth + 1) for key, item in value[_PAIRS]}
-        return {key: decoded(item, depth + 1) for key, item in value.items()}
+        if _FLOAT in value:
+            return float(value[_FLOAT])
+        return {key.removeprefix("$"): decoded(item, depth + 1) for key, item in value.items()}
     return value
 
 
 def write(file: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Writes the archive; the same content gives the same bytes."""
-    # ASCII preserves any string, even lone surrogates.
-    text = json.dumps(encoded(header), allow_nan=False, separators=(",", ":"))
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(_entry(HEADER), text)
+    # Not `numpy.savez_compressed`, whose level takes several times as long and saves a few percent: most bytes are
+    # mantissas. Members that are opened by name are dated 1980, so that bytes do not depend on the time.
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=3) as archive:
+        with archive.open(HEADER, "w") as member:  # ASCII preserves any string, even lone surrogates
+            member.write(json.dumps(encoded(header), allow_nan=False, separators=(",", ":")).encode())
         for name, array in arrays.items():
-            with archive.open(_entry(f"{name}.npy"), "w", force_zip64=array.nbytes >= 1 << 31) as member:
-                little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-                np.lib.format.write_array(member, np.ascontiguousarray(little), version=(1, 0), allow_pickle=False)
-
-
-def _entry(name: str) -> zipfile.ZipInfo:
-    entry = zipfile.ZipInfo(name)  # dated 1980, so that bytes do not depend on the time
-    entry.compress_type = zipfile.ZIP_DEFLATED
-    # Higher levels take several times as long and save a few percent, since most bytes are mantissas.
-    entry._compresslevel = 3  # type: ignore[attr-defined]  # `open` has no argument for it
-    entry.external_attr = 0o600 << 16
-    return entry
+            with archive.open(f"{name}.npy", "w", force_zip64=array.nbytes >= 1 << 31) as member:
+                np.lib.format.write_array(member, array, version=(1, 0), allow_pickle=False)
 
 
 class Reader:
@@ -89,10 +72,7 @@ class Reader:
         self._left = limit
 
     def header(self) -> dict[str, Any]:
-        member = self._member(HEADER)
-        if member.file_size > _HEADER_LIMIT:
-            raise ValueError(f"its header declares {member.file_size:,} bytes, more than the {_HEADER_LIMIT:,} allowed")
-        header = decoded(json.loads(self._archive.read(member)))
+        header = decoded(json.loads(self._archive.read(self._member(HEADER))))
         if not isinstance(header, dict):
             raise ValueError("its header is not a JSON object")
         return header
@@ -104,15 +84,12 @@ class Reader:
             if np.lib.format.read_magic(member) != (1, 0):
                 raise ValueError(f"{name} is not an .npy array of version 1.0")
             there, fortran, kind = np.lib.format.read_array_header_1_0(member)
-            if kind != np.dtype(dtype) or there != shape or fortran:
+            size = member.tell() + math.prod(shape) * kind.itemsize
+            # Before anything of this size is unpacked.
+            if (kind, there, fortran, entry.file_size) != (np.dtype(dtype), shape, False, size):
                 raise ValueError(f"{name} is {kind} of shape {there}; expected {np.dtype(dtype)} of shape {shape}")
-            size = math.prod(shape) * kind.itemsize
-            if member.tell() + size != entry.file_size:  # before anything is allocated
-                raise ValueError(f"{name} declares {size:,} bytes, its member holds {entry.file_size:,}")
-            data = member.read()  # to the end, where zipfile verifies the checksum
-        if len(data) != size:
-            raise ValueError(f"{name} ends early")
-        return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape).astype(kind.newbyteorder("="), copy=False)
+            values = np.frombuffer(member.read(), dtype).reshape(shape)  # to the end, where the checksum is verified
+        return values.astype(kind.newbyteorder("="))  # a copy, which can be written
 
     def _member(self, name: str) -> zipfile.ZipInfo:
         try:
@@ -123,7 +100,8 @@ class Reader:
             raise ValueError(f"{name} is compressed by method {entry.compress_type}, which gradstat never uses")
         if entry.file_size > _DEFLATE_RATIO * entry.compress_size + 64:
             raise ValueError(f"{name} declares {entry.file_size:,} bytes in {entry.compress_size:,} compressed ones")
+        allowed = min(self._left, _HEADER_LIMIT) if name == HEADER else self._left
+        if entry.file_size > allowed:
+            raise ValueError(f"{name} is larger than the limit: {entry.file_size:,} bytes unpacked, {allowed:,} allowed")
         self._left -= entry.file_size
-        if self._left < 0:
-            raise ValueError(f"unpacked it is larger than the limit by {-self._left:,} bytes or more")
         return entry

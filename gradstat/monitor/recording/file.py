@@ -60,14 +60,14 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         "meta": recording.meta,
     }
     arrays: dict[str, npt.NDArray[Any]] = {
-        "steps": np.asarray(recording.steps, np.int64),
-        "scalars": scalar_rows(recording, recording.scalars),
+        "steps": np.asarray(recording.steps, "<i8"),
+        "scalars": scalar_rows(recording, recording.scalars).astype("<f8", copy=False),
     }
     for i, series in enumerate(recording.tables.values()):
-        arrays[f"tables/{i}/numel"] = np.asarray(series.numel, np.int64)
-        arrays[f"tables/{i}/steps"] = np.asarray(series.steps, np.int64)
+        arrays[f"tables/{i}/numel"] = np.asarray(series.numel, "<i8")
+        arrays[f"tables/{i}/steps"] = np.asarray(series.steps, "<i8")
         # A tensor's field is contiguous over the steps: consecutive values are similar, and compress well.
-        arrays[f"tables/{i}/values"] = np.asarray(series.values, np.float32).transpose(2, 1, 0)
+        arrays[f"tables/{i}/values"] = np.ascontiguousarray(series.values.transpose(2, 1, 0), "<f4")
     target = Path(path)
     with replacing(target) as file:
         archive.write(file, header, arrays)
