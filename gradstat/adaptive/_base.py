@@ -308,7 +308,9 @@ def limited(norm: Tensor, limit: Tensor | float) -> Tensor:
 
 
 def number(name: str, value: float, low: float, high: float = math.inf) -> float:
-    """The option ``name`` as a float; ValueError unless it is from ``low`` to ``high``, both included."""
+    """The option ``name`` as a float; ValueError unless it is from ``low`` to ``high``, TypeError if it is no number."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     value = float(value)
     if not low <= value <= high:
         raise ValueError(f"{name} is {value}; expected a number from {low} to {high}")
@@ -328,6 +330,8 @@ def positive(name: str, value: Any, unlimited: str) -> float:
 
 def whole_number(name: str, value: int, low: int) -> int:
     """The option ``name`` as an int; ValueError if it is below ``low``, TypeError if it is not an integer."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected a whole number, got {type(value).__name__}")
     value = operator.index(value)
     if value < low:
         raise ValueError(f"{name} is {value}; expected a whole number from {low}")

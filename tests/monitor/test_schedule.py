@@ -84,14 +84,14 @@ def test_a_trigger_inside_of_a_step_is_for_the_next_and_steps_do_not_nest() -> N
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"every": 0}, ValueError, "every has to be at least 1 step or None for no sampling, got 0"),
-        ({"every": 2.5}, TypeError, "every has to be a whole number of steps or None for no sampling, got float"),
-        ({"every": True}, TypeError, "every .* got bool"),
-        ({"after_trigger": -1}, ValueError, "after_trigger has to be at least 1 step, got -1"),
-        ({"after_trigger": None}, TypeError, "after_trigger .* got NoneType"),
-        ({"backoff": 0.5}, ValueError, "backoff has to be finite and at least 1"),
-        ({"backoff": float("nan")}, ValueError, "backoff has to be finite"),
-        ({"backoff": "2"}, TypeError, "backoff has to be a number, got str"),
+        ({"every": 0}, ValueError, "every is 0; expected a whole number from 1"),
+        ({"every": 2.5}, TypeError, "every: expected a whole number, got float"),
+        ({"every": True}, TypeError, "every: .* got bool"),
+        ({"after_trigger": -1}, ValueError, "after_trigger is -1; expected a whole number from 1"),
+        ({"after_trigger": None}, TypeError, "after_trigger: .* got NoneType"),
+        ({"backoff": 0.5}, ValueError, "backoff is 0.5; expected a number from 1"),
+        ({"backoff": float("nan")}, ValueError, "backoff is nan; expected a number from 1"),
+        ({"backoff": "2"}, TypeError, "backoff: expected a number, got str"),
     ],
 )
 def test_nonsense_is_refused(arguments: dict[str, object], error: type[Exception], words: str) -> None:

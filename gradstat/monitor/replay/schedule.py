@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import Any
 
 import torch
+
+from gradstat.adaptive._base import number, whole_number
 
 
 class Schedule:
@@ -49,16 +52,9 @@ class Schedule:
             TypeError: ``every`` or ``after_trigger`` is not a whole number, or ``backoff`` not a number.
             ValueError: ``every`` or ``after_trigger`` is less than 1, or ``backoff`` less than 1 or not finite.
         """
-        if every is not None:
-            _require_count("every", every, " or None for no sampling")
-        _require_count("after_trigger", after_trigger, "")
-        if isinstance(backoff, bool) or not isinstance(backoff, int | float):
-            raise TypeError(f"backoff has to be a number, got {type(backoff).__name__}")
-        if not 1 <= backoff < float("inf"):
-            raise ValueError(f"backoff has to be finite and at least 1; got {backoff}")
-        self.every = every
-        self.after_trigger = after_trigger
-        self.backoff = float(backoff)
+        self.every = None if every is None else whole_number("every", every, 1)
+        self.after_trigger = whole_number("after_trigger", after_trigger, 1)
+        self.backoff = number("backoff", backoff, 1.0, sys.float_info.max)
         self.check_nan = check_nan
         self.steps = 0
         self.active_steps = 0
@@ -67,7 +63,6 @@ class Schedule:
         self._burst_ends = 0
         self._pause_ends = 0
         self._pause: float = after_trigger
-        self._in_burst = False
         self._mode: Any = None
         self._inside = False
 
@@ -91,15 +86,15 @@ class Schedule:
             return False
         if now - self._pause_ends > self._pause:  # after a long quiet time it is another fault
             self._pause = self.after_trigger
-        self._in_burst = True
         self._burst_ends = now + self.after_trigger
+        self._pause_ends = self._burst_ends + round(self._pause)  # unless the burst catches something
+        self._pause *= self.backoff
         return True
 
     def reset(self) -> None:
         """Ends the burst or pause, and resets the length of pauses. Counts are kept."""
         self._burst_ends = self._pause_ends = 0
         self._pause = self.after_trigger
-        self._in_burst = False
 
     def __enter__(self) -> Schedule:  # noqa: PYI034 (Self is not in Python 3.10)
         if self._inside:
@@ -123,14 +118,4 @@ class Schedule:
         self._mode = None
         self._inside = False
         self.steps += 1
-        if self._in_burst and self.steps >= self._burst_ends:
-            self._in_burst = False
-            self._pause_ends = self.steps + round(self._pause)
-            self._pause *= self.backoff
 
-
-def _require_count(name: str, value: object, otherwise: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} has to be a whole number of steps{otherwise}, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} has to be at least 1 step{otherwise}, got {value}")
