@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 import gradstat
+from gradstat._core.importing import UsageError
+from gradstat._core.text import printable
 
 # The commands besides info: module, function, description. The module parses the command's options.
 COMMANDS = {
@@ -51,14 +53,32 @@ def _run(arguments: Sequence[str] | None) -> int:
         commands.add_parser(name, help=f"{what} (--help for options)", add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if options.command in COMMANDS:
-        module, function, _ = COMMANDS[options.command]
-        status: int = getattr(importlib.import_module(module), function)(rest)
-        return status
+        return _run_command(options.command, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     collected = collect_info()
     print(json.dumps(collected, indent=2) if options.json else format_info(collected))
     return 0
+
+
+def _run_command(name: str, arguments: Sequence[str]) -> int:
+    """A command's exit status: 2 after an expected error, which is printed without a traceback, 130 if interrupted."""
+    module, function, _ = COMMANDS[name]
+    try:
+        status: int = getattr(importlib.import_module(module), function)(arguments)
+        return status
+    except BrokenPipeError:
+        raise  # of the output, not of a file
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        known = error.filename and error.strerror
+        reason = printable(f"{error.filename}: {error.strerror}" if known else str(error))
+    except (UsageError, ImportError) as error:  # the latter of an optional package
+        reason = str(error)
+    print("\n".join(map(printable, f"gradstat {name}: {reason}".splitlines())), file=sys.stderr)
+    return 2
 
 
 def collect_info() -> dict[str, Any]:

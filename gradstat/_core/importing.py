@@ -1,4 +1,4 @@
-"""Import of user functions given on the command line as ``module:attribute``."""
+"""What commands share: their expected error, and the import of functions given as ``module:attribute``."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from collections.abc import Callable
 from typing import Any
 
 
-class ImportedError(ValueError):
-    """There is no such function; the message says what was found instead."""
+class UsageError(ValueError):
+    """A command cannot do what it was asked to; the message says what and why, and is printed without a traceback."""
 
 
 def attribute_of(where: str, expected: str) -> Callable[..., Any]:
     """The function ``"module:attribute"`` from a module in the current folder or the environment.
 
-    Raises ``ImportedError``; if ``where`` has another form, the message says what was ``expected``.
+    Raises `UsageError`; if ``where`` has another form, the message says what was ``expected``.
     """
     module_name, colon, attribute = where.partition(":")
     if not colon or not module_name or not attribute:
-        raise ImportedError(f"expected {expected}")
+        raise UsageError(f"expected {expected}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ImportedError(f"no module {error.name!r} in the current folder or the environment") from error
-        raise ImportedError(f"importing {module_name} failed: {error}") from error
+            raise UsageError(f"no module {error.name!r} in the current folder or the environment") from error
+        raise UsageError(f"importing {module_name} failed: {error}") from error
     except Exception as error:
-        raise ImportedError(f"importing {module_name} raised\n{trace_of(error, __file__)}") from error
+        raise UsageError(f"importing {module_name} raised\n{trace_of(error, __file__)}") from error
     try:
         found = operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise ImportedError(f"{module_name} has no {attribute}") from error
+        raise UsageError(f"{module_name} has no {attribute}") from error
     if not callable(found):
-        raise ImportedError(f"{attribute} is a {type(found).__name__}, not a function")
+        raise UsageError(f"{attribute} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
 
 

@@ -308,7 +308,7 @@ def limited(norm: Tensor, limit: Tensor | float) -> Tensor:
 
 
 def number(name: str, value: float, low: float, high: float = math.inf) -> float:
-    """The option ``name`` as a float; ValueError unless it is from ``low`` to ``high``, TypeError if it is no number."""
+    """The option ``name`` as a float; TypeError if it is none, ValueError unless it is from ``low`` to ``high``."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     value = float(value)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gradstat._core.files import replacing
-from gradstat._core.importing import ImportedError, attribute_of, trace_of
+from gradstat._core.importing import UsageError, attribute_of, trace_of
 from gradstat.bench import steps
 from gradstat.bench.machine import device_name, driver_or_threads, driver_version, versions
 from gradstat.bench.timing import progress_bar
@@ -38,30 +38,11 @@ A file bench_me.py in the current folder may hold:
 
   $ python -m gradstat bench --model bench_me:factory
 """
+DEVICE_HELP = "such as cpu, cuda or cuda:1 (default: the GPU if there is one)"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=steps.LEARNING_RATE),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=steps.LEARNING_RATE, momentum=0.9),
 }
-
-
-class UsageError(Exception):
-    """The user's input cannot be measured; the message says what and why."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with ``arguments``, by default those of the process.
-
-    Returns 0, 2 if the input cannot be measured, 130 if interrupted.
-    """
-    options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except (UsageError, steps.WrongAnswerError) as error:
-        print(f"gradstat bench: {error}", file=sys.stderr)
-        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", metavar="MODULE:FACTORY", help="makes your model, see below (default: a built-in GPT)"
     )
-    parser.add_argument("--device", help="such as cpu, cuda or cuda:1 (default: the GPU if there is one)")
+    parser.add_argument("--device", help=DEVICE_HELP)
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of every variant (default %(default)s)")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default %(default)s)")
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="run the forward pass under torch.autocast")
@@ -84,7 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``bench`` with ``arguments``, by default those of the process. Returns 0.
+
+    ValueError, with a message for the user, if the input cannot be measured.
+    """
+    options = _parser().parse_args(arguments)
     if options.rounds < 1:
         raise UsageError("--rounds must be at least 1")
     if options.threads is not None:
@@ -93,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         torch.set_num_threads(options.threads)
     if options.json is not None and not options.json.parent.is_dir():
         raise UsageError(f"--json: there is no folder {options.json.parent}")
-    device = _device(options.device)
+    device = device_of(options.device)
     autocast = None if options.autocast is None else getattr(torch, options.autocast)
     where = options.model or BUILT_IN
     try:
@@ -138,7 +124,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -153,10 +139,7 @@ def _device(name: str | None) -> torch.device:
 
 def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]]:
     """Calls the factory ``"module:attribute"``, described in `FACTORY_HELP`; returns its model and the forward pass."""
-    try:
-        factory = attribute_of(where, "MODULE:FACTORY, such as bench_me:factory")
-    except ImportedError as error:
-        raise UsageError(str(error)) from error
+    factory = attribute_of(where, "MODULE:FACTORY, such as bench_me:factory")
     attribute = where.partition(":")[2]
     try:
         with device:
@@ -235,7 +218,7 @@ def _runnable_variants(step: steps.Step, where: str) -> list[steps.Variant]:
     """The variants that run on this step. Checks their results against float64, then runs one step of each."""
     try:
         steps.verify(step)
-    except ValueError as error:
+    except (ValueError, steps.WrongAnswerError) as error:
         raise UsageError(f"--model {where}: {error}") from error
     running: list[steps.Variant] = []
     for variant in steps.variants():

@@ -204,7 +204,11 @@ def table(measured: list[Cost]) -> str:
             alone = "" if cost.inside is None else cost.inside.told(in_time)
             if cost.inside is not None and not cost.inside.is_noise():
                 alone += f", {cost.share(measured[0])}"
-            rows[-1] += [cost.ratio.told("{:.2f}".format, neutral=1, spread=True), alone, cost.extra_bytes.told(in_bytes)]
+            rows[-1] += [
+                cost.ratio.told("{:.2f}".format, neutral=1, spread=True),
+                alone,
+                cost.extra_bytes.told(in_bytes),
+            ]
     widths = [max(map(len, cells)) for cells in zip_longest(*rows, fillvalue="")]
     return "\n".join("  " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

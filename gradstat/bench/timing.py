@@ -14,7 +14,6 @@ from torch.hub import tqdm  # type: ignore[attr-defined]  # a simple substitute 
 
 from gradstat.bench.machine import synchronize
 
-
 NOISE = "too noisy to tell"
 
 
@@ -26,8 +25,9 @@ class Quartiles(NamedTuple):
     high: float
 
     def is_noise(self, neutral: float = 0.0) -> bool:
-        """Whether the quartiles are further apart than the median is large, or on both sides of ``neutral`` by more
-        than the median differs from it; a negative size always is.
+        """Whether the median says nothing; a negative one never does.
+
+        The quartiles are further apart than it is large, or on both sides of ``neutral`` by more than it differs.
         """
         low, median, high = self
         return high - low > median or min(neutral - low, high - neutral) > abs(median - neutral)

@@ -10,32 +10,15 @@ from pathlib import Path
 
 import torch
 
+from gradstat._core.importing import UsageError
 from gradstat.bench import steps as variants
+from gradstat.bench.command import DEVICE_HELP, device_of
+from gradstat.bench.machine import device_name
 from gradstat.demo import corpus, heatmap
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import train
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import save, write_page
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo with ``arguments``, by default those of the process.
-
-    Returns 0 if exactly the corrupted layer was named, 1 if not, 2 if the demo cannot run, 130 if interrupted.
-    """
-    options = _parser().parse_args(arguments)
-    missing = [name for name in ("matplotlib", "plotly", "tqdm") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"The demo also needs {' and '.join(missing)}: pip install 'gradstat[demo]'", file=sys.stderr)
-        return 2
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,36 +34,36 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("demo-output"),
         help="folder for the picture, the recording and its page (default %(default)s)",
     )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: the GPU if there is one"
-    )
+    parser.add_argument("--device", help=DEVICE_HELP)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps")
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        print("--device cuda: torch sees no CUDA device; leave the option out to use the CPU", file=sys.stderr)
-        return 2
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demo with ``arguments``, by default those of the process.
+
+    Returns 0 if exactly the corrupted layer was named, else 1. ValueError, with a message for the user, or
+    FileNotFoundError if the demo cannot run.
+    """
+    options = _parser().parse_args(arguments)
+    missing = [name for name in ("matplotlib", "plotly", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"the demo also needs {' and '.join(missing)}: pip install 'gradstat[demo]'")
+    device = device_of(options.device)
     steps = (40 if options.quick else 300) if options.steps is None else options.steps
     if steps < 10:
-        print("--steps must be at least 10, to have healthy steps before and after the corrupted one", file=sys.stderr)
-        return 2
+        raise UsageError("--steps must be at least 10, to have healthy steps before and after the corrupted one")
     try:
         options.output.mkdir(parents=True, exist_ok=True)  # fail now rather than after a minute of training
     except OSError as error:
-        print(f"--output: cannot make the folder {options.output}: {error.strerror}", file=sys.stderr)
-        return 2
-    size = TINY if options.quick else MEDIUM if device == "cuda" else SMALL
+        raise UsageError(f"--output: cannot make the folder {options.output}: {error.strerror}") from error
+    size = TINY if options.quick else MEDIUM if device.type == "cuda" else SMALL
     torch.manual_seed(options.seed)
     model = GPT(size).to(device)
     folder = corpus.standard_library()
     data = corpus.read(folder)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     parameters = list(model.parameters())
     print(
         f"A GPT of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors learns from "

@@ -27,7 +27,7 @@ def corrupt(module: nn.Module) -> torch.utils.hooks.RemovableHandle:
 
 
 def train(
-    model: GPT, corpus: Tensor, steps: int, corrupted_step: int, corrupted_layer: int, seed: int, device: str
+    model: GPT, corpus: Tensor, steps: int, corrupted_step: int, corrupted_layer: int, seed: int, device: torch.device
 ) -> tuple[gradstat.monitor.Recording, gradstat.Report | None]:
     """Trains with AdamW, and corrupts the ``mlp.down`` of block ``corrupted_layer`` in ``corrupted_step``.
 

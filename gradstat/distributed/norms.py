@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from gradstat._core.collectives import format_ranks
-from gradstat._core.importing import attribute_of
+from gradstat._core.importing import UsageError, attribute_of
 from gradstat.distributed._ranks import LostRankError, RankError, Ranks
 from gradstat.distributed.layouts import LAYOUTS, Layout, make_layout_and_reference
 from gradstat.patch import importable_version
@@ -376,7 +376,7 @@ def _ratio(values: Sequence[float], expected: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``norms``; returns 0 if everything is as in one process, 1 if not, 2 if the function cannot be tried."""
+    """Runs ``norms``; returns 0 if everything is as in one process, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat norms",
         description="Run a clip function on a small model distributed over four processes of this machine, in the "
@@ -404,7 +404,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             clip, layouts=options.layouts, orders=options.orders, limit=options.limit, on_verdict=print_row
         )
     except (ValueError, TypeError, RuntimeError) as error:
-        print(f"gradstat norms: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from error
     print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if options.json else report.summary)
     return 0 if report.ok else 1

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradstat._core.importing import UsageError
 from gradstat._core.text import printable
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.kinds import plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
-from gradstat.monitor.recording.file import RecordingFileError, load
+from gradstat.monitor.recording.file import load
 from gradstat.monitor.recording.recording import Recording, verdict
-from gradstat.monitor.recording.view import ViewerMissingError, write_page
-
-FAILED = 2
-"""The exit status when a file cannot be read or written, the same as that of argparse and diff(1)."""
-
-
-class _UsageError(Exception):
-    """The command would overwrite the recording."""
+from gradstat.monitor.recording.view import write_page
 
 
 def describe(recording: Recording) -> str:
@@ -39,7 +32,7 @@ def describe(recording: Recording) -> str:
 
 
 def view_main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``view``; returns 0, or 2 if the recording cannot be read or the page cannot be written."""
+    """Runs ``view``; returns 0."""
     parser = argparse.ArgumentParser(
         prog="python -m gradstat view",
         description="Print a summary of a recording and write it as one self-contained HTML page.",
@@ -55,7 +48,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.no_page and options.output is not None:
         parser.error("--output cannot be used with --no-page, which writes none")
-    return _reporting("view", lambda: _view(options))
+    return _view(options)
 
 
 def diff_main(arguments: Sequence[str] | None = None) -> int:
@@ -76,21 +69,7 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
-    return _reporting("diff", lambda: _diff(options))
-
-
-def _reporting(command: str, run: Callable[[], int]) -> int:
-    """Runs a command, and prints expected errors in one line."""
-    try:
-        return run()
-    except BrokenPipeError:
-        raise  # of the output, not of a file
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-    except (RecordingFileError, ViewerMissingError, _UsageError) as error:
-        reason = str(error)
-    print(f"gradstat {command}: {printable(reason)}", file=sys.stderr)
-    return FAILED
+    return _diff(options)
 
 
 def _view(options: argparse.Namespace) -> int:
@@ -104,7 +83,7 @@ def _view(options: argparse.Namespace) -> int:
         if options.output is None and page == options.file:
             page = options.file.with_name(options.file.name + ".page.html")
         if page.exists() and page.samefile(options.file):
-            raise _UsageError(f"--output {page} is the recording itself; choose another file")
+            raise UsageError(f"--output {printable(str(page))} is the recording itself; choose another file")
     if options.json:
         level, sentence, incident = verdict(recording)
         _print_json(
@@ -135,7 +114,7 @@ def _diff(options: argparse.Namespace) -> int:
         print(f"first: {printable(str(options.first))}, second: {printable(str(options.second))}")
         print(comparison)
     if not comparison.comparable:
-        return FAILED
+        return 2
     return 0 if comparison.same else 1
 
 

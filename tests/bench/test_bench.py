@@ -254,7 +254,9 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert timing.quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2, 3, 4)
 
 
-def cost(seconds: float, ratio: tuple[float, ...], inside: tuple[float, ...] | None, extra: tuple[float, ...]) -> steps.Cost:
+def cost(
+    seconds: float, ratio: tuple[float, ...], inside: tuple[float, ...] | None, extra: tuple[float, ...]
+) -> steps.Cost:
     """Of a check, or, without ``inside``, of ``detect_anomaly``."""
     time = timing.Quartiles(seconds, seconds, seconds)
     call = None if inside is None else timing.Quartiles(*inside)

@@ -41,7 +41,7 @@ def test_options_that_cannot_work_are_refused_before_training(
     in_the_way.touch()
     refused = {"at least 10": ("--steps", "3"), f"cannot make the folder {in_the_way}": ("--output", str(in_the_way))}
     if not torch.cuda.is_available():
-        refused["no CUDA device"] = ("--device", "cuda")
+        refused["--device cuda: "] = ("--device", "cuda")
     for words, option in refused.items():
         assert main(["demo", "--quick", *option]) == 2
         captured = capsys.readouterr()
@@ -65,7 +65,9 @@ def test_only_the_corrupted_step_counts_as_detected(monkeypatch: pytest.MonkeyPa
 
     model.blocks[1].mlp.down.weight.register_hook(spoil_the_second_step)
     data = corpus.read(corpus.standard_library(), limit=50_000)
-    recording, incident = train.train(model, data, 6, corrupted_step=4, corrupted_layer=1, seed=0, device="cpu")
+    recording, incident = train.train(
+        model, data, 6, corrupted_step=4, corrupted_layer=1, seed=0, device=torch.device("cpu")
+    )
     assert recording.scalars["nonfinite"].nonzero()[0].tolist() == [1]
     assert incident is None
 

@@ -29,11 +29,11 @@ from recordings import HOSTILE, assert_same, npy, recording, rewritten
 from torch import nn
 
 import gradstat
+from gradstat.__main__ import main
 from gradstat._core.files import replacing
 from gradstat._version import __version__
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
-from gradstat.monitor.command import view_main
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
 
@@ -314,8 +314,8 @@ def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         made = small()
         made.meta = {"steps": steps, "model": ["x"], "culprit": {"a": steps}}
         path = save(made, tmp_path / "run.gradstat")
-        assert view_main([str(path)]) == 0
-        assert view_main([str(path), "--json"]) == 0
+        assert main(["view", str(path)]) == 0
+        assert main(["view", str(path), "--json"]) == 0
         capsys.readouterr()
 
 
@@ -450,7 +450,7 @@ def test_pipes_and_devices_are_written_to_and_not_replaced(tmp_path: Path) -> No
     null = tmp_path / "null"
     null.symlink_to(os.devnull)
     save(recording(), null)
-    assert view_main([str(save(small(), tmp_path / "a.gradstat")), "--output", str(null)]) == 0
+    assert main(["view", str(save(small(), tmp_path / "a.gradstat")), "--output", str(null)]) == 0
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
@@ -495,8 +495,8 @@ def test_names_that_mean_harm_are_saved_read_and_told_without_harm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save(named(NAMES), tmp_path / "run.gradstat")
-    assert view_main([str(path), "--no-page"]) == 0
-    assert view_main([str(path), "--no-page", "--json"]) == 0
+    assert main(["view", str(path), "--no-page"]) == 0
+    assert main(["view", str(path), "--no-page", "--json"]) == 0
     shown = capsys.readouterr().out
     assert all(character.isprintable() or character == "\n" for character in shown)  # others may be terminal escapes
     made = named(NAMES)
@@ -615,7 +615,7 @@ def test_files_and_states_of_a_newer_gradstat_name_both_versions_and_the_remedy(
     )
     with pytest.raises(RecordingFileError, match=remedy):
         load(newer)
-    assert view_main([str(newer)]) == 2
+    assert main(["view", str(newer)]) == 2
     assert "pip install -U gradstat" in capsys.readouterr().err
     monitor = gradstat.Monitor(nn.Linear(2, 2))
     state = {**monitor.state_dict(), "version": 2}

@@ -102,6 +102,8 @@ class Reader:
             raise ValueError(f"{name} declares {entry.file_size:,} bytes in {entry.compress_size:,} compressed ones")
         allowed = min(self._left, _HEADER_LIMIT) if name == HEADER else self._left
         if entry.file_size > allowed:
-            raise ValueError(f"{name} is larger than the limit: {entry.file_size:,} bytes unpacked, {allowed:,} allowed")
+            raise ValueError(
+                f"{name} is larger than the limit: {entry.file_size:,} bytes unpacked, {allowed:,} allowed"
+            )
         self._left -= entry.file_size
         return entry

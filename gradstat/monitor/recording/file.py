@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.files import replacing
+from gradstat._core.importing import UsageError
+from gradstat._core.text import printable
 from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive
@@ -23,7 +25,7 @@ LIMIT = 4 << 30
 """Unpacked size in bytes above which `load` refuses a file."""
 
 
-class RecordingFileError(ValueError):
+class RecordingFileError(UsageError):
     """A file is not a recording, is damaged, or is from a newer gradstat; the message names it and the remedy."""
 
 
@@ -87,8 +89,8 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
         RecordingFileError: It is not a recording, is damaged, exceeds ``limit``, or a newer gradstat wrote it.
         OSError: It cannot be opened.
     """
-    target = Path(path)
-    with open(target, "rb") as file:
+    target = printable(os.fspath(path))
+    with open(path, "rb") as file:
         try:
             return _read(archive.Reader(file, limit))
         except RecordingFileError as error:

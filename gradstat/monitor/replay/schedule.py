@@ -118,4 +118,3 @@ class Schedule:
         self._mode = None
         self._inside = False
         self.steps += 1
-
