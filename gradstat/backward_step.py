@@ -172,7 +172,7 @@ class StepInBackward:
         self._hooks.append(optimizer.register_step_pre_hook(self._refuse_step))
         for parameter in source.parameters:
             parameter._stepped_in_backward = _HandleReference(self)  # type: ignore[attr-defined]
-        _handles[optimizer] = weakref.ref(self)
+        optimizer._stepped_in_backward = self  # type: ignore[attr-defined]
 
     @property
     def report(self) -> PendingReport:
@@ -209,7 +209,7 @@ class StepInBackward:
             vars(parameter).pop("_stepped_in_backward", None)
         self._hooks = []
         if handle_of(self.optimizer) is self:
-            del _handles[self.optimizer]
+            del self.optimizer._stepped_in_backward  # type: ignore[attr-defined]
 
     def _rows_for(self, parameters: list[Tensor]) -> tuple[Gradients, Measurement] | None:
         """Which of ``parameters`` had a gradient in the last backward pass, and their rows; None before the first."""
@@ -395,12 +395,7 @@ def _complete(reference: weakref.ref[StepInBackward], i: int, number: int, param
 
 def handle_of(optimizer: Optimizer | None) -> StepInBackward | None:
     """The handle that steps ``optimizer`` in backward, or None."""
-    reference = None if optimizer is None else _handles.get(optimizer)
-    return None if reference is None else reference()
-
-
-# Weak values: a handle references its optimizer, so a strong reference would keep both alive forever.
-_handles: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepInBackward]] = weakref.WeakKeyDictionary()
+    return None if optimizer is None else vars(optimizer).get("_stepped_in_backward")
 
 
 def _check_clip(clip: object) -> None:

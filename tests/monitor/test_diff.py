@@ -252,7 +252,7 @@ def test_a_comparison_is_jsonable_and_its_text_is_of_printable_lines() -> None:
     comparison = compare(a, b)
     content = comparison.to_dict()
     assert json.loads(json.dumps(content, allow_nan=False))["step"] == 2
-    assert content["divergences"][0]["b"] == "nan"
+    assert content["divergences"][0]["b"] == "NaN"
     assert all(line.isprintable() for line in str(comparison).split("\n"))
 
 

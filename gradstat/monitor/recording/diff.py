@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from gradstat._core.text import lines_of, plain_fields, printable
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
+from gradstat.monitor.recording.archive import encoded
 from gradstat.monitor.recording.recording import Recording
 
 TOLERANCE = 1e-3
@@ -92,8 +92,9 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
-        divergences = [{**plain_fields(p), "a": _jsonable(p.a), "b": _jsonable(p.b)} for p in self.divergences]
-        return {"same": self.same, "comparable": self.comparable, **plain_fields(self), "divergences": divergences}
+        divergences = [plain_fields(divergence) for divergence in self.divergences]
+        values = {"same": self.same, "comparable": self.comparable, **plain_fields(self), "divergences": divergences}
+        return dict(encoded(values, tagged=False))
 
     def __str__(self) -> str:
         lines = [self._headline()]
@@ -141,10 +142,6 @@ def _range(steps: tuple[int, int] | None) -> str:
     if steps is None:
         return "no steps"
     return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
-
-
-def _jsonable(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Comparison:

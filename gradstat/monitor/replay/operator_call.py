@@ -16,19 +16,8 @@ from gradstat._core.nested import tensors_in
 from gradstat.monitor.replay.taint import finite
 
 # Operations that do not read the previous values of their first argument.
-_OVERWRITE = {
-    "bernoulli_",
-    "cauchy_",
-    "copy_",
-    "exponential_",
-    "fill_",
-    "geometric_",
-    "log_normal_",
-    "normal_",
-    "random_",
-    "uniform_",
-    "zero_",
-}
+_RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+_OVERWRITE = {"copy_", "fill_", "zero_"} | _RANDOM
 _UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 _ALSO_POINTWISE = {"_to_copy", "clone", "copy_"}
 _KNOWN_AS = {"to_copy": "to", "lift_fresh": "tensor"}

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat._core.nested import tensors_in
+from gradstat._core.parameters import source_of
 from gradstat.monitor.replay.culprit import Culprit, Phase
 from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
@@ -147,17 +148,13 @@ def _mark(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]
             watch.add(tensor, called=name, intended=intended, phase=phase, module=module, name=name)
 
 
-def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Tensor]]:
+def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Any]]:
     """The parameters of the model, and those that only an optimizer has, each once."""
-    named: list[tuple[str, Tensor]] = list(model.named_parameters())
-    known = {id(p) for _, p in named}
-    for optimizer in optimizers:
-        for g, group in enumerate(optimizer.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    known.add(id(parameter))
-                    named.append((f"group{g}.{i}", parameter))
-    return named
+    named: dict[int, tuple[str, Any]] = {id(p): (name, p) for name, p in model.named_parameters()}
+    for source in map(source_of, optimizers):
+        for name, parameter in zip(source.names(), source.parameters, strict=True):
+            named.setdefault(id(parameter), (name, parameter))
+    return list(named.values())
 
 
 @contextlib.contextmanager
