@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from gradstat._core.files import replacing
 from gradstat._core.importing import UsageError, attribute_of, trace_of
@@ -115,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compared = _runnable_variants(step, where)
     with progress_bar(steps.WARMUP + options.rounds, "measuring") as progress:
         measured = steps.costs(step, options.rounds, compared=compared, progress=lambda: progress.update(1))
-    print(f"\nA training step, {options.rounds} interleaved rounds:\n{steps.table(measured)}\n\n{verdict(measured)}")
+    count = f"{options.rounds} interleaved rounds" if options.rounds > 1 else "one round, so its spread is not known"
+    print(f"\nA training step, {count}:\n{steps.table(measured)}\n\n{verdict(measured)}")
     if options.json is not None:
         content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
         with replacing(options.json) as file:
@@ -158,7 +160,9 @@ def load(where: str, device: torch.device) -> tuple[nn.Module, Callable[[], Any]
     model.to(device)
     if callable(second) and not isinstance(second, Tensor):
         return model, second
-    return model, _forward(model, _moved(second, device))
+    if isinstance(second, Mapping):  # of any kind, such as the batches of transformers
+        second = dict(second)
+    return model, _forward(model, tree_map_only(Tensor, lambda tensor: tensor.to(device), second))
 
 
 def _forward(model: nn.Module, batch: Any) -> Callable[[], Any]:
@@ -178,17 +182,6 @@ def _forward(model: nn.Module, batch: Any) -> Callable[[], Any]:
         return output.float().mean() if isinstance(output, Tensor) and not output.is_complex() else output
 
     return forward
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    """``batch`` with the tensors in it on ``device``."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return [_moved(value, device) for value in batch]
-    return batch
 
 
 def _scalar(loss: Callable[[], Any], device: torch.device, autocast: torch.dtype | None) -> Callable[[], Tensor]:

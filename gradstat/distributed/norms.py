@@ -394,12 +394,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     table = sys.stderr if options.json else sys.stdout
 
-    def print_row(verdict: ClipVerdict | None) -> None:
-        print(_row(verdict), file=table, flush=True)
+    def print_row(*verdict: ClipVerdict) -> None:
+        print(_row(*verdict), file=table, flush=True)
 
     try:
         clip = attribute_of(options.clip, "MODULE:FUNCTION, such as torch.nn.utils:clip_grad_norm_")
-        print_row(None)
+        print_row()
         report = verify_clip(
             clip, layouts=options.layouts, orders=options.orders, limit=options.limit, on_verdict=print_row
         )

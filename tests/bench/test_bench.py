@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,14 @@ def test_a_batch_becomes_a_loss(
     monkeypatch.setattr(command, "made_here", lambda: (Echo(form), batch), raising=False)
     _, loss = command.load("gradstat.bench.command:made_here", CPU)
     assert loss().item() == expected
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, lambda batch: tuple(batch.values()), lambda batch: batch["x"]])
+def test_a_batch_is_moved_to_the_device(kind: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = kind({"x": torch.ones(2, device="cpu"), "y": torch.ones(2, device="cpu")})
+    monkeypatch.setattr(command, "made_here", lambda: (Echo(lambda t: t), batch), raising=False)
+    _, loss = command.load("gradstat.bench.command:made_here", torch.device("meta"))
+    assert loss().device.type == "meta"
 
 
 def tiny_step() -> steps.Step:
