@@ -77,17 +77,18 @@ class Reader:
             raise ValueError("its header is not a JSON object")
         return header
 
-    def array(self, name: str, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """The array called ``name``, which must have the given dtype (as ``"<f4"``) and shape."""
+    def array(self, name: str, dtype: str) -> npt.NDArray[Any]:
+        """The array called ``name``, which must have the given dtype, as ``"<f4"``."""
         entry = self._member(f"{name}.npy")
         with self._archive.open(entry) as member:
             if np.lib.format.read_magic(member) != (1, 0):
                 raise ValueError(f"{name} is not an .npy array of version 1.0")
-            there, fortran, kind = np.lib.format.read_array_header_1_0(member)
+            shape, fortran, kind = np.lib.format.read_array_header_1_0(member)
+            if kind != np.dtype(dtype) or fortran:
+                raise ValueError(f"{name} is {kind}; expected {np.dtype(dtype)} in row-major order")
             size = member.tell() + math.prod(shape) * kind.itemsize
-            # Before anything of this size is unpacked.
-            if (kind, there, fortran, entry.file_size) != (np.dtype(dtype), shape, False, size):
-                raise ValueError(f"{name} is {kind} of shape {there}; expected {np.dtype(dtype)} of shape {shape}")
+            if size != entry.file_size:  # before anything of this size is unpacked
+                raise ValueError(f"{name} of shape {shape} takes {size:,} bytes, its member holds {entry.file_size:,}")
             values = np.frombuffer(member.read(), dtype).reshape(shape)  # to the end, where the checksum is verified
         return values.astype(kind.newbyteorder("="))  # a copy, which can be written
 

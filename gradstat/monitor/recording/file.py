@@ -51,12 +51,8 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         "version": list(VERSION),
         "gradstat": __version__,
         "columns": list(COLUMNS),
-        "n_steps": len(recording.steps),
         "scalars": list(recording.scalars),
-        "tables": [
-            {"kind": kind, "names": list(series.names), "n_steps": len(series.steps)}
-            for kind, series in recording.tables.items()
-        ],
+        "tables": [{"kind": kind, "names": list(series.names)} for kind, series in recording.tables.items()],
         "findings": [finding.to_dict() for finding in recording.findings],
         "backward_order": list(recording.backward_order),
         "meta": recording.meta,
@@ -117,19 +113,18 @@ def _read(reader: archive.Reader) -> Recording:
         )
     columns = [str(name) for name in header["columns"]]
     order = [columns.index(name) for name in COLUMNS]
-    n_steps, scalars = int(header["n_steps"]), _strings(header["scalars"])
-    tables: dict[str, Series] = {}
+    scalars, tables = _strings(header["scalars"]), dict[str, Series]()
     if not isinstance(header["tables"], list):
         raise ValueError("its tables are not a list")
-    steps = reader.array("steps", "<i8", (n_steps,))
-    rows = reader.array("scalars", "<f8", (len(scalars), n_steps))
+    steps, rows = reader.array("steps", "<i8"), reader.array("scalars", "<f8")
     for i, table in enumerate(header["tables"]):
-        names, measured = _strings(table["names"]), int(table["n_steps"])
-        numel = reader.array(f"tables/{i}/numel", "<i8", (len(names),))
-        when = reader.array(f"tables/{i}/steps", "<i8", (measured,))
-        values = reader.array(f"tables/{i}/values", "<f4", (len(columns), len(names), measured))
+        kind, names = *_strings([table["kind"]]), _strings(table["names"])
+        numel, when = reader.array(f"tables/{i}/numel", "<i8"), reader.array(f"tables/{i}/steps", "<i8")
+        values = reader.array(f"tables/{i}/values", "<f4")
+        if len(values) != len(columns):
+            raise ValueError(f"the values of its {kind} have {len(values)} columns, and it names {len(columns)}")
         restored = np.ascontiguousarray(values[order].transpose(2, 1, 0))
-        tables[_strings([table["kind"]])[0]] = Series(names, numel, when, restored)
+        tables[kind] = Series(names, numel, when, restored)
     recording = Recording(
         steps,
         # Copies: a view of a row would keep the whole array alive, and share changes with it.
