@@ -10,6 +10,7 @@ from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import caches
 import cases
@@ -134,6 +135,22 @@ def test_what_cannot_be_measured_is_explained(arguments: str, message: str, caps
     printed = capsys.readouterr().err
     assert message in printed
     assert "command.py" not in printed
+
+
+def test_an_interrupted_command_ends_like_one_and_an_error_of_a_file_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for raised, status, told in (
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (FileNotFoundError(2, "No such file", "a\nb"), 2, "gradstat bench: a\\nb: No such file\n"),
+        (ImportError("no plotly"), 2, "gradstat bench: no plotly\n"),
+    ):
+        monkeypatch.setattr(gradstat.bench, "main", Mock(side_effect=raised))
+        assert main(["bench"]) == status
+        assert capsys.readouterr().err == told
+    monkeypatch.setattr(gradstat.bench, "main", Mock(side_effect=TypeError))
+    with pytest.raises(TypeError):  # a defect
+        main(["bench"])
 
 
 class Output(dict[str, Any]):

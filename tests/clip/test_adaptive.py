@@ -544,6 +544,9 @@ def test_options_out_of_range_are_refused(clip: Any) -> None:
             clip(**{name: most + 0.5})
     with pytest.raises(TypeError):
         clip(**LEAST[clip], **{"window": 10.5})
+    for option, wrong in (("window", True), ("window", 2.5), ("percentile", "10"), ("percentile", None)):
+        with pytest.raises(TypeError, match=rf"{option}: expected a (whole )?number, got {type(wrong).__name__}"):
+            AutoClip(**{option: wrong})
     with pytest.raises(ValueError, match="to is 'median'; expected one of reciprocal, threshold, mean"):
         ZClip(to="median")  # type: ignore[arg-type]
 
