@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,28 +20,19 @@ class LeafHooks:
     def __init__(self, watch: NonfiniteMode, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._watch = watch
         self._parameters = [(name, p) for name, p in parameters if p.requires_grad and p.is_leaf]
-        self._handles: list[Any] = []
-        self._wrapped: list[tuple[dict[int, Any], int, Any]] = []
+        self._added = contextlib.ExitStack()
+        self.detach = self._added.close
         for name, parameter in self._parameters:
             self._wrap(parameter._backward_hooks, name, lambda given, result: given if result is None else result)
             self._wrap(parameter._post_accumulate_grad_hooks, name, lambda given, result: given.grad)
-            self._handles.append(parameter.register_hook(partial(self._check, name)))
+            self._added.callback(parameter.register_hook(partial(self._check, name)).remove)
             look = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._check(name, p.grad))
-            self._handles.append(look)
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for hooks, key, hook in self._wrapped:
-            if key in hooks:
-                hooks[key] = hook
-        self._handles.clear()
-        self._wrapped.clear()
+            self._added.callback(look.remove)
 
     def _wrap(self, hooks: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None]) -> None:
         for key, hook in list((hooks or {}).items()):
-            self._wrapped.append((hooks, key, hook))
             hooks[key] = partial(self._run, hook, name, gradient_of)
+            self._added.callback(_put_back, hooks, key, hook)
 
     def _run(self, hook: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None], given: Any) -> Any:
         """Runs a hook of the user, and attributes bad values in its result to it, if they are new."""
@@ -72,3 +64,8 @@ class LeafHooks:
                 origin = self._watch.add(gradient, called="gradient", phase="backward", module=module, name=name)
             origin.complete(gradient)
             self._watch.reached.append(origin)
+
+
+def _put_back(hooks: dict[int, Any], key: int, hook: Any) -> None:
+    if key in hooks:  # otherwise the step has removed it
+        hooks[key] = hook

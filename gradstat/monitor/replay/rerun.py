@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import source_of
@@ -19,7 +20,7 @@ from gradstat.monitor.replay.culprit import Culprit, Phase
 from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
 from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
-from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replaying
+from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replays
 from gradstat.monitor.replay.taint import Origin, first, is_bad, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
 
@@ -101,7 +102,9 @@ def find_culprit(
         leaves = LeafHooks(watch, named)
         afterwards.callback(leaves.detach)
         with contextlib.ExitStack() as context:
-            context.enter_context(_restoring_states(model, states, watch))
+            context.callback(_restoring_states(model, states, watch).remove)
+            replays.append(None)
+            context.callback(replays.pop)
             context.enter_context(torch.compiler.set_stance("force_eager"))
             # Anomaly mode keeps tracebacks with nodes. Warnings of the step are not repeated.
             context.enter_context(warnings.catch_warnings())
@@ -111,7 +114,7 @@ def find_culprit(
             _mark(watch, "parameter", named)
             _mark(watch, "parameter", model.named_buffers(), may_be_masks=True)
             try:
-                with torch.enable_grad(), watch, replaying():
+                with torch.enable_grad(), watch:
                     returned = step_fn() if batch is None else step_fn(batch)
             except Exception as error:
                 failure = error
@@ -157,8 +160,7 @@ def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tupl
     return list(named.values())
 
 
-@contextlib.contextmanager
-def _restoring_states(model: Module, states: list[StepState], watch: NonfiniteMode) -> Iterator[None]:
+def _restoring_states(model: Module, states: list[StepState], watch: NonfiniteMode) -> RemovableHandle:
     """Restores the i-th of ``states`` before the i-th forward pass of ``model``, and the first one at once, too."""
     todo = list(states)
 
@@ -170,11 +172,7 @@ def _restoring_states(model: Module, states: list[StepState], watch: NonfiniteMo
 
     if todo:
         todo[0].restore(model, watch.before_write)
-    handle = model.register_forward_pre_hook(before_forward, prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_forward_pre_hook(before_forward, prepend=True)
 
 
 class Replayer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,22 +170,12 @@ class StepStateKeeper:
         self._last = None
 
 
-_replays: list[object] = []  # one entry for each running replay
-
-
-@contextlib.contextmanager
-def replaying() -> Iterator[None]:
-    """Keeps every `StepStateKeeper` from recording inside."""
-    _replays.append(None)
-    try:
-        yield
-    finally:
-        _replays.pop()
+replays: list[None] = []  # an entry for each running replay, during which no `StepStateKeeper` records
 
 
 def is_replaying() -> bool:
     """Whether a replay is running."""
-    return bool(_replays)
+    return bool(replays)
 
 
 def is_evaluation(model: Module) -> bool:
