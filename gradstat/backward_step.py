@@ -395,7 +395,7 @@ def _complete(reference: weakref.ref[StepInBackward], i: int, number: int, param
 
 def handle_of(optimizer: Optimizer | None) -> StepInBackward | None:
     """The handle that steps ``optimizer`` in backward, or None."""
-    return None if optimizer is None else vars(optimizer).get("_stepped_in_backward")
+    return getattr(optimizer, "__dict__", {}).get("_stepped_in_backward")
 
 
 def _check_clip(clip: object) -> None:
