@@ -13,7 +13,7 @@ import torch
 from gradstat._core.text import printable
 from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording.archive import encoded
+from gradstat.monitor.recording.archive import encoded, texts
 from gradstat.monitor.recording.recording import Recording, Series, check
 from gradstat.monitor.rules import Rule
 
@@ -72,7 +72,7 @@ def checked(state: Any) -> State:
     with reading("rules"):
         rules = [(_of(str, name), _of(Mapping, values)) for name, values in _of(list, state["rules"])]
     with reading("backward_order"):
-        backward_order = _texts(state["backward_order"])
+        backward_order = texts(state["backward_order"])
     with reading("history"):
         history = _history(_of(Mapping, state["history"]))
         newest = max([-1, *(int(one[-1]) for one in _steps_of(history) if len(one))])
@@ -120,7 +120,7 @@ def _history(values: Mapping[str, Any]) -> Recording:
     tables = {}
     for kind, table in _of(Mapping, values["tables"]).items():
         numel, steps = _array(table["numel"], torch.int64), _array(table["steps"], torch.int64)
-        tables[_of(str, kind)] = Series(_texts(table["names"]), numel, steps, _array(table["values"], torch.float32))
+        tables[_of(str, kind)] = Series(texts(table["names"]), numel, steps, _array(table["values"], torch.float32))
     recording = Recording(_array(values["steps"], torch.int64), scalars, tables)
     check(recording)
     return recording
@@ -142,12 +142,6 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MOST_STEPS:
         raise ValueError(f"it is {value!r:.80}; expected a whole number of at least 0")
     return value
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"expected a list of names, got {values!r:.80}")
-    return tuple(values)
 
 
 def _of(kind: Any, value: Any) -> Any:

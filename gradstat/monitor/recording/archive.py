@@ -51,6 +51,13 @@ def decoded(value: Any, depth: int = 0) -> Any:
     return value
 
 
+def texts(values: Any) -> tuple[str, ...]:
+    """``values``, which must be a list of names; ValueError if not."""
+    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"expected a list of names, got {values!r:.80}")
+    return tuple(values)
+
+
 def write(file: BinaryIO, header: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Writes the archive; the same content gives the same bytes."""
     # Not `numpy.savez_compressed`, whose level takes several times as long and saves a few percent: most bytes are

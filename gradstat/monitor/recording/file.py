@@ -113,12 +113,12 @@ def _read(reader: archive.Reader) -> Recording:
         )
     columns = [str(name) for name in header["columns"]]
     order = [columns.index(name) for name in COLUMNS]
-    scalars, tables = _strings(header["scalars"]), dict[str, Series]()
+    scalars, tables = archive.texts(header["scalars"]), dict[str, Series]()
     if not isinstance(header["tables"], list):
         raise ValueError("its tables are not a list")
     steps, rows = reader.array("steps", "<i8"), reader.array("scalars", "<f8")
     for i, table in enumerate(header["tables"]):
-        kind, names = *_strings([table["kind"]]), _strings(table["names"])
+        kind, names = *archive.texts([table["kind"]]), archive.texts(table["names"])
         numel, when = reader.array(f"tables/{i}/numel", "<i8"), reader.array(f"tables/{i}/steps", "<i8")
         values = reader.array(f"tables/{i}/values", "<f4")
         if len(values) != len(columns):
@@ -131,16 +131,10 @@ def _read(reader: archive.Reader) -> Recording:
         {name: row.copy() for name, row in zip(scalars, rows, strict=True)},
         tables,
         tuple(map(Finding.from_dict, header["findings"])),
-        _strings(header["backward_order"]),
+        archive.texts(header["backward_order"]),
         dict(header["meta"]),
     )
     if len(recording.scalars) != len(scalars) or len(tables) != len(header["tables"]):
         raise ValueError("two of its series or tables have the same name")
     check(recording)
     return recording
-
-
-def _strings(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError("its names are not a list of strings")
-    return tuple(values)
