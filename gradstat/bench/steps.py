@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 import gradstat
+from gradstat._core.text import columns
 from gradstat.bench.memory import peak_bytes
 from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
 
@@ -209,8 +209,7 @@ def table(measured: list[Cost]) -> str:
                 alone,
                 cost.extra_bytes.told(in_bytes),
             ]
-    widths = [max(map(len, cells)) for cells in zip_longest(*rows, fillvalue="")]
-    return "\n".join("  " + "   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(f"  {line}" for line in columns([row + [""] * (len(rows[0]) - len(row)) for row in rows]))
 
 
 def in_time(seconds: float) -> str:

@@ -310,7 +310,7 @@ PLAIN = dataclasses.replace(cost(0.1, (1, 1, 1), (0, 0, 0), (0, 0, 0)), name=ste
 )
 def test_noise_is_not_printed_as_a_result(measured: steps.Cost, cells: list[str]) -> None:
     line = steps.table([PLAIN, measured]).splitlines()[-1]
-    _, *shown = (cell.strip() for cell in line.split("   ") if cell.strip())
+    _, *shown = (cell.strip() for cell in line.strip().split("  ") if cell.strip())
     assert shown == [cell.replace("?", timing.NOISE) for cell in cells]
 
 
