@@ -106,10 +106,10 @@ class EmulatedKernels(Kernels):
     def _scale_all(self, tensors: Sequence[Tensor], coefficients: Tensor, stride: int = 0) -> None:
         left = list(tensors)
         while True:  # a launch for every time that a tensor is listed, as the operators do
-            first = {tensor.data_ptr(): i for i, tensor in reversed(list(enumerate(left)))}
-            now = [one if first[one.data_ptr()] == i else one.new_empty(0) for i, one in enumerate(left)]
+            first = {one.data_ptr(): i for i, one in reversed(list(enumerate(left))) if one.numel()}
+            now = [one if first.get(one.data_ptr()) == i else one.as_strided((0,), (1,)) for i, one in enumerate(left)]
             self.start("scale", next(self._devices), *arrays(now), at(coefficients), ctypes.c_int64(stride))
-            left = [one.new_empty(0) if done.numel() else one for done, one in zip(now, left, strict=True)]
+            left = [one.as_strided((0,), (1,)) if done.numel() else one for done, one in zip(now, left, strict=True)]
             if not any(map(Tensor.numel, left)):
                 return
 
