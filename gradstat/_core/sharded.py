@@ -12,6 +12,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,7 +41,7 @@ _SUMS, _MAXIMA = _SUMMED.stop + 1, len(_EXTREMES)
 _GroupKey: TypeAlias = tuple[tuple[ProcessGroup, ...], int]
 # A float64 represents integers exactly up to 2**53.
 _EXACT_BITS = 53
-_layouts: dict[int, tuple[weakref.ref[DeviceMesh], ProcessGroup | None, dict[tuple[Any, ...], Layout]]] = {}
+_MOST_PLANS = 64
 MeasureLocal = Callable[[list[Tensor]], Measurement]
 
 
@@ -54,15 +55,10 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
-        # Keyed by the mesh's identity, since meshes that compare equal may have different groups, and by WORLD: after
-        # torch.distributed is restarted, torch's caches return old meshes whose group names now mean other groups.
-        known, world = _layouts.get(id(mesh)), dist.group.WORLD
-        if known is None or known[0]() is not mesh or known[1] is not world:
-            key = id(mesh)
-            known = _layouts[key] = (weakref.ref(mesh, lambda _: _layouts.pop(key, None)), world, {})
-        layout = known[2].get(placements)
+        layouts = _cache_of(mesh).layouts
+        layout = layouts.get(placements)
         if layout is None:
-            layout = known[2][placements] = cls._build(mesh, placements)
+            layout = layouts[placements] = cls._build(mesh, placements)
         return layout
 
     @classmethod
@@ -80,6 +76,98 @@ class Layout(NamedTuple):
         )
 
 
+@dataclass
+class _Plan:
+    """What follows from the layouts of a list of tensors."""
+
+    layouts: list[Layout | None]
+    rows_by_key: dict[_GroupKey, list[int]]  # rows by the groups they are merged over
+    listed: Listed
+    has_partial: bool
+    made_from: object = None  # what is compared to see whether a list is this one; None if that is not possible
+    meshes: tuple[weakref.ref[DeviceMesh], ...] = ()  # while they live, their ids in ``made_from`` mean them
+    infos: tuple[object, object, Sequence[TensorInfo]] | None = None  # of the shards, their positions, of the tensors
+
+    @classmethod
+    def of(
+        cls, stand_ins: Sequence[Any], names: tuple[str, ...] | None, metadata: list[Any], masks: list[int]
+    ) -> _Plan:
+        """``names`` and ``metadata`` are those of the owners, which ``stand_ins`` stand for in the same order."""
+        layouts: list[Layout | None] = []
+        rows_by_key: dict[_GroupKey, list[int]] = {}
+        # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
+        mesh: DeviceMesh | None = None
+        placements: tuple[Any, ...] = ()
+        layout: Layout | None = None
+        rows: list[int] | None = None
+        words, every_words = "", []
+        for row, tensor in enumerate(stand_ins):
+            if isinstance(tensor, DTensor):
+                spec = tensor._spec
+                if spec.mesh is not mesh or spec.placements != placements:
+                    mesh, placements = spec.mesh, spec.placements
+                    layout, rows = Layout.of(mesh, placements), None
+            elif isinstance(tensor, FlatShard):
+                layout = Layout((tensor.group,), None, None)
+                mesh, rows = None, None
+            elif layout is not None:
+                mesh, layout, rows = None, None, None
+            layouts.append(layout)
+            if rows is None or masks:
+                groups, words = ((), "") if layout is None else (layout.groups, layout.words)
+                rows = rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
+            rows.append(row)
+            every_words.append(words)
+        has_partial = any(layout is not None and layout.resolved is not None for layout in layouts)
+        return cls(layouts, rows_by_key, Listed(names, metadata, every_words), has_partial)
+
+    @classmethod
+    def of_distributed(
+        cls, stand_ins: Sequence[Any], names: tuple[str, ...] | None, metadata: list[Any]
+    ) -> _Plan | None:
+        """`of` for a list of DTensors without extra groups, kept between calls; None for any other list.
+
+        The names and the tensors' metadata, meshes and placements are compared with those of the list before. Usually
+        they are the same objects, so that comparing takes much less time than making a plan.
+        """
+        try:
+            specs = [tensor._spec for tensor in stand_ins]
+            meshes, placements = [spec.mesh for spec in specs], [spec.placements for spec in specs]
+        except AttributeError:
+            return None
+        made_from = names, metadata, [spec.tensor_meta for spec in specs], list(map(id, meshes)), placements
+        plans = _cache_of(meshes[0]).plans
+        key = len(specs), metadata[0], names is None
+        plan = plans.get(key)
+        if plan is None or plan.made_from != made_from or any(mesh() is None for mesh in plan.meshes):
+            if len(plans) == _MOST_PLANS:
+                plans.clear()
+            plan = plans[key] = cls.of(stand_ins, names, metadata, [])
+            plan.made_from = made_from
+            plan.meshes = tuple(map(weakref.ref, {id(mesh): mesh for mesh in meshes}.values()))
+        return plan
+
+
+class _MeshCache(NamedTuple):
+    mesh: weakref.ref[DeviceMesh]
+    world: ProcessGroup | None
+    layouts: dict[tuple[Any, ...], Layout]  # by placements
+    plans: dict[object, _Plan]  # of lists that begin with a tensor on this mesh
+
+
+_caches: dict[int, _MeshCache] = {}
+
+
+def _cache_of(mesh: DeviceMesh) -> _MeshCache:
+    # Keyed by the mesh's identity, since meshes that compare equal may have different groups, and by WORLD: after
+    # torch.distributed is restarted, torch's caches return old meshes whose group names now mean other groups.
+    key, world = id(mesh), dist.group.WORLD
+    cache = _caches.get(key)
+    if cache is None or cache.mesh() is not mesh or cache.world is not world:
+        cache = _caches[key] = _MeshCache(weakref.ref(mesh, lambda _: _caches.pop(key, None)), world, {}, {})
+    return cache
+
+
 def index_bits() -> int:
     """How many low bits of an exact float64 integer hold an index when the bits above them hold a rank."""
     return _EXACT_BITS - max(dist.get_world_size() - 1, 1).bit_length()
@@ -92,7 +180,7 @@ def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[li
     for bit, (_, members) in enumerate(listed):
         wanted = None if members is None else set(map(id, members))
         for row, owner in enumerate(owners):
-            if wanted is None or id(owner) in wanted:
+            if wanted is None or id(getattr(owner, "owner", owner)) in wanted:  # a `FlatShard` has an owner
                 masks[row] |= 1 << bit
     return masks, [group for group, _ in listed]
 
@@ -152,41 +240,15 @@ class Sharded:
             known = None if known is None else tuple(known[i] for i in kept)
             self._positions = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
             stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
-        masks, self._extra = extra_masks([getattr(owner, "owner", owner) for owner in self._owners], extra)
-        self._layouts: list[Layout | None] = []
-        # Rows by the groups they are merged over.
-        self._rows_by_key: dict[_GroupKey, list[int]] = {}
-        # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
-        mesh: DeviceMesh | None = None
-        placements: tuple[Any, ...] = ()
-        layout: Layout | None = None
-        rows: list[int] | None = None
-        words, every_words = "", []
-        for row, tensor in enumerate(stand_ins):
-            if isinstance(tensor, DTensor):
-                spec = tensor._spec
-                if spec.mesh is not mesh or spec.placements != placements:
-                    mesh, placements = spec.mesh, spec.placements
-                    layout, rows = Layout.of(mesh, placements), None
-            elif isinstance(tensor, FlatShard):
-                layout = Layout((tensor.group,), None, None)
-                mesh, rows = None, None
-            elif layout is not None:
-                mesh, layout, rows = None, None, None
-            self._layouts.append(layout)
-            if rows is None or masks:
-                groups, words = ((), "") if layout is None else (layout.groups, layout.words)
-                rows = self._rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
-            rows.append(row)
-            every_words.append(words)
-        self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
+        masks, self._extra = extra_masks(self._owners, extra)
+        names_of_all = known if known is not None and len(known) == len(self._owners) else None
         # A gradient that one rank lacks is described by its owner, so it is on all ranks.
-        every = Listed(
-            known if known is not None and len(known) == len(self._owners) else None,
-            _metadata(self._owners),
-            every_words,
-        )
-        self._listed = {group: self._over(group, every, masks) for group in (*self._groups, *self._extra)}
+        metadata = _metadata(self._owners)
+        plan = None if masks or not metadata else _Plan.of_distributed(stand_ins, names_of_all, metadata)
+        self._plan = plan or _Plan.of(stand_ins, names_of_all, metadata, masks)
+        self._layouts, self._rows_by_key = self._plan.layouts, self._plan.rows_by_key
+        self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
+        self._listed = {group: self._over(group, self._plan.listed, masks) for group in (*self._groups, *self._extra)}
         self._error: Exception | None = None
         # By group and what is reduced; None if other ranks have other tensors, and were told.
         self._exchanges: dict[tuple[ProcessGroup, str], Exchange | None] = {}
@@ -201,7 +263,7 @@ class Sharded:
     @property
     def has_partial(self) -> bool:
         """Whether a tensor has a Partial placement, so that a reduced copy is measured instead of its own memory."""
-        return any(layout is not None and layout.resolved is not None for layout in self._layouts)
+        return self._plan.has_partial
 
     def rows(self, measure_local: MeasureLocal) -> Measurement:
         """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks. No sync with NCCL.
@@ -329,6 +391,8 @@ class Sharded:
 
     def _local(self) -> list[Tensor]:
         """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
+        if self._plan.made_from is not None and not self.has_partial:
+            return [tensor._local_tensor for tensor in self._tensors]  # type: ignore[attr-defined]
         found = []
         for tensor, row in zip(self._tensors, self._positions, strict=True):
             layout = self._layouts[row]
@@ -341,15 +405,19 @@ class Sharded:
                 found.append(wait_tensor(whole._local_tensor))
         return found
 
-    def _infos(self, local: Sequence[TensorInfo]) -> list[TensorInfo]:
+    def _infos(self, local: Sequence[TensorInfo]) -> Sequence[TensorInfo]:
         """The metadata of the whole tensors for reports, from the metadata of their shards."""
+        kept = self._plan.infos
+        if kept is not None and kept[0] is local and kept[1] == self._positions:
+            return kept[2]
         found = []
         for tensor, row, info in zip(self._tensors, self._positions, local, strict=True):
             layout = self._layouts[row]
             if layout is not None and layout.groups:
                 info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards, info.stored)
             found.append(info)
-        return found
+        self._plan.infos = local, self._positions, tuple(found)
+        return self._plan.infos[2]
 
     def _identities(self) -> Tensor:
         return identity_rows(len(self._owners), torch.empty(0, device=self._device))

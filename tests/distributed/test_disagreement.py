@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import gradstat
-from gradstat._core import agreement, backends
+from gradstat._core import agreement, backends, sharded
 
 SHAPES = {"a": [8, 8], "b": [8], "c": [6, 2], "d": [3]}
 Named = list[tuple[str, nn.Parameter]]
@@ -209,6 +209,53 @@ def agree_or_are_told(seed: int, rounds: int) -> tuple[int, int]:
 @on_ranks(3)
 def test_random_lists_agree_or_are_told(seed: int) -> None:
     assert min(agree_or_are_told(seed, 40)) > 5
+
+
+def similar_lists(value: float) -> dict[str, Named]:
+    """Lists of two ranks that begin with the same tensor and differ in one respect; each tensor has ``value``."""
+    mesh, turned = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])
+    alone = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("outer", "inner"))["inner"]
+
+    def of(name: str, mesh: DeviceMesh, placement: Placement, *shape: int, dtype: torch.dtype = torch.float32) -> Named:
+        gradient = torch.arange(1.0, math.prod(shape) + 1, dtype=dtype)
+        gradient[-3] = value
+        return [(name, parameter_of(gradient.view(shape), mesh, [placement]))]
+
+    a, b, c = of("a", mesh, Shard(0), 4), of("b", mesh, Shard(0), 6, 2), of("c", mesh, Replicate(), 3, 2)
+    return {
+        "the list": a + b + c,
+        "placement": a + of("b", mesh, Replicate(), 6, 2) + c,
+        "dimension": a + of("b", mesh, Shard(1), 6, 2) + c,
+        "mesh": a + of("b", turned, Shard(0), 6, 2) + c,
+        "group": a + of("b", alone, Shard(0), 6, 2) + c,
+        "shape": a + of("b", mesh, Shard(0), 4, 3) + c,
+        "dtype": a + b + of("c", mesh, Replicate(), 3, 2, dtype=torch.float64),
+        "order": a + c + b,
+        "names": a + of("x", mesh, Shard(0), 6, 2) + c,
+        "no gradient of b": [*a, ("b", nn.Parameter(b[0][1].detach())), *c],
+        "no gradient of c": [*a, *b, ("c", nn.Parameter(c[0][1].detach()))],
+    }
+
+
+@pytest.mark.parametrize("value", [2.0, math.nan])
+@on_ranks(2)
+def test_a_list_is_never_taken_for_the_one_before(value: float) -> None:
+    lists = similar_lists(value)
+
+    def measured(some: Named) -> str:
+        norm, report = gradstat.clip_grad_norm_(parameters_of(some), math.inf), gradstat.check(some)
+        return f"{norm} {norm.dtype} {report.missing} {report.total_norm} {[t.to_dict() for t in report]}"
+
+    expected = {}
+    for what, some in lists.items():
+        sharded._caches.clear()
+        expected[what] = measured(some)
+    assert_alike(expected["placement"])
+    assert len(set(expected.values())) > len(lists) // 2
+    for before in lists.values():
+        for what, some in lists.items():
+            measured(before)
+            assert measured(some) == expected[what]
 
 
 @on_ranks(3)

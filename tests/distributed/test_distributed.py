@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 import gradstat
 from gradstat._core import sharded
-from gradstat._core.sharded import Layout
 from gradstat.distributed.layouts import backward, batch, fsdp, make_layout, make_layout_and_reference, mesh_of, model
 
 
@@ -498,9 +497,10 @@ def test_strided_shards() -> None:
 @on_ranks(2)
 def test_layouts_are_forgotten_with_their_mesh() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
-    Layout.of(mesh, (Shard(0),))
+    gradstat.stats([distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)])
+    cache = sharded._caches[id(mesh)]
+    assert cache.layouts and cache.plans
     key = id(mesh)
-    assert key in sharded._layouts
     del mesh
     gc.collect()
-    assert key not in sharded._layouts
+    assert key not in sharded._caches
