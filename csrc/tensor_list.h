@@ -79,6 +79,9 @@ inline uint64_t mix(uint64_t hash, uint64_t value) {
 // dimensions; any other tensor is one unit.
 enum class Granularity { kTensors, kUnits };
 
+// Units without elements take no memory in a tensor, but in the list: a tensor may have 2**60 of them.
+constexpr int64_t kMostEmptyUnits = int64_t{1} << 24;
+
 class TensorList {
  public:
   // `device_type`: torch's code of the device type that all tensors are on.
@@ -94,6 +97,12 @@ class TensorList {
     const bool has_units = granularity_ == Granularity::kUnits && view.dims > 1;
     if (has_units && view.numel > 1 && !is_row_major(view)) {
       return "is not contiguous, but its units must be; call .contiguous() first";
+    }
+    if (has_units && view.numel == 0) {
+      if (view.sizes[0] > kMostEmptyUnits - empty_units_) {
+        return "has too many units without elements: at most 16777216 in a list, so leave it out";
+      }
+      empty_units_ += view.sizes[0];
     }
     device_index_ = view.device_index;
     const ElementType element = view.element;
@@ -145,6 +154,7 @@ class TensorList {
   Granularity granularity_;
   std::vector<Entry> entries_;
   int64_t tensors_ = 0;
+  int64_t empty_units_ = 0;
   int32_t device_type_;
   int32_t device_index_ = 0;
   DType norm_dtype_ = DType::kFloat32;

@@ -69,13 +69,13 @@ class Kernels:
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
         """The table of all units in order. Tensors that are not row-major are copied first."""
-        units = [unit for tensor in tensors for unit in units_of(tensor.contiguous())]
+        units = units_of([tensor.contiguous() for tensor in tensors])
         return self._stats(units) if units else tensors[0].new_empty((0, _fields.COUNT), dtype=torch.float64)
 
     def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
         """Multiplies each unit, in the order of `unit_stats`, by its element of ``coefficients``; see `scale_each_`."""
         with contiguous_for_update(tensors, Tensor.is_contiguous) as targets:
-            units = [unit for tensor in targets for unit in units_of(tensor)]
+            units = units_of(targets)
             if units:
                 self.scale_each_(units, coefficients)
 

@@ -199,14 +199,22 @@ def is_uninitialized(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(is_lazy(tensor))
 
 
+_MOST_EMPTY_UNITS = 1 << 24  # as csrc/tensor_list.h
+
+
 def unit_count(tensor: Tensor) -> int:
     """How many units a tensor has: its slices along dimension 0, or one if it has fewer than two dimensions."""
     return tensor.shape[0] if tensor.dim() > 1 else 1
 
 
-def units_of(tensor: Tensor) -> Sequence[Tensor]:
-    """The units of a tensor, as views."""
-    return tensor.unbind(0) if tensor.dim() > 1 else (tensor,)
+def units_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The units of all tensors in order, as views. RuntimeError if too many have no elements: those need no memory."""
+    if sum(unit_count(tensor) for tensor in tensors if tensor.dim() > 1 and not tensor.numel()) > _MOST_EMPTY_UNITS:
+        raise RuntimeError(
+            f"a list has too many units without elements: at most {_MOST_EMPTY_UNITS}, so leave tensors without "
+            "elements out"
+        )
+    return [unit for tensor in tensors for unit in (tensor.unbind(0) if tensor.dim() > 1 else (tensor,))]
 
 
 @contextmanager

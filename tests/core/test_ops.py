@@ -8,6 +8,7 @@ import torch
 from gradients import parameter_with
 
 import gradstat
+from gradstat._core import backends
 
 gradstat.backends()  # loads the libraries
 OPS = torch.ops.gradstat
@@ -148,6 +149,18 @@ def test_the_operators_refuse_units_that_are_not_contiguous(tensor: torch.Tensor
 def test_units_of_odd_shapes_that_are_row_major() -> None:
     tensors = [torch.ones(1, 3).t()[:1], torch.ones(4, 1).t(), torch.ones(3, 0), torch.ones(0, 3), torch.ones(1, 1)]
     assert OPS.unit_stats(tensors)[:, gradstat.FIELDS.index("sum")].tolist() == [1, 4, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("counts", [[2**60], [2**62, 2**62], [2**24, 1]])
+def test_more_units_without_elements_than_memory_has_room_for_are_refused(backend: str, counts: list[int]) -> None:
+    kernels, tensors = backends.resolve(backend, "cpu"), [torch.ones(5, 2), *(torch.ones(n, 0) for n in counts)]
+    with pytest.raises(RuntimeError, match="too many units without elements: at most 16777216"):
+        kernels.unit_stats(tensors)
+    with pytest.raises(RuntimeError, match="too many units without elements: at most 16777216"):
+        kernels.scale_units_(tensors, torch.full((5,), 0.5, dtype=torch.float64))
+    assert bool((tensors[0] == 1).all())
+    assert len(kernels.unit_stats([torch.ones(5, 2), torch.ones(1000, 0)])) == 1005
 
 
 def test_nothing_at_all_is_multiplied() -> None:
