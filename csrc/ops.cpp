@@ -52,29 +52,14 @@ struct Cpu {
 }  // namespace gradstat
 
 STABLE_TORCH_LIBRARY(gradstat, library) {
-  library.def("stats(Tensor[] tensors) -> Tensor");
-  library.def("check(Tensor[] tensors) -> (Tensor table, int signature)");
-  library.def(
-      "measure(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? "
-      "counters=None) -> "
-      "(Tensor table, Tensor norm, Tensor coefficient, Tensor verdict)");
-  library.def("scale_(Tensor(a!)[] tensors, Tensor coefficient) -> ()");
-  library.def("scale_each_(Tensor(a!)[] tensors, Tensor coefficients) -> ()");
-  library.def("unscale_(Tensor(a!)[] tensors, Tensor factor) -> (Tensor table, int signature)");
-  library.def("unit_stats(Tensor[] tensors) -> Tensor");
-  library.def("scale_units_(Tensor(a!)[] tensors, Tensor coefficients) -> ()");
-  library.def(
-      "decide_clip_(int rule, float[] options, Tensor(a!) state, int window, Tensor measured, Tensor? "
-      "weights=None, "
-      "Tensor? factor=None, Tensor? skip=None) -> Tensor");
-  library.def(
-      "guard_(float[] options, Tensor(a!) state, int window, Tensor(b!) coefficient_and_norm, Tensor verdict, "
-      "Tensor? loss=None, Tensor? update=None, Tensor(c!)? counters=None) -> Tensor");
-  library.def("update_sums(Tensor[] operands, int[] rules, Tensor coefficients) -> Tensor");
-  library.def("clip_(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor");
+#define GRADSTAT_DEFINE(name, schema) library.def(#name schema);
+  GRADSTAT_OPERATORS(GRADSTAT_DEFINE)
 }
 
-STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) { GRADSTAT_REGISTER(library, gradstat::Cpu); }
+STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) {
+#define GRADSTAT_REGISTER(name, schema) library.impl(#name, TORCH_BOX(&gradstat::Ops<gradstat::Cpu>::name));
+  GRADSTAT_OPERATORS(GRADSTAT_REGISTER)
+}
 
 // The extension module gradstat._C, which gradstat/_core/native.py imports.
 PyMODINIT_FUNC PyInit__C() {

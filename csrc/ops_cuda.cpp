@@ -1,4 +1,4 @@
-// CUDA implementations of the operators whose schemas are in ops.cpp. A separate library, because it needs
+// CUDA implementations of the operators of ops_impl.h. A separate library, because it needs
 // symbols that a CPU-only torch lacks.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -74,7 +74,10 @@ void* allocate_forever(size_t bytes, int32_t device, const char* /*torch says it
 
 }  // namespace gradstat
 
-STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) { GRADSTAT_REGISTER(library, gradstat::Cuda); }
+STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) {
+#define GRADSTAT_REGISTER(name, schema) library.impl(#name, TORCH_BOX(&gradstat::Ops<gradstat::Cuda>::name));
+  GRADSTAT_OPERATORS(GRADSTAT_REGISTER)
+}
 
 // The extension module gradstat._C_cuda, which gradstat/_core/native.py imports.
 PyMODINIT_FUNC PyInit__C_cuda() {

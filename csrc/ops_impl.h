@@ -1,5 +1,5 @@
 // The operations on lists of tensors, written once for all devices and for both callers: torch's dispatcher
-// (Ops below) and Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
+// (Dispatcher below) and Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
 //   type()               torch's device type code
 //   measure              norm and factor may be null; with a factor no address may occur twice
 //   is_known_identity    decided without a host sync
@@ -7,7 +7,15 @@
 //   decide, guard        decide about a clip's coefficients or about a step, on the device with the given index
 //   update               takes one set of coefficients and writes one row of sums for each entry
 //   kDLPackType          the same device type in DLPack's numbering, for python_ops.h
-// A `Memory` is a new tensor: constructed from sizes, dtype and device index; has data().
+// A `Caller` has the types of arguments and results, and reads arguments, or throws if it cannot:
+//   Tensors, Argument, Result  a list of tensors, a single tensor, a new tensor
+//   list                 the TensorList of a list
+//   device_index         of a single tensor
+//   numbers              the contiguous data of a tensor on the given device; errors call it `what`
+//   number               the data of a tensor of one real number, and its dtype
+//   kCoefficients        how many numbers scale_ takes
+//   Memory               a new tensor: constructed from sizes, dtype and device index; has data() and result()
+//   widened              a float32 factor as a float64 in new memory
 #pragma once
 
 #include <algorithm>
@@ -72,72 +80,144 @@ void scale_list(const TensorList& list, const Coefficients& coefficients) {
   Device::scale(pass, list.device_index(), coefficients);
 }
 
-template <class Device, class Memory>
+template <class Caller>
 struct Operations {
-  static Memory new_table(const TensorList& list) {
-    return Memory({list.size(), kFields}, DType::kFloat64, list.device_index());
+  using Device = typename Caller::Device;
+  using Memory = typename Caller::Memory;
+  using Tensors = typename Caller::Tensors;
+  using Argument = typename Caller::Argument;
+  using Optional = std::optional<Argument>;
+  using Result = typename Caller::Result;
+  using Signed = std::tuple<Result, int64_t>;  // a table, and the signature of the list
+
+  static Signed check(const Tensors& tensors) {
+    const TensorList& list = Caller::list(tensors);
+    return {table_of(list), list.signature()};
   }
 
-  static Memory check(const TensorList& list, const float* factor = nullptr) {
-    Memory table = new_table(list);
-    Device::measure(list, static_cast<Row*>(table.data()), nullptr, factor);
-    return table;
+  // scale_ and check in one pass. A tensor listed twice is scaled twice before it is measured.
+  static Signed unscale_(const Tensors& tensors, const Argument& factor) {
+    const TensorList& list = Caller::list(tensors);
+    const float* by = numbers<float>(factor, 1, list, "factor");
+    if (has_repeated(list.entries())) {
+      const Memory wide = Caller::widened(factor, list.device_index());
+      scale_list<Device>(list, static_cast<const double*>(wide.data()));
+      by = nullptr;
+    }
+    return {table_of(list, by), list.signature()};
   }
 
-  // `coefficient_and_norm` in float64. `verdict` as in entry.h.
-  struct Step {
-    Memory table, norm, coefficient_and_norm, verdict;
-  };
-  static Step measure_step(const TensorList& list, double max_norm, double norm_type, const float* loss_scale,
-                           int64_t* counters) {
+  // Table, signature, norm, `coefficient_and_norm` in float64, `verdict` as in entry.h.
+  static std::tuple<Result, int64_t, Result, Result, Result> measure_and_sign(const Tensors& tensors,
+                                                                              double max_norm, double norm_type,
+                                                                              const Optional& loss_scale,
+                                                                              const Optional& counters) {
+    const TensorList& list = Caller::list(tensors);
     const int32_t device = list.device_index();
-    Memory table = new_table(list), norm({}, list.norm_dtype(), device);
+    StepRequest step{};
+    if (loss_scale) step.loss_scale = numbers<float>(*loss_scale, 1, list, "loss_scale");
+    if (counters) step.counters = numbers<int64_t>(*counters, kCounters, list, "counters");
+    Memory table({list.size(), kFields}, DType::kFloat64, device), norm({}, list.norm_dtype(), device);
     Memory coefficient_and_norm({2}, DType::kFloat64, device), verdict({kVerdict}, DType::kFloat32, device);
-    measure_norm(list, max_norm, norm_type, norm, static_cast<double*>(coefficient_and_norm.data()),
-                 static_cast<Row*>(table.data()), {loss_scale, static_cast<float*>(verdict.data()), counters});
-    return {std::move(table), std::move(norm), std::move(coefficient_and_norm), std::move(verdict)};
+    step.verdict = static_cast<float*>(verdict.data());
+    measure_into(list, max_norm, norm_type, norm, static_cast<double*>(coefficient_and_norm.data()),
+                 static_cast<Row*>(table.data()), step);
+    return {table.result(), list.signature(), norm.result(), coefficient_and_norm.result(), verdict.result()};
   }
 
-  // `memory` holds the coefficient, followed by the rows, which are not used any more.
-  struct Norm {
-    Memory norm, memory;
-  };
-  static Norm measure(const TensorList& list, double max_norm, double norm_type) {
+  // The norm; and the coefficient, followed by the rows, which are not used any more.
+  static std::tuple<Result, Result> measure_norm(const Tensors& tensors, double max_norm, double norm_type) {
+    auto [norm, memory] = norm_and_memory(Caller::list(tensors), max_norm, norm_type);
+    return {norm.result(), memory.result()};
+  }
+
+  static Result clip_(const Tensors& tensors, double max_norm, double norm_type) {
+    const TensorList& list = Caller::list(tensors);
+    auto [norm, memory] = norm_and_memory(list, max_norm, norm_type);
+    if (max_norm != kInf) scale_list<Device>(list, static_cast<const double*>(memory.data()));
+    return norm.result();
+  }
+
+  static void scale_(const Tensors& tensors, const Argument& coefficient) {
+    const TensorList& list = Caller::list(tensors);
+    scale_list<Device>(list, numbers<double>(coefficient, Caller::kCoefficients, list, "coefficient"));
+  }
+
+  static void scale_each_(const Tensors& tensors, const Argument& coefficients) {
+    scale_entries(Caller::list(tensors), coefficients);
+  }
+
+  static Result update_sums(const Tensors& operands, const std::vector<int64_t>& rules,
+                            const Argument& coefficients) {
+    const TensorList& list = Caller::list(operands);
+    const auto count = static_cast<int64_t>(rules.size()) * kUpdateCoefficients;
+    const double* by = numbers<double>(coefficients, count, list, "coefficients");
+    const std::vector<UpdateEntry> entries = update_entries(list.entries(), rules);
+    Memory table({static_cast<int64_t>(entries.size()), kUpdateSums}, DType::kFloat64, list.device_index());
+    Device::update(entries, list.device_index(), reinterpret_cast<const UpdateCoefficients<double>*>(by),
+                   static_cast<UpdateSums<double>*>(table.data()));
+    return table.result();
+  }
+
+  // The verdict of the guard (decide.h).
+  static Result guard_(const std::vector<double>& options, const Argument& state, int64_t window,
+                       const Argument& coefficient_and_norm, const Argument& verdict, const Optional& loss,
+                       const Optional& update, const Optional& counters) {
+    STD_TORCH_CHECK(options.size() == kGuardOptions, "gradstat: expected ", kGuardOptions, " options, got ",
+                    options.size());
+    require_window(window);
+    const int32_t device = Caller::device_index(state);
+    GuardRequest request{};
+    std::memcpy(&request.options, options.data(), sizeof(GuardOptions));
+    const int64_t count = kGuardTotals + kGuarded * window;
+    request.state = Caller::template numbers<double>(state, count, device, "state");
+    request.window = window;
+    request.coefficient_and_norm =
+        Caller::template numbers<double>(coefficient_and_norm, 2, device, "coefficient_and_norm");
+    request.verdict = Caller::template numbers<float>(verdict, kVerdict, device, "verdict");
+    if (loss) request.loss = Caller::number(*loss, request.dtypes[0], device, "loss");
+    if (update) request.update = Caller::number(*update, request.dtypes[2], device, "update");
+    if (counters) {
+      request.counters = Caller::template numbers<int64_t>(*counters, kCounters, device, "counters");
+    }
+    Memory out({kGuardVerdict}, DType::kFloat32, device);
+    request.out = static_cast<float*>(out.data());
+    Device::guard(request, device);
+    return out.result();
+  }
+
+ protected:
+  static void require_window(int64_t window) {
+    STD_TORCH_CHECK(window > 0 && window <= kMostWindow, "gradstat: window must be from 1 to ", kMostWindow,
+                    ", got ", window);
+  }
+
+  // The data of a tensor that accompanies `list`.
+  template <class Number>
+  static Number* numbers(const Argument& tensor, int64_t count, const TensorList& list, const char* what) {
+    const int32_t device = list.size() > 0 ? list.device_index() : Caller::device_index(tensor);
+    return Caller::template numbers<Number>(tensor, count, device, what);
+  }
+
+  static void scale_entries(const TensorList& list, const Argument& coefficients) {
+    scale_list<Device>(list, {numbers<double>(coefficients, list.size(), list, "coefficients"), 1});
+  }
+
+  static Result table_of(const TensorList& list, const float* factor = nullptr) {
+    Memory table({list.size(), kFields}, DType::kFloat64, list.device_index());
+    Device::measure(list, static_cast<Row*>(table.data()), nullptr, factor);
+    return table.result();
+  }
+
+  static std::pair<Memory, Memory> norm_and_memory(const TensorList& list, double max_norm, double norm_type) {
     Memory norm({}, list.norm_dtype(), list.device_index());
     Memory memory({1 + list.size() * kFields}, DType::kFloat64, list.device_index());
     auto* coefficient = static_cast<double*>(memory.data());
-    measure_norm(list, max_norm, norm_type, norm, coefficient, reinterpret_cast<Row*>(coefficient + 1), {});
+    measure_into(list, max_norm, norm_type, norm, coefficient, reinterpret_cast<Row*>(coefficient + 1), {});
     return {std::move(norm), std::move(memory)};
   }
 
-  static Memory update_sums(const TensorList& operands, const std::vector<int64_t>& rules,
-                            const double* coefficients) {
-    const std::vector<UpdateEntry> entries = update_entries(operands.entries(), rules);
-    const int32_t device = operands.device_index();
-    Memory table({static_cast<int64_t>(entries.size()), kUpdateSums}, DType::kFloat64, device);
-    Device::update(entries, device, reinterpret_cast<const UpdateCoefficients<double>*>(coefficients),
-                   static_cast<UpdateSums<double>*>(table.data()));
-    return table;
-  }
-
-  // `request` is complete except for `out`.
-  static Memory guard(GuardRequest request, int32_t device) {
-    Memory verdict({kGuardVerdict}, DType::kFloat32, device);
-    request.out = static_cast<float*>(verdict.data());
-    Device::guard(request, device);
-    return verdict;
-  }
-
-  static Memory clip(const TensorList& list, double max_norm, double norm_type) {
-    Norm measured = measure(list, max_norm, norm_type);
-    if (max_norm != kInf) {
-      scale_list<Device>(list, static_cast<const double*>(measured.memory.data()));
-    }
-    return std::move(measured.norm);
-  }
-
- private:
-  static void measure_norm(const TensorList& list, double max_norm, double norm_type, const Memory& norm,
+  static void measure_into(const TensorList& list, double max_norm, double norm_type, const Memory& norm,
                            double* coefficient, Row* rows, const StepRequest& step) {
     STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
                     norm_type);
@@ -147,117 +227,103 @@ struct Operations {
   }
 };
 
-// The data of a tensor with exactly `count` numbers; errors call the tensor `what`.
-template <class Number>
-Number* numbers_in(const Tensor& numbers, int64_t count, const char* what) {
-  const auto [type, name] = std::is_same_v<Number, double>  ? std::pair{aoti_torch_dtype_float64(), "float64"}
-                            : std::is_same_v<Number, float> ? std::pair{aoti_torch_dtype_float32(), "float32"}
-                                                            : std::pair{aoti_torch_dtype_int64(), "int64"};
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(numbers.get(), &dtype));
-  STD_TORCH_CHECK(dtype == type, "gradstat: ", what, " must be ", name);
-  STD_TORCH_CHECK(numbers.numel() == count && numbers.is_contiguous(), "gradstat: ", what, " must have ", count,
-                  " contiguous numbers, got ", numbers.numel());
-  STD_TORCH_CHECK(is_stored(numbers.get(), count, sizeof(Number)), "gradstat: ", what, " has no memory");
-  return static_cast<Number*>(numbers.data_ptr());
-}
+// Operators as torch's dispatcher calls them.
+template <class DeviceType>
+struct Dispatcher {
+  using Device = DeviceType;
+  using Tensors = std::vector<Tensor>;
+  using Argument = Tensor;
+  using Result = Tensor;
+  static constexpr int64_t kCoefficients = 1;
 
-// The data of a tensor with `count` numbers that accompanies `list` and must be on its device.
-template <class Number>
-Number* numbers_of(const Tensor& numbers, int64_t count, const TensorList& list, const char* what) {
-  STD_TORCH_CHECK(list.size() == 0 || numbers.get_device_index() == list.device_index(), "gradstat: ", what,
-                  " must be on the device of the tensors");
-  return numbers_in<Number>(numbers, count, what);
-}
-
-// The operators as called by torch's dispatcher, with the schemas of ops.cpp.
-template <class Device>
-struct Ops {
   struct Memory {
     Tensor tensor;
 
     Memory(std::initializer_list<int64_t> sizes, DType dtype, int32_t device_index)
         : tensor(new_tensor(sizes, known_type(dtype).torch_code(), Device::type(), device_index)) {}
     void* data() const { return tensor.data_ptr(); }
+    Tensor result() const { return tensor; }
   };
-  using Impl = Operations<Device, Memory>;
-  using Tensors = std::vector<Tensor>;
 
-  static TensorList tensors_of(const Tensors& tensors) { return list_of(tensors, Device::type()); }
-  static TensorList units_of(const Tensors& tensors) {
-    return list_of(tensors, Device::type(), Granularity::kUnits);
+  static TensorList list(const Tensors& tensors, Granularity granularity = Granularity::kTensors) {
+    return list_of(tensors, Device::type(), granularity);
   }
 
-  static Tensor stats(const Tensors& tensors) { return Impl::check(tensors_of(tensors)).tensor; }
+  static int32_t device_index(const Tensor& tensor) { return tensor.get_device_index(); }
 
-  static std::tuple<Tensor, int64_t> check(const Tensors& tensors) {
-    const TensorList list = tensors_of(tensors);
-    return {Impl::check(list).tensor, list.signature()};
+  static void require_device(const Tensor& tensor, int32_t device_index, const char* what) {
+    int32_t type = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    STD_TORCH_CHECK(type == Device::type() && tensor.get_device_index() == device_index, "gradstat: ", what,
+                    " must be on the device of the other tensors");
   }
+
+  template <class Number>
+  static Number* numbers(const Tensor& tensor, int64_t count, int32_t device_index, const char* what) {
+    require_device(tensor, device_index, what);
+    const auto [type, name] = std::is_same_v<Number, double>  ? std::pair{aoti_torch_dtype_float64(), "float64"}
+                              : std::is_same_v<Number, float> ? std::pair{aoti_torch_dtype_float32(), "float32"}
+                                                              : std::pair{aoti_torch_dtype_int64(), "int64"};
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    STD_TORCH_CHECK(dtype == type, "gradstat: ", what, " must be ", name);
+    STD_TORCH_CHECK(tensor.numel() == count && tensor.is_contiguous(), "gradstat: ", what, " must have ", count,
+                    " contiguous numbers, got ", tensor.numel());
+    STD_TORCH_CHECK(is_stored(tensor.get(), count, sizeof(Number)), "gradstat: ", what, " has no memory");
+    return static_cast<Number*>(tensor.data_ptr());
+  }
+
+  static const void* number(const Tensor& tensor, DType& dtype, int32_t device_index, const char* what) {
+    require_device(tensor, device_index, what);
+    int32_t code = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+    const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
+                                     [&](const KnownType& type) { return type.torch_code() == code; });
+    STD_TORCH_CHECK(known != std::end(kKnownTypes) && !known->element.is_pair && tensor.numel() == 1,
+                    "gradstat: ", what, " must be one real floating-point number");
+    dtype = known->element.dtype;
+    STD_TORCH_CHECK(is_stored(tensor.get(), 1, size_of(dtype)), "gradstat: ", what, " has no memory");
+    return tensor.data_ptr();
+  }
+
+  static Memory widened(const Tensor& factor, int32_t device_index) {
+    Memory wide({}, DType::kFloat64, device_index);
+    torch::stable::copy_(wide.tensor, factor);
+    return wide;
+  }
+};
+
+// All operators, with the schemas below.
+template <class Device>
+struct Ops : Operations<Dispatcher<Device>> {
+  using Base = Operations<Dispatcher<Device>>;
+  using Caller = Dispatcher<Device>;
+  using typename Base::Tensors;
+
+  static TensorList units_of(const Tensors& tensors) { return Caller::list(tensors, Granularity::kUnits); }
+
+  static Tensor stats(const Tensors& tensors) { return Base::table_of(Caller::list(tensors)); }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> measure(const Tensors& tensors, double max_norm,
                                                             double norm_type,
                                                             const std::optional<Tensor>& loss_scale,
                                                             const std::optional<Tensor>& counters) {
-    const TensorList list = tensors_of(tensors);
-    const auto step = Impl::measure_step(
-        list, max_norm, norm_type, loss_scale ? numbers_of<float>(*loss_scale, 1, list, "loss_scale") : nullptr,
-        counters ? numbers_of<int64_t>(*counters, kCounters, list, "counters") : nullptr);
-    return {step.table.tensor, step.norm.tensor, step.coefficient_and_norm.tensor, step.verdict.tensor};
+    const auto [table, signature, norm, coefficient_and_norm, verdict] =
+        Base::measure_and_sign(tensors, max_norm, norm_type, loss_scale, counters);
+    return {table, norm, coefficient_and_norm, verdict};
   }
 
-  static Tensor clip_(const Tensors& tensors, double max_norm, double norm_type) {
-    return Impl::clip(tensors_of(tensors), max_norm, norm_type).tensor;
-  }
-
-  static Tensor update_sums(const Tensors& operands, const std::vector<int64_t>& rules,
-                            const Tensor& coefficients) {
-    const TensorList list = tensors_of(operands);
-    const auto count = static_cast<int64_t>(rules.size()) * kUpdateCoefficients;
-    return Impl::update_sums(list, rules, numbers_of<double>(coefficients, count, list, "coefficients")).tensor;
-  }
-
-  static void scale_(const Tensors& tensors, const Tensor& coefficient) {
-    const TensorList list = tensors_of(tensors);
-    scale_list<Device>(list, numbers_of<double>(coefficient, 1, list, "coefficient"));
-  }
-
-  static void scale_each_(const Tensors& tensors, const Tensor& coefficients) {
-    scale_entries(tensors_of(tensors), coefficients);
-  }
-
-  static Tensor unit_stats(const Tensors& tensors) { return Impl::check(units_of(tensors)).tensor; }
+  static Tensor unit_stats(const Tensors& tensors) { return Base::table_of(units_of(tensors)); }
 
   static void scale_units_(const Tensors& tensors, const Tensor& coefficients) {
-    scale_entries(units_of(tensors), coefficients);
-  }
-
-  static void scale_entries(const TensorList& list, const Tensor& coefficients) {
-    scale_list<Device>(list, {numbers_of<double>(coefficients, list.size(), list, "coefficients"), 1});
-  }
-
-  // Throws unless `state` and all tensors that are not null are on the same device, of this type.
-  static void require_same_device(const Tensor& state, std::initializer_list<const Tensor*> tensors) {
-    for (const Tensor* tensor : tensors) {
-      if (tensor == nullptr) continue;
-      int32_t type = 0;
-      TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor->get(), &type));
-      STD_TORCH_CHECK(type == Device::type() && tensor->get_device_index() == state.get_device_index(),
-                      "gradstat: all tensors must be on the device of state");
-    }
-  }
-
-  static void require_window(int64_t window) {
-    STD_TORCH_CHECK(window > 0 && window <= kMostWindow, "gradstat: window must be from 1 to ", kMostWindow,
-                    ", got ", window);
+    Base::scale_entries(units_of(tensors), coefficients);
   }
 
   // `measured`: the norm as a 0-d tensor, or the rows of tensors or units.
   static Tensor decide_clip_(int64_t rule, const std::vector<double>& options, Tensor state, int64_t window,
                              const Tensor& measured, const std::optional<Tensor>& weights,
                              const std::optional<Tensor>& factor, const std::optional<Tensor>& skip) {
-    require_same_device(state, {&state, &measured, weights ? &*weights : nullptr, factor ? &*factor : nullptr,
-                                skip ? &*skip : nullptr});
+    const int32_t device = state.get_device_index();
     STD_TORCH_CHECK(rule >= 0 && rule < kClipRules, "gradstat: unknown clip rule ", rule);
     const auto rule_ = static_cast<ClipRule>(rule);
     const bool is_each = decides_each(rule_), is_table = measured.dim() == 2;
@@ -270,88 +336,51 @@ struct Ops {
     const double percentile = rule_ == ClipRule::kPercentile && !options.empty() ? options[0] : 0.0;
     STD_TORCH_CHECK(percentile >= 0 && percentile <= 100,
                     "gradstat: options[0], the percentile, must be from 0 to 100, got ", percentile);
-    require_window(window);
+    Base::require_window(window);
     STD_TORCH_CHECK(weights.has_value() == (rule_ == ClipRule::kUnits),
                     "gradstat: weights are required for units and only for units");
     ClipRequest request{};
     request.rule = rule_;
     std::copy(options.begin(), options.end(), request.options);
-    request.state = numbers_in<double>(state, kClipTotals + window + own, "state");
+    request.state = Caller::template numbers<double>(state, kClipTotals + window + own, device, "state");
     request.window = window;
-    auto* const numbers = numbers_in<double>(measured, is_table ? rows * kFields : 1, "measured");
+    const int64_t count = is_table ? rows * kFields : 1;
+    auto* const numbers = Caller::template numbers<double>(measured, count, device, "measured");
     request.rows = reinterpret_cast<const Row*>(numbers);
     request.norm = is_table ? nullptr : numbers;
     request.count = rows;
     if (weights) {
-      request.weights = reinterpret_cast<const Row*>(numbers_in<double>(*weights, rows * kFields, "weights"));
+      request.weights = reinterpret_cast<const Row*>(
+          Caller::template numbers<double>(*weights, rows * kFields, device, "weights"));
     }
-    if (factor) request.factor = numbers_in<float>(*factor, 1, "factor");
-    if (skip) request.skip = numbers_in<float>(*skip, 1, "skip");
-    const int32_t device = state.get_device_index();
-    const Memory out({is_each ? rows + 1 : 2}, DType::kFloat64, device);
+    if (factor) request.factor = Caller::template numbers<float>(*factor, 1, device, "factor");
+    if (skip) request.skip = Caller::template numbers<float>(*skip, 1, device, "skip");
+    const typename Caller::Memory out({is_each ? rows + 1 : 2}, DType::kFloat64, device);
     request.out = static_cast<double*>(out.data());
     Device::decide(request, device);
     return out.tensor;
-  }
-
-  static Tensor guard_(const std::vector<double>& options, Tensor state, int64_t window,
-                       Tensor coefficient_and_norm, const Tensor& verdict, const std::optional<Tensor>& loss,
-                       const std::optional<Tensor>& update, std::optional<Tensor> counters) {
-    require_same_device(state, {&state, &coefficient_and_norm, &verdict, loss ? &*loss : nullptr,
-                                update ? &*update : nullptr, counters ? &*counters : nullptr});
-    STD_TORCH_CHECK(options.size() == kGuardOptions, "gradstat: expected ", kGuardOptions, " options, got ",
-                    options.size());
-    require_window(window);
-    GuardRequest request{};
-    std::memcpy(&request.options, options.data(), sizeof(GuardOptions));
-    request.state = numbers_in<double>(state, kGuardTotals + kGuarded * window, "state");
-    request.window = window;
-    request.coefficient_and_norm = numbers_in<double>(coefficient_and_norm, 2, "coefficient_and_norm");
-    request.verdict = numbers_in<float>(verdict, kVerdict, "verdict");
-    if (loss) request.loss = number_of(*loss, request.dtypes[0]);
-    if (update) request.update = number_of(*update, request.dtypes[2]);
-    if (counters) request.counters = numbers_in<int64_t>(*counters, kCounters, "counters");
-    return Impl::guard(request, state.get_device_index()).tensor;
-  }
-
-  // The address of a single number of any real type, and its type.
-  static const void* number_of(const Tensor& tensor, DType& dtype) {
-    int32_t code = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
-    const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
-                                     [&](const KnownType& type) { return type.torch_code() == code; });
-    STD_TORCH_CHECK(known != std::end(kKnownTypes) && !known->element.is_pair && tensor.numel() == 1,
-                    "gradstat: loss and update must be one real floating-point number each");
-    dtype = known->element.dtype;
-    STD_TORCH_CHECK(is_stored(tensor.get(), 1, size_of(dtype)), "gradstat: loss or update has no memory");
-    return tensor.data_ptr();
-  }
-
-  // scale_ and check in one pass. A tensor listed twice is scaled twice before it is measured.
-  static std::tuple<Tensor, int64_t> unscale_(const Tensors& tensors, const Tensor& factor) {
-    const TensorList list = tensors_of(tensors);
-    const float* by = numbers_of<float>(factor, 1, list, "factor");
-    if (!has_repeated(list.entries())) return {Impl::check(list, by).tensor, list.signature()};
-    const Memory wide({}, DType::kFloat64, list.device_index());
-    Tensor copied = wide.tensor;
-    torch::stable::copy_(copied, factor);
-    scale_list<Device>(list, static_cast<const double*>(wide.data()));
-    return {Impl::check(list).tensor, list.signature()};
   }
 };
 
 }  // namespace gradstat
 
-#define GRADSTAT_REGISTER(library, Device)                                       \
-  library.impl("stats", TORCH_BOX(&gradstat::Ops<Device>::stats));               \
-  library.impl("check", TORCH_BOX(&gradstat::Ops<Device>::check));               \
-  library.impl("measure", TORCH_BOX(&gradstat::Ops<Device>::measure));           \
-  library.impl("scale_", TORCH_BOX(&gradstat::Ops<Device>::scale_));             \
-  library.impl("scale_each_", TORCH_BOX(&gradstat::Ops<Device>::scale_each_));   \
-  library.impl("unscale_", TORCH_BOX(&gradstat::Ops<Device>::unscale_));         \
-  library.impl("unit_stats", TORCH_BOX(&gradstat::Ops<Device>::unit_stats));     \
-  library.impl("scale_units_", TORCH_BOX(&gradstat::Ops<Device>::scale_units_)); \
-  library.impl("guard_", TORCH_BOX(&gradstat::Ops<Device>::guard_));             \
-  library.impl("decide_clip_", TORCH_BOX(&gradstat::Ops<Device>::decide_clip_)); \
-  library.impl("update_sums", TORCH_BOX(&gradstat::Ops<Device>::update_sums));   \
-  library.impl("clip_", TORCH_BOX(&gradstat::Ops<Device>::clip_))
+// X(name, schema)
+#define GRADSTAT_OPERATORS(X)                                                                                 \
+  X(stats, "(Tensor[] tensors) -> Tensor")                                                                    \
+  X(check, "(Tensor[] tensors) -> (Tensor table, int signature)")                                             \
+  X(measure,                                                                                                  \
+    "(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? counters=None)" \
+    " -> (Tensor table, Tensor norm, Tensor coefficient, Tensor verdict)")                                    \
+  X(scale_, "(Tensor(a!)[] tensors, Tensor coefficient) -> ()")                                               \
+  X(scale_each_, "(Tensor(a!)[] tensors, Tensor coefficients) -> ()")                                         \
+  X(unscale_, "(Tensor(a!)[] tensors, Tensor factor) -> (Tensor table, int signature)")                       \
+  X(unit_stats, "(Tensor[] tensors) -> Tensor")                                                               \
+  X(scale_units_, "(Tensor(a!)[] tensors, Tensor coefficients) -> ()")                                        \
+  X(decide_clip_,                                                                                             \
+    "(int rule, float[] options, Tensor(a!) state, int window, Tensor measured, Tensor? weights=None, "       \
+    "Tensor? factor=None, Tensor? skip=None) -> Tensor")                                                      \
+  X(guard_,                                                                                                   \
+    "(float[] options, Tensor(a!) state, int window, Tensor(b!) coefficient_and_norm, Tensor verdict, "       \
+    "Tensor? loss=None, Tensor? update=None, Tensor(c!)? counters=None) -> Tensor")                           \
+  X(update_sums, "(Tensor[] operands, int[] rules, Tensor coefficients) -> Tensor")                           \
+  X(clip_, "(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor")

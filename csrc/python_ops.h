@@ -164,7 +164,7 @@ class NewTensor {
 
   void* data() const { return static_cast<char*>(tensor_->dl_tensor.data) + tensor_->dl_tensor.byte_offset; }
 
-  Ref to_python() {
+  Ref result() {
     void* object = nullptr;
     if (exchange().api->managed_tensor_to_py_object_no_sync(std::exchange(tensor_, nullptr), &object) != 0) {
       throw PythonError();
@@ -230,162 +230,35 @@ struct ReleasingGil : Device {
   }
 };
 
-template <class Device>
-struct PythonOps {
-  using Impl = Operations<ReleasingGil<Device>, NewTensor<Device>>;
+// Operations as Python calls them.
+template <class OnDevice>
+struct PythonCaller {
+  using Device = ReleasingGil<OnDevice>;
+  using Memory = NewTensor<OnDevice>;
+  using Result = Ref;
+  static constexpr int64_t kCoefficients = -1;  // at least one
 
   // A list that can be read in place, and references that keep its tensors alive while the GIL is released.
-  struct HeldList {
+  struct Tensors {
     Ref tensors;
-    TensorList list;
+    TensorList list{0, 0};
   };
 
-  static HeldList held_list(PyObject* tensors) {
-    const Py_ssize_t size = exchange().api != nullptr && PyList_Check(tensors) ? PyList_Size(tensors) : 0;
-    if (size == 0) throw UseDispatcher();
-    HeldList held{owned(PyList_GetSlice(tensors, 0, size)),
-                  TensorList(static_cast<size_t>(size), Device::type())};
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      auto [view, type] = ordinary_view(PyList_GetItem(held.tensors.get(), i), Device::kDLPackType);
-      view.element = element_of(type);
-      if (held.list.add(view) != nullptr) throw UseDispatcher();
-    }
-    return held;
+  struct Argument {
+    PyObject* tensor;
+  };
+
+  static const TensorList& list(const Tensors& held) { return held.list; }
+
+  static int32_t device_index(const Argument& argument) {
+    return ordinary_view(argument.tensor, Device::kDLPackType).first.device_index;
   }
 
-  // Calls body(list) with the tensors of the first argument; the rest of `format` is parsed into `others`.
-  template <class Body, class... Others>
-  static PyObject* with_list(const Body& body, PyObject* arguments, const char* format, Others*... others) {
-    PyObject* tensors = nullptr;
-    if (!PyArg_ParseTuple(arguments, format, &tensors, others...)) return nullptr;
-    return translating_exceptions([&] { return body(held_list(tensors).list); });
-  }
-
-  // check(tensors) -> (table, signature) | None
-  static PyObject* check(PyObject*, PyObject* tensors) {
-    return translating_exceptions([&] {
-      const HeldList held = held_list(tensors);
-      return with_signature(Impl::check(held.list), held.list);
-    });
-  }
-
-  // unscale_(tensors, factor) -> (table, signature) | None, the latter also if a tensor is listed twice.
-  static PyObject* unscale_(PyObject*, PyObject* arguments) {
-    PyObject* factor = nullptr;
-    const auto body = [&](const TensorList& list) {
-      if (has_repeated(list.entries())) throw UseDispatcher();
-      return with_signature(Impl::check(list, numbers_of<float>(factor, 1, list.device_index())), list);
-    };
-    return with_list(body, arguments, "OO", &factor);
-  }
-
-  // clip_(tensors, max_norm, norm_type) -> norm | None
-  static PyObject* clip_(PyObject*, PyObject* arguments) {
-    double max_norm = 0, norm_type = 0;
-    const auto body = [&](const TensorList& list) {
-      return Impl::clip(list, max_norm, norm_type).to_python().release();
-    };
-    return with_list(body, arguments, "Odd", &max_norm, &norm_type);
-  }
-
-  // measure(tensors, max_norm, norm_type) -> (norm, memory that starts with the coefficient) | None
-  static PyObject* measure(PyObject*, PyObject* arguments) {
-    double max_norm = 0, norm_type = 0;
-    const auto body = [&](const TensorList& list) {
-      auto [norm, memory] = Impl::measure(list, max_norm, norm_type);
-      Ref made[] = {norm.to_python(), memory.to_python()};
-      return Py_BuildValue("(NN)", made[0].release(), made[1].release());
-    };
-    return with_list(body, arguments, "Odd", &max_norm, &norm_type);
-  }
-
-  // measure_step(tensors, max_norm, norm_type, loss_scale | None, counters | None)
-  //   -> (table, signature, norm, coefficient_and_norm, verdict) | None
-  static PyObject* measure_step(PyObject*, PyObject* arguments) {
-    PyObject *loss_scale = nullptr, *counters = nullptr;
-    double max_norm = 0, norm_type = 0;
-    const auto body = [&](const TensorList& list) {
-      const int32_t device = list.device_index();
-      auto [table, norm, coefficient_and_norm, verdict] = Impl::measure_step(
-          list, max_norm, norm_type, loss_scale != Py_None ? numbers_of<float>(loss_scale, 1, device) : nullptr,
-          counters != Py_None ? numbers_of<int64_t>(counters, kCounters, device) : nullptr);
-      Ref made[] = {table.to_python(), norm.to_python(), coefficient_and_norm.to_python(), verdict.to_python()};
-      return Py_BuildValue("(NLNNN)", made[0].release(), static_cast<long long>(list.signature()),
-                           made[1].release(), made[2].release(), made[3].release());
-    };
-    return with_list(body, arguments, "OddOO", &max_norm, &norm_type, &loss_scale, &counters);
-  }
-
-  // update_sums(operands, list of rules, coefficients) -> table | None
-  static PyObject* update_sums(PyObject*, PyObject* arguments) {
-    PyObject *rules = nullptr, *coefficients = nullptr;
-    const auto body = [&](const TensorList& list) {
-      if (!PyList_Check(rules)) throw UseDispatcher();
-      std::vector<int64_t> numbers(PyList_Size(rules));
-      for (size_t i = 0; i < numbers.size(); ++i) {
-        numbers[i] = PyLong_AsLong(PyList_GetItem(rules, static_cast<Py_ssize_t>(i)));
-        if (numbers[i] == -1 && PyErr_Occurred() != nullptr) throw PythonError();
-      }
-      const auto count = static_cast<int64_t>(numbers.size()) * kUpdateCoefficients;
-      return Impl::update_sums(list, numbers, numbers_of<double>(coefficients, count, list.device_index()))
-          .to_python()
-          .release();
-    };
-    return with_list(body, arguments, "OOO", &rules, &coefficients);
-  }
-
-  // guard_(options, state, window, coefficient_and_norm, verdict, loss | None, update | None, counters | None)
-  //   -> verdict | None
-  static PyObject* guard_(PyObject*, PyObject* arguments) {
-    GuardRequest request{};
-    auto& [by_sigmas, threshold, warmup, most_in_a_row, scale, limits] = request.options;
-    PyObject *state = nullptr, *coefficient_and_norm = nullptr, *verdict = nullptr;
-    PyObject *loss = nullptr, *update = nullptr, *counters = nullptr;
-    long long window = 0;
-    if (!PyArg_ParseTuple(arguments, "(dddddddd)OLOOOOO", &by_sigmas, &threshold, &warmup, &most_in_a_row,
-                          &scale, &limits[0], &limits[1], &limits[2], &state, &window, &coefficient_and_norm,
-                          &verdict, &loss, &update, &counters)) {
-      return nullptr;
-    }
-    return translating_exceptions([&] {
-      if (exchange().api == nullptr || window <= 0 || window > kMostWindow) throw UseDispatcher();
-      const int32_t device = ordinary_view(state, Device::kDLPackType).first.device_index;
-      request.state = numbers_of<double>(state, kGuardTotals + kGuarded * window, device);
-      request.window = window;
-      request.coefficient_and_norm = numbers_of<double>(coefficient_and_norm, 2, device);
-      request.verdict = numbers_of<float>(verdict, kVerdict, device);
-      request.loss = number_of(loss, request.dtypes[0], device);
-      request.update = number_of(update, request.dtypes[2], device);
-      if (counters != Py_None) request.counters = numbers_of<int64_t>(counters, kCounters, device);
-      return Impl::guard(request, device).to_python().release();
-    });
-  }
-
-  // scale_(tensors, memory that starts with the coefficient) -> True | None
-  static PyObject* scale_(PyObject*, PyObject* arguments) { return scaled(arguments, 0); }
-
-  // scale_each_(tensors, coefficients) -> True | None
-  static PyObject* scale_each_(PyObject*, PyObject* arguments) { return scaled(arguments, 1); }
-
- private:
-  static PyObject* scaled(PyObject* arguments, int64_t stride) {
-    PyObject* coefficients = nullptr;
-    const auto body = [&](const TensorList& list) -> PyObject* {
-      const int64_t count = stride == 0 ? kAtLeastOne : list.size();
-      const double* by = numbers_of<double>(coefficients, count, list.device_index());
-      scale_list<ReleasingGil<Device>>(list, {by, stride});
-      Py_RETURN_TRUE;
-    };
-    return with_list(body, arguments, "OO", &coefficients);
-  }
-
-  // The data of a contiguous tensor with `count` numbers on the given device.
-  static constexpr int64_t kAtLeastOne = -1;
   template <class Number>
-  static Number* numbers_of(PyObject* tensor, int64_t count, int32_t device_index) {
-    const auto [view, type] = ordinary_view(tensor, Device::kDLPackType);
+  static Number* numbers(const Argument& argument, int64_t count, int32_t device_index, const char*) {
+    const auto [view, type] = ordinary_view(argument.tensor, Device::kDLPackType);
     const auto code = std::is_integral_v<Number> ? kDLInt : kDLFloat;
-    const bool is_enough = count == kAtLeastOne ? view.numel > 0 : view.numel == count;
+    const bool is_enough = count == kCoefficients ? view.numel > 0 : view.numel == count;
     if (type.code != code || type.bits != 8 * sizeof(Number) || type.lanes != 1 || !is_enough ||
         !is_row_major(view) || view.device_index != device_index) {
       throw UseDispatcher();
@@ -393,18 +266,84 @@ struct PythonOps {
     return static_cast<Number*>(view.data);
   }
 
-  // The data of a tensor with one real number on the given device, and its dtype; null for None.
-  static const void* number_of(PyObject* tensor, DType& dtype, int32_t device_index) {
-    if (tensor == Py_None) return nullptr;
-    const auto [view, type] = ordinary_view(tensor, Device::kDLPackType);
+  static const void* number(const Argument& argument, DType& dtype, int32_t device_index, const char*) {
+    const auto [view, type] = ordinary_view(argument.tensor, Device::kDLPackType);
     const ElementType element = element_of(type);
     if (element.is_pair || view.numel != 1 || view.device_index != device_index) throw UseDispatcher();
     dtype = element.dtype;
     return view.data;
   }
 
-  static PyObject* with_signature(NewTensor<Device> table, const TensorList& list) {
-    return Py_BuildValue("(NL)", table.to_python().release(), static_cast<long long>(list.signature()));
+  static Memory widened(const Argument&, int32_t) { throw UseDispatcher(); }
+
+  // Converts an argument from Python.
+  static void read(PyObject* tensors, Tensors& held) {
+    const Py_ssize_t size = PyList_Check(tensors) ? PyList_Size(tensors) : 0;
+    if (size == 0) throw UseDispatcher();
+    held = {owned(PyList_GetSlice(tensors, 0, size)), TensorList(static_cast<size_t>(size), Device::type())};
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      auto [view, type] = ordinary_view(PyList_GetItem(held.tensors.get(), i), Device::kDLPackType);
+      view.element = element_of(type);
+      if (held.list.add(view) != nullptr) throw UseDispatcher();
+    }
+  }
+  static void read(PyObject* object, Argument& argument) { argument.tensor = object; }
+  static void read(PyObject* object, std::optional<Argument>& argument) {
+    if (object != Py_None) argument = Argument{object};
+  }
+  static void read(PyObject* object, double& number) {
+    number = PyFloat_AsDouble(object);
+    if (number == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  }
+  static void read(PyObject* object, int64_t& number) {
+    number = PyLong_AsLongLong(object);
+    if (number == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  }
+  template <class Number>
+  static void read(PyObject* object, std::vector<Number>& numbers) {
+    if (!PyList_Check(object) && !PyTuple_Check(object)) throw UseDispatcher();
+    const Py_ssize_t size = PySequence_Size(object);
+    numbers.resize(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) read(owned(PySequence_GetItem(object, i)).get(), numbers[i]);
+  }
+
+  static Ref to_python(Ref tensor) { return tensor; }
+  static Ref to_python(int64_t number) { return owned(PyLong_FromLongLong(number)); }
+  template <class... Parts, size_t... I>
+  static Ref to_python(std::tuple<Parts...> parts, std::index_sequence<I...>) {
+    const Ref made[] = {to_python(std::move(std::get<I>(parts)))...};
+    return owned(PyTuple_Pack(sizeof...(I), made[I].get()...));
+  }
+  template <class... Parts>
+  static Ref to_python(std::tuple<Parts...> parts) {
+    return to_python(std::move(parts), std::index_sequence_for<Parts...>());
+  }
+
+  // An operation as a function of a Python module: returns its result, or True if it has none.
+  template <auto operation>
+  static PyObject* function(PyObject*, PyObject* arguments) {
+    return called(operation, arguments);
+  }
+
+ private:
+  template <class Out, class... In>
+  static PyObject* called(Out (*operation)(In...), PyObject* arguments) {
+    if (PyTuple_Size(arguments) != sizeof...(In)) {
+      return PyErr_Format(PyExc_TypeError, "expected %zu arguments, got %zd", sizeof...(In),
+                          PyTuple_Size(arguments));
+    }
+    return translating_exceptions([&]() -> PyObject* {
+      if (exchange().api == nullptr) throw UseDispatcher();
+      std::tuple<std::decay_t<In>...> given;
+      Py_ssize_t i = 0;
+      std::apply([&](auto&... each) { (read(PyTuple_GetItem(arguments, i++), each), ...); }, given);
+      if constexpr (std::is_void_v<Out>) {
+        std::apply(operation, given);
+        Py_RETURN_TRUE;
+      } else {
+        return to_python(std::apply(operation, given)).release();
+      }
+    });
   }
 };
 
@@ -413,19 +352,21 @@ inline PyObject* fingerprint(PyObject*, PyObject*) { return PyUnicode_FromString
 // Creates the extension module of a device: functions that all devices have, and its `own`.
 template <class Device>
 PyObject* make_module(const char* name, PyMethodDef* own) {
-  using Methods = PythonOps<Device>;
-  static PyMethodDef methods[] = {{"fingerprint", fingerprint, METH_NOARGS, nullptr},
-                                  {"use_exchange", use_exchange, METH_VARARGS, nullptr},
-                                  {"check", Methods::check, METH_O, nullptr},
-                                  {"clip_", Methods::clip_, METH_VARARGS, nullptr},
-                                  {"guard_", Methods::guard_, METH_VARARGS, nullptr},
-                                  {"measure", Methods::measure, METH_VARARGS, nullptr},
-                                  {"measure_step", Methods::measure_step, METH_VARARGS, nullptr},
-                                  {"scale_", Methods::scale_, METH_VARARGS, nullptr},
-                                  {"scale_each_", Methods::scale_each_, METH_VARARGS, nullptr},
-                                  {"unscale_", Methods::unscale_, METH_VARARGS, nullptr},
-                                  {"update_sums", Methods::update_sums, METH_VARARGS, nullptr},
-                                  {nullptr, nullptr, 0, nullptr}};
+  using Caller = PythonCaller<Device>;
+  using Do = Operations<Caller>;
+  static PyMethodDef methods[] = {
+      {"fingerprint", fingerprint, METH_NOARGS, nullptr},
+      {"use_exchange", use_exchange, METH_VARARGS, nullptr},
+      {"check", Caller::template function<&Do::check>, METH_VARARGS, nullptr},
+      {"clip_", Caller::template function<&Do::clip_>, METH_VARARGS, nullptr},
+      {"guard_", Caller::template function<&Do::guard_>, METH_VARARGS, nullptr},
+      {"measure", Caller::template function<&Do::measure_norm>, METH_VARARGS, nullptr},
+      {"measure_step", Caller::template function<&Do::measure_and_sign>, METH_VARARGS, nullptr},
+      {"scale_", Caller::template function<&Do::scale_>, METH_VARARGS, nullptr},
+      {"scale_each_", Caller::template function<&Do::scale_each_>, METH_VARARGS, nullptr},
+      {"unscale_", Caller::template function<&Do::unscale_>, METH_VARARGS, nullptr},
+      {"update_sums", Caller::template function<&Do::update_sums>, METH_VARARGS, nullptr},
+      {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   Ref module(PyModule_Create(&definition));

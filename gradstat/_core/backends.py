@@ -84,23 +84,22 @@ class NativeKernels(Kernels):
     """The compiled kernels: through torch's dispatcher, and for ordinary tensors past it."""
 
     def __init__(self, direct: DeviceModule) -> None:
-        operators = torch.ops.gradstat
-        super().__init__(
-            *(operators.stats.default, operators.scale_.default, operators.scale_each_.default, self._update_sums)
+        stats, scale_, scale_each_, decide_clip_ = (
+            getattr(torch.ops.gradstat, name).default for name in ("stats", "scale_", "scale_each_", "decide_clip_")
         )
+        super().__init__(stats, scale_, scale_each_, self._directly("update_sums"))
         self.direct = direct
-        self.decide_clip_, self.guard_ = operators.decide_clip_.default, self._guard_
+        self.decide_clip_, self.guard_ = decide_clip_, self._directly("guard_")
 
-    def _guard_(self, *arguments: Any) -> Tensor:
-        verdict = None if self.direct is None else self.direct.guard_(*arguments)
-        return torch.ops.gradstat.guard_.default(*arguments) if verdict is None else verdict
+    def _directly(self, name: str) -> Callable[..., Tensor]:
+        """The operator ``name`` past the dispatcher, or through it if the tensors are not ordinary."""
+        operator = getattr(torch.ops.gradstat, name).default
 
-    def _update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
-        assert self.direct is not None
-        sums = self.direct.update_sums(operands, rules, coefficients)
-        if sums is None:
-            sums = torch.ops.gradstat.update_sums.default(operands, rules, coefficients)
-        return sums
+        def call(*arguments: Any) -> Tensor:
+            result: Tensor | None = None if self.direct is None else getattr(self.direct, name)(*arguments)
+            return operator(*arguments) if result is None else result
+
+        return call
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         table, signature = torch.ops.gradstat.check.default(tensors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.machinery
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -184,36 +185,24 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 def _register_fakes() -> None:
     # `check` and `unscale_` have no fake implementation: their signature is a host number that depends on real tensors.
-    @torch.library.register_fake("gradstat::stats")
-    def table_like(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].new_empty((len(tensors), _fields.COUNT), dtype=torch.float64)
+    def table(tensors: list[Tensor], rows: int) -> Tensor:
+        return tensors[0].new_empty((rows, _fields.COUNT), dtype=torch.float64)
 
-    @torch.library.register_fake("gradstat::unit_stats")
-    def _(tensors: list[Tensor]) -> Tensor:
-        return tensors[0].new_empty((sum(map(unit_count, tensors)), _fields.COUNT), dtype=torch.float64)
-
-    @torch.library.register_fake("gradstat::measure")
-    def _(
-        tensors: list[Tensor],
-        max_norm: float,
-        norm_type: float,
-        loss_scale: Tensor | None = None,
-        counters: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        norm = tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))
-        numbers = tensors[0].new_empty(2, dtype=torch.float64)
-        return table_like(tensors), norm, numbers, tensors[0].new_empty(3, dtype=torch.float32)
-
-    @torch.library.register_fake("gradstat::update_sums")
-    def _(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
-        return coefficients.new_empty((len(rules), len(_fields.UPDATE_SUMS)))
-
-    @torch.library.register_fake("gradstat::scale_")
-    @torch.library.register_fake("gradstat::scale_each_")
-    @torch.library.register_fake("gradstat::scale_units_")
-    def _(tensors: list[Tensor], coefficients: Tensor) -> None:
-        return None
-
-    @torch.library.register_fake("gradstat::clip_")
-    def _(tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def norm(tensors: list[Tensor], *_: object, **__: object) -> Tensor:
         return tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))
+
+    def decided(tensors: list[Tensor], *_: object, **__: object) -> tuple[Tensor, ...]:
+        coefficient_and_norm = tensors[0].new_empty(2, dtype=torch.float64)
+        verdict = tensors[0].new_empty(3, dtype=torch.float32)
+        return table(tensors, len(tensors)), norm(tensors), coefficient_and_norm, verdict
+
+    fakes: dict[str, Callable[..., object]] = {
+        "stats": lambda tensors: table(tensors, len(tensors)),
+        "unit_stats": lambda tensors: table(tensors, sum(map(unit_count, tensors))),
+        "measure": decided,
+        "clip_": norm,
+        "update_sums": lambda _, rules, coefficients: coefficients.new_empty((len(rules), len(_fields.UPDATE_SUMS))),
+        **dict.fromkeys(("scale_", "scale_each_", "scale_units_"), lambda tensors, coefficients: None),
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"gradstat::{name}", fake)
