@@ -52,7 +52,7 @@ constexpr int kClipOptions = 5;
 // The state of a clip begins with these, as in gradstat/adaptive/_history.py. They are followed by a ring
 // buffer of the last norms and by the rule's own numbers.
 struct ClipTotals {
-  double recorded, nonfinite, decided, clipped, remaining, smallest;
+  double recorded, nonfinite, decided, clipped, coefficient_sum, smallest;
 };
 constexpr int64_t kClipTotals = sizeof(ClipTotals) / sizeof(double);
 
@@ -78,13 +78,13 @@ GRADSTAT_HD bool is_finite(double x) { return x - x == 0; }
 
 // The decisions of one thread.
 struct Tally {
-  double decided = 0, clipped = 0, remaining = 0, smallest = 1;
+  double decided = 0, clipped = 0, coefficient_sum = 0, smallest = 1;
 
   GRADSTAT_HD double count(double coefficient) {
     decided += 1;
     if (coefficient < 1) {
       clipped += 1;
-      remaining += coefficient;
+      coefficient_sum += coefficient;
       smallest = merge::min(smallest, coefficient);
     }
     return coefficient;
@@ -194,12 +194,12 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   const auto sum = [](double a, double b) { return merge::sum(a, b); };
   tally.decided = team.all_reduce(tally.decided, sum);
   tally.clipped = team.all_reduce(tally.clipped, sum);
-  tally.remaining = team.all_reduce(tally.remaining, sum);
+  tally.coefficient_sum = team.all_reduce(tally.coefficient_sum, sum);
   tally.smallest = team.all_reduce(tally.smallest, [](double a, double b) { return merge::min(a, b); });
   if (!leads) return;
   totals.decided += tally.decided;
   totals.clipped += tally.clipped;
-  totals.remaining += tally.remaining;
+  totals.coefficient_sum += tally.coefficient_sum;
   totals.smallest = merge::min(totals.smallest, tally.smallest);
   request.out[decides_each(request.rule) ? request.count : 1] = norm;
 }

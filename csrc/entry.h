@@ -69,12 +69,12 @@ GRADSTAT_HD double decide(const NormRequest& request, const Row& total) {
   request.coefficient[0] = clip / loss_scale;
   if (step.verdict == nullptr) return norm;
   request.coefficient[1] = norm;
-  const auto grad_scale = static_cast<float>(loss_scale / clip);
+  const auto divisor = static_cast<float>(loss_scale / clip);
   // An infinite or zero loss scale skips the step, since it would make any gradient look finite.
-  const bool is_usable = loss_scale > 0 && loss_scale < kInf && (clip == 0 || !is_inf(grad_scale));
+  const bool is_usable = loss_scale > 0 && loss_scale < kInf && (clip == 0 || !is_inf(divisor));
   const bool skip = total.nan_count + total.inf_count > 0 || !is_usable;
   step.verdict[0] = skip ? 1.0f : 0.0f;
-  step.verdict[1] = grad_scale;
+  step.verdict[1] = divisor;
   step.verdict[2] = static_cast<float>(loss_scale);
   count_step(step.counters, skip);
   return norm;

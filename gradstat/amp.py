@@ -19,7 +19,7 @@ from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, source_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale, optimizers
-from gradstat._step.measured import Measured, Unscaled, refuse_half
+from gradstat._step.measured import StepMeasurement, Unscaled, refuse_half
 from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.adaptive._base import checked_limit
 from gradstat.check import PendingReport
@@ -180,7 +180,7 @@ class GradScaler(TorchGradScaler):
                 return nothing
             step = norms.StepRequest(math.inf, scale, None)
             labels = labels_of(source, found)
-            measured = Measured.of(found.tensors, labels, step, source, None, self.extra_groups)
+            measured = StepMeasurement.of(found.tensors, labels, step, source, None, self.extra_groups)
             self._keep(optimizer, measured.report)
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor

@@ -34,7 +34,7 @@ from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, l
 from gradstat._core.tensors import by_device, is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
-from gradstat._step.measured import Measured
+from gradstat._step.measured import StepMeasurement
 from gradstat.adaptive import AGC, LastNormClip, NormClip, TensorClip
 from gradstat.adaptive._base import positive
 from gradstat.check import PendingReport
@@ -159,7 +159,7 @@ class StepInBackward:
         self._found: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
         self._is_distributed, self._has_checked_reducers = is_distributed(source.parameters), False
-        self._measured: Measured | None = None
+        self._measured: StepMeasurement | None = None
         self._gradients = Gradients([], [], [])
         self._report: PendingReport | None = None
         self._lock = threading.Lock()  # autograd runs one thread per device
@@ -228,7 +228,7 @@ class StepInBackward:
         missing = [i for i, p in enumerate(parameters) if p.requires_grad and id(p) not in row_of]
         return Gradients([], None if len(positions) == len(parameters) else positions, missing), rows
 
-    def _last(self) -> Measured:
+    def _last(self) -> StepMeasurement:
         if self._measured is None:
             raise RuntimeError(
                 "no backward pass of this model has finished since step_in_backward, or the last one failed"
@@ -256,7 +256,9 @@ class StepInBackward:
             if is_distributed([gradient]):
                 rows, measured, gradient = _measure_over_ranks(gradient, labels, request, parameter)
             else:
-                measured = Measured.of([gradient], labels, request, Source([parameter], labels.present), None, None)
+                measured = StepMeasurement.of(
+                    [gradient], labels, request, Source([parameter], labels.present), None, None
+                )
                 rows = measured.rows
             rewrites = self._limit != math.inf
             if self._clips:
@@ -273,7 +275,7 @@ class StepInBackward:
             parameter.grad = None
 
     def _step_alone(
-        self, measured: Measured, group: dict[str, Any], parameter: Tensor, gradient: Tensor, rewrites: bool
+        self, measured: StepMeasurement, group: dict[str, Any], parameter: Tensor, gradient: Tensor, rewrites: bool
     ) -> None:
         """Steps the optimizer as if it had one parameter."""
         optimizer = self.optimizer
@@ -343,7 +345,7 @@ class StepInBackward:
         decision = norms.decide(rows.summands(), StepRequest(math.inf, None, counters.tensor))
         streams = counters.streams = streams_of([decision.verdict, *rows.tables])
         labels = labels_of(self._source, self._gradients)
-        self._measured = Measured(rows, labels, *decision, is_scaled=False, backend=None, streams=streams)
+        self._measured = StepMeasurement(rows, labels, *decision, is_scaled=False, backend=None, streams=streams)
         if isinstance(self._clip, LastNormClip):
             self._clip._remember(decision.norm)
         elif isinstance(self._clip, TensorClip):
@@ -479,7 +481,7 @@ def _register_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
 
 def _measure_over_ranks(
     gradient: Any, labels: Labels, step: StepRequest, parameter: Any
-) -> tuple[Measurement, Measured, Tensor]:
+) -> tuple[Measurement, StepMeasurement, Tensor]:
     """The rows of this rank's shard, the decision based on the whole tensor, and the gradient to step with.
 
     Needs one reduction, of a row's sums; the other fields are merged at the end, for all tensors together.
@@ -493,7 +495,11 @@ def _measure_over_ranks(
     sum_over_shards_(whole[:, _fields.SUMMED], [gradient], labels.present())
     decision = norms.decide(whole, step)
     streams = streams_of([decision.verdict])
-    return rows, Measured(Measurement([whole], None, rows.infos), labels, *decision, False, None, streams), gradient
+    return (
+        rows,
+        StepMeasurement(Measurement([whole], None, rows.infos), labels, *decision, False, None, streams),
+        gradient,
+    )
 
 
 def _queue(callback: Callable[[], None]) -> None:

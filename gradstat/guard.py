@@ -375,4 +375,6 @@ def _judge(
     coefficient_and_norm[0] *= coefficient
     if counters is not None:
         norms.count_step(counters, skip)
-    return torch.stack([skip, verdict[norms.DIVISOR] / coefficient, verdict[norms.SCALE], reason]).to(torch.float32)
+    return torch.stack([skip, verdict[norms.DIVISOR] / coefficient, verdict[norms.LOSS_SCALE], reason]).to(
+        torch.float32
+    )

@@ -21,7 +21,7 @@ from gradstat._core.parameters import Source, gradients_of, labels_of, named_by,
 from gradstat._core.tensors import ExtraGroups, is_distributed, refuse_distributed, to_device
 from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
-from gradstat._step.measured import Measured
+from gradstat._step.measured import StepMeasurement
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.adaptive._base import checked_limit
 from gradstat.check import PendingReport
@@ -42,7 +42,7 @@ class StepResult:
         loss: The ``loss`` argument, else the closure's result, else that of the optimizer's step, None if skipped.
     """
 
-    def __init__(self, measured: Measured, counters: StepCounters, skips: bool, loss: Any) -> None:
+    def __init__(self, measured: StepMeasurement, counters: StepCounters, skips: bool, loss: Any) -> None:
         self._measured = measured
         self._skips = skips
         self._report: PendingReport | None = None
@@ -81,7 +81,7 @@ class StepResult:
     def __getstate__(self) -> dict[str, Any]:
         verdict, loss = self._measured.verdict.cpu(), self.loss
         return {
-            "_measured": Measured.nothing()._replace(norm=self.total_norm.cpu(), verdict=verdict),
+            "_measured": StepMeasurement.nothing()._replace(norm=self.total_norm.cpu(), verdict=verdict),
             "_skips": self._skips,
             "_report": self.report,
             "counters": StepCounters.on(torch.device("cpu"), self.counters, "a copy of the counters"),
@@ -278,7 +278,7 @@ def _having_gradients(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _result(request: _Request, measured: Measured, loss: Any) -> StepResult:
+def _result(request: _Request, measured: StepMeasurement, loss: Any) -> StepResult:
     if request.scaler is not None:
         _scaling.record_step(request.scaler, request.optimizer, measured.found_inf)
     counters = counters_on(request.optimizer, measured.home)
@@ -296,7 +296,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.detach().clone() for parameter in parameters]
     state_before = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
-    measured = Measured.nothing()
+    measured = StepMeasurement.nothing()
 
     def checked_closure() -> Any:
         nonlocal measured
@@ -330,7 +330,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
     return _result(request, measured, loss)
 
 
-def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tensor], Measured]:
+def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tensor], StepMeasurement]:
     """The current gradients and their measurement; counts the step if ``counts``.
 
     Takes over what monitors have decided about this step: if it must skip, because they have measured it before.
@@ -355,7 +355,7 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
                 "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
                 "step, and zero_grad() after it"
             )
-        measured = Measured.nothing()
+        measured = StepMeasurement.nothing()
         if counts:
             _count(request, measured)
         return [], measured
@@ -378,7 +378,7 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
     in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
     try:
-        measured = Measured.of(
+        measured = StepMeasurement.of(
             *(found.tensors, labels, step, source, request.backend, request.extra_groups),
             in_place=in_place or isinstance(request.clip, TensorClip),
         )
@@ -403,13 +403,13 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
     return found.tensors, measured
 
 
-def _uncount(request: _Request, measured: Measured) -> None:
+def _uncount(request: _Request, measured: StepMeasurement) -> None:
     """Takes back that a step was counted as taken, since it raised; a skipped one stays skipped."""
     taken = (measured.verdict[norms.SKIP] == 0) if request.skips else torch.ones((), device=measured.verdict.device)
     counters_on(request.optimizer, measured.home).steps.sub_(taken.to(torch.int64))
 
 
-def _count(request: _Request, measured: Measured) -> None:
+def _count(request: _Request, measured: StepMeasurement) -> None:
     counters = counters_on(request.optimizer, measured.home)
     skipped = measured.verdict[norms.SKIP] if request.skips else torch.zeros((), device=measured.verdict.device)
     norms.count_step(counters.tensor, skipped)

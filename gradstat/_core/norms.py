@@ -59,7 +59,7 @@ class Decision(NamedTuple):
 
 
 # Indices into a verdict; that of a guard also has a reason.
-SKIP, DIVISOR, SCALE, REASON = range(4)
+SKIP, DIVISOR, LOSS_SCALE, REASON = range(4)
 
 
 def decide(table: Tensor, step: StepRequest) -> Decision:
@@ -68,13 +68,13 @@ def decide(table: Tensor, step: StepRequest) -> Decision:
     scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table.device, torch.float64).reshape(())
     norm = total_norm(table, 2.0) / scale
     clip = clip_coefficient(norm, max_norm)
-    grad_scale = (scale / clip).to(torch.float32)
+    divisor = (scale / clip).to(torch.float32)
     nonfinite = any_nonfinite(table)
-    usable = (scale > 0) & scale.isfinite() & ((clip == 0) | ~grad_scale.isinf())
+    usable = (scale > 0) & scale.isfinite() & ((clip == 0) | ~divisor.isinf())
     skip = nonfinite | ~usable
     if counters is not None:
         count_step(counters, skip)
-    verdict = torch.stack([skip.to(torch.float32), grad_scale, scale.to(torch.float32)])
+    verdict = torch.stack([skip.to(torch.float32), divisor, scale.to(torch.float32)])
     return Decision(norm, torch.stack([clip / scale, norm]), verdict)
 
 

@@ -14,7 +14,7 @@ from gradstat._core import norms
 from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
-from gradstat._core.norms import DIVISOR, REASON, SCALE, SKIP, StepRequest
+from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, StepRequest
 from gradstat._core.parameters import Labels, Source, gradients_of, labels_of, source_of
 from gradstat._core.tensors import ExtraGroups, NameOf, refuse_distributed, to_device, writable
 from gradstat._step import optimizers
@@ -26,7 +26,7 @@ from gradstat.guard import SpikeGuard, reasons_of
 from gradstat.report import Report
 
 
-class Measured(NamedTuple):
+class StepMeasurement(NamedTuple):
     """The measurement of some gradients, on the first one's device. Keeps no gradient alive."""
 
     rows: Measurement  # with the loss scale, if ``is_scaled``
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
     before_guard: Tensor | None = None  # the verdict before a guard changed it, if there is a guard
 
     @classmethod
-    def nothing(cls) -> Measured:
+    def nothing(cls) -> StepMeasurement:
         """No gradients: the norm is 0 and nothing needs to be skipped."""
         home = torch.device("cpu")
         norm, verdict = torch.tensor(0.0, device=home), torch.tensor([0.0, 1.0, 1.0], device=home)
@@ -58,7 +58,7 @@ class Measured(NamedTuple):
         extra_groups: ExtraGroups | None,
         *,
         in_place: bool = False,
-    ) -> Measured:
+    ) -> StepMeasurement:
         """Reads the gradients of ``source`` once; can count the step. No host sync; all ranks decide alike.
 
         With ``in_place``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
@@ -92,13 +92,13 @@ class Measured(NamedTuple):
 
     def guarded(
         self, guard: SpikeGuard, loss: Tensor | None, update: Tensor | None, counters: Tensor | None
-    ) -> Measured:
+    ) -> StepMeasurement:
         """The measurement with the verdict of a guard, which counts the step. Scaling down changes the coefficient."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
         verdict = guard._decide(kernels, self.coefficient_and_norm, self.verdict, loss, update, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
-    def judged(self, skip: Tensor, reason: Tensor) -> Measured:
+    def judged(self, skip: Tensor, reason: Tensor) -> StepMeasurement:
         """The measurement with the verdict of a guard that has judged these gradients before, for a monitor."""
         verdict = torch.cat([self.verdict, to_device(reason, self.verdict.device).to(torch.float32).view(1)])
         verdict[SKIP] = torch.maximum(verdict[SKIP], to_device(skip, verdict.device))
@@ -117,7 +117,7 @@ class Measured(NamedTuple):
 
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
-        inverse_scale = self.verdict[SCALE].reciprocal() if self.is_scaled else None
+        inverse_scale = self.verdict[LOSS_SCALE].reciprocal() if self.is_scaled else None
         skip = None if self.before_guard is None else self.verdict[SKIP]
         clip.scale_(parameters, gradients, self.rows.table, self.backend, inverse_scale, self.labels.of, skip)
         torch.autograd.graph.increment_version(gradients)
@@ -137,10 +137,10 @@ class Measured(NamedTuple):
                 return False, None
             rewrites = rewrites and divisor != 1.0
         if obeys:
-            found_inf, grad_scale, *_ = self.verdict.unbind()
+            found_inf, by, *_ = self.verdict.unbind()
             # Given a divisor, an optimizer writes the gradients back even if the divisor is 1.
             rewrites = rewrites and not self.is_known_noop
-            with optimizers.with_verdict(optimizer, found_inf if skips else None, grad_scale if rewrites else None):
+            with optimizers.with_verdict(optimizer, found_inf if skips else None, by if rewrites else None):
                 return True, step()
         if rewrites and gradients:
             self.rewrite_(gradients)
@@ -152,7 +152,7 @@ class Measured(NamedTuple):
 
         def make(rows: HostRows, verdict: Any) -> Report:
             rows.raise_if_others_failed()
-            scale = float(verdict[SCALE]) if is_scaled else None
+            scale = float(verdict[LOSS_SCALE]) if is_scaled else None
             table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
             refused = reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
             return Report(
@@ -283,7 +283,7 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     step = StepRequest(math.inf if isinstance(limit, AdaptiveClip) else limit, loss_scale, None)
     with torch.no_grad():
         rewrites = isinstance(limit, TensorClip)
-        measured = Measured.of(found.tensors, labels, step, source, None, None, in_place=rewrites)
+        measured = StepMeasurement.of(found.tensors, labels, step, source, None, None, in_place=rewrites)
         if isinstance(limit, NormClip):
             measured.limit_(limit)
         elif isinstance(limit, TensorClip):

@@ -90,11 +90,11 @@ def honors_found_inf(optimizer: Optimizer) -> bool:
 
 
 @contextlib.contextmanager
-def with_verdict(optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> Iterator[None]:
+def with_verdict(optimizer: Optimizer, found_inf: Tensor | None, divisor: Tensor | None) -> Iterator[None]:
     """Sets the optimizer's two attributes, and removes them afterwards whatever happens."""
     try:
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         yield
     finally:
         # An interrupt (Ctrl-C) may arrive after any call.

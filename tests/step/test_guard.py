@@ -309,7 +309,7 @@ def test_a_closure_gives_the_loss_and_gradients_may_be_accumulated() -> None:
 
 def test_neither_a_guarded_step_nor_its_state_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     training, guard = Training(), SpikeGuard(window=4)
-    monkeypatch.setattr(gradstat._step.measured.Measured, "is_known_noop", False)
+    monkeypatch.setattr(gradstat._step.measured.StepMeasurement, "is_known_noop", False)
     for step in range(6):
         training.step(step, guard)
         training.optimizer.zero_grad()

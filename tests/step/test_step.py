@@ -165,7 +165,7 @@ FUSED = [name for name, (_, obeys) in OPTIMIZERS.items() if obeys and "dampened"
 @pytest.mark.parametrize("scaling", [False, True])
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
+    monkeypatch.setattr(measured.StepMeasurement, "on_host", lambda self: pytest.fail("a host sync"))
     model = network()
     optimizer = OPTIMIZERS[kind][0](model.parameters())
     scaler = GradScaler("cpu") if scaling else None
@@ -180,7 +180,7 @@ def test_fused_optimizers_cost_no_sync(kind: str, scaling: bool, monkeypatch: py
 
 
 def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured.Measured, "on_host", lambda self: pytest.fail("a host sync"))
+    monkeypatch.setattr(measured.StepMeasurement, "on_host", lambda self: pytest.fail("a host sync"))
     model = network()
     optimizer = torch.optim.RMSprop(model.parameters())
     loss_of(model, 0).backward()
