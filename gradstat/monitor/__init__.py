@@ -10,7 +10,7 @@ from gradstat.monitor.recording import Recording, Series
 from gradstat.monitor.replay import Culprit, Schedule, find_culprit
 from gradstat.monitor.reporting import AnomalyWarning
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
-from gradstat.monitor.step_buffer import LatestStep
+from gradstat.monitor.log import LatestStep
 from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
 
 __all__ = [

@@ -434,7 +434,7 @@ def test_an_interrupt_loses_no_step_and_makes_no_two_of_one_number(at: str) -> N
     model, optimizer, monitor = made(watch={"parameters": 2})
     trained(model, optimizer, monitor, 3)
     monitor.recording()  # takes all pending rows, so that the next rows of a kind begin a new list
-    owner: Any = monitor if at == "_pending" else monitor._buffer
+    owner: Any = monitor if at == "_pending" else monitor._log
     kind = type(getattr(owner, at))
     setattr(owner, at, type("", (Interrupted, kind), {})(getattr(owner, at)))
     with pytest.raises(KeyboardInterrupt):

@@ -256,6 +256,11 @@ class LastingRule(Rule):
         """Whether the condition has begun more than once for one of the tensors ``names``."""
         return bool((self._times.of(names) > 1).any())
 
+    def nowhere(self, names: tuple[str, ...]) -> None:
+        """Instead of `lasting`, if it is known at less cost that the condition holds in no row of the tensors."""
+        self._since.of(names), self._times.of(names)  # to know the same tensors
+        self._lasts_for.of(names)[:] = 0
+
     def lasting(
         self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:

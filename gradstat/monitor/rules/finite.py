@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -16,17 +15,20 @@ from gradstat.monitor.rules.base import Kept, PerName, Rule, is_texts, is_whole,
 
 
 def _bad_rows(
-    window: Window, kind: str, is_bad: Callable[[Rows], npt.NDArray[Any]] = operator.attrgetter("nonfinite")
+    window: Window, kind: str, is_bad: Callable[[Rows], npt.NDArray[Any]] | None = None
 ) -> Iterator[tuple[Rows, int, int, list[str]]]:
     """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors.
 
     ``is_bad`` says which tensors of some rows are, ``[m, n]``; by default those with any.
     """
-    rows = window.rows(kind)
-    if rows is not None:
-        bad = is_bad(rows)
-        for row in np.flatnonzero(bad.any(1)).tolist():
-            yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(bad[row])]
+    rows, counts = window.rows(kind), window.scalars.get("nonfinite")
+    if kind == "gradient" and counts is not None and not counts.any():
+        return  # the usual case, at the least cost
+    if rows is None or (is_bad is None and not rows.has_nonfinite):
+        return
+    bad = rows.nonfinite if is_bad is None else is_bad(rows)
+    for row in np.flatnonzero(bad.any(1)).tolist():
+        yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(bad[row])]
 
 
 def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
@@ -199,7 +201,7 @@ class _NonfiniteTensor(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
-            for rows, row, step, bad in _bad_rows(window, kind, self._is_bad):
+            for rows, row, step, bad in self._bad_rows(window, kind):
                 if not self._episodes.begins(kind, step):
                     continue
                 counted = _counts(rows, row, bad[0])
@@ -209,8 +211,8 @@ class _NonfiniteTensor(Rule):
                 evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
                 yield self.found(step, bad[0], text, kind, causes=causes, **evidence)
 
-    def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
-        return rows.nonfinite
+    def _bad_rows(self, window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
+        return _bad_rows(window, kind)
 
 
 class NonfiniteParameter(_NonfiniteTensor):
@@ -246,6 +248,9 @@ class NonfiniteBuffer(_NonfiniteTensor):
     def __init__(self) -> None:
         super().__init__()
         self._inf_at_first, self._numel = PerName(0.0), PerName(-1.0)
+
+    def _bad_rows(self, window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
+        return _bad_rows(window, kind, self._is_bad)
 
     def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
         at_first, known = self._inf_at_first.of(rows.names), self._numel.of(rows.names)
