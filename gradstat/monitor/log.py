@@ -15,6 +15,7 @@ from gradstat import _fields
 from gradstat._core.measurement import without_scale
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
+from gradstat.monitor.kinds import in_order
 from gradstat.monitor.recording.recording import Recording, Series
 from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Rows, Window
 from gradstat.monitor.segments import Segment
@@ -221,10 +222,6 @@ class StepLog:
         tables: dict[str, Rows] = {}
         if closed:
             raw = self._memory[: len(closed)]
-            if self._length and 2 * len(raw) >= len(self._memory):
-                self._memory = _block(*self._memory.shape[:2])  # the filled one is kept
-            elif self._length:
-                raw = raw.copy("K")
             layouts = [layout for _, _, layout in closed]
             is_plain = self._is_plain and bool(layouts[-1].numel.all())
             tables["gradient"] = _rows(steps, raw, layouts, is_plain or None)
@@ -240,66 +237,56 @@ class StepLog:
         return Window(steps, scalars, tables, facts, seen, self.latest)
 
     def _keep(self, steps: npt.NDArray[np.int64], scalars: dict[str, Floats], tables: dict[str, Rows]) -> None:
+        self.latest |= {kind: rows.newest for kind, rows in tables.items()}
+        if not self._length or not len(steps):  # none if a batch was reviewed before the first step
+            return
+        kept: dict[str, Any] = {}
         for kind, rows in tables.items():
-            self.latest[kind] = rows.newest
-            if self._length:
-                is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
-                # Rows of their own, without what rules derive from the others.
-                chunk = Rows(rows.layout, rows.steps, rows.raw, rows.layouts) if is_small else rows.series()
-                self._chunks.setdefault(kind, deque()).append(chunk)
-                self._bytes += _bytes_of(chunk)
-        if self._length and len(steps):  # empty if a batch was reviewed before the first step
-            self._scalars.append((steps, scalars))
-            self._forget()
-
-    def _forget(self) -> None:
-        newest = int(self._scalars[-1][0][-1])
+            is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
+            # A copy, while it is in the cache, is no dearer than new memory for the coming steps.
+            kept[kind] = Rows(rows.layout, rows.steps, rows.raw.copy("K"), rows.layouts) if is_small else rows.series()
+            self._bytes += _bytes_of(kept[kind])
+        self._blocks.append((steps, scalars, kept))
         if self._bytes > self._max_bytes:
             self._condense()
-        while self._scalars and (
-            newest - int(self._scalars[0][0][-1]) >= self._length
-            or (self._bytes > self._max_bytes and len(self._scalars) > 1)
+        while steps[-1] - self._blocks[0][0][-1] >= self._length or (
+            self._bytes > self._max_bytes and len(self._blocks) > 1
         ):
-            last = int(self._scalars.popleft()[0][-1])
-            for chunks in self._chunks.values():
-                while chunks and int(chunks[0].steps[-1]) <= last:
-                    self._bytes -= _bytes_of(chunks.popleft())
+            self._bytes -= sum(map(_bytes_of, self._blocks.popleft()[2].values()))
 
     def _condense(self) -> None:
         """Converts all kept rows to series."""
-        for kind, chunks in self._chunks.items():
-            self._chunks[kind] = deque(chunk.series() if isinstance(chunk, Rows) else chunk for chunk in chunks)
-        self._bytes = sum(_bytes_of(chunk) for chunks in self._chunks.values() for chunk in chunks)
+        for _, _, tables in self._blocks:
+            tables |= {kind: rows.series() for kind, rows in tables.items() if isinstance(rows, Rows)}
+        self._bytes = sum(_bytes_of(chunk) for _, _, tables in self._blocks for chunk in tables.values())
 
     # Kept steps ------------------------------------------------------------------------------------------
 
     def recording(self) -> Recording:
         """Everything that is kept, without findings."""
-        steps = np.concatenate([s for s, _ in self._scalars]) if self._scalars else np.empty(0, np.int64)
+        blocks = self._blocks
+        steps = np.concatenate([np.empty(0, np.int64), *(steps for steps, _, _ in blocks)])
         first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
         kept = steps >= first
         scalars = {
-            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held in self._scalars])[kept]
-            for name in dict.fromkeys(itertools.chain.from_iterable(held for _, held in self._scalars))
+            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held, _ in blocks])[kept]
+            for name in dict.fromkeys(name for _, held, _ in blocks for name in held)
         }
         self._condense()
-        joined = {kind: _joined(chunks, first) for kind, chunks in self._chunks.items() if chunks}
+        kinds = in_order(dict.fromkeys(kind for _, _, tables in blocks for kind in tables))
+        joined = {kind: _joined([tables[kind] for _, _, tables in blocks if kind in tables], first) for kind in kinds}
         return Recording(steps[kept], scalars, {kind: series for kind, series in joined.items() if len(series.steps)})
 
     def load(self, recording: Recording | None) -> None:
         """Replaces what is kept by the history of another run."""
-        self._chunks: dict[str, deque[Any]] = {}  # `Series`, or `Rows` to be converted when needed
-        self._scalars: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats]]] = deque()
-        self._bytes = 0  # bytes of the chunks
+        # Of a review each: steps, scalars, and by kind a `Series`, or `Rows` to be converted when needed.
+        self._blocks: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats], dict[str, Any]]] = deque()
+        self._bytes = 0  # bytes of the tables
         self.latest: dict[str, Rows] = {}
-        if recording is None:
-            return
-        if len(recording.steps):
-            self._scalars.append((recording.steps, dict(recording.scalars)))
-        for kind, series in recording.tables.items():
-            if len(series.steps):
-                self._chunks[kind] = deque([series])
-                self._bytes += _bytes_of(series)
+        if recording is not None and len(recording.steps):
+            tables = {kind: series for kind, series in recording.tables.items() if len(series.steps)}
+            self._blocks.append((recording.steps, dict(recording.scalars), tables))
+            self._bytes = sum(map(_bytes_of, tables.values()))
 
 
 def _block(steps: int, tensors: int) -> Floats:
@@ -307,9 +294,7 @@ def _block(steps: int, tensors: int) -> Floats:
     return np.empty((_fields.COUNT, steps, tensors)).transpose(1, 2, 0)
 
 
-def _rows(
-    steps: npt.NDArray[np.int64], raw: Floats, layouts: list[Layout], is_plain: bool | None = None
-) -> Rows:
+def _rows(steps: npt.NDArray[np.int64], raw: Floats, layouts: list[Layout], is_plain: bool | None = None) -> Rows:
     newest = layouts[-1]
     return Rows(newest, steps, raw, None if all(layout is newest for layout in layouts) else layouts, is_plain)
 
@@ -335,7 +320,7 @@ def _bytes_of(chunk: Series | Rows) -> int:
     return chunk.raw.nbytes if isinstance(chunk, Rows) else chunk.values.nbytes
 
 
-def _joined(chunks: deque[Series], first: int) -> Series:
+def _joined(chunks: list[Series], first: int) -> Series:
     """Joins ``chunks`` from step ``first`` on; every tensor that is in any of them gets a column."""
     layouts = dict.fromkeys(chunk.names for chunk in reversed(chunks))
     names = tuple(dict.fromkeys(itertools.chain.from_iterable(layouts)))

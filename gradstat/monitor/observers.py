@@ -115,12 +115,16 @@ def coverage(
     if not known <= held:
         anywhere = held.union(*map(_ids_of, optimizers))
         lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
-    foreign = [] if held <= known else [
-        f"param_groups[{g}]['params'][{i}]"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, parameter in enumerate(group["params"])
-        if id(parameter) not in known and parameter.grad is None
-    ]
+    foreign = (
+        []
+        if held <= known
+        else [
+            f"param_groups[{g}]['params'][{i}]"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+            if id(parameter) not in known and parameter.grad is None
+        ]
+    )
     return {
         "absent": [name for name, parameter in lacking if parameter.grad is not None],
         "resting": [name for name, parameter in lacking if parameter.grad is None],

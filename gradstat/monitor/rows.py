@@ -121,7 +121,8 @@ class Rows:
     @functools.cached_property
     def newest(self) -> Rows:
         """The rows of the newest step, which hold no memory of the others."""
-        return self if len(self) == 1 else Rows(self.layout, self.steps[-1:], self.raw[-1:].copy(), None, self.is_plain or None)
+        newest = Rows(self.layout, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
+        return self if len(self) == 1 else newest
 
     def most(self, name: str) -> Floats:
         """``[n]``: the largest of a value over the steps, NaN where there is none; ``name`` is a field or a property.
@@ -159,11 +160,6 @@ class Rows:
         """Which tensors were present."""
         there: Bools = ~np.isnan(self.raw[:, :, 0])
         return there
-
-    @functools.cached_property
-    def has_nonfinite(self) -> bool:
-        """Whether a tensor has NaN or Inf."""
-        return not self.is_plain and bool((self.raw[:, :, _fields.NONFINITE] > 0).any())
 
     @functools.cached_property
     def nonfinite(self) -> Floats:

@@ -24,7 +24,7 @@ def _bad_rows(
     rows, counts = window.rows(kind), window.scalars.get("nonfinite")
     if kind == "gradient" and counts is not None and not counts.any():
         return  # the usual case, at the least cost
-    if rows is None or (is_bad is None and not rows.has_nonfinite):
+    if rows is None or (is_bad is None and rows.is_plain):
         return
     bad = rows.nonfinite if is_bad is None else is_bad(rows)
     for row in np.flatnonzero(bad.any(1)).tolist():
@@ -198,10 +198,11 @@ class _NonfiniteTensor(Rule):
     severity = "error"
     kind = what = ""
     causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
+    _is_bad: Any = None  # as for `_bad_rows`
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
-            for rows, row, step, bad in self._bad_rows(window, kind):
+            for rows, row, step, bad in _bad_rows(window, kind, self._is_bad):
                 if not self._episodes.begins(kind, step):
                     continue
                 counted = _counts(rows, row, bad[0])
@@ -210,9 +211,6 @@ class _NonfiniteTensor(Rule):
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
                 yield self.found(step, bad[0], text, kind, causes=causes, **evidence)
-
-    def _bad_rows(self, window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
-        return _bad_rows(window, kind)
 
 
 class NonfiniteParameter(_NonfiniteTensor):
@@ -248,9 +246,6 @@ class NonfiniteBuffer(_NonfiniteTensor):
     def __init__(self) -> None:
         super().__init__()
         self._inf_at_first, self._numel = PerName(0.0), PerName(-1.0)
-
-    def _bad_rows(self, window: Window, kind: str) -> Iterator[tuple[Rows, int, int, list[str]]]:
-        return _bad_rows(window, kind, self._is_bad)
 
     def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
         at_first, known = self._inf_at_first.of(rows.names), self._numel.of(rows.names)

@@ -134,13 +134,6 @@ class VanishingGradient(Rule):
         weights = np.flatnonzero(rows.layout.matrices)
         if len(weights) < self.layers:
             return
-        # Far from it in every step, as is known at the least cost: of values that other rules need as well.
-        if rows.layouts is None and rows.is_plain:
-            roots = np.sqrt(rows.values[weights])
-            least, most = rows.least("l2_norm")[weights] / roots, rows.most("l2_norm")[weights] / roots
-            if least.min() > 2 * self.ratio * most.max():
-                self._decaying = 0
-                return
         # Only the last of these steps is examined, since the decay does not come and go.
         sizes = rows.newest.rms[0, weights]
         there = np.isfinite(sizes) & (sizes > 0)

@@ -150,8 +150,8 @@ class LearningRateJump(Rule):
             self._largest.setdefault(name, 0.0)
             self._before[name] = listed[-1]
             low, high = float(rates.min()), float(rates.max())
-            # With all of them, and the one before, so close together none can be a jump.
-            if 0 < low and high <= self.up * min(low, previous[0]) and low >= max(high, previous[0]) / self.down:
+            # All of them and the one before are so close together that none can be a jump.
+            if low > 0 and high <= self.up * min(low, previous[0]) and low >= max(high, previous[0]) / self.down:
                 self._zero_for[name] = 0
                 self._largest[name] = max(self._largest[name], high)
             else:

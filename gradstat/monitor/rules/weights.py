@@ -69,9 +69,10 @@ class GradientWeightRatio(Rule):
         # The root mean square is never below the standard deviation, and cheaper.
         largest = self.std_ratio * spreads * np.sqrt(gradients.values)
         names = gradients.names
-        if gradients.layouts is None and not (
-            (gradients.most("l2_norm") > largest) | (gradients.least("l2_norm") < smallest)
-        ).any():
+        if (
+            gradients.layouts is None
+            and not ((gradients.most("l2_norm") > largest) | (gradients.least("l2_norm") < smallest)).any()
+        ):
             self._high_for.of(names)[:] = self._low_for.of(names)[:] = 0
             return
         norms = gradients.l2_norm
