@@ -64,8 +64,10 @@ class SpikeRule(Rule):
 
     def calm_below(self) -> float:
         """A value up to here is no finding and moves no limit, before the next `set_limits`; -Inf if not known."""
-        is_known = 2 * len(self._values) > self.window and len(self._first) == _BEGINNING
-        return min(self._high, self._beyond, self._beyond / self.beyond * (1 - 1e-9)) if is_known else -math.inf
+        is_known = len(self._values) > max(_FEW, self.window // 2) and len(self._first) == _BEGINNING
+        if not is_known or self._beyond <= 0 or self.beyond <= 0:
+            return -math.inf
+        return min(self._high, self._beyond, self._beyond / self.beyond * (1 - 1e-9))
 
     def not_calm(self, window: Window, name: str) -> Iterator[tuple[int, int, float]]:
         """The rows, steps and values of the scalar ``name`` that are above `calm_below`; adds the others itself."""
