@@ -296,7 +296,9 @@ def _block(steps: int, tensors: int) -> Floats:
 
 def _rows(steps: npt.NDArray[np.int64], raw: Floats, layouts: list[Layout], is_plain: bool | None = None) -> Rows:
     newest = layouts[-1]
-    return Rows(newest, steps, raw, None if all(layout is newest for layout in layouts) else layouts, is_plain)
+    if all(layout is newest for layout in layouts):
+        return Rows(newest, steps, raw, is_plain=is_plain)
+    return Rows(newest, steps, raw, layouts)
 
 
 def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:

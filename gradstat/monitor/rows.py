@@ -121,8 +121,9 @@ class Rows:
     @functools.cached_property
     def newest(self) -> Rows:
         """The rows of the newest step, which hold no memory of the others."""
-        newest = Rows(self.layout, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
-        return self if len(self) == 1 else newest
+        if len(self) == 1 and self.raw.base is None:
+            return self
+        return Rows(self.layout, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
 
     def most(self, name: str) -> Floats:
         """``[n]``: the largest of a value over the steps, NaN where there is none; ``name`` is a field or a property.
