@@ -133,7 +133,7 @@ class Rows:
         return self._extreme(np.fmax, name)
 
     def least(self, name: str) -> Floats:
-        """``[n]``: the smallest of a value, as `most`."""
+        """``[n]``: the smallest of a value; ``name`` as for `most`."""
         return self._extreme(np.fmin, name)
 
     def _extreme(self, choose: np.ufunc, name: str) -> Floats:

@@ -258,7 +258,7 @@ class LastingRule(Rule):
         return bool((self._times.of(names) > 1).any())
 
     def nowhere(self, names: tuple[str, ...]) -> None:
-        """Instead of `lasting`, if it is known at less cost that the condition holds in no row of the tensors."""
+        """Instead of `lasting`, if it is known at less cost that the condition holds for none of ``names``."""
         self._since.of(names), self._times.of(names)  # to know the same tensors
         self._lasts_for.of(names)[:] = 0
 

@@ -70,7 +70,7 @@ class SpikeRule(Rule):
         return min(self._high, self._beyond, self._beyond / self.beyond * (1 - 1e-9))
 
     def not_calm(self, window: Window, name: str) -> Iterator[tuple[int, int, float]]:
-        """The rows, steps and values of the scalar ``name`` that are above `calm_below`; adds the others itself."""
+        """Rows, steps and values of the scalar ``name`` in ``window`` above `calm_below`; adds the others itself."""
         column = window.scalars.get(name, np.empty(0))
         steps, values = window.steps.tolist(), column.tolist()
         row = 0
