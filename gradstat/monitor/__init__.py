@@ -3,6 +3,7 @@
 from gradstat.monitor.diagnosis import Diagnosis, Incident
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import DEFAULT_WATCH
+from gradstat.monitor.log import LatestStep
 from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, AnomalyError
@@ -10,7 +11,6 @@ from gradstat.monitor.recording import Recording, Series
 from gradstat.monitor.replay import Culprit, Schedule, find_culprit
 from gradstat.monitor.reporting import AnomalyWarning
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
-from gradstat.monitor.step_buffer import LatestStep
 from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
 
 __all__ = [

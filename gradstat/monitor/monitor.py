@@ -45,8 +45,8 @@ from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.flight_file import FlightFile
 from gradstat.monitor.gaps import PROPAGATED_ERRORS, Gaps
-from gradstat.monitor.history import History
 from gradstat.monitor.kinds import periods
+from gradstat.monitor.log import LatestStep, StepLog
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import AnomalyError, Policies, Policy, PolicyTable, Warner
 from gradstat.monitor.recording.recording import Recording
@@ -58,7 +58,6 @@ from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, Wanted
 from gradstat.monitor.state import VERSION, as_state, checked, load_rules, reading
-from gradstat.monitor.step_buffer import LatestStep, StepBuffer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -174,7 +173,6 @@ class Monitor:
         self._lag = options.lag
         self._max_norm = limit if isinstance(limit, float) else None
         self._file = FlightFile(save_to)
-        self._history = History(options.history, options.max_bytes)
         self._warner = Warner()
         self.findings: list[Finding] = []
         self._gaps = Gaps(self.findings)
@@ -197,7 +195,7 @@ class Monitor:
         self._collector = Collector(
             self._trained, optimizer, scaler, self._watch, classes, options, wanted, self._gaps, self._max_norm
         )
-        self._buffer = StepBuffer(self._collector.check_label_range)
+        self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
         if skips and optimizer is not None:
@@ -340,7 +338,7 @@ class Monitor:
             seen: list[Observation] = []
             with self._gaps.suppress_errors(self.steps, "a batch could not be inspected"):
                 seen = self._collector.inspect_batch(self.steps, batch)
-            self._buffer.observations += seen
+            self._log.observations += seen
         if seen:
             self._review()
         return self.findings[known:]
@@ -435,7 +433,7 @@ class Monitor:
     def _read_one(self, pending: Pending) -> None:
         """Reads a step, and runs the rules if it is odd or a review is due."""
         try:
-            bad = self._buffer.read(pending)
+            bad = self._log.read(pending)
             self.nonfinite_steps += "nonfinite" in pending.scalars
             odd = bad or self._rules.is_out_of_band(pending.scalars)
             lost = "loss_nonfinite" in pending.scalars
@@ -444,7 +442,7 @@ class Monitor:
                 self._last_state_check[lost] = pending.step
                 with self._gaps.suppress_errors(pending.step, "parameters, buffers or states could not be measured"):
                     pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
-            self._buffer.take(pending, self._run_rules)
+            self._log.take(pending, self._run_rules)
         except PROPAGATED_ERRORS:
             raise
         except Exception:
@@ -481,7 +479,7 @@ class Monitor:
 
     def _run_rules(self) -> None:
         """Runs all rules on the steps since the last review."""
-        if self._buffer.is_empty:
+        if self._log.is_empty:
             return
         collector = self._collector
         facts = Facts(
@@ -493,8 +491,7 @@ class Monitor:
             origin_is_unknown=collector.origin_is_unknown,
             **facts_of(self._optimizer),
         )
-        window = self._buffer.close(facts, self._history.latest)
-        self._history.keep(window)
+        window = self._log.close(facts)
         found = [fitted(one, self._trained.source, self._replay_argument) for one in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found
@@ -570,7 +567,7 @@ class Monitor:
         """The recording, without acting on what it reviews."""
         with self._lock:
             self._run_rules_safely()
-            recording = self._history.recording()
+            recording = self._log.recording()
             recording.findings = tuple(self.findings)
             recording.backward_order = self._collector.backward_order
         parameters = [*self._model.parameters(), *self._trained.besides.parameters()]
@@ -591,7 +588,7 @@ class Monitor:
 
     def latest(self) -> LatestStep | None:
         """The newest step whose numbers were read: report and scalars. None before the first. No host sync."""
-        newest = self._buffer.newest
+        newest = self._log.newest
         return None if newest is None else LatestStep.of(newest)
 
     def diagnose(self) -> Diagnosis:
@@ -631,7 +628,7 @@ class Monitor:
                 "findings": [finding.to_dict() for finding in self.findings],
                 "rules": [(rule.name, rule.state_dict()) for rule in self._rules.rules],
                 "backward_order": list(self._collector.backward_order),
-                "history": as_state(self._history.recording()),
+                "history": as_state(self._log.recording()),
                 "guard": None if self.guard is None else self.guard.state_dict(),
             }
 
@@ -663,7 +660,7 @@ class Monitor:
             if guard is not None:
                 guard.load_state_dict(loaded.guard)
             self._pending.clear()
-            self._buffer.clear()
+            self._log.clear()
             self._to_act_on = []
             self.culprit, self._replayed, self._replayed_step = None, "", -1
             if self._snapshots is not None:
@@ -675,7 +672,7 @@ class Monitor:
             self.nonfinite_steps = loaded.nonfinite_steps
             self.findings[:] = loaded.findings
             self._collector.backward_order = loaded.backward_order
-            self._history.load(loaded.history)
+            self._log.load(loaded.history)
             self._rules.refresh(self.steps)
             self._collector.resume(self.steps)
 

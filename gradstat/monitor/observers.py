@@ -63,9 +63,13 @@ def states_of(
     # Keyed by id, because hashing a tensor is slow.
     held_by = {id(parameter): held for parameter, held in optimizer.state.items()}
     for name, parameter in zip(names, parameters, strict=True):
-        for key, value in (held_by.get(id(parameter)) or {}).items():
-            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                of_key, tensors = found.setdefault(key, ([], []))
+        held = held_by.get(id(parameter))
+        shape = parameter.shape if held else None
+        for key, value in held.items() if held else ():
+            if key != "step" and isinstance(value, Tensor) and value.shape == shape:
+                if key not in found:
+                    found[key] = [], []
+                of_key, tensors = found[key]
                 of_key.append(name)
                 tensors.append(value)
     for key, (of_key, tensors) in found.items():
@@ -105,22 +109,33 @@ def coverage(
 
     ``besides`` are the names of those among ``parameters`` that are trained and not the model's.
     """
-    held = {
-        id(parameter): (f"param_groups[{g}]['params'][{i}]", parameter)
-        for g, group in enumerate(optimizer.param_groups)
-        for i, parameter in enumerate(group["params"])
-    }
-    known = {id(parameter) for parameter in parameters}
-    anywhere = {id(parameter) for other in optimizers for group in other.param_groups for parameter in group["params"]}
-    anywhere.update(held)
-    lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
+    held, known = _ids_of(optimizer), set(map(id, parameters))
+    frozen = [(n, p) for n, p in zip(names, parameters, strict=True) if not p.requires_grad]
+    lacking: list[tuple[str, Tensor]] = []
+    if not known <= held:
+        anywhere = held.union(*map(_ids_of, optimizers))
+        lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
+    foreign = (
+        []
+        if held <= known
+        else [
+            f"param_groups[{g}]['params'][{i}]"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(group["params"])
+            if id(parameter) not in known and parameter.grad is None
+        ]
+    )
     return {
         "absent": [name for name, parameter in lacking if parameter.grad is not None],
         "resting": [name for name, parameter in lacking if parameter.grad is None],
-        "frozen": [n for n, p in zip(names, parameters, strict=True) if id(p) in held and not p.requires_grad],
-        "foreign": [place for i, (place, parameter) in held.items() if i not in known and parameter.grad is None],
+        "frozen": [name for name, parameter in frozen if id(parameter) in held],
+        "foreign": foreign,
         "besides": list(besides),
     }
+
+
+def _ids_of(optimizer: Optimizer) -> set[int]:
+    return {i for group in optimizer.param_groups for i in map(id, group["params"])}
 
 
 class BackwardOrder:

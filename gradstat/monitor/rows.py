@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
@@ -19,6 +20,7 @@ from gradstat.tensor_stats import TensorStats, l2_norm_of
 __all__ = ["Facts", "Observation", "Rows", "Window"]
 
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
+_ODD = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
@@ -31,13 +33,15 @@ class Layout(NamedTuple):
     numel: npt.NDArray[np.int64]
     values: Floats  # count of real numbers: a complex element is two
     matrices: Bools  # which tensors have two or more dimensions
+    dtypes: frozenset[torch.dtype]
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:
         numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
         matrices = np.array([info is not None and len(info.shape) >= 2 for info in infos], dtype=bool)
-        return cls(tuple(names), tuple(infos), numel, numel * parts, matrices)
+        dtypes = frozenset(info.dtype for info in infos if info is not None)
+        return cls(tuple(names), tuple(infos), numel, numel * parts, matrices, dtypes)
 
 
 class Rows:
@@ -53,12 +57,21 @@ class Rows:
     """
 
     def __init__(
-        self, layout: Layout, steps: npt.NDArray[np.int64], raw: Floats, layouts: Sequence[Layout] | None = None
+        self,
+        layout: Layout,
+        steps: npt.NDArray[np.int64],
+        raw: Floats,
+        layouts: Sequence[Layout] | None = None,
+        is_plain: bool | None = None,
     ) -> None:
+        """`is_plain` is looked for if it is not given."""
         self.layout = layout
         self.steps = steps
         self.raw = raw
         self.layouts = layouts
+        self._extremes: dict[tuple[str, str], Floats] = {}
+        if is_plain is not None:
+            self.is_plain = is_plain
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,6 +114,39 @@ class Rows:
         return column
 
     @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether all tensors were present, not empty, finite and neither huge nor tiny: the usual case."""
+        return not self.raw[:, :, _ODD].any() and bool((self.numel > 0).all())  # an absent one is all NaN
+
+    @functools.cached_property
+    def newest(self) -> Rows:
+        """The rows of the newest step, which hold no memory of the others."""
+        if len(self) == 1 and self.raw.base is None:
+            return self
+        return Rows(self.layout, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
+
+    def most(self, name: str) -> Floats:
+        """``[n]``: the largest of a value over the steps, NaN where there is none; ``name`` is a field or a property.
+
+        Kept for all rules: with `least`, the cheap way to know that a condition holds nowhere.
+        """
+        return self._extreme(np.fmax, name)
+
+    def least(self, name: str) -> Floats:
+        """``[n]``: the smallest of a value; ``name`` as for `most`."""
+        return self._extreme(np.fmin, name)
+
+    def _extreme(self, choose: np.ufunc, name: str) -> Floats:
+        key = choose.__name__, name
+        if key not in self._extremes:
+            if name == "l2_norm" and not self._is_at_ends_of_range:
+                self._extremes[key] = np.sqrt(self._extreme(choose, "sq_sum"))
+            else:
+                values = self.field(name) if name in _fields.INDEX else getattr(self, name)
+                self._extremes[key] = values[0] if len(self) == 1 else choose.reduce(values, axis=0)
+        return self._extremes[key]
+
+    @functools.cached_property
     def numel(self) -> npt.NDArray[np.int64]:
         """Number of elements, ``[n]``, or ``[m, n]`` if it varies."""
         return self.layout.numel if self.layouts is None else np.stack([layout.numel for layout in self.layouts])
@@ -119,14 +165,14 @@ class Rows:
     @functools.cached_property
     def nonfinite(self) -> Floats:
         """Number of NaN and Inf elements; 0 where the tensor was absent."""
-        if self.all_finite:
+        if self.is_plain:
             return np.zeros(self.raw.shape[:2])
         counts: Floats = np.nan_to_num(self.raw[:, :, _fields.NONFINITE].sum(2))
         return counts
 
     @functools.cached_property
     def _finite_values(self) -> Floats:
-        if self.all_finite:
+        if self.is_plain:
             return self.values
         parts = self.values / np.maximum(self.numel, 1)
         values: Floats = (self.numel - self.nonfinite) * parts
@@ -135,27 +181,27 @@ class Rows:
     @functools.cached_property
     def l2_norm(self) -> Floats:
         """L2 norm."""
-        if not np.any(self.raw[:, :, _EXTREMES]):
-            return np.sqrt(self.field("sq_sum"))  # the other two are only used at the ends of float64's range
-        return l2_norm_of(self.raw)
+        return l2_norm_of(self.raw) if self._is_at_ends_of_range else np.sqrt(self.field("sq_sum"))
+
+    @functools.cached_property
+    def _is_at_ends_of_range(self) -> bool:
+        """Whether other sums of squares are used than the middle one."""
+        return not self.is_plain and bool((self.raw[:, :, _EXTREMES] > 0).any())
 
     @functools.cached_property
     def rms(self) -> Floats:
         """Root mean square."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.l2_norm / np.sqrt(self._finite_values)
+        return self.l2_norm / np.sqrt(self._finite_values)
 
     @functools.cached_property
     def mean(self) -> Floats:
         """Mean."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.field("sum") / self._finite_values
+        return self.field("sum") / self._finite_values
 
     @functools.cached_property
     def std(self) -> Floats:
         """Population standard deviation; see `gradstat.TensorStats.std` for its accuracy."""
-        with np.errstate(invalid="ignore"):
-            deviation: Floats = _fields.std(np, self.rms, self.mean)
+        deviation: Floats = _fields.std(np, self.rms, self.mean)
         return deviation
 
     @functools.cached_property
@@ -167,21 +213,15 @@ class Rows:
     @functools.cached_property
     def zero_fraction(self) -> Floats:
         """Fraction of elements that are zero."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return self.field("zero_count") / self.numel
-
-    @functools.cached_property
-    def all_finite(self) -> bool:
-        """Whether all tensors were present, not empty and finite: the usual case, in one pass."""
-        return bool((self.raw[:, :, _fields.NONFINITE] == 0).all()) and bool((self.numel > 0).all())
+        return self.field("zero_count") / self.numel
 
     def series(self) -> Series:
         """The rows in the float32 form that the history keeps."""
         values = np.empty((*self.raw.shape[:2], len(COLUMNS)), dtype=np.float32)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for i, name in enumerate(COLUMNS):
                 column = self.field(name) if name in _fields.INDEX else getattr(self, name)
-                if name in ("min", "max") and not self.all_finite:
+                if name in ("min", "max") and not self.is_plain:
                     column = np.where(np.isfinite(column), column, np.nan)
                 values[:, :, i] = column
         # Values beyond float32 are clamped to its largest number, since infinity has another meaning here.

@@ -186,7 +186,7 @@ def test_a_recording_that_cannot_be_made_costs_a_warning(tmp_path: Path, monkeyp
 
     monitor = made(save_to=tmp_path / "run.gradstat")
     stepped(monitor)
-    monkeypatch.setattr("gradstat.monitor.history.History.recording", fails)
+    monkeypatch.setattr("gradstat.monitor.log.StepLog.recording", fails)
     with pytest.warns(RuntimeWarning, match=r"could not be saved: MemoryError: no memory left"):
         monitor.detach()
 

@@ -231,8 +231,8 @@ def out_of_memory(*_: object, **__: object) -> Any:
         ("gradstat.monitor.observers", "states_of", "buffers or optimizer states could not be measured"),
         ("gradstat.monitor.observers.Buffers", "take", "buffers or optimizer states could not be measured"),
         ("gradstat.monitor.observers", "update_sums", "the coming update could not be predicted"),
-        ("gradstat.monitor.step_buffer.StepBuffer", "read", "could not be read"),
-        ("gradstat.monitor.history.History", "keep", "the rules could not review the last steps"),
+        ("gradstat.monitor.log.StepLog", "read", "could not be read"),
+        ("gradstat.monitor.log.StepLog", "close", "the rules could not review the last steps"),
         ("gradstat.monitor.collector.Collector", "inspect_batch", "a batch could not be inspected"),
         ("gradstat.monitor.observers", "stats", "the hook Activations.measure of '0'"),
         ("gradstat.monitor.observers.Outputs", "measure", None),
@@ -269,7 +269,7 @@ def test_an_internal_error_is_reported_once_and_ends_no_training(
         assert len(about) == fails, texts
         assert not fails or "Traceback (most recent call last)" in about[0]
         # Steps after the error are watched again.
-        assert {4, 5} <= set(monitor.recording().steps.tolist()) or name == "keep"
+        assert {4, 5} <= set(monitor.recording().steps.tolist()) or name == "close"
         return [p.detach() for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
@@ -315,7 +315,7 @@ def test_what_the_user_raises_or_asks_for_wrongly_still_raises(monkeypatch: pyte
         with pytest.raises(gradstat.BackendUnavailableError):
             gradstat.Monitor(model).step()
     with monkeypatch.context() as patch:
-        patch.setattr("gradstat.monitor.step_buffer.StepBuffer.take", unavailable)
+        patch.setattr("gradstat.monitor.log.StepLog.take", unavailable)
         with pytest.raises(gradstat.BackendUnavailableError):
             gradstat.Monitor(model).step()
 

@@ -429,12 +429,22 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
+def test_the_newest_rows_are_not_overwritten_by_the_next_step() -> None:
+    model, optimizer, monitor = made(options={"review_every": 1})
+    trained(model, optimizer, monitor, 1)
+    newest = monitor._log.latest["gradient"]
+    norms = newest.raw.copy()
+    trained(model, optimizer, monitor, 1)
+    assert monitor._log.latest["gradient"] is not newest
+    np.testing.assert_array_equal(newest.raw, norms)
+
+
 @pytest.mark.parametrize("at", ["_pending", "_others"])
 def test_an_interrupt_loses_no_step_and_makes_no_two_of_one_number(at: str) -> None:
     model, optimizer, monitor = made(watch={"parameters": 2})
     trained(model, optimizer, monitor, 3)
     monitor.recording()  # takes all pending rows, so that the next rows of a kind begin a new list
-    owner: Any = monitor if at == "_pending" else monitor._buffer
+    owner: Any = monitor if at == "_pending" else monitor._log
     kind = type(getattr(owner, at))
     setattr(owner, at, type("", (Interrupted, kind), {})(getattr(owner, at)))
     with pytest.raises(KeyboardInterrupt):

@@ -89,7 +89,7 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
         model(torch.full((4, 6), math.nan)).sum().backward()
         dropped.step()
     assert [finding.step for finding in dropped.findings if finding.rule == "bad-rank"] == [0]
-    assert [seen.origin is None for seen in [dropped._buffer.newest] if seen is not None] == [True]
+    assert [seen.origin is None for seen in [dropped._log.newest] if seen is not None] == [True]
     del dropped
     gc.collect()
     gradstat.Monitor(model, watch={"origin": 1}).detach()

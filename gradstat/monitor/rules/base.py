@@ -32,7 +32,8 @@ class Rule:
     """Reviews new steps and reports problems. A subclass sets the attributes and implements `review`.
 
     Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing; a step in which a scalar
-    leaves the rule's `bands`, or in which something is not finite, is reviewed at once.
+    leaves the rule's `bands`, or in which something is not finite, is reviewed at once. `Rows.most` and `Rows.least`,
+    which rules share, often tell that there is nothing to look for.
 
     Attributes:
         name: Its name in findings.
@@ -255,6 +256,11 @@ class LastingRule(Rule):
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         """Whether the condition has begun more than once for one of the tensors ``names``."""
         return bool((self._times.of(names) > 1).any())
+
+    def nowhere(self, names: tuple[str, ...]) -> None:
+        """Instead of `lasting`, if it is known at less cost that the condition holds for none of ``names``."""
+        self._since.of(names), self._times.of(names)  # to know the same tensors
+        self._lasts_for.of(names)[:] = 0
 
     def lasting(
         self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any], names: tuple[str, ...] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -16,17 +15,20 @@ from gradstat.monitor.rules.base import Kept, PerName, Rule, is_texts, is_whole,
 
 
 def _bad_rows(
-    window: Window, kind: str, is_bad: Callable[[Rows], npt.NDArray[Any]] = operator.attrgetter("nonfinite")
+    window: Window, kind: str, is_bad: Callable[[Rows], npt.NDArray[Any]] | None = None
 ) -> Iterator[tuple[Rows, int, int, list[str]]]:
     """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors.
 
     ``is_bad`` says which tensors of some rows are, ``[m, n]``; by default those with any.
     """
-    rows = window.rows(kind)
-    if rows is not None:
-        bad = is_bad(rows)
-        for row in np.flatnonzero(bad.any(1)).tolist():
-            yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(bad[row])]
+    rows, counts = window.rows(kind), window.scalars.get("nonfinite")
+    if kind == "gradient" and counts is not None and not counts.any():
+        return  # the usual case, at the least cost
+    if rows is None or (is_bad is None and rows.is_plain):
+        return
+    bad = rows.nonfinite if is_bad is None else is_bad(rows)
+    for row in np.flatnonzero(bad.any(1)).tolist():
+        yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(bad[row])]
 
 
 def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
@@ -196,6 +198,7 @@ class _NonfiniteTensor(Rule):
     severity = "error"
     kind = what = ""
     causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
+    _is_bad: Any = None  # as for `_bad_rows`
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
@@ -208,9 +211,6 @@ class _NonfiniteTensor(Rule):
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
                 yield self.found(step, bad[0], text, kind, causes=causes, **evidence)
-
-    def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
-        return rows.nonfinite
 
 
 class NonfiniteParameter(_NonfiniteTensor):

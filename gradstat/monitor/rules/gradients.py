@@ -20,7 +20,6 @@ from gradstat.monitor.rules.base import (
     PerName,
     Rule,
     is_texts,
-    series,
 )
 from gradstat.monitor.rules.spikes import SpikeRule
 
@@ -63,7 +62,7 @@ class ExplodingGradient(SpikeRule):
         return {"norm": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for row, (step, norm) in enumerate(series(window, "norm")):
+        for row, step, norm in self.not_calm(window, "norm"):
             if not math.isfinite(norm):
                 continue
             limit, median = min(self._high, self._beyond), self._median
@@ -136,7 +135,7 @@ class VanishingGradient(Rule):
         if len(weights) < self.layers:
             return
         # Only the last of these steps is examined, since the decay does not come and go.
-        sizes = Rows(rows.layout, rows.steps[-1:], rows.raw[-1:]).rms[0, weights]
+        sizes = rows.newest.rms[0, weights]
         there = np.isfinite(sizes) & (sizes > 0)
         if there.sum() < self.layers:
             return
@@ -249,6 +248,9 @@ class DeadGradient(_AbsentGradientRule):
         rows = window.rows("gradient")
         if rows is None:
             return
+        if rows.layouts is None and not ((rows.most("zero_count") == rows.numel) & (rows.numel > 0)).any():
+            self._never_alive.of(rows.names)[:] = 0
+            return self.nowhere(rows.names)
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
         stuck = self._stuck(window, rows, dead)
         needed = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
@@ -324,8 +326,11 @@ class MissingGradient(_AbsentGradientRule):
         rows = window.rows("gradient")
         if rows is None:
             return
+        observed = window.observed("missing")  # rows cannot tell which parameters are frozen
+        if not observed:
+            return self.nowhere(rows.names)
         missing = np.zeros(rows.present.shape, dtype=bool)
-        for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
+        for seen in observed:
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, self._resting)

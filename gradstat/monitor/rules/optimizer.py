@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
@@ -20,7 +21,12 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
     for kind in kinds:
         rows = window.rows(kind)
         if rows is not None:
-            yield kind, rows, tuple(f"{kind} {name}" for name in rows.names)
+            yield kind, rows, _unique_names(kind, rows.names)
+
+
+@functools.lru_cache(maxsize=16)
+def _unique_names(kind: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{kind} {name}" for name in names)
 
 
 class MomentumDrift(Rule):
@@ -44,14 +50,17 @@ class MomentumDrift(Rule):
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        norms = np.nan_to_num([self._largest, *window.scalars.get("finite_norm", ())], posinf=0.0)
-        norms = np.maximum.accumulate(norms)
+        norms = np.concatenate([[self._largest], window.scalars.get("finite_norm", ())])
+        norms[~np.isfinite(norms)] = 0.0
+        np.maximum.accumulate(norms, out=norms)
         self._largest = float(norms[-1])
         for kind, rows, names in _states(window, _MOMENTA):
             for row, step in enumerate(rows.steps.tolist()):
                 largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
+                if not largest > 0 or not (rows.l2_norm[row] > self.factor * largest).any():
+                    continue
                 sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
-                due = np.flatnonzero((sizes > self.factor * largest) & (largest > 0)).tolist()
+                due = np.flatnonzero(sizes > self.factor * largest).tolist()
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:
                     i = max(fresh, key=lambda i: sizes[i])
@@ -93,7 +102,9 @@ class SecondMomentDrop(Rule):
             before, when = self._norms.of(names), self._when.of(names)
             for row, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[row]
-                dropped = norms < self.factor * decay ** (step - when) * before
+                dropped = norms < self.factor * before
+                if dropped.any():
+                    dropped = norms < self.factor * decay ** (step - when) * before
                 due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
                 fresh = [i for i in due if self._episodes.begins(names[i], step)]
                 if fresh:

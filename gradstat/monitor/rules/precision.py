@@ -44,6 +44,8 @@ class Underflow(LastingRule):
         rows = window.rows("gradient")
         if rows is None:
             return
+        if not window.facts.is_scaled and rows.layout.dtypes.isdisjoint(_FLOORS):
+            return
         floor, scale = self._floors(rows, window)
         if not floor.any():
             return

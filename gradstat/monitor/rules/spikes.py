@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
+from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
 # Standard deviation of a normal distribution over its median absolute deviation.
@@ -58,6 +61,31 @@ class SpikeRule(Rule):
         self._scatter = 1.0  # the factor by which values of this series usually differ
         self._high = self._beyond = math.inf
         self._episodes = Episodes(quiet)
+
+    def calm_below(self) -> float:
+        """A value up to here is no finding and moves no limit, before the next `set_limits`; -Inf if not known."""
+        is_known = len(self._values) > max(_FEW, self.window // 2) and len(self._first) == _BEGINNING
+        if not is_known or self._beyond <= 0 or self.beyond <= 0:
+            return -math.inf
+        return min(self._high, self._beyond, self._beyond / self.beyond * (1 - 1e-9))
+
+    def not_calm(self, window: Window, name: str) -> Iterator[tuple[int, int, float]]:
+        """Rows, steps and values of the scalar ``name`` in ``window`` above `calm_below`; adds the others itself."""
+        column = window.scalars.get(name, np.empty(0))
+        steps, values = window.steps.tolist(), column.tolist()
+        row = 0
+        while row < len(values):
+            calm = column[row : row + _EVERY - self._new] <= self.calm_below()
+            count = len(calm) if calm.all() else int(calm.argmin())
+            self._values += values[row : row + count]
+            self._new += count
+            row += count
+            if self._new == _EVERY:
+                self._new = 0
+                self.set_limits()
+            elif row < len(values):
+                yield row, steps[row], values[row]
+                row += 1
 
     def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""

@@ -66,11 +66,18 @@ class LossSpike(SpikeRule):
                 # The standard error of a mean of 20 values.
                 self._error = math.sqrt(sum((value - mean) ** 2 for value in self._values) / (20 * count))
 
+    def calm_below(self) -> float:
+        calm = super().calm_below()
+        if not 0 < self._lowest < math.inf:
+            return calm
+        lowest = self.climb * self._lowest * (1 - 1e-9)  # no mean of such values has climbed
+        return min(calm, lowest) if max(self._values[-19:], default=math.inf) <= lowest else -math.inf
+
     def bands(self) -> Mapping[str, Band]:
         return {"loss": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for step, loss in series(window, "loss"):
+        for _, step, loss in self.not_calm(window, "loss"):
             if not math.isfinite(loss):
                 continue
             limit, median = min(self._high, self._beyond), self._median
@@ -136,17 +143,19 @@ class LearningRateJump(Rule):
             return
         for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
             rates = window.scalars.get(name, first)
-            rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
-            before = self._before.get(name, before_first)
-            previous = np.array([before, *rates[:-1]])
+            if name != "lr":
+                rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
+            listed = rates.tolist()
+            previous = [self._before.get(name, before_first), *listed[:-1]]
             self._largest.setdefault(name, 0.0)
-            self._before[name] = float(rates[-1])
-            if (rates > 0).all() and ((rates <= self.up * previous) & (rates >= previous / self.down)).all():
+            self._before[name] = listed[-1]
+            low, high = float(rates.min()), float(rates.max())
+            # All of them and the one before are so close together that none can be a jump.
+            if low > 0 and high <= self.up * min(low, previous[0]) and low >= max(high, previous[0]) / self.down:
                 self._zero_for[name] = 0
-                self._largest[name] = max(self._largest[name], float(rates.max()))
+                self._largest[name] = max(self._largest[name], high)
             else:
-                steps = zip(window.steps.tolist(), previous.tolist(), rates.tolist(), strict=True)
-                yield from self._review_one(name, steps)
+                yield from self._review_one(name, zip(window.steps.tolist(), previous, listed, strict=True))
 
     def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]]) -> Iterable[Finding]:
         which = "the learning rate" + (name != "lr") * f" of group {name[3:-1]}"

@@ -66,9 +66,17 @@ class GradientWeightRatio(Rule):
         judged = parameters.layout.matrices & (zero == 0)
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
-        norms = gradients.l2_norm
         # The root mean square is never below the standard deviation, and cheaper.
-        high = norms > self.std_ratio * spreads * np.sqrt(gradients.values)
+        largest = self.std_ratio * spreads * np.sqrt(gradients.values)
+        names = gradients.names
+        if (
+            gradients.layouts is None
+            and not ((gradients.most("l2_norm") > largest) | (gradients.least("l2_norm") < smallest)).any()
+        ):
+            self._high_for.of(names)[:] = self._low_for.of(names)[:] = 0
+            return
+        norms = gradients.l2_norm
+        high = norms > largest
         if high.any():
             ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
             known = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
@@ -224,17 +232,18 @@ class UnchangedParameter(Rule):
         rows, gradients = window.rows("parameter"), window.latest.get("gradient")
         if rows is None or gradients is None:
             return
-        largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
-        has_gradient = largest > self.rounding * largest.max(initial=0.0)
         counts, since = self._same_for.of(rows.names), self._since.of(rows.names)
         for row, step in enumerate(rows.steps.tolist()):
-            sums = rows.raw[row, :, _SUMS]
-            same = np.zeros(len(rows.names), dtype=bool)
+            sums, names = rows.raw[row, :, _SUMS], list(rows.names)
+            same = np.zeros(len(names), dtype=bool)
             known = np.asarray([] if self._sums is None else self._sums)
-            if known.shape == sums.shape and self._names == list(rows.names):
-                same = (sums == known).all(1) & has_gradient
+            if known.shape == sums.shape and self._names == names:
+                same = (sums == known).all(1)
+            if same.any():
+                largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
+                same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
                 same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
-            self._names, self._sums = list(rows.names), sums.copy()
+            self._names, self._sums = names, sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
             still = np.flatnonzero((counts >= self.measurements) & (step - since >= self.steps))

@@ -1,0 +1,341 @@
+"""The step log: reads the numbers of measured steps, hands new steps to the rules, and keeps the last ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat import _fields
+from gradstat._core.measurement import without_scale
+from gradstat._core.tensors import TensorInfo
+from gradstat.monitor.collector import Pending
+from gradstat.monitor.kinds import in_order
+from gradstat.monitor.recording.recording import Recording, Series
+from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Rows, Window
+from gradstat.monitor.segments import Segment
+from gradstat.report import Report
+from gradstat.tensor_stats import l2_norm_of
+
+_NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]
+_SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
+_LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
+_MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
+
+# Scalars that are 0 in steps that do not have them.
+_COUNTS = {"nonfinite": 0.0, "missing": 0.0}
+
+# Up to this many bytes, rows are kept unconverted: most are dropped before anyone asks for a series.
+_MAX_RAW_BYTES = 16 * 2**20
+
+_UNKNOWN: tuple[Any, Any, Layout | None] = (None, None, None)
+
+
+class LatestStep(NamedTuple):
+    """A step of a monitor, on the host.
+
+    Attributes:
+        step: Its number, counted from 0.
+        report: The report on its gradients, unscaled.
+        scalars: Its scalars: ``"loss"``, ``"lr"``, ``"loss_scale"``, ``"norm"`` and so on.
+    """
+
+    step: int
+    report: Report
+    scalars: dict[str, float]
+
+    @classmethod
+    def of(cls, pending: Pending) -> LatestStep:
+        """Makes one from a ``pending`` step whose numbers have been read."""
+        numbers = pending.numbers[0]
+        names, positions = numbers.segments[0].names, numbers.segments[0].positions
+        count = numbers.segments[0].measured
+        rows, total = numbers.table()[:count], numbers.rows.total()
+        scale = pending.scalars.get("loss_scale")
+        if pending.is_scaled and scale:
+            rows, total = without_scale(rows, scale), without_scale(total, scale)
+        missing = [position for seen in pending.observations if seen.kind == "missing" for position in seen.value]
+        report = Report(
+            lambda: names if positions is None else [names[position] for position in positions],
+            rows,
+            numbers.rows.infos[:count],
+            lambda: [names[position] for position in missing],
+            loss_scale=scale,
+            total=total,
+        )
+        return cls(pending.step, report, dict(pending.scalars))
+
+
+class StepLog:
+    """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``.
+
+    Attributes:
+        observations: Those that the rules have not seen.
+        newest: The newest step that was read.
+        latest: By kind, the newest rows, of one step.
+    """
+
+    def __init__(
+        self, length: int, max_bytes: int, check_labels: Callable[[int, str, float, float], list[Observation]]
+    ) -> None:
+        self._length, self._max_bytes, self._check_labels = length, max_bytes, check_labels
+        self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
+        self._ones = np.ones(0)
+        self._names: tuple[str, ...] = ()
+        self._reads_plain = True  # as `Rows.is_plain`, of the step that was read, as far as its total tells
+        self._memory = _block(0, 0)  # rows of gradients by step
+        self.clear()
+        self.load(None)
+
+    def clear(self) -> None:
+        """Drops the steps that the rules have not seen, because their numbers will be used again."""
+        self._steps: list[tuple[int, dict[str, float], Layout]] = []
+        self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
+        self.observations: list[Observation] = []
+        self.newest: Pending | None = None
+        self._is_plain = True  # as `_reads_plain`, of all these steps
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added since the last `close`."""
+        return not self._steps and not self.observations
+
+    # New steps -------------------------------------------------------------------------------------------
+
+    def read(self, pending: Pending) -> bool:
+        """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
+        numbers, scalars = pending.numbers[0], pending.scalars
+        table, total = numbers.table(), numbers.rows.total()
+        count = numbers.segments[0].measured
+        if total is None:
+            if len(self._ones) != count:
+                self._ones = np.ones(count)
+            total = self._ones @ table[:count]  # the fastest sum of few rows
+        else:
+            numbers.rows.raise_if_others_failed()
+        sums = total.tolist()
+        norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
+        bad = sums[_NAN] or sums[_INF]
+        self._reads_plain = not (bad or sums[_LARGE] or sums[_SMALL]) and numbers.segments[0].positions is None
+        if pending.on_device:
+            # If gradients are distributed, every segment has a table of its own.
+            rows, first = (table, count) if len(numbers.segments) > 1 else (pending.numbers[1].table(), 0)
+            for i, name in enumerate(pending.on_device, first):
+                scalars[name] = _value(rows[i].tolist())
+        if pending.is_scaled:
+            # A scale of 0 made every gradient 0, whatever it was.
+            norm = norm / scalars["loss_scale"] if scalars["loss_scale"] else math.nan
+        scalars["finite_norm"] = scalars["norm"] = norm
+        if bad:
+            scalars["norm"] = math.nan if sums[_NAN] else math.inf
+            scalars["nonfinite"] = sums[_NAN] + sums[_INF]
+        loss = scalars.get("loss", 0.0)
+        if not math.isfinite(loss):
+            scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
+            bad = True
+        return bool(bad)
+
+    def take(self, pending: Pending, review: Callable[[], None]) -> None:
+        """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
+        names = pending.numbers[0].segments[0].names
+        is_other = names is not self._names and names != self._names
+        others: list[tuple[Segment, Floats, Layout]] = []
+        if len(pending.numbers[0].segments) + len(pending.numbers) > 2 + bool(pending.on_device):
+            for numbers, (segment, start) in ((n, split) for n in pending.numbers for split in n.split()):
+                if segment.kind not in ("gradient", "scalars"):
+                    rows = numbers.table()[start : start + segment.measured]
+                    others.append((segment, rows, self._layout_of(segment, numbers.rows.infos, start)))
+                    held = self._others.get(segment.kind)
+                    is_other = is_other or (held is not None and held[-1][1].names != segment.names)
+        if is_other:
+            review()
+        self._names = names
+        self._is_plain &= self._reads_plain
+        self.newest = pending
+        self._steps.append((pending.step, pending.scalars, self._add_gradients(pending)))
+        if pending.observations:
+            self.observations += pending.observations
+        for segment, rows, layout in others:
+            kind = segment.kind
+            if kind == "label":
+                for name, row in zip(segment.names, rows, strict=True):
+                    self.observations += self._check_labels(pending.step, name, float(row[_MIN]), float(row[_MAX]))
+            elif kind in self._others:
+                self._others[kind].append((pending.step, layout, rows))
+            else:  # one assignment, so that an interrupt cannot leave an empty list
+                self._others[kind] = [(pending.step, layout, rows)]
+        if pending.origin is not None and "nonfinite" in pending.scalars:
+            self.observations.append(Observation("origin", pending.step, pending.origin()))
+
+    def _add_gradients(self, pending: Pending) -> Layout:
+        """Adds the rows of gradients to those of earlier steps, while they are in the cache."""
+        numbers, at = pending.numbers[0], len(self._steps)
+        segment = numbers.segments[0]
+        if at >= len(self._memory) or self._memory.shape[1] != len(segment.names):
+            longer = _block(2 * at or 1, len(segment.names))
+            if at:
+                longer[:at] = self._memory
+            self._memory = longer
+        rows, table = self._memory[at], numbers.table()[: segment.measured]
+        if pending.is_scaled:
+            table = without_scale(table, pending.scalars["loss_scale"])
+        if segment.positions is None:
+            rows[:] = table
+        else:
+            rows.fill(math.nan)
+            rows[segment.positions] = table
+        return self._layout_of(segment, numbers.rows.infos, 0)
+
+    def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
+        """The cached layout of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
+        known, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
+        if layout is not None and layout.names is not segment.names and layout.names != segment.names:
+            layout = None
+        # ``every`` stays the same object while shapes, dtypes and devices do not change.
+        if layout is not None and known is every and positions == segment.positions:
+            return layout
+        measured = every[start : start + segment.measured]
+        infos: list[Any] = list(measured)
+        if segment.positions is not None:
+            # Absent tensors keep the info of earlier steps.
+            infos = list(layout.infos) if layout is not None else [None] * len(segment.names)
+            for position, info in zip(segment.positions, measured, strict=True):
+                infos[position] = info
+        if layout is None or list(layout.infos) != infos:  # else only other tensors have changed
+            layout = Layout.of(segment.names, infos)
+        self._layouts[segment.kind] = (every, segment.positions, layout)
+        return layout
+
+    # From new steps to kept ones -------------------------------------------------------------------------
+
+    def close(self, facts: Facts) -> Window:
+        """The steps since the last call, as a window for the rules; from now on they are kept."""
+        closed, others, seen = self._steps, self._others, self.observations
+        self._steps, self._others, self.observations = [], {}, []
+        steps = np.array([step for step, _, _ in closed], dtype=np.int64)
+        scalars = _columns([one for _, one, _ in closed])
+        tables: dict[str, Rows] = {}
+        if closed:
+            raw = self._memory[: len(closed)]
+            layouts = [layout for _, _, layout in closed]
+            is_plain = self._is_plain and bool(layouts[-1].numel.all())
+            tables["gradient"] = _rows(steps, raw, layouts, is_plain or None)
+            self._is_plain = True
+        known = set(steps.tolist())
+        for kind, rows in others.items():
+            of_these = [row for row in rows if row[0] in known]  # an interrupt may leave rows without their step
+            if of_these:
+                at = np.array([step for step, _, _ in of_these], dtype=np.int64)
+                raw = np.stack([raw for _, _, raw in of_these])
+                tables[kind] = _rows(at, raw, [layout for _, layout, _ in of_these])
+        self._keep(steps, scalars, tables)
+        return Window(steps, scalars, tables, facts, seen, self.latest)
+
+    def _keep(self, steps: npt.NDArray[np.int64], scalars: dict[str, Floats], tables: dict[str, Rows]) -> None:
+        self.latest |= {kind: rows.newest for kind, rows in tables.items()}
+        if not self._length or not len(steps):  # none if a batch was reviewed before the first step
+            return
+        kept: dict[str, Any] = {}
+        for kind, rows in tables.items():
+            is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
+            # A copy, while it is in the cache, is no dearer than new memory for the coming steps.
+            kept[kind] = Rows(rows.layout, rows.steps, rows.raw.copy("K"), rows.layouts) if is_small else rows.series()
+            self._bytes += _bytes_of(kept[kind])
+        self._blocks.append((steps, scalars, kept))
+        if self._bytes > self._max_bytes:
+            self._condense()
+        while steps[-1] - self._blocks[0][0][-1] >= self._length or (
+            self._bytes > self._max_bytes and len(self._blocks) > 1
+        ):
+            self._bytes -= sum(map(_bytes_of, self._blocks.popleft()[2].values()))
+
+    def _condense(self) -> None:
+        """Converts all kept rows to series."""
+        for _, _, tables in self._blocks:
+            tables |= {kind: rows.series() for kind, rows in tables.items() if isinstance(rows, Rows)}
+        self._bytes = sum(_bytes_of(chunk) for _, _, tables in self._blocks for chunk in tables.values())
+
+    # Kept steps ------------------------------------------------------------------------------------------
+
+    def recording(self) -> Recording:
+        """Everything that is kept, without findings."""
+        blocks = self._blocks
+        steps = np.concatenate([np.empty(0, np.int64), *(steps for steps, _, _ in blocks)])
+        first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
+        kept = steps >= first
+        scalars = {
+            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held, _ in blocks])[kept]
+            for name in dict.fromkeys(name for _, held, _ in blocks for name in held)
+        }
+        self._condense()
+        kinds = in_order(dict.fromkeys(kind for _, _, tables in blocks for kind in tables))
+        joined = {kind: _joined([tables[kind] for _, _, tables in blocks if kind in tables], first) for kind in kinds}
+        return Recording(steps[kept], scalars, {kind: series for kind, series in joined.items() if len(series.steps)})
+
+    def load(self, recording: Recording | None) -> None:
+        """Replaces what is kept by the history of another run."""
+        # Of a review each: steps, scalars, and by kind a `Series`, or `Rows` to be converted when needed.
+        self._blocks: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats], dict[str, Any]]] = deque()
+        self._bytes = 0  # bytes of the tables
+        self.latest: dict[str, Rows] = {}
+        if recording is not None and len(recording.steps):
+            tables = {kind: series for kind, series in recording.tables.items() if len(series.steps)}
+            self._blocks.append((recording.steps, dict(recording.scalars), tables))
+            self._bytes = sum(map(_bytes_of, tables.values()))
+
+
+def _block(steps: int, tensors: int) -> Floats:
+    """Memory for rows, ``[steps, tensors, fields]``. Each field is contiguous, since rules read one at a time."""
+    return np.empty((_fields.COUNT, steps, tensors)).transpose(1, 2, 0)
+
+
+def _rows(steps: npt.NDArray[np.int64], raw: Floats, layouts: list[Layout], is_plain: bool | None = None) -> Rows:
+    newest = layouts[-1]
+    if all(layout is newest for layout in layouts):
+        return Rows(newest, steps, raw, is_plain=is_plain)
+    return Rows(newest, steps, raw, layouts)
+
+
+def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
+    """The scalars of some steps, each as an array; missing values are NaN, or 0 for counts."""
+    if not steps:
+        return {}
+    absent = [(name, _COUNTS.get(name, math.nan)) for name in dict.fromkeys(itertools.chain(_COUNTS, *steps))]
+    numbers = (one.get(name, value) for name, value in absent for one in steps)
+    values = np.fromiter(numbers, np.float64, len(absent) * len(steps)).reshape(len(absent), len(steps))
+    return dict(zip((name for name, _ in absent), values, strict=True))
+
+
+def _value(row: list[float]) -> float:
+    # The sum of one element is the element; the counts tell whether it is NaN or Inf.
+    if row[_NAN] or row[_INF]:
+        return math.nan if row[_NAN] else math.inf
+    return row[_SUM]
+
+
+def _bytes_of(chunk: Series | Rows) -> int:
+    return chunk.raw.nbytes if isinstance(chunk, Rows) else chunk.values.nbytes
+
+
+def _joined(chunks: list[Series], first: int) -> Series:
+    """Joins ``chunks`` from step ``first`` on; every tensor that is in any of them gets a column."""
+    layouts = dict.fromkeys(chunk.names for chunk in reversed(chunks))
+    names = tuple(dict.fromkeys(itertools.chain.from_iterable(layouts)))
+    column = {name: i for i, name in enumerate(names)}
+    numel = np.zeros(len(names), dtype=np.int64)
+    steps = np.concatenate([chunk.steps for chunk in chunks])
+    values = np.full((len(steps), len(names), chunks[0].values.shape[2]), math.nan, dtype=np.float32)
+    row = 0
+    for chunk in chunks:
+        at = np.array([column[name] for name in chunk.names], dtype=np.int64)
+        values[row : row + len(chunk.steps), at] = chunk.values
+        seen = chunk.numel > 0
+        numel[at[seen]] = chunk.numel[seen]
+        row += len(chunk.steps)
+    kept = steps >= first
+    return Series(names, numel, steps[kept], values[kept])
