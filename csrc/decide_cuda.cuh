@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kThreads) decide_clip_kernel(const __grid_cons
   decide_clip(request, Block(of_warp));
 }
 
-// One warp per series.
-__global__ void __launch_bounds__(kThreads) guard_kernel(const __grid_constant__ GuardRequest request) {
+// One warp per series. There is one block, so a multiprocessor need not hold more (otherwise ptxas spills).
+__global__ void __launch_bounds__(kThreads, 1) guard_kernel(const __grid_constant__ GuardRequest request) {
   __shared__ int judgements[kGuarded];
   const int series = static_cast<int>(threadIdx.x / 32);
   if (series < kGuarded) {
