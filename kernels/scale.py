@@ -43,6 +43,21 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     end = begin + values
     aligned = address - address % 16
 
+    # Partial vectors: in the first chunk before the first whole vector, in the last chunk after the last one. They
+    # come first, so that what they need holds no registers in the loops.
+    tail = end // VECTOR
+    is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
+    head_end = tl.where((chunk == 0) & (begin > 0), VECTOR, 0)
+    tail_begin = tl.where(is_last & ((tail > 0) | (begin == 0)), tail * VECTOR, end)
+    # An element per lane: of fewer, other lanes would read copies while these are written.
+    edge = tl.arange(0, LANES)
+    position = tl.where(edge < VECTOR, edge, tail * VECTOR + edge - VECTOR)
+    lower = tl.where(edge < VECTOR, begin, tail_begin)
+    upper = tl.where(edge < VECTOR, tl.minimum(head_end, end), end)
+    inside = (position >= lower) & (position < upper)
+    edges = aligned.to(tl.pointer_type(ELEMENT)) + position
+    tl.store(edges, _scaled(tl.load(edges, mask=inside, other=0), coefficient), mask=inside)
+
     # The whole vectors of this chunk: first in whole steps, then lane by lane.
     first_vector = tl.maximum(chunk * chunk_vectors, (begin + VECTOR - 1) // VECTOR)
     last_vector = tl.minimum((chunk + 1) * chunk_vectors, end // VECTOR)
@@ -61,20 +76,6 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
         mask = (start + lane < vectors) & (value >= 0)
         target = pointer + start * VECTOR + value
         tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
-
-    # Partial vectors: in the first chunk before the first whole vector, in the last chunk after the last one.
-    tail = end // VECTOR
-    is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
-    head_end = tl.where((chunk == 0) & (begin > 0), VECTOR, 0)
-    tail_begin = tl.where(is_last & ((tail > 0) | (begin == 0)), tail * VECTOR, end)
-    # An element per lane: of fewer, other lanes would read copies while these are written.
-    edge = tl.arange(0, LANES)
-    position = tl.where(edge < VECTOR, edge, tail * VECTOR + edge - VECTOR)
-    lower = tl.where(edge < VECTOR, begin, tail_begin)
-    upper = tl.where(edge < VECTOR, tl.minimum(head_end, end), end)
-    mask = (position >= lower) & (position < upper)
-    target = aligned.to(tl.pointer_type(ELEMENT)) + position
-    tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
 
 
 @triton.jit
