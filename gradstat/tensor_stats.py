@@ -134,7 +134,7 @@ class TensorStats(RowValues):
     __slots__ = ("_info", "_row", "_values", "name")
 
     def __init__(self, name: str, row: Array, info: TensorInfo, values: dict[str, Any] | None = None) -> None:
-        """``values`` are those of `derived`, if they are known already."""
+        """``values`` are those of ``derived``, if they are known already."""
         self.name = name
         self._row = row
         self._info = info
