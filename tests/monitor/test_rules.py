@@ -451,7 +451,7 @@ def test_values_that_are_added_without_a_look_change_nothing(
     ]
     level[rng.integers(200, 900, 6)] *= rng.choice([8, 300, math.nan, math.inf, -1], 6)
     level[700:720] *= 40.0
-    option = {} if seed % 5 else {"beyond": 0.0, "window": 4}
+    option = {} if seed % 5 else {"single_factor": 0.0, "window": 4}
     windows = series("loss" if name == "loss-spike" else "norm", (level - (seed == 11) * 3).tolist()).windows(64)
     quick, slow = new(name, **option), new(name, **option)
     found = findings(quick, windows)

@@ -294,8 +294,8 @@ class SporadicNonfinite(Rule):
     like this (P. H. Hochschild and others, Cores that don't count, HotOS 2021).
 
     Args:
-        times: Number of separate incidents that begin in different parameters.
-        within: Number of steps in which they occur.
+        min_count: Number of separate incidents that begin in different parameters.
+        within_steps: Number of steps in which they occur.
     """
 
     name = "sporadic-nonfinite"
@@ -316,11 +316,11 @@ class SporadicNonfinite(Rule):
         )
     }
 
-    def __init__(self, times: int = 3, within: int = 1000) -> None:
-        self.times, self.within = times, within
+    def __init__(self, min_count: int = 3, within_steps: int = 1000) -> None:
+        self.min_count, self.within_steps = min_count, within_steps
         self._incidents: list[list[int | str]] = []
         self._last_bad = -2
-        self._told = -within - 1
+        self._told = -within_steps - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
         for _, _, step, bad in () if window.facts.is_scaled else _bad_rows(window, "gradient"):
@@ -328,9 +328,9 @@ class SporadicNonfinite(Rule):
             if going_on:
                 continue
             self._incidents.append([step, window.facts.first_in_backward(bad)])
-            self._incidents = [incident for incident in self._incidents if step - int(incident[0]) < self.within]
+            self._incidents = [incident for incident in self._incidents if step - int(incident[0]) < self.within_steps]
             places = {str(name) for _, name in self._incidents}
-            if len(places) >= self.times and step - self._told > self.within:
+            if len(places) >= self.min_count and step - self._told > self.within_steps:
                 self._told = step
                 first, first_name = self._incidents[0]
                 listed = ", ".join(f"{name} at step {when}" for when, name in self._incidents[-5:])

@@ -28,8 +28,8 @@ class ExplodingGradient(SpikeRule):
     """A total norm that is too large compared to those of earlier steps.
 
     Args:
-        sigmas, log_sigmas, factor, back, times, within, beyond, early, window: As for `SpikeRule`. Norms have heavy
-            tails, so healthy steps often exceed three standard deviations.
+        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps, single_factor, warmup_factor, window: As for
+            `SpikeRule`. Norms have heavy tails, so healthy steps often exceed three standard deviations.
     """
 
     name = "exploding-gradient"
@@ -49,14 +49,17 @@ class ExplodingGradient(SpikeRule):
         sigmas: float = 3.0,
         log_sigmas: float = 5.0,
         factor: float = 10.0,
-        back: float = 0.25,
-        times: int = 4,
-        within: int = 5,
-        beyond: float = 10.0,
-        early: float = 1e3,
+        lost_progress: float = 0.25,
+        min_count: int = 4,
+        within_steps: int = 5,
+        single_factor: float = 10.0,
+        warmup_factor: float = 1e3,
         window: int = 100,
     ) -> None:
-        super().__init__(sigmas, log_sigmas, factor, back, 0.0, times, within, beyond, early, window, quiet=20)
+        super().__init__(
+            sigmas, log_sigmas, factor, lost_progress, 0.0, min_count, within_steps, single_factor, warmup_factor,
+            window, quiet=20,
+        )  # fmt: skip
 
     def bands(self) -> Mapping[str, Band]:
         return {"norm": (-math.inf, min(self._high, self._beyond))}

@@ -36,23 +36,29 @@ class SpikeRule(Rule):
         log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
             this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
             counts, are no heavier than those of a normal distribution.
-        back: It is also at least this fraction of the way from the median back to the initial level, the third quartile
-            of the first 20 values.
+        lost_progress: It is also at least this fraction of the way from the median back to the initial level, the third
+            quartile of the first 20 values.
         floor: It is also at least this far above the median.
-        times, within: ``times`` values above the limit in ``within`` steps are a jump, which began with the first one.
-        beyond: A single value is a jump if it is above this many times the initial level and the largest in the window.
-        early: Until half a window is known, the limit is this many times the largest of at least five values.
+        min_count, within_steps: So many values above the limit in so many steps are a jump, which began with the first.
+        single_factor: A single value is a jump if it is above this many times the initial level and the largest in the
+            window.
+        warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.
         window: Number of steps in the window.
         quiet: A jump this many steps after the last one is a new finding.
     """
 
     def __init__(
-        self, sigmas: float, log_sigmas: float, factor: float, back: float, floor: float, times: int, within: int,
-        beyond: float, early: float, window: int, quiet: int,
+        self, sigmas: float, log_sigmas: float, factor: float, lost_progress: float, floor: float, min_count: int,
+        within_steps: int, single_factor: float, warmup_factor: float, window: int, quiet: int,
     ) -> None:  # fmt: skip
         self.sigmas, self.log_sigmas, self.factor = sigmas, log_sigmas, factor
-        self.back, self.floor = back, floor
-        self.times, self.within, self.beyond, self.early, self.window = times, within, beyond, early, window
+        self.lost_progress, self.floor, self.min_count, self.within_steps = (
+            lost_progress,
+            floor,
+            min_count,
+            within_steps,
+        )
+        self.single_factor, self.warmup_factor, self.window = single_factor, warmup_factor, window
         self._values: list[float] = []
         self._first: list[float] = []
         self._leaps: list[int] = []
@@ -65,9 +71,9 @@ class SpikeRule(Rule):
     def calm_below(self) -> float:
         """A value up to here is no finding and moves no limit, before the next `set_limits`; -Inf if not known."""
         is_known = len(self._values) > max(_FEW, self.window // 2) and len(self._first) == _BEGINNING
-        if not is_known or self._beyond <= 0 or self.beyond <= 0:
+        if not is_known or self._beyond <= 0 or self.single_factor <= 0:
             return -math.inf
-        return min(self._high, self._beyond, self._beyond / self.beyond * (1 - 1e-9))
+        return min(self._high, self._beyond, self._beyond / self.single_factor * (1 - 1e-9))
 
     def not_calm(self, window: Window, name: str) -> Iterator[tuple[int, int, float]]:
         """Rows, steps and values of the scalar ``name`` in ``window`` above `calm_below`; adds the others itself."""
@@ -92,13 +98,13 @@ class SpikeRule(Rule):
         began = None
         alone, is_high = value > self._beyond, value > self._high
         if is_high:
-            self._leaps = [*(leap for leap in self._leaps if step - leap < self.within), step]
-        if (alone or (is_high and len(self._leaps) >= self.times)) and self._episodes.begins("leap", step):
+            self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
+        if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.begins("leap", step):
             began = step if alone else self._leaps[0]
-        if self.beyond * value > self._beyond and value <= self.factor * max(
-            self._values[-self.within :], default=math.inf
+        if self.single_factor * value > self._beyond and value <= self.factor * max(
+            self._values[-self.within_steps :], default=math.inf
         ):
-            self._beyond = self.beyond * value  # steady growth is not a jump
+            self._beyond = self.single_factor * value  # steady growth is not a jump
         if len(self._first) < _BEGINNING:
             self._first.append(value)
         self._values.append(value)
@@ -120,7 +126,7 @@ class SpikeRule(Rule):
         del self._values[: -self.window]
         if len(self._values) < self.window // 2:
             largest = max(self._values)
-            self._high = self._beyond = self.early * largest if largest > 0 else math.inf
+            self._high = self._beyond = self.warmup_factor * largest if largest > 0 else math.inf
             return
         # Sorting a hundred numbers is faster than numpy's median of them.
         values = sorted(self._values)
@@ -130,8 +136,9 @@ class SpikeRule(Rule):
         if sizes:
             self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
-        above = max(self.sigmas * _spread(values), (self.factor - 1) * size, self.back * (first - median), self.floor)
-        self._beyond = max(median + above, self.beyond * max(first, values[-1]))
+        relapse = self.lost_progress * (first - median)
+        above = max(self.sigmas * _spread(values), (self.factor - 1) * size, relapse, self.floor)
+        self._beyond = max(median + above, self.single_factor * max(first, values[-1]))
         self._high = median + max(above, (self._scatter - 1) * size)
 
 

@@ -19,10 +19,11 @@ class LossSpike(SpikeRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
     Args:
-        sigmas, log_sigmas, factor, back, floor, times, within, beyond, window: As for `SpikeRule`.
-        climb, climbed_back: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the factor
-            ``climb``, as the initial loss must, and by the usual scatter of values; and also by ``floor``, by the
-            fraction ``climbed_back`` of the way back to the initial loss, and by five standard errors.
+        sigmas, log_sigmas, factor, lost_progress, floor, min_count, within_steps, single_factor, window: As for
+            `SpikeRule`.
+        climb, climb_lost_progress: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the
+            factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by ``floor``, by
+            the fraction ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors.
     """
 
     name = "loss-spike"
@@ -42,17 +43,20 @@ class LossSpike(SpikeRule):
         sigmas: float = 10.0,
         log_sigmas: float = 4.0,
         factor: float = 2.0,
-        back: float = 0.25,
+        lost_progress: float = 0.25,
         floor: float = 0.1,
-        times: int = 4,
-        within: int = 5,
-        beyond: float = 4.0,
+        min_count: int = 4,
+        within_steps: int = 5,
+        single_factor: float = 4.0,
         climb: float = 3.0,
-        climbed_back: float = 0.4,
+        climb_lost_progress: float = 0.4,
         window: int = 100,
     ) -> None:
-        super().__init__(sigmas, log_sigmas, factor, back, floor, times, within, beyond, math.inf, window, quiet=50)
-        self.climb, self.climbed_back = climb, climbed_back
+        super().__init__(
+            sigmas, log_sigmas, factor, lost_progress, floor, min_count, within_steps, single_factor, math.inf, window,
+            quiet=50,
+        )  # fmt: skip
+        self.climb, self.climb_lost_progress = climb, climb_lost_progress
         self._lowest = math.inf
         self._error = 0.0
 
@@ -92,7 +96,7 @@ class LossSpike(SpikeRule):
             # Skip a loss that never fell far below its initial level, such as an error of values that grow.
             if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
                 continue
-            least = max(self.floor, self.climbed_back * (self.beginning() - self._lowest), 5 * self._error)
+            least = max(self.floor, self.climb_lost_progress * (self.beginning() - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.begins("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
