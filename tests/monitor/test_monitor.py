@@ -270,7 +270,7 @@ def test_a_state_is_not_healthy_while_an_error_lasts() -> None:
     @rule("lasting", severity="error")
     def lasting(self: Rule, window: Any) -> Iterator[Finding]:
         for step in window.steps.tolist():
-            if step >= 3 and self._episodes.begins("", step):
+            if step >= 3 and self._episodes.record("", step):
                 yield self.found(step, "loss", "it lasts")
 
     model, optimizer, monitor = made(rules=[lasting(), *default_rules()])

@@ -217,8 +217,8 @@ class Episodes(dict[str, int]):
         super().__init__()
         self.quiet = quiet
 
-    def begins(self, name: str, step: int) -> bool:
-        """Records ``name`` in ``step``; returns whether that begins a new episode."""
+    def record(self, name: str, step: int) -> bool:
+        """Records the problem ``name`` in ``step``; returns whether that begins a new episode."""
         last = self.get(name)
         self[name] = int(step)
         return last is None or step - last > self.quiet
@@ -278,7 +278,7 @@ class LastingRule(Rule):
             since[lengths == 1] = step
             times += lengths == 1
             due = np.flatnonzero(lengths == needed[row]).tolist()
-            fresh = [i for i in due if self._episodes.begins(names[i], step)]
+            fresh = [i for i in due if self._episodes.record(names[i], step)]
             if fresh:
                 yield row, fresh, lengths, since
 

@@ -40,7 +40,7 @@ class BatchRange(Rule):
                 if not np.isfinite(value):
                     continue
                 before, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
-                if seen >= self.measurements and 0 < before * self.factor < value and self._episodes.begins(name, step):
+                if seen >= self.measurements and 0 < before * self.factor < value and self._episodes.record(name, step):
                     text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {before:.3g}"
                     yield self.found(step, name, text, about="batch", largest=value, before=before)
                 else:
@@ -80,7 +80,7 @@ class ConstantFeature(Rule):
                 self._run[name] = self._run.get(name, 0) + 1 if odd else 0
                 if self._run[name] == 1:
                     self._since[name] = step
-                if self._run[name] == self.measurements and self._episodes.begins(name, step):
+                if self._run[name] == self.measurements and self._episodes.record(name, step):
                     text = f"{share:.0%} of the features of {name} are the same in every sample of a batch"
                     yield self.found(self._since.get(name, step), name, text, about="batch", share=share)
 
@@ -107,7 +107,7 @@ class LabelRange(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("label"):
             name, low, high, classes = (seen.value[key] for key in ("name", "low", "high", "classes"))
-            if self._episodes.begins(name, seen.step):
+            if self._episodes.record(name, seen.step):
                 text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
                 yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
 
@@ -121,7 +121,7 @@ class _RankRule(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed(self.observed):
-            if not seen.value.ok and self._episodes.begins("", seen.step):
+            if not seen.value.ok and self._episodes.record("", seen.step):
                 yield self._finding(seen.step, seen.value, window.facts)
 
     def _finding(self, step: int, report: Any, facts: Facts) -> Finding:

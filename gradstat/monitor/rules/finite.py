@@ -59,7 +59,7 @@ class NonfiniteBatch(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for rows, row, step, bad in _bad_rows(window, "batch"):
-            for name in (name for name in bad if self._episodes.begins(name, step)):
+            for name in (name for name in bad if self._episodes.record(name, step)):
                 counted = _counts(rows, row, name)
                 yield self.found(step, name, f"{name} has {_described(counted)}", about="batch", **counted)
 
@@ -91,7 +91,7 @@ class NonfiniteGradient(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for rows, row, step, bad in _bad_rows(window, "gradient"):
-            if not self._episodes.begins("", step):
+            if not self._episodes.record("", step):
                 continue
             name = window.facts.first_in_backward(bad)
             counted = _counts(rows, row, name)
@@ -160,7 +160,7 @@ class NonfiniteLoss(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, value in series(window, "loss_nonfinite"):
-            if value > 0 and self._episodes.begins("", step):
+            if value > 0 and self._episodes.record("", step):
                 kind = "NaN" if value == 1 else "infinite"
                 yield self.found(step, "loss", f"the loss is {kind}", value=kind)
 
@@ -203,7 +203,7 @@ class _NonfiniteTensor(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
             for rows, row, step, bad in _bad_rows(window, kind, self._is_bad):
-                if not self._episodes.begins(kind, step):
+                if not self._episodes.record(kind, step):
                     continue
                 counted = _counts(rows, row, bad[0])
                 more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""

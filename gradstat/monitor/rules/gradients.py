@@ -126,7 +126,7 @@ class VanishingGradient(Rule):
             norms = np.empty(0)
         for step, norm in zip(window.steps.tolist(), norms.tolist(), strict=False):
             self._low = self._low + 1 if 0 < norm < self.limit else 0
-            if self._low >= self.in_a_row and self._episodes.begins("norm", step):
+            if self._low >= self.in_a_row and self._episodes.record("norm", step):
                 text = f"the gradient norm is {norm:.3g}; it has been below {self.limit:g} for {self.in_a_row} steps"
                 yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
         rows = window.rows("gradient")
@@ -150,7 +150,7 @@ class VanishingGradient(Rule):
         correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
         self._decaying = self._decaying + len(rows) if correlation >= self.correlation else 0
         step = int(rows.steps[-1])
-        if self._decaying >= self.in_a_row and self._episodes.begins("layers", step):
+        if self._decaying >= self.in_a_row and self._episodes.record("layers", step):
             name = rows.names[weights[int(depth[smallest])]]
             other = rows.names[weights[int(depth[largest])]]
             ratio = math.exp(logs[smallest] - logs[largest])
@@ -265,7 +265,7 @@ class DeadGradient(_AbsentGradientRule):
                 name = window.facts.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
                 steps = int(lengths[fresh[0]])
                 for i in np.flatnonzero(lengths >= steps):  # reported in this finding
-                    self._episodes.begins(rows.names[i], int(rows.steps[row]))
+                    self._episodes.record(rows.names[i], int(rows.steps[row]))
                 text = f"all elements of {name} and of its gradient have been zero for {steps} steps: it cannot change"
                 yield self._finding(rows, lengths, since, name, text, **_ALL_ZERO)
                 continue

@@ -61,7 +61,7 @@ class MomentumDrift(Rule):
                     continue
                 sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
                 due = np.flatnonzero(sizes > self.factor * largest).tolist()
-                fresh = [i for i in due if self._episodes.begins(names[i], step)]
+                fresh = [i for i in due if self._episodes.record(names[i], step)]
                 if fresh:
                     i = max(fresh, key=lambda i: sizes[i])
                     text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}; the norm of "
@@ -106,7 +106,7 @@ class SecondMomentDrop(Rule):
                 if dropped.any():
                     dropped = norms < self.factor * decay ** (step - when) * before
                 due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
-                fresh = [i for i in due if self._episodes.begins(names[i], step)]
+                fresh = [i for i in due if self._episodes.record(names[i], step)]
                 if fresh:
                     i = min(fresh, key=lambda i: norms[i] / before[i])
                     name, steps = rows.names[i], step - int(when[i])

@@ -104,7 +104,7 @@ class LossScale(Rule):
             if math.isnan(scale):
                 continue
             self._run = self._run + 1 if count > 0 else 0
-            if self._run >= self.in_a_row and self._episodes.begins("", step):
+            if self._run >= self.in_a_row and self._episodes.record("", step):
                 text = f"{self.in_a_row} steps in a row were skipped; the loss scale is down to {scale:g}"
                 severity: Severity = "error" if self._settled else self.severity
                 evidence = {"in_a_row": self.in_a_row, "loss_scale": scale}

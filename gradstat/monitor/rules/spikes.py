@@ -99,7 +99,7 @@ class SpikeRule(Rule):
         alone, is_high = value > self._beyond, value > self._high
         if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
-        if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.begins("leap", step):
+        if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.record("leap", step):
             began = step if alone else self._leaps[0]
         if self.single_factor * value > self._beyond and value <= self.factor * max(
             self._values[-self.within_steps :], default=math.inf

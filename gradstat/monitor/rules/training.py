@@ -97,7 +97,7 @@ class LossSpike(SpikeRule):
             if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
                 continue
             least = max(self.floor, self.climb_lost_progress * (self.beginning() - self._lowest), 5 * self._error)
-            if mean > self._lowest + least and self._episodes.begins("climb", step):
+            if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
 
@@ -166,7 +166,7 @@ class LearningRateJump(Rule):
         scheduled = self._scheduled.get(name, 0.0)
         for step, before, rate in rates:
             if rate < 0 or (math.isnan(rate) and not math.isnan(before)):
-                if self._episodes.begins(f"invalid {name}", step):
+                if self._episodes.record(f"invalid {name}", step):
                     text = f"{which} is {rate}"
                     yield self.found(step, name, text, severity="error", lr=str(rate), before=before)
                 continue
@@ -178,7 +178,7 @@ class LearningRateJump(Rule):
             grown = before > 0 and rate > self.up * before
             grown = grown and rate > max(self._largest[name], scheduled * (1 + 1e-9))
             fallen = before > 0 and rate < before / self.down and rate > 0
-            if (grown or fallen) and self._episodes.begins(f"jump {name}", step):
+            if (grown or fallen) and self._episodes.record(f"jump {name}", step):
                 text = f"{which} jumps from {before:.4g} to {rate:.4g}"
                 yield self.found(step, name, text, before=before, lr=rate, factor=rate / before)
             self._largest[name] = max(self._largest[name], rate)
@@ -245,7 +245,7 @@ class RefusedStep(Rule):
         for step, bits in series(window, "refused"):
             self._in_a_row = self._in_a_row + 1 if bits > 1 else 0
             reasons = reasons_of(int(bits)) if bits > 1 else ()
-            if reasons and self._episodes.begins("refused", step):
+            if reasons and self._episodes.record("refused", step):
                 text = f"the guard has refused a step because of its {' and '.join(reasons)}"
                 yield self.found(step, "refused", text, reasons=reasons)
             if self._in_a_row == self.lasting:

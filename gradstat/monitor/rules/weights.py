@@ -94,7 +94,7 @@ class GradientWeightRatio(Rule):
                 began = step - lengths + 1
                 for i in np.flatnonzero((lengths >= needed) & (parameters.steps[-1] > began)):
                     name = gradients.names[i]
-                    if not self._episodes.begins(name, step):
+                    if not self._episodes.record(name, step):
                         continue
                     is_high = condition is high
                     value = gradients.std[row, i] / spread[i] if is_high else gradients.l2_norm[row, i] / size[i]
@@ -175,7 +175,7 @@ class ParameterJump(Rule):
         if "gradient" in window.latest:
             fresh = judged & np.isnan(known) & window.latest["gradient"].of(rows.names).present[-1]
             for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
-                self._episodes.begins(rows.names[i], rows.steps[0])
+                self._episodes.record(rows.names[i], rows.steps[0])
                 text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
                 more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
                 yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
@@ -185,7 +185,7 @@ class ParameterJump(Rule):
             jumped &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
             if jumped.any():
                 i = int(np.nanargmax(np.where(jumped, largest / known, np.nan)))
-                if self._episodes.begins(rows.names[i], step):
+                if self._episodes.record(rows.names[i], step):
                     text = f"the largest magnitude in {rows.names[i]} jumps from {known[i]:.3g} to {largest[i]:.3g}"
                     evidence = {"before": known[i], "now": largest[i], "parameters": int(jumped.sum())}
                     yield self.found(step, rows.names[i], text, "parameter", **evidence)
@@ -247,7 +247,7 @@ class UnchangedParameter(Rule):
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
             still = np.flatnonzero((counts >= self.measurements) & (step - since >= self.steps))
-            fresh = [rows.names[i] for i in still if self._episodes.begins(rows.names[i], step)]
+            fresh = [rows.names[i] for i in still if self._episodes.record(rows.names[i], step)]
             if fresh:
                 began = int(since[rows.names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
