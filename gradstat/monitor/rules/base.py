@@ -195,7 +195,7 @@ class PerName:
         self._names: tuple[str, ...] = ()
         self._values: Floats = np.empty(0)
 
-    def of(self, names: tuple[str, ...]) -> Floats:
+    def values_for(self, names: tuple[str, ...]) -> Floats:
         """``[n]`` float64 in the order of ``names``, to be changed in place."""
         if names is not self._names and names != self._names:
             known = dict(zip(self._names, self._values.tolist(), strict=True))
@@ -255,12 +255,12 @@ class LastingRule(Rule):
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         """Whether the condition has begun more than once for one of the tensors ``names``."""
-        return bool((self._times.of(names) > 1).any())
+        return bool((self._times.values_for(names) > 1).any())
 
     def nowhere(self, names: tuple[str, ...]) -> None:
         """Instead of `lasting`, if it is known at less cost that the condition holds for none of ``names``."""
-        self._since.of(names), self._times.of(names)  # to know the same tensors
-        self._lasts_for.of(names)[:] = 0
+        self._since.values_for(names), self._times.values_for(names)  # to know the same tensors
+        self._lasts_for.values_for(names)[:] = 0
 
     def lasting(
         self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
@@ -271,7 +271,11 @@ class LastingRule(Rule):
         has held. ``measurements`` broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
         """
         names = rows.names if names is None else names
-        before, since, times = self._lasts_for.of(names), self._since.of(names), self._times.of(names)
+        before, since, times = (
+            self._lasts_for.values_for(names),
+            self._since.values_for(names),
+            self._times.values_for(names),
+        )
         needed = np.broadcast_to(measurements, condition.shape)
         for row, lengths in runs(condition, before):
             step = int(rows.steps[row])

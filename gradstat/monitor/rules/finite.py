@@ -248,7 +248,7 @@ class NonfiniteBuffer(_NonfiniteTensor):
         self._inf_at_first, self._numel = PerName(0.0), PerName(-1.0)
 
     def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
-        at_first, known = self._inf_at_first.of(rows.names), self._numel.of(rows.names)
+        at_first, known = self._inf_at_first.values_for(rows.names), self._numel.values_for(rows.names)
         bad = rows.field("nan_count") > 0
         for row, inf in enumerate(rows.field("inf_count")):
             numel = np.broadcast_to(rows.numel, bad.shape)[row]

@@ -252,7 +252,7 @@ class DeadGradient(_AbsentGradientRule):
         if rows is None:
             return
         if rows.layouts is None and not ((rows.most("zero_count") == rows.numel) & (rows.numel > 0)).any():
-            self._never_alive.of(rows.names)[:] = 0
+            self._never_alive.values_for(rows.names)[:] = 0
             return self.nowhere(rows.names)
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
         stuck = self._stuck(window, rows, dead)
@@ -282,7 +282,7 @@ class DeadGradient(_AbsentGradientRule):
 
     def _stuck(self, window: Window, rows: Rows, dead: Bools) -> Bools:
         """Which weights, ``[n]``, are zero and had zero gradients since the run began, while others had gradients."""
-        never_alive = self._never_alive.of(rows.names)
+        never_alive = self._never_alive.values_for(rows.names)
         parameters = window.latest.get("parameter")
         if parameters is None:
             never_alive[:] = 0
@@ -320,7 +320,7 @@ class MissingGradient(_AbsentGradientRule):
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
-        came_back = (self._times.of(names) > 0) & (self._lasts_for.of(names) == 0)
+        came_back = (self._times.values_for(names) > 0) & (self._lasts_for.values_for(names) == 0)
         return super().is_intermittent(names) or bool(came_back.any())
 
     def review(self, window: Window) -> Iterable[Finding]:

@@ -99,7 +99,7 @@ class SecondMomentDrop(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         decay = window.facts.second_moment_decay
         for kind, rows, names in _states(window, _SECOND_MOMENTS if decay else ()):
-            before, when = self._norms.of(names), self._when.of(names)
+            before, when = self._norms.values_for(names), self._when.values_for(names)
             for row, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[row]
                 dropped = norms < self.factor * before

@@ -61,7 +61,7 @@ class GradientWeightRatio(Rule):
         parameters = parameters.of(gradients.names)
         spread, size = parameters.std[-1], parameters.l2_norm[-1]
         # Weights that were all zero were initialised so on purpose, and constants have no spread.
-        zero = self._zero.of(gradients.names)
+        zero = self._zero.values_for(gradients.names)
         zero += size == 0
         judged = parameters.layout.matrices & (zero == 0)
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
@@ -73,7 +73,7 @@ class GradientWeightRatio(Rule):
             gradients.layouts is None
             and not ((gradients.most("l2_norm") > largest) | (gradients.least("l2_norm") < smallest)).any()
         ):
-            self._high_for.of(names)[:] = self._low_for.of(names)[:] = 0
+            self._high_for.values_for(names)[:] = self._low_for.values_for(names)[:] = 0
             return
         norms = gradients.l2_norm
         high = norms > largest
@@ -89,7 +89,7 @@ class GradientWeightRatio(Rule):
             (high, self._high_for, self.in_a_row, "standard deviation"),
             (low, self._low_for, self.long, "norm"),
         ):
-            for row, lengths in runs(condition, state.of(gradients.names)):
+            for row, lengths in runs(condition, state.values_for(gradients.names)):
                 step = int(gradients.steps[row])
                 began = step - lengths + 1
                 for i in np.flatnonzero((lengths >= needed) & (parameters.steps[-1] > began)):
@@ -170,7 +170,7 @@ class ParameterJump(Rule):
         rows = window.rows("parameter")
         if rows is None:
             return
-        known = self._largest.of(rows.names)
+        known = self._largest.values_for(rows.names)
         judged = rows.layout.matrices
         if "gradient" in window.latest:
             fresh = judged & np.isnan(known) & window.latest["gradient"].of(rows.names).present[-1]
@@ -232,7 +232,7 @@ class UnchangedParameter(Rule):
         rows, gradients = window.rows("parameter"), window.latest.get("gradient")
         if rows is None or gradients is None:
             return
-        counts, since = self._same_for.of(rows.names), self._since.of(rows.names)
+        counts, since = self._same_for.values_for(rows.names), self._since.values_for(rows.names)
         for row, step in enumerate(rows.steps.tolist()):
             sums, names = rows.raw[row, :, _SUMS], list(rows.names)
             same = np.zeros(len(names), dtype=bool)
