@@ -18,8 +18,8 @@ from gradstat.monitor.rows import Bools, Floats, Rows, Window
 Band = tuple[float, float]
 """A closed interval of a scalar; a step outside of it is reviewed at once."""
 
-Kept = Mapping[str, Callable[[Any], bool]]
-"""What a rule keeps besides plain numbers, by attribute, and a check of it, for loading a state."""
+StateChecks = Mapping[str, Callable[[Any], bool]]
+"""By attribute that holds more than plain numbers, a check of what a saved state has there."""
 
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
@@ -47,7 +47,7 @@ class Rule:
     causes: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[tuple[str, ...]] = ()
     quiet: ClassVar[int] = 100
-    _kept: ClassVar[Kept] = {}
+    _state_checks: ClassVar[StateChecks] = {}
 
     def __init__(self) -> None:
         self._episodes = Episodes(self.quiet)
@@ -129,8 +129,8 @@ class Rule:
 
     def _accepts(self, key: str, own: Any, value: Any) -> bool:
         """Whether ``value`` is of the kind that the attribute ``key``, now ``own``, may have."""
-        if key in self._kept:
-            return self._kept[key](value)
+        if key in self._state_checks:
+            return self._state_checks[key](value)
         if isinstance(own, Episodes):
             return _is_mapping_to(value, is_whole)
         if isinstance(own, PerName):
@@ -247,7 +247,7 @@ class LastingRule(Rule):
     """Base of rules about a condition that holds for several measurements of a tensor in a row."""
 
     quiet = 1000
-    _kept: ClassVar[Kept] = {"_since": is_steps}
+    _state_checks: ClassVar[StateChecks] = {"_since": is_steps}
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Kept, PerName, Rule, is_texts, is_whole, series
+from gradstat.monitor.rules.base import StateChecks, PerName, Rule, is_texts, is_whole, series
 
 
 def _bad_rows(
@@ -309,7 +309,7 @@ class SporadicNonfinite(Rule):
         "on_anomaly='replay', replay=step_fn: if the replay is clean, the step itself is not at fault",
         "switch off custom kernels and torch.compile one by one",
     )
-    _kept: ClassVar[Kept] = {
+    _state_checks: ClassVar[StateChecks] = {
         "_incidents": lambda value: (
             isinstance(value, list)
             and all(isinstance(one, list) and len(one) == 2 and is_whole(one[0]) and is_texts(one[1:]) for one in value)

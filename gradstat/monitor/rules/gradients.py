@@ -15,7 +15,7 @@ from gradstat.monitor.rules.base import (
     NEVER_INITIALISED,
     Band,
     Episodes,
-    Kept,
+    StateChecks,
     LastingRule,
     PerName,
     Rule,
@@ -311,7 +311,7 @@ class MissingGradient(_AbsentGradientRule):
         "follow the module's output to the loss and look for what detaches it",
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
-    _kept: ClassVar[Kept] = {**LastingRule._kept, "_resting": is_texts}
+    _state_checks: ClassVar[StateChecks] = {**LastingRule._state_checks, "_resting": is_texts}
 
     def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
         super().__init__(in_a_row)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Episodes, Kept, LastingRule, PerName, Rule, is_steps
+from gradstat.monitor.rules.base import Episodes, StateChecks, LastingRule, PerName, Rule, is_steps
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -89,7 +89,7 @@ class SecondMomentDrop(Rule):
         "restore the optimizer together with the model, from the same checkpoint",
         "if states were cleared on purpose, warm up the learning rate again",
     )
-    _kept: ClassVar[Kept] = {"_when": is_steps}
+    _state_checks: ClassVar[StateChecks] = {"_when": is_steps}
 
     def __init__(self, factor: float = 0.5) -> None:
         self.factor = factor

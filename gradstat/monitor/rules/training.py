@@ -11,7 +11,7 @@ import numpy as np
 from gradstat.guard import reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window, rate_name
-from gradstat.monitor.rules.base import Band, Episodes, Kept, Rule, is_texts, series
+from gradstat.monitor.rules.base import Band, Episodes, StateChecks, Rule, is_texts, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 
@@ -278,7 +278,7 @@ class SaturatedOutput(Rule):
         "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
-    _kept: ClassVar[Kept] = {"_told": is_texts}
+    _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
 
     def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3) -> None:
         self.share, self.loss, self.measurements = share, loss, measurements
@@ -322,7 +322,7 @@ class OptimizerCoverage(Rule):
         "make the optimizer after the model is complete",
         "pass it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
     )
-    _kept: ClassVar[Kept] = {"_told": is_texts}
+    _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
 
     def __init__(self) -> None:
         self._told: list[str] = []

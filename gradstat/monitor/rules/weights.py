@@ -14,7 +14,7 @@ from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import (
     NEVER_INITIALISED,
     Episodes,
-    Kept,
+    StateChecks,
     LastingRule,
     PerName,
     Rule,
@@ -212,7 +212,7 @@ class UnchangedParameter(Rule):
         "make the optimizer after everything that replaces parameters",
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
-    _kept: ClassVar[Kept] = {
+    _state_checks: ClassVar[StateChecks] = {
         "_since": is_steps,
         "_names": is_texts,
         "_sums": lambda value: (
