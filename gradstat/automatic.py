@@ -76,7 +76,7 @@ class AutoHandle:
 
     def _contained(self) -> AbstractContextManager[None]:
         """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
-        return self.monitor._gaps.suppress_errors(
+        return self.monitor._unwatched.suppress_errors(
             self.monitor.steps, "calls of clips and loss scalers could not be tracked"
         )
 

@@ -14,8 +14,8 @@ from gradstat.integrations._options import Options
 from gradstat.integrations._watch import Watch
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import Monitor
-from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.reporting import not_replacing
+from gradstat.monitor.unwatched import Unwatched
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +38,7 @@ class Handle:
         self._options = options
         self._patches: list[PatchedMethod] = []
         self._owner: Any = None
-        self._gaps = Gaps([])  # warns of failures of the handle itself
+        self._unwatched = Unwatched([])  # warns of failures of the handle itself
         self._turns = [0] if shared is None else _TURNS.setdefault(shared, [0])
         self.watches: Sequence[Watch] = ()
 

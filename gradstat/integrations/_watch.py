@@ -154,7 +154,7 @@ class Watch(AutoHandle):
 
     def contained(self, what: str) -> AbstractContextManager[None]:
         """Turns gradstat's own errors inside the context into one warning that begins with ``what``."""
-        return self.monitor._gaps.suppress_errors(self.monitor.steps, what)
+        return self.monitor._unwatched.suppress_errors(self.monitor.steps, what)
 
     def _why_nothing(self) -> str:
         return f"no step of an optimizer of {type(self.model).__name__} has been seen"

@@ -210,7 +210,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
         if self._step_replay is not None:
-            with self._gaps.suppress_errors(0, "a batch could not be kept for a replay"):
+            with self._unwatched.suppress_errors(0, "a batch could not be kept for a replay"):
                 self._step_replay.note(batch, batch_idx)
         for watch in self.watches[:1]:
             watch.saw_batch(batch)
@@ -219,7 +219,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         """Notes the loss, undoing the division by the number of micro-batches and the loss scale."""
         scaler = _scaler_of(trainer)
         self._loss = None
-        with torch.no_grad(), self._gaps.suppress_errors(0, "a loss could not be recorded"):
+        with torch.no_grad(), self._unwatched.suppress_errors(0, "a loss could not be recorded"):
             several = trainer.accumulate_grad_batches
             self._loss = loss.detach() * several if several > 1 else loss.detach()
             if scaler is not None and scaler.is_enabled():
@@ -240,7 +240,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             self._logged_at.pop(next(iter(self._logged_at)))
         if watch.should_stop:
             trainer.should_stop = True
-        with self._gaps.suppress_errors(0, "statistics could not be logged"):
+        with self._unwatched.suppress_errors(0, "statistics could not be logged"):
             self._log(trainer, watch)
         if self._step_replay is not None:
             self._step_replay.forget()

@@ -247,7 +247,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def _in_log(self, original: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if self._log and self.watches and "loss" in logs:
             self._single_watch.flush()  # may raise, depending on policies
-            with self._gaps.suppress_errors(0, "statistics could not be logged"):
+            with self._unwatched.suppress_errors(0, "statistics could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
                 logs = {**logs, **values}
                 if "grad/total_norm" in values and not self._engine_clips:
@@ -261,7 +261,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             return
         saved = folder / STATE_FILE
         self._single_watch.flush()
-        with self._gaps.suppress_errors(0, f"{saved} could not be saved"), replacing(saved) as file:
+        with self._unwatched.suppress_errors(0, f"{saved} could not be saved"), replacing(saved) as file:
             torch.save(self.state_dict(), file)
 
     def remove(self) -> None:

@@ -25,10 +25,10 @@ from gradstat.check import check_tensors
 from gradstat.clip import get_total_norm
 from gradstat.guard import guard_of
 from gradstat.monitor import observers
-from gradstat.monitor.gaps import Gaps
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.rows import Observation, rate_name
 from gradstat.monitor.segments import PendingRows, Segment, Wanted, measure_segments, plain_parts
+from gradstat.monitor.unwatched import Unwatched
 
 _META = torch.device("meta")
 
@@ -61,14 +61,14 @@ class Collector:
         classes: int | Mapping[str, int] | None,
         options: MonitorOptions,
         wanted: Wanted,
-        gaps: Gaps,
+        unwatched: Unwatched,
         max_norm: float | None = None,
     ) -> None:
         # Updates of known optimizers are predicted. For others they are measured afterwards, from copied parameters.
         steps_after_backward = optimizer is not None and handle_of(optimizer) is None  # False if it steps in backward
         self._predicts_updates = bool(watch["updates"]) and steps_after_backward and updates.is_known(optimizer)
         self._max_norm = max_norm
-        self._wanted, self._gaps = wanted, gaps
+        self._wanted, self._unwatched = wanted, unwatched
         model = trained.model
         self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
         if optimizer is not None:
@@ -127,7 +127,7 @@ class Collector:
         if self._batch or self._old_parameters is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
             # Gradients are measured even if this fails: other ranks wait in their collectives.
-            with self._gaps.suppress_errors(step, "parameters, buffers or optimizer states could not be measured"):
+            with self._unwatched.suppress_errors(step, "parameters, buffers or optimizer states could not be measured"):
                 for segment, more in self._due(step, self._local_parameters(source), segments[0].names, observations):
                     segments.append(segment)
                     tensors += more
@@ -136,10 +136,10 @@ class Collector:
                 others = [PendingRows([segment], measured)] if measured.tables else []
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
         if self._predicts_updates and self.is_due("updates", step):
-            with self._gaps.suppress_errors(step, "the coming update could not be predicted"):
+            with self._unwatched.suppress_errors(step, "the coming update could not be predicted"):
                 scale = on_device["loss_scale"] if is_scaled else None
                 others += self._updates(source.parameters, segments[0].names, gradients.tensors, scale)
-        left_out = self._gaps.left_out
+        left_out = self._unwatched.left_out
         if stepped is None:
             numbers = measure_segments(
                 segments, tensors, source.parameters, self._backend, self._wanted, left_out, self._extra_groups
@@ -149,7 +149,7 @@ class Collector:
             if tensors:
                 numbers += measure_segments(segments[1:], tensors, None, self._backend, None, left_out)
         if left_out:
-            self._gaps.report_left_out(step)
+            self._unwatched.report_left_out(step)
         is_scaled = is_scaled or engine_scale is not None
         origin = None
         if self._origin is not None:
@@ -351,7 +351,7 @@ class Collector:
             with torch.no_grad():
                 return make()
         except Exception:
-            self._gaps.report_failure(step, "the last update could not be measured")
+            self._unwatched.report_failure(step, "the last update could not be measured")
             return [torch.empty_like(tensor, device=_META) for tensor in like]
 
     def states(
@@ -382,8 +382,8 @@ class Collector:
                 tensors += some
         if not segments:
             return []
-        numbers = measure_segments(segments, tensors, None, self._backend, None, self._gaps.left_out)
-        self._gaps.report_left_out(step)
+        numbers = measure_segments(segments, tensors, None, self._backend, None, self._unwatched.left_out)
+        self._unwatched.report_left_out(step)
         return numbers
 
     def is_finite(self) -> bool:

@@ -44,7 +44,6 @@ from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.flight_file import FlightFile
-from gradstat.monitor.gaps import PROPAGATED_ERRORS, Gaps
 from gradstat.monitor.kinds import periods
 from gradstat.monitor.log import LatestStep, StepLog
 from gradstat.monitor.options import MonitorOptions
@@ -58,6 +57,7 @@ from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, Wanted
 from gradstat.monitor.state import VERSION, as_state, checked, load_rules, reading
+from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -175,7 +175,7 @@ class Monitor:
         self._file = FlightFile(save_to)
         self._warner = Warner()
         self.findings: list[Finding] = []
-        self._gaps = Gaps(self.findings)
+        self._unwatched = Unwatched(self.findings)
         self.should_stop = False
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
@@ -193,7 +193,7 @@ class Monitor:
         skips = self._policies.uses("skip") or guard is not None
         wanted: Wanted = "norm" if guard is not None else "flag" if skips else None
         self._collector = Collector(
-            self._trained, optimizer, scaler, self._watch, classes, options, wanted, self._gaps, self._max_norm
+            self._trained, optimizer, scaler, self._watch, classes, options, wanted, self._unwatched, self._max_norm
         )
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
@@ -268,7 +268,7 @@ class Monitor:
         except PROPAGATED_ERRORS:
             raise
         except Exception:
-            self._gaps.report_failure(self.steps, "a step could not be measured")
+            self._unwatched.report_failure(self.steps, "a step could not be measured")
             self.steps += 1
             return len(self._pending)
         self.steps += 1  # first: an interrupt in between leaves a gap, not a duplicate step number
@@ -278,7 +278,7 @@ class Monitor:
             self._skip_flag = None if wish is None else wish.flag
             decision.request(self._optimizer, self, wish)
         if self._snapshots is not None and pending.step % self.options.rollback_every == 0:
-            with self._gaps.suppress_errors(pending.step, "the state of a step could not be copied"):
+            with self._unwatched.suppress_errors(pending.step, "the state of a step could not be copied"):
                 self._snapshots.take(pending.step)
         # On the CPU nothing is copied, so there is nothing to wait for.
         return self._lag if pending.numbers[0].needs_copy else 0
@@ -298,7 +298,7 @@ class Monitor:
         wish = SkipRequest(flag)
         if guard is None:
             return wish
-        with self._gaps.suppress_errors(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
+        with self._unwatched.suppress_errors(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
             if loss is not None and not isinstance(loss, Tensor):
                 loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
             assert measured.norm is not None
@@ -336,7 +336,7 @@ class Monitor:
             if self._replayer is not None:
                 self._replayer.keep_batch(batch)
             seen: list[Observation] = []
-            with self._gaps.suppress_errors(self.steps, "a batch could not be inspected"):
+            with self._unwatched.suppress_errors(self.steps, "a batch could not be inspected"):
                 seen = self._collector.inspect_batch(self.steps, batch)
             self._log.observations += seen
         if seen:
@@ -440,13 +440,15 @@ class Monitor:
             # Measure parameters, buffers and optimizer states, if they are still those of the step.
             if odd and pending.step + 1 == self.steps and pending.step - self._last_state_check[lost] >= _QUIET:
                 self._last_state_check[lost] = pending.step
-                with self._gaps.suppress_errors(pending.step, "parameters, buffers or states could not be measured"):
+                with self._unwatched.suppress_errors(
+                    pending.step, "parameters, buffers or states could not be measured"
+                ):
                     pending.numbers.extend(self._collector.measure_state(pending.step, pending.kinds()))
             self._log.take(pending, self._run_rules)
         except PROPAGATED_ERRORS:
             raise
         except Exception:
-            self._gaps.report_failure(pending.step, "the numbers of a step could not be read")
+            self._unwatched.report_failure(pending.step, "the numbers of a step could not be read")
             return
         if odd or self._to_act_on or self._rules.is_due(pending.step):
             self._run_rules_safely()
@@ -474,7 +476,7 @@ class Monitor:
             raise AnomalyError(f"{first}{replayed}\n{causes_and_advice(first)}", first)
 
     def _run_rules_safely(self) -> None:
-        with self._gaps.suppress_errors(self.steps, "the rules could not review the last steps"):
+        with self._unwatched.suppress_errors(self.steps, "the rules could not review the last steps"):
             self._run_rules()
 
     def _run_rules(self) -> None:

@@ -209,7 +209,7 @@ CORE_LAYERS = [
 
 MONITOR_LAYERS = [
     {"reporting", "findings"},
-    {"hooks", "gaps", "kinds", "options"},
+    {"hooks", "unwatched", "kinds", "options"},
     {"recording"},
     {"rows", "replay"},
     {"rules", "policies", "actions", "segments", "flight_file", "endings", "advice"},

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import StateChecks, PerName, Rule, is_texts, is_whole, series
+from gradstat.monitor.rules.base import PerName, Rule, StateChecks, is_texts, is_whole, series
 
 
 def _bad_rows(

@@ -15,10 +15,10 @@ from gradstat.monitor.rules.base import (
     NEVER_INITIALISED,
     Band,
     Episodes,
-    StateChecks,
     LastingRule,
     PerName,
     Rule,
+    StateChecks,
     is_texts,
 )
 from gradstat.monitor.rules.spikes import SpikeRule

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Episodes, StateChecks, LastingRule, PerName, Rule, is_steps
+from gradstat.monitor.rules.base import Episodes, LastingRule, PerName, Rule, StateChecks, is_steps
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")

@@ -11,7 +11,7 @@ import numpy as np
 from gradstat.guard import reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window, rate_name
-from gradstat.monitor.rules.base import Band, Episodes, StateChecks, Rule, is_texts, series
+from gradstat.monitor.rules.base import Band, Episodes, Rule, StateChecks, is_texts, series
 from gradstat.monitor.rules.spikes import SpikeRule
 
 

@@ -14,10 +14,10 @@ from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import (
     NEVER_INITIALISED,
     Episodes,
-    StateChecks,
     LastingRule,
     PerName,
     Rule,
+    StateChecks,
     is_number,
     is_steps,
     is_texts,

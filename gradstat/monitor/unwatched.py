@@ -1,4 +1,4 @@
-"""`Gaps`: reports, once, what is not watched: tensors that cannot be measured, and internal errors of gradstat."""
+"""`Unwatched`: reports, once, what is not watched: tensors that cannot be measured, and internal errors of gradstat."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RULE = "not-watched"
 """The rule name of findings about the monitor itself; no policy applies to them."""
 
 
-class Gaps:
-    """Warns of gaps, and adds a finding about each to ``findings``."""
+class Unwatched:
+    """Warns of what is not watched, and adds a finding about it to ``findings``."""
 
     def __init__(self, findings: list[Finding]) -> None:
         self._findings = findings
