@@ -43,7 +43,7 @@ class AutoHandle:
 
     def __init__(self, optimizer: Optimizer | None, monitor: Monitor, max_norm: Limit | None) -> None:
         self.monitor = monitor
-        monitor._is_user_called = False
+        monitor._is_stepped_by_user = False
         monitor._why_nothing = self._why_nothing
         self._optimizer = optimizer
         self._max_norm = max_norm

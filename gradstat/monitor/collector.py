@@ -440,8 +440,8 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
-def facts_of(optimizer: Optimizer | None) -> dict[str, Any]:
-    """The fields of `Facts` that describe an optimizer."""
+def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
+    """The fields of `RunSettings` that describe an optimizer."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,

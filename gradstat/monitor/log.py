@@ -17,7 +17,7 @@ from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
 from gradstat.monitor.kinds import in_order
 from gradstat.monitor.recording.recording import Recording, Series
-from gradstat.monitor.rows import Facts, Floats, Layout, Observation, Rows, Window
+from gradstat.monitor.rows import Floats, Layout, Observation, Rows, RunSettings, Window
 from gradstat.monitor.segments import Segment
 from gradstat.report import Report
 from gradstat.tensor_stats import l2_norm_of
@@ -213,7 +213,7 @@ class StepLog:
 
     # From new steps to kept ones -------------------------------------------------------------------------
 
-    def close(self, facts: Facts) -> Window:
+    def close(self, run: RunSettings) -> Window:
         """The steps since the last call, as a window for the rules; from now on they are kept."""
         closed, others, seen = self._steps, self._others, self.observations
         self._steps, self._others, self.observations = [], {}, []
@@ -234,7 +234,7 @@ class StepLog:
                 raw = np.stack([raw for _, _, raw in of_these])
                 tables[kind] = _rows(at, raw, [layout for _, layout, _ in of_these])
         self._keep(steps, scalars, tables)
-        return Window(steps, scalars, tables, facts, seen, self.latest)
+        return Window(steps, scalars, tables, run, seen, self.latest)
 
     def _keep(self, steps: npt.NDArray[np.int64], scalars: dict[str, Floats], tables: dict[str, Rows]) -> None:
         self.latest |= {kind: rows.newest for kind, rows in tables.items()}

@@ -40,7 +40,7 @@ from gradstat.monitor.arguments import (
     check_policies,
     check_stepping_in_backward,
 )
-from gradstat.monitor.collector import Collector, Pending, facts_of, model_name
+from gradstat.monitor.collector import Collector, Pending, model_name, optimizer_settings
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.flight_file import FlightFile
@@ -52,7 +52,7 @@ from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
 from gradstat.monitor.reporting import not_replacing, warn, warning_of_failure
-from gradstat.monitor.rows import Facts, Observation
+from gradstat.monitor.rows import Observation, RunSettings
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, Wanted
@@ -180,7 +180,7 @@ class Monitor:
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
         self._replayed, self._replayed_step = "", -1
-        self._is_user_called = True
+        self._is_stepped_by_user = True
         self._why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
         self._replay_argument: str | None = (
             FUNCTION if engine is None else None
@@ -484,16 +484,16 @@ class Monitor:
         if self._log.is_empty:
             return
         collector = self._collector
-        facts = Facts(
+        run = RunSettings(
             backward_order=collector.backward_order,
             is_scaled=collector.is_scaled,
             max_norm=self._max_norm,
             classes=collector.classes,
-            is_user_called=self._is_user_called,
+            is_stepped_by_user=self._is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
-            **facts_of(self._optimizer),
+            **optimizer_settings(self._optimizer),
         )
-        window = self._log.close(facts)
+        window = self._log.close(run)
         found = [fitted(one, self._trained.source, self._replay_argument) for one in self._rules.review(window)]
         self.findings += found
         self._to_act_on += found

@@ -17,7 +17,7 @@ from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.recording.recording import COLUMNS, Series
 from gradstat.tensor_stats import TensorStats, l2_norm_of
 
-__all__ = ["Facts", "Observation", "Rows", "Window"]
+__all__ = ["Observation", "Rows", "RunSettings", "Window"]
 
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
 _ODD = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
@@ -255,7 +255,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunSettings:
     """Settings and properties of the run.
 
     Attributes:
@@ -266,7 +266,7 @@ class Facts:
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Number of classes of labels, if the monitor was told.
-        is_user_called: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
+        is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
     """
 
@@ -277,7 +277,7 @@ class Facts:
     second_moment_decay: float = 0.0
     initial_lrs: tuple[float, ...] = ()
     classes: int | None = None
-    is_user_called: bool = True
+    is_stepped_by_user: bool = True
     origin_is_unknown: bool = False
 
     def first_in_backward(self, names: Sequence[str]) -> str:
@@ -293,7 +293,7 @@ class Window:
         steps: ``[k]`` int64.
         scalars: By name ``[k]`` float64, as in `gradstat.monitor.Recording.scalars`.
         tables: By kind, as in `gradstat.monitor.Recording.tables`, the rows of the steps in which it was measured.
-        facts: What else is known about the run.
+        run: What else is known about the run.
         observations: Other observations, in order.
         latest: By kind, the newest rows before or in these steps, of one step; without kinds that were never measured.
     """
@@ -301,7 +301,7 @@ class Window:
     steps: npt.NDArray[np.int64]
     scalars: Mapping[str, Floats]
     tables: Mapping[str, Rows]
-    facts: Facts = field(default_factory=Facts)
+    run: RunSettings = field(default_factory=RunSettings)
     observations: Sequence[Observation] = ()
     latest: Mapping[str, Rows] = field(default_factory=dict)
 

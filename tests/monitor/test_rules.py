@@ -21,9 +21,9 @@ import gradstat.monitor as monitoring
 from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
-from gradstat.monitor.collector import facts_of
+from gradstat.monitor.collector import optimizer_settings
 from gradstat.monitor.observers import Outputs
-from gradstat.monitor.rows import Facts, Layout, Observation, Rows, Window
+from gradstat.monitor.rows import Layout, Observation, Rows, RunSettings, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
 
 # The monitor runs rules with numpy's warnings off.
@@ -77,7 +77,7 @@ class Story:
     scalars: dict[str, Sequence[float]] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
     observations: Sequence[Observation] = ()
-    facts: Facts = field(default_factory=Facts)
+    run: RunSettings = field(default_factory=RunSettings)
 
     def windows(self, size: int) -> list[Window]:
         """All steps, in windows of ``size``."""
@@ -92,7 +92,7 @@ class Story:
                     np.arange(first, end),
                     {name: np.array(values[first:end], dtype=np.float64) for name, values in self.scalars.items()},
                     known,
-                    self.facts,
+                    self.run,
                     [seen for seen in self.observations if first <= seen.step < end],
                     dict(latest),
                 )
@@ -156,7 +156,7 @@ def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x") ->
 def adam(kind: str, values: Sequence[float], every: int = 50) -> Story:
     """Like `one`, for an optimizer whose settings are known."""
     story = one(kind, values, every)
-    story.facts = Facts(optimizer_eps=1e-8, second_moment_decay=0.95)
+    story.run = RunSettings(optimizer_eps=1e-8, second_moment_decay=0.95)
     return story
 
 
@@ -175,7 +175,7 @@ def shares(kind: str, values: Sequence[float], every: int = 50) -> Story:
 
 def certain(values: Sequence[float], loss: float = 1.1, classes: int | None = 4) -> Story:
     story = shares("output", values)
-    story.scalars, story.facts = {"loss": [loss] * story.steps}, Facts(classes=classes)
+    story.scalars, story.run = {"loss": [loss] * story.steps}, RunSettings(classes=classes)
     return story
 
 
@@ -205,7 +205,7 @@ def missing(steps: int) -> Story:
 def dead(steps: int) -> Story:
     zero = [row(0.0, 64, 64), row(0.0, 8, 8), row()]
     rows = {step: zero if 4 <= step < 4 + steps else healthy_rows() for step in range(40)}
-    return rows_of("gradient", rows, facts=Facts(("b.weight", "a.bias", "a.weight")))
+    return rows_of("gradient", rows, run=RunSettings(("b.weight", "a.bias", "a.weight")))
 
 
 def layers(ratio: float) -> Story:
@@ -216,7 +216,7 @@ def layers(ratio: float) -> Story:
 
 def skipped(steps: int, scale: float = 64.0) -> Story:
     bad = [1.0 if 10 <= step < 10 + steps else math.nan for step in range(30)]
-    return series("nonfinite", bad, scalars={"loss_scale": [scale] * 30}, facts=Facts(is_scaled=True))
+    return series("nonfinite", bad, scalars={"loss_scale": [scale] * 30}, run=RunSettings(is_scaled=True))
 
 
 def halves(zeros: int, normals: float, steps: int = 10) -> Story:
@@ -288,8 +288,8 @@ CASES = [
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [3.1] * 5), 5, "lr",
          (series("lr", [1.0] * 5 + [3.0] * 5), series("lr", [0.0] + [1.0] * 5), series("lr", [math.nan] * 9),
           series("lr", [1.0, 0.1, 1.0, 0.1, 1.0]))),
-    Case("learning-rate-jump", series("lr", [1.0] * 5 + [5.1] * 5, facts=Facts(initial_lrs=(5.0,))), 5, "lr",
-         (series("lr", [1.0] * 5 + [5.0] * 5, facts=Facts(initial_lrs=(5.0,))),)),
+    Case("learning-rate-jump", series("lr", [1.0] * 5 + [5.1] * 5, run=RunSettings(initial_lrs=(5.0,))), 5, "lr",
+         (series("lr", [1.0] * 5 + [5.0] * 5, run=RunSettings(initial_lrs=(5.0,))),)),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.049] * 5), 5, "lr", (series("lr", [1.0] * 5 + [0.05] * 5),)),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [-1.0] * 5), 5, "lr", ()),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.0] * 20), 5, "lr",
@@ -380,9 +380,9 @@ CASES = [
           one("exp_avg_sq", [0.9e-16] * 5))),
     Case("refused-step", series("refused", [0.0, 1.0, 0.0, 6.0, 2.0, 0.0]), 3, "refused",
          (series("refused", [0.0, 1.0, 1.0, 0.0]),)),
-    Case("clip-activity", series("norm", [1.1] * 460 + [0.9] * 40, facts=Facts(max_norm=1.0)), 499, "norm",
-         (series("norm", [1.1] * 440 + [0.9] * 60, facts=Facts(max_norm=1.0)), series("norm", [1.1] * 500)), (500,)),
-    Case("clip-activity", series("norm", [0.5] * 500, facts=Facts(max_norm=1.0)), 499, "norm", (), (500,)),
+    Case("clip-activity", series("norm", [1.1] * 460 + [0.9] * 40, run=RunSettings(max_norm=1.0)), 499, "norm",
+         (series("norm", [1.1] * 440 + [0.9] * 60, run=RunSettings(max_norm=1.0)), series("norm", [1.1] * 500)), (500,)),
+    Case("clip-activity", series("norm", [0.5] * 500, run=RunSettings(max_norm=1.0)), 499, "norm", (), (500,)),
 ]  # fmt: skip
 by_rule = pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.rule}" for i, case in enumerate(CASES)])
 
@@ -511,7 +511,7 @@ def test_thresholds_are_arguments() -> None:
     assert hits(MissingGradient(in_a_row=3), missing(3).windows(32)) == [("missing-gradient", 4, "a.bias")]
     assert hits(new("lost-loss", in_a_row=1), series("loss_nonfinite", [1.0]).windows(1)) == [("lost-loss", 0, "loss")]
     assert "in_a_row=3" in repr(MissingGradient(in_a_row=3))
-    (found,) = findings(ClipActivity(), series("norm", [0.5] * 500, facts=Facts(max_norm=1.0)).windows(500))
+    (found,) = findings(ClipActivity(), series("norm", [0.5] * 500, run=RunSettings(max_norm=1.0)).windows(500))
     assert (found.evidence["share"], found.evidence["suggested"]) == (0, pytest.approx(0.5))
 
 
@@ -523,16 +523,16 @@ def test_an_episode_is_reported_once_and_again_after_it_ended() -> None:
 
 def test_the_first_gradient_in_the_backward_pass_is_named() -> None:
     story = rows_of(
-        "gradient", {0: [row(nan=1), row(0.1, 8, nan=1), row()]}, facts=Facts(("b.weight", "a.bias", "a.weight"))
+        "gradient", {0: [row(nan=1), row(0.1, 8, nan=1), row()]}, run=RunSettings(("b.weight", "a.bias", "a.weight"))
     )
     assert hits(new("nonfinite-gradient"), story.windows(1)) == [("nonfinite-gradient", 0, "a.bias")]
 
 
 def test_what_is_no_trouble_by_itself_is_an_info() -> None:
-    scaled = Facts(("module.2.weight", "module.0.weight"), is_scaled=True)
-    overflow = rows_of("gradient", {0: with_nan()}, facts=scaled)
+    scaled = RunSettings(("module.2.weight", "module.0.weight"), is_scaled=True)
+    overflow = rows_of("gradient", {0: with_nan()}, run=scaled)
     rank = seen("origin", report(ok=False, nonfinite=["0.weight"], rank_of=lambda name: 1))
-    rank.facts = scaled
+    rank.run = scaled
     small = beside_weights(0.9e-5, 500)
     for name, story, about in (
         ("nonfinite-gradient", overflow, "b.weight"),
@@ -541,13 +541,13 @@ def test_what_is_no_trouble_by_itself_is_an_info() -> None:
     ):
         (found,) = new(name).review(story.windows(600)[0])
         assert (found.severity, found.name) == ("info", about)
-    assert hits(new("sporadic-nonfinite"), Story(40, {}, incidents(0, 1, 2).tables, facts=scaled).windows(9)) == []
+    assert hits(new("sporadic-nonfinite"), Story(40, {}, incidents(0, 1, 2).tables, run=scaled).windows(9)) == []
 
 
 def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
     story = adam("exp_avg_sq", [1.0, 0.2])
     assert hits(new("second-moment-drop"), story.windows(100)) == []
-    story.facts = Facts(second_moment_decay=0.999)
+    story.run = RunSettings(second_moment_decay=0.999)
     assert hits(new("second-moment-drop"), story.windows(100)) == [("second-moment-drop", 50, "x")]
 
 
@@ -678,7 +678,7 @@ def test_the_decay_of_a_second_moment_is_found_under_whatever_name() -> None:
         (torch.optim.SGD(weight, lr=0.1), 0.0),
         (None, 0.0),
     ):
-        assert facts_of(optimizer)["second_moment_decay"] == decay
+        assert optimizer_settings(optimizer)["second_moment_decay"] == decay
 
 
 @pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
-from gradstat.monitor.rows import Facts, Rows, Window
+from gradstat.monitor.rows import Rows, RunSettings, Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
 
@@ -122,9 +122,9 @@ class _RankRule(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed(self.observed):
             if not seen.value.ok and self._episodes.record("", seen.step):
-                yield self._finding(seen.step, seen.value, window.facts)
+                yield self._finding(seen.step, seen.value, window.run)
 
-    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
         raise NotImplementedError
 
 
@@ -136,7 +136,7 @@ class RepeatedBatch(_RankRule):
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset); seed generators of random data differently on each rank",)
 
-    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
         repeated = [list(ranks) for ranks in report.repeated]
         return self.found(step, "batch", str(report), about="batch", ranks=repeated)
 
@@ -153,7 +153,7 @@ class ReplicaMismatch(_RankRule):
     )
     advice = ("broadcast parameters from a good rank, or load a checkpoint", "decide on skips with all-reduced values")
 
-    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
         return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
 
 
@@ -166,10 +166,10 @@ class BadRank(_RankRule):
     causes = ("a bad batch or bad memory on that rank: gradients of the others were finite before the reduction",)
     advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
 
-    def _finding(self, step: int, report: Any, facts: Facts) -> Finding:
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
         names = list(report.nonfinite)  # without the prefix of DDP
-        as_watched = {name.removeprefix("module."): name for name in facts.backward_order}
-        name = facts.first_in_backward([as_watched.get(name, name) for name in names])
-        severity: Severity = "info" if facts.is_scaled else self.severity  # occasional overflows are normal
+        as_watched = {name.removeprefix("module."): name for name in run.backward_order}
+        name = run.first_in_backward([as_watched.get(name, name) for name in names])
+        severity: Severity = "info" if run.is_scaled else self.severity  # occasional overflows are normal
         ranks = sorted({report.rank_of(name) for name in names})
         return self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)

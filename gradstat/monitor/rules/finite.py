@@ -93,18 +93,18 @@ class NonfiniteGradient(Rule):
         for rows, row, step, bad in _bad_rows(window, "gradient"):
             if not self._episodes.record("", step):
                 continue
-            name = window.facts.first_in_backward(bad)
+            name = window.run.first_in_backward(bad)
             counted = _counts(rows, row, name)
             text = f"the gradient of {name} has {_described(counted)}; {len(bad)} of {len(rows.names)} gradients "
             text += "are not finite" if len(bad) > 1 else "is not finite"
             severity: Severity = self.severity
-            if window.facts.is_scaled:
+            if window.run.is_scaled:
                 severity = "info"
                 text += " (with a loss scaler, occasional overflows are normal)"
             evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
             causes: tuple[str, ...] = self.causes
             advice: tuple[str, ...] = self.advice
-            if window.facts.origin_is_unknown:
+            if window.run.origin_is_unknown:
                 advice = (
                     'DDP\'s reduction spreads it to all ranks; watch={"origin": 1} names the rank that produced it',
                     *advice,
@@ -127,7 +127,7 @@ class NonfiniteGradient(Rule):
             at <= step for _, _, at, _ in _bad_rows(window, "parameter")
         ):
             return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
-        by_hand = window.facts.is_user_called
+        by_hand = window.run.is_stepped_by_user
         if by_hand:
             causes = (_CLIP, *causes)
             advice = ("call monitor.step() before clip_grad_norm_, to see which gradient was NaN first", *advice)
@@ -323,11 +323,11 @@ class SporadicNonfinite(Rule):
         self._told = -within_steps - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for _, _, step, bad in () if window.facts.is_scaled else _bad_rows(window, "gradient"):
+        for _, _, step, bad in () if window.run.is_scaled else _bad_rows(window, "gradient"):
             going_on, self._last_bad = step == self._last_bad + 1, step
             if going_on:
                 continue
-            self._incidents.append([step, window.facts.first_in_backward(bad)])
+            self._incidents.append([step, window.run.first_in_backward(bad)])
             self._incidents = [incident for incident in self._incidents if step - int(incident[0]) < self.within_steps]
             places = {str(name) for _, name in self._incidents}
             if len(places) >= self.min_count and step - self._told > self.within_steps:

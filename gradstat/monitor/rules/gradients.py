@@ -209,7 +209,7 @@ class _AbsentGradientRule(LastingRule):
 
     def _finding_of_all(self, window: Window, began: float, text: str, steps: int) -> Finding:
         """The finding if all are gone, which is due to where the monitor is called, not to a parameter."""
-        where, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.facts.is_user_called]
+        where, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
         text = f"{text} for {steps} steps: {where}"
         all_causes, all_advice = (*causes, *self.causes), (*advice, *self.advice)
         return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=steps)
@@ -262,7 +262,7 @@ class DeadGradient(_AbsentGradientRule):
                 yield self._finding_of_all(window, since[fresh[0]], "all gradients have been zero", self.in_a_row)
                 continue
             if stuck[fresh].any():
-                name = window.facts.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
+                name = window.run.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
                 steps = int(lengths[fresh[0]])
                 for i in np.flatnonzero(lengths >= steps):  # reported in this finding
                     self._episodes.record(rows.names[i], int(rows.steps[row]))
@@ -274,7 +274,7 @@ class DeadGradient(_AbsentGradientRule):
             alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[row])}
             names = [rows.names[i] for i in fresh]
             whole = [name for name in names if _module(name) not in alive]
-            name = window.facts.first_in_backward(whole or names)
+            name = window.run.first_in_backward(whole or names)
             # The loss may not depend on a bias, for example that of a critic of which only differences count.
             is_serious = bool(whole or rows.layout.matrices[fresh].any())
             text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"

@@ -97,7 +97,7 @@ class SecondMomentDrop(Rule):
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
-        decay = window.facts.second_moment_decay
+        decay = window.run.second_moment_decay
         for kind, rows, names in _states(window, _SECOND_MOMENTS if decay else ()):
             before, when = self._norms.values_for(names), self._when.values_for(names)
             for row, step in enumerate(rows.steps.tolist()):
@@ -143,7 +143,7 @@ class SmallSecondMoment(LastingRule):
         self.eps_multiple, self.measurements = eps_multiple, measurements
 
     def review(self, window: Window) -> Iterable[Finding]:
-        eps = window.facts.optimizer_eps
+        eps = window.run.optimizer_eps
         limit = (self.eps_multiple * eps) ** 2
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
             largest = rows.field("max")

@@ -44,7 +44,7 @@ class Underflow(LastingRule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        if not window.facts.is_scaled and rows.layout.dtypes.isdisjoint(_FLOORS):
+        if not window.run.is_scaled and rows.layout.dtypes.isdisjoint(_FLOORS):
             return
         floor, scale = self._floors(rows, window)
         if not floor.any():
@@ -62,7 +62,7 @@ class Underflow(LastingRule):
     @staticmethod
     def _floors(rows: Rows, window: Window) -> tuple[Floats, Floats]:
         scales = window.scalars.get("loss_scale")
-        if window.facts.is_scaled and scales is not None:
+        if window.run.is_scaled and scales is not None:
             at = np.searchsorted(window.steps, rows.steps)
             return np.full(len(rows.names), _FLOORS[torch.float16]), np.nan_to_num(scales[at], nan=1.0)[:, None]
         floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.layout.infos]
@@ -97,7 +97,7 @@ class LossScale(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         scales = window.scalars.get("loss_scale")
-        if scales is None or not window.facts.is_scaled:
+        if scales is None or not window.run.is_scaled:
             return
         bad = window.scalars.get("nonfinite", np.zeros(len(scales)))  # only a window made by hand lacks it
         for step, scale, count in zip(window.steps.tolist(), scales.tolist(), bad.tolist(), strict=True):

@@ -141,7 +141,7 @@ class LearningRateJump(Rule):
         return found
 
     def review(self, window: Window) -> Iterable[Finding]:
-        self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.facts.initial_lrs)}
+        self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
         if first is None:
             return
@@ -203,7 +203,7 @@ class ClipActivity(Rule):
         self._told = False
 
     def review(self, window: Window) -> Iterable[Finding]:
-        norms, limit = window.scalars.get("norm"), window.facts.max_norm
+        norms, limit = window.scalars.get("norm"), window.run.max_norm
         if norms is None or limit is None or math.isinf(limit) or self._told:
             return
         self._norms += [norm for norm in norms.tolist() if math.isfinite(norm)]
@@ -294,7 +294,7 @@ class SaturatedOutput(Rule):
         for step, shares in zip(rows.steps.tolist(), np.nanmax(rows.mean, axis=1).tolist(), strict=True):
             loss = float(losses[np.searchsorted(window.steps, step)])
             if self._run == 0:
-                self._since, self._wrong = step, window.facts.classes is not None
+                self._since, self._wrong = step, window.run.classes is not None
             self._run = self._run + 1 if shares > self.share else 0
             self._wrong = self._wrong and loss > self.loss
             severity: Severity = "warning" if self._wrong else "info"
