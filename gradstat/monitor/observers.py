@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,36 +102,41 @@ def updates_of(
 optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-def coverage(
-    optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: Sequence[str]
-) -> dict[str, list[str]]:
-    """Parameters that no optimizer has, with or without a gradient; those in this one that are frozen or foreign.
+class Coverage(NamedTuple):
+    """Names of parameters for which model and optimizer do not agree."""
 
-    ``besides`` are the names of those among ``parameters`` that are trained and not the model's.
-    """
-    held, known = _ids_of(optimizer), set(map(id, parameters))
+    left_out: list[str]  # they have a gradient, and no optimizer has them
+    unused: list[str]  # nor have they a gradient, such as a target network's
+    frozen: list[str]  # and in the optimizer
+    unknown: list[str]  # in the optimizer, not watched, and without a gradient
+    besides: list[str]  # in the optimizer and watched, but not the model's
+
+
+def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
+    """Compares ``optimizer`` with the watched ``parameters``; ``besides`` names those that the model does not have."""
+    trained, watched = _ids_of(optimizer), set(map(id, parameters))
     frozen = [(n, p) for n, p in zip(names, parameters, strict=True) if not p.requires_grad]
     lacking: list[tuple[str, Tensor]] = []
-    if not known <= held:
-        anywhere = held.union(*map(_ids_of, optimizers))
+    if not watched <= trained:
+        anywhere = trained.union(*map(_ids_of, optimizers))
         lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
-    foreign = (
+    unknown = (
         []
-        if held <= known
+        if trained <= watched
         else [
             f"param_groups[{g}]['params'][{i}]"
             for g, group in enumerate(optimizer.param_groups)
             for i, parameter in enumerate(group["params"])
-            if id(parameter) not in known and parameter.grad is None
+            if id(parameter) not in watched and parameter.grad is None
         ]
     )
-    return {
-        "absent": [name for name, parameter in lacking if parameter.grad is not None],
-        "resting": [name for name, parameter in lacking if parameter.grad is None],
-        "frozen": [name for name, parameter in frozen if id(parameter) in held],
-        "foreign": foreign,
-        "besides": list(besides),
-    }
+    return Coverage(
+        left_out=[name for name, parameter in lacking if parameter.grad is not None],
+        unused=[name for name, parameter in lacking if parameter.grad is None],
+        frozen=[name for name, parameter in frozen if id(parameter) in trained],
+        unknown=unknown,
+        besides=besides,
+    )
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:

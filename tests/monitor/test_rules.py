@@ -22,7 +22,7 @@ from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.collector import optimizer_settings
-from gradstat.monitor.observers import Outputs
+from gradstat.monitor.observers import Coverage, Outputs
 from gradstat.monitor.rows import Layout, Observation, Rows, RunSettings, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
 
@@ -183,8 +183,8 @@ def seen(kind: str, value: Any, step: int = 3) -> Story:
     return Story(10, observations=[Observation(kind, step, value)])
 
 
-def covered(**parts: list[str]) -> Any:
-    return {"absent": [], "resting": [], "frozen": [], "foreign": [], "besides": [], **parts}
+def covered(**parts: list[str]) -> Coverage:
+    return Coverage([], [], [], [], [])._replace(**parts)
 
 
 def labels(low: int, high: int) -> Any:
@@ -294,7 +294,7 @@ CASES = [
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [-1.0] * 5), 5, "lr", ()),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.0] * 20), 5, "lr",
          (series("lr", [1.0] * 5 + [0.0] * 19 + [0.1]), series("lr", [0.0] * 30))),
-    Case("optimizer-coverage", seen("coverage", covered(absent=["a.weight"])), 3, "a.weight",
+    Case("optimizer-coverage", seen("coverage", covered(left_out=["a.weight"])), 3, "a.weight",
          (seen("coverage", covered()),)),
     Case("replica-mismatch", seen("replicas", report(ok=False, drifted=[report(name="a.bias")])), 3, "a.bias",
          (seen("replicas", report(ok=True)),)),
@@ -381,7 +381,8 @@ CASES = [
     Case("refused-step", series("refused", [0.0, 1.0, 0.0, 6.0, 2.0, 0.0]), 3, "refused",
          (series("refused", [0.0, 1.0, 1.0, 0.0]),)),
     Case("clip-activity", series("norm", [1.1] * 460 + [0.9] * 40, run=RunSettings(max_norm=1.0)), 499, "norm",
-         (series("norm", [1.1] * 440 + [0.9] * 60, run=RunSettings(max_norm=1.0)), series("norm", [1.1] * 500)), (500,)),
+         (series("norm", [1.1] * 440 + [0.9] * 60, run=RunSettings(max_norm=1.0)), series("norm", [1.1] * 500)),
+         (500,)),
     Case("clip-activity", series("norm", [0.5] * 500, run=RunSettings(max_norm=1.0)), 499, "norm", (), (500,)),
 ]  # fmt: skip
 by_rule = pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case.rule}" for i, case in enumerate(CASES)])
@@ -552,7 +553,7 @@ def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
 
 
 def test_what_rests_or_is_frozen_from_the_start_is_an_info() -> None:
-    for part, name in (("resting", "b.weight"), ("frozen", "a.bias")):
+    for part, name in (("unused", "b.weight"), ("frozen", "a.bias")):
         (found,) = new("optimizer-coverage").review(seen("coverage", covered(**{part: [name]})).windows(10)[0])
         assert (found.severity, found.name) == ("info", name)
     later = Story(
@@ -573,8 +574,8 @@ def test_steps_refused_one_after_another_are_a_warning(size: int) -> None:
 
 def test_what_rests_is_not_missed() -> None:
     story = missing(32)
-    resting = covered(resting=["a.bias"])
-    story.observations = [Observation("coverage", 0, resting), *story.observations]
+    unused = covered(unused=["a.bias"])
+    story.observations = [Observation("coverage", 0, unused), *story.observations]
     for size in (1, 100):
         assert hits(new("missing-gradient"), story.windows(size)) == []
 

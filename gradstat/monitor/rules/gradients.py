@@ -316,7 +316,7 @@ class MissingGradient(_AbsentGradientRule):
     def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
         super().__init__(in_a_row)
         self.expert_steps = expert_steps
-        self._resting: list[str] = []  # such as a target network's: `OptimizerCoverage` reports these
+        self._resting: list[str] = []  # as `Coverage.unused`, which `OptimizerCoverage` reports
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
@@ -325,7 +325,7 @@ class MissingGradient(_AbsentGradientRule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
-            self._resting = seen.value["resting"]
+            self._resting = seen.value.unused
         rows = window.rows("gradient")
         if rows is None:
             return

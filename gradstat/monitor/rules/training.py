@@ -333,14 +333,16 @@ class OptimizerCoverage(Rule):
             frozen: Severity = self.severity if self._looked else "info"
             self._looked = True
             severity: Severity
-            for key, severity, words in (
-                ("absent", self.severity, "has a gradient and is not in the optimizer"),
-                ("resting", "info", "has no gradient and is not in the optimizer"),
-                ("frozen", frozen, "is frozen (requires_grad is False) and still in the optimizer"),
-                ("foreign", self.severity, "is not a parameter of the model, and has no gradient"),
-                ("besides", "info", "is trained by the optimizer but is not a parameter of the model; it is watched"),
-            ):
-                names = [name for name in seen.value[key] if f"{key} {name}" not in self._told]
+            # The first word is what states and findings have.
+            for key, parameters, severity, words in (
+                ("absent", seen.value.left_out, self.severity, "has a gradient and is not in the optimizer"),
+                ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
+                ("frozen", seen.value.frozen, frozen, "is frozen (requires_grad is False) and still in the optimizer"),
+                ("foreign", seen.value.unknown, self.severity, "is not a parameter of the model, and has no gradient"),
+                ("besides", seen.value.besides, "info",
+                 "is trained by the optimizer but is not a parameter of the model; it is watched"),
+            ):  # fmt: skip
+                names = [name for name in parameters if f"{key} {name}" not in self._told]
                 if names:
                     self._told += [f"{key} {name}" for name in names]
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
