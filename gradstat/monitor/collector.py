@@ -27,7 +27,7 @@ from gradstat.guard import guard_of
 from gradstat.monitor import observers
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.rows import Observation, rate_name
-from gradstat.monitor.segments import PendingRows, Segment, Wanted, measure_segments, plain_parts
+from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
 from gradstat.monitor.unwatched import Unwatched
 
 _META = torch.device("meta")
@@ -50,7 +50,7 @@ class Pending(NamedTuple):
 
 
 class Collector:
-    """Measures what is due in each step; ``wanted`` is passed to `PendingRows`, the rest is as for a monitor."""
+    """Measures what is due in each step; ``reduce_to`` is for `PendingRows`, the rest is as for a monitor."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Collector:
         watch: Mapping[str, int],
         classes: int | Mapping[str, int] | None,
         options: MonitorOptions,
-        wanted: Wanted,
+        reduce_to: ReduceTo,
         unwatched: Unwatched,
         max_norm: float | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class Collector:
         steps_after_backward = optimizer is not None and handle_of(optimizer) is None  # False if it steps in backward
         self._predicts_updates = bool(watch["updates"]) and steps_after_backward and updates.is_known(optimizer)
         self._max_norm = max_norm
-        self._wanted, self._unwatched = wanted, unwatched
+        self._reduce_to, self._unwatched = reduce_to, unwatched
         model = trained.model
         self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
         if optimizer is not None:
@@ -142,7 +142,7 @@ class Collector:
         left_out = self._unwatched.left_out
         if stepped is None:
             numbers = measure_segments(
-                segments, tensors, source.parameters, self._backend, self._wanted, left_out, self._extra_groups
+                segments, tensors, source.parameters, self._backend, self._reduce_to, left_out, self._extra_groups
             )
         else:  # the optimizer stepped in backward: its gradients were measured there and are gone
             numbers = [PendingRows(segments[:1], stepped[1])]
@@ -355,16 +355,16 @@ class Collector:
             return [torch.empty_like(tensor, device=_META) for tensor in like]
 
     def states(
-        self, parameters: list[Tensor], names: tuple[str, ...], wanted: Callable[[str], bool]
+        self, parameters: list[Tensor], names: tuple[str, ...], includes: Callable[[str], bool]
     ) -> Iterator[tuple[Segment, list[Tensor]]]:
-        """Those of parameters, buffers and optimizer states that are ``wanted``."""
-        if wanted("parameters") and parameters:
+        """Those of parameters, buffers and optimizer states that the function ``includes`` wants."""
+        if includes("parameters") and parameters:
             yield Segment("parameter", names), parameters
-        if wanted("buffers"):
+        if includes("buffers"):
             segment, buffers = self._buffers.take(names)
             if buffers:
                 yield segment, buffers
-        if wanted("optimizer") and self._optimizer is not None:
+        if includes("optimizer") and self._optimizer is not None:
             yield from observers.states_of(self._optimizer, parameters, names)
 
     def measure_state(self, step: int, known: set[str]) -> list[PendingRows]:
@@ -389,9 +389,9 @@ class Collector:
     def is_finite(self) -> bool:
         """Whether parameters and optimizer states are finite now; only this rank's shards. Syncs with the device."""
         source = self._trained.source()
-        wanted = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
-        held = self.states(self._local_parameters(source), tuple(source.names()), wanted.__getitem__)
-        plain = [part.detach() for _, some in held for tensor in some for _, part in plain_parts(shard_of(tensor))]
+        included = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
+        segments = self.states(self._local_parameters(source), tuple(source.names()), included.__getitem__)
+        plain = [part.detach() for _, some in segments for tensor in some for _, part in plain_parts(shard_of(tensor))]
         return check_tensors([part for part in plain if observers.measurable(part)], backend=self._backend).ok
 
     def _switch_hooks(self, step: int) -> None:

@@ -55,7 +55,7 @@ from gradstat.monitor.reporting import not_replacing, warn, warning_of_failure
 from gradstat.monitor.rows import Observation, RunSettings
 from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
-from gradstat.monitor.segments import PendingRows, Wanted
+from gradstat.monitor.segments import PendingRows, ReduceTo
 from gradstat.monitor.state import VERSION, as_state, checked, load_rules, reading
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 
@@ -191,9 +191,9 @@ class Monitor:
         self._paused = self._is_detached = self._has_warned = False
         self.guard = guard
         skips = self._policies.uses("skip") or guard is not None
-        wanted: Wanted = "norm" if guard is not None else "flag" if skips else None
+        reduce_to: ReduceTo = "norm" if guard is not None else "flag" if skips else None
         self._collector = Collector(
-            self._trained, optimizer, scaler, self._watch, classes, options, wanted, self._unwatched, self._max_norm
+            self._trained, optimizer, scaler, self._watch, classes, options, reduce_to, self._unwatched, self._max_norm
         )
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []

@@ -19,7 +19,7 @@ from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_n
 from gradstat.monitor.kinds import STATE, kind_of
 from gradstat.monitor.rows import Floats
 
-Wanted: TypeAlias = Literal["flag", "norm"] | None
+ReduceTo: TypeAlias = Literal["flag", "norm"] | None
 """What `PendingRows` computes of gradients on the device; ``"norm"`` means flag and norm."""
 
 
@@ -41,14 +41,14 @@ class PendingRows:
 
     __slots__ = ("_table", "flag", "norm", "rows", "segments")
 
-    def __init__(self, segments: list[Segment], measured: Measurement, wanted: Wanted = None) -> None:
-        """``wanted`` tensors are made on the device: ``flag``, 1 if the first segment has NaN or Inf; its ``norm``."""
+    def __init__(self, segments: list[Segment], measured: Measurement, reduce_to: ReduceTo = None) -> None:
+        """``reduce_to`` is made on the device: ``flag``, 1 if the first segment has NaN or Inf; and its ``norm``."""
         self.segments = segments
         self.flag = self.norm = None
-        if wanted is not None and measured.tables:
+        if reduce_to is not None and measured.tables:
             first = _first(segments[0].measured, measured)
             self.flag = norms.any_nonfinite(first).to(torch.float32)
-            self.norm = norms.total_norm(first, 2.0) if wanted == "norm" else None
+            self.norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
         self.rows = HostRows(measured)
         self._table: Floats | None = None
 
@@ -89,27 +89,27 @@ def _first(count: int, measured: Measurement) -> Tensor:
 def measure_segments(
     segments: list[Segment],
     tensors: list[Tensor],
-    owners: list[Tensor] | None,
+    parameters: list[Tensor] | None,
     backend: str | None,
-    wanted: Wanted,
+    reduce_to: ReduceTo,
     left_out: dict[str, list[str]],
     extra_groups: ExtraGroups | None = None,
 ) -> list[PendingRows]:
-    """Measures tensors, given in the order of the segments; ``wanted`` as for `PendingRows`.
+    """Measures tensors, given in the order of the segments; ``reduce_to`` as for `PendingRows`.
 
     Ordinary tensors on one device take one launch and one transfer. If some are distributed, or the first segment is
     spread over ``extra_groups``, each segment is measured separately, with two collectives per process group. If the
-    first segment is gradients, ``owners`` are all parameters, so that ranks without some of the gradients take part.
+    first segment is gradients, ``parameters`` are all of the model, so that ranks without some gradients take part.
     Tensors that cannot be measured are in no segment of the result; ``left_out`` gets the reasons, by kind.
     """
     name_of = _namer(segments)
     # Other ranks may have gradients and wait for this one.
     is_awaited = extra_groups is not None or (
-        owners is not None and not segments[0].measured and is_distributed(owners)
+        parameters is not None and not segments[0].measured and is_distributed(parameters)
     )
     measured = None if is_awaited else measure_directly(tensors, name_of, backend)
     if measured is not None:
-        return [PendingRows(segments, measured, wanted)]
+        return [PendingRows(segments, measured, reduce_to)]
     parts = []
     for i, segment in enumerate(segments):
         some, tensors = tensors[: segment.measured], tensors[segment.measured :]
@@ -119,12 +119,12 @@ def measure_segments(
         parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
     if not is_awaited and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
-        return [PendingRows(segments, measure(tensors, _namer(segments), backend), wanted)]
+        return [PendingRows(segments, measure(tensors, _namer(segments), backend), reduce_to)]
     numbers, error = [], None  # the error of the gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
             extra = extra_groups if i == 0 else None
-            of = owners if i == 0 and (is_awaited or is_distributed(some)) else None
+            of = parameters if i == 0 and (is_awaited or is_distributed(some)) else None
             # Without their extra groups, tensors that only some ranks have, such as experts, cannot be told apart.
             names = None if i and extra_groups is not None else functools.partial(tuple, segment.names)
             rows = measure(some, _namer([segment]), backend, owners=of, names=names, extra_groups=extra)
@@ -137,7 +137,7 @@ def measure_segments(
                 left_out.setdefault(segment.kind, []).append(f"{segment.names[0]!r} and others: {raised}")
         else:
             # If another rank could not measure its shard, the merged rows are NaN.
-            numbers.append(PendingRows([segment], rows.nan_if_failed(), None if i else wanted))
+            numbers.append(PendingRows([segment], rows.nan_if_failed(), None if i else reduce_to))
     if error is not None:
         raise error
     return numbers
