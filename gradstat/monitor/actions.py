@@ -69,8 +69,8 @@ class Snapshots:
         if any(_shapes(state[name]) != _shapes(module.state_dict()) for name, module in self._modules.items()):
             return False
         groups = [] if self._optimizer is None else self._optimizer.param_groups
-        held = state["optimizer"]["param_groups"] if groups else []
-        return [len(group["params"]) for group in groups] == [len(group["params"]) for group in held]
+        saved_groups = state["optimizer"]["param_groups"] if groups else []
+        return [len(group["params"]) for group in groups] == [len(group["params"]) for group in saved_groups]
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

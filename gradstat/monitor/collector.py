@@ -57,7 +57,7 @@ class Collector:
         trained: Trained,
         optimizer: Optimizer | None,
         scaler: Any,
-        watch: Mapping[str, int],
+        periods: Mapping[str, int],
         classes: int | Mapping[str, int] | None,
         options: MonitorOptions,
         reduce_to: ReduceTo,
@@ -66,22 +66,24 @@ class Collector:
     ) -> None:
         # Updates of known optimizers are predicted. For others they are measured afterwards, from copied parameters.
         steps_after_backward = optimizer is not None and handle_of(optimizer) is None  # False if it steps in backward
-        self._predicts_updates = bool(watch["updates"]) and steps_after_backward and updates.is_known(optimizer)
+        self._predicts_updates = bool(periods["updates"]) and steps_after_backward and updates.is_known(optimizer)
         self._max_norm = max_norm
         self._reduce_to, self._unwatched = reduce_to, unwatched
         model = trained.model
         self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
         if optimizer is not None:
             observers.optimizers.add(optimizer)
-        self._watch, self._backend, self._extra_groups = watch, options.backend, options.extra_groups
+        self._periods, self._backend, self._extra_groups = periods, options.backend, options.extra_groups
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
-        given: list[Any] = list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
-        if any(type(number) is not int or number < 1 for number in given):
+        counts: list[Any] = (
+            list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
+        )
+        if any(type(number) is not int or number < 1 for number in counts):
             raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
-        self.classes: int | None = max(given, default=None)
+        self.classes: int | None = max(counts, default=None)
         self._ignore_index = options.ignore_index
-        self._sampled = sorted({p for kind, p in watch.items() if p and kind not in ("gradients", "batch", "origin")})
-        self._origin = _watch_origin(model, options.backend) if watch["origin"] else None
+        self._sampled = sorted({p for kind, p in periods.items() if p and kind not in ("gradients", "batch", "origin")})
+        self._origin = _watch_origin(model, options.backend) if periods["origin"] else None
         if self._origin is not None:
             weakref.finalize(self, self._origin.remove).atexit = False
         source = trained.source()
@@ -90,13 +92,13 @@ class Collector:
         self.backward_order: tuple[str, ...] = ()
         self._order_recorder: observers.BackwardOrder | None = _order_of(source)
         self._buffers = observers.Buffers(inner)
-        self._outputs = observers.Outputs(inner) if watch["outputs"] else None
-        self._activations = observers.Activations(inner, options.backend) if watch["activations"] else None
+        self._outputs = observers.Outputs(inner) if periods["outputs"] else None
+        self._activations = observers.Activations(inner, options.backend) if periods["activations"] else None
         self._segments = [Segment("gradient", ())]
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._old_parameters: dict[str, Tensor] | None = None  # copies of parameters before the update
-        self._known: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
+        self._last_seen: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
         self._switch_hooks(0)
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
@@ -116,8 +118,8 @@ class Collector:
         tensors = [*gradients.tensors, *on_device.values()]
         names = source.names()
         segments = self._segments
-        known = segments[0]
-        if names is not known.names or gradients.positions != known.positions or list(on_device) != self._on_device:
+        last = segments[0]
+        if names is not last.names or gradients.positions != last.positions or list(on_device) != self._on_device:
             self._on_device = list(on_device)
             segments = self._segments = [Segment("gradient", tuple(names), gradients.positions)]
             if on_device:
@@ -183,14 +185,14 @@ class Collector:
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
     ) -> None:
         """If parameters were replaced, checks at once whether the optimizer has them all."""
-        if names is self._known[0]:
+        if names is self._last_seen[0]:
             return  # a changed module is walked again, which makes a new tuple of names
-        known = [reference() for reference in self._known[1]]
-        self._known = names, list(map(weakref.ref, parameters))
-        if len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
+        last_seen = [reference() for reference in self._last_seen[1]]
+        self._last_seen = names, list(map(weakref.ref, parameters))
+        if len(last_seen) == len(parameters) and all(map(operator.is_, last_seen, parameters)):
             return
         self._old_parameters = None  # the difference to another parameter is no update
-        if self._optimizer is not None and self._watch["optimizer"]:
+        if self._optimizer is not None and self._periods["optimizer"]:
             observations.append(
                 Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))
             )
@@ -216,7 +218,7 @@ class Collector:
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
-        period = self._watch[kind]
+        period = self._periods[kind]
         return bool(period) and step % period == 0
 
     # Scalars and batches ---------------------------------------------------------------------------------
@@ -225,18 +227,18 @@ class Collector:
         self, loss: Tensor | float | None, lr: float | Tensor | None
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Loss, learning rate, loss scale and guard verdict: first those on the host, then those on a device."""
-        known: dict[str, float] = {}
+        on_host: dict[str, float] = {}
         on_device: dict[str, Tensor] = {}
-        given: list[tuple[str, Any]] = [("loss", loss), ("lr", lr)]
+        named: list[tuple[str, Any]] = [("loss", loss), ("lr", lr)]
         if lr is None and self._optimizer is not None:
             first, *others = [group.get("lr") for group in self._optimizer.param_groups]
-            given[1] = ("lr", first)
+            named[1] = ("lr", first)
             for number, rate in enumerate(others, 1):
                 if rate is not first and (isinstance(rate, Tensor) or isinstance(first, Tensor) or rate != first):
-                    given.append((rate_name(number), rate))
-        for name, value in given:
+                    named.append((rate_name(number), rate))
+        for name, value in named:
             if type(value) is float:
-                known[name] = value
+                on_host[name] = value
             elif isinstance(value, Tensor):
                 if value.numel() != 1 or not value.dtype.is_floating_point:
                     raise ValueError(
@@ -247,7 +249,7 @@ class Collector:
             elif value is not None:
                 if not isinstance(value, Real):
                     raise TypeError(f"{name} is a {type(value).__name__}; expected a number or a tensor of one element")
-                known[name] = float(value)
+                on_host[name] = float(value)
         if self.scaler is not None:
             scale = getattr(self.scaler, "_scale", None)
             if scale is not None:
@@ -255,7 +257,7 @@ class Collector:
         guard = guard_of(self._optimizer)
         if guard is not None and guard.reason is not None:
             on_device["refused"] = guard.reason
-        return known, on_device
+        return on_host, on_device
 
     def inspect_batch(self, step: int, batch: Any) -> list[Observation]:
         """Collects the tensors of a batch, to be measured with the step; checks labels on the CPU at once."""
@@ -304,13 +306,13 @@ class Collector:
                     yield Segment(kind, tuple(path for path, _ in of_kind)), [tensor for _, tensor in of_kind]
             self._batch = []
         if self._old_parameters is not None:
-            before, self._old_parameters = self._old_parameters, None
-            now = [p.detach() for name, p in zip(names, parameters, strict=True) if name in before]
-            copies = list(before.values())
+            old, self._old_parameters = self._old_parameters, None
+            now = [p.detach() for name, p in zip(names, parameters, strict=True) if name in old]
+            copies = list(old.values())
             # Otherwise the parameters were moved, or given other data.
             if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
                 updates = self._make_or_meta(step, now, lambda: list(torch._foreach_sub(now, copies)))
-                yield Segment("update", tuple(before)), updates
+                yield Segment("update", tuple(old)), updates
         if self.is_due("updates", step) and not self._predicts_updates:
             named = [(n, p.detach()) for n, p in zip(names, parameters, strict=True) if observers.measurable(p)]
             now = [parameter for _, parameter in named]
@@ -367,17 +369,17 @@ class Collector:
         if includes("optimizer") and self._optimizer is not None:
             yield from observers.states_of(self._optimizer, parameters, names)
 
-    def measure_state(self, step: int, known: set[str]) -> list[PendingRows]:
-        """Measures parameters, buffers and optimizer states now, except the kinds in ``known``; no collectives."""
+    def measure_state(self, step: int, measured: set[str]) -> list[PendingRows]:
+        """Measures parameters, buffers and optimizer states now, except the kinds in ``measured``; no collectives."""
         source = self._trained.source()
         parameters = self._local_parameters(source)
         if is_distributed(parameters):
             return []  # would need collectives, which the other ranks would not join
         segments, tensors = [], []
         names = source.names()
-        for segment, some in self.states(parameters, tuple(names), lambda kind: bool(self._watch[kind])):
+        for segment, some in self.states(parameters, tuple(names), lambda kind: bool(self._periods[kind])):
             # The states of a tensor subclass are kinds of their own, ``exp_avg.scale`` for instance.
-            if segment.kind not in known and not any(kind.startswith(f"{segment.kind}.") for kind in known):
+            if segment.kind not in measured and not any(kind.startswith(f"{segment.kind}.") for kind in measured):
                 segments.append(segment)
                 tensors += some
         if not segments:
@@ -389,7 +391,7 @@ class Collector:
     def is_finite(self) -> bool:
         """Whether parameters and optimizer states are finite now; only this rank's shards. Syncs with the device."""
         source = self._trained.source()
-        included = {"parameters": True, "buffers": False, "optimizer": bool(self._watch["optimizer"])}
+        included = {"parameters": True, "buffers": False, "optimizer": bool(self._periods["optimizer"])}
         segments = self.states(self._local_parameters(source), tuple(source.names()), included.__getitem__)
         plain = [part.detach() for _, some in segments for tensor in some for _, part in plain_parts(shard_of(tensor))]
         return check_tensors([part for part in plain if observers.measurable(part)], backend=self._backend).ok
@@ -402,9 +404,9 @@ class Collector:
 
     def remove(self) -> None:
         """Removes all hooks and drops all tensors."""
-        for watch in (self._order_recorder, self._outputs, self._activations, self._origin):
-            if watch is not None:
-                watch.remove()
+        for observer in (self._order_recorder, self._outputs, self._activations, self._origin):
+            if observer is not None:
+                observer.remove()
         self._order_recorder = None
         self.forget()
         self._outputs = self._activations = self._origin = None
@@ -452,9 +454,9 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
 
 def _second_moment_decay_of(optimizer: Optimizer | None) -> float:
     """The decay of the optimizer's second moment per step (beta2), the smallest of all groups; 0 if not known."""
-    kept: list[Any] = []
+    settings: list[Any] = []
     for group in () if optimizer is None else optimizer.param_groups:
         betas = group.get("betas")
-        kept += betas[1:] if isinstance(betas, (tuple, list)) else [group.get("alpha", group.get("rho"))]
-    known = [float(value) for value in kept if isinstance(value, (int, float)) and 0 < value < 1]
-    return min(known) if known and len(known) == len(kept) else 0.0
+        settings += betas[1:] if isinstance(betas, (tuple, list)) else [group.get("alpha", group.get("rho"))]
+    decays = [float(value) for value in settings if isinstance(value, (int, float)) and 0 < value < 1]
+    return min(decays) if decays and len(decays) == len(settings) else 0.0

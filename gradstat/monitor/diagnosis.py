@@ -67,8 +67,8 @@ class Diagnosis:
 
         def place(finding: Finding) -> tuple[bool, int, int, int]:
             rule = rules.index(finding.rule) if finding.rule in rules else len(rules)  # user rules come last
-            known = order.get(finding.about, {})
-            at = known.get(finding.name, len(known))
+            positions = order.get(finding.about, {})
+            at = positions.get(finding.name, len(positions))
             if finding.about == "gradient":
                 # Without a backward order, assume that parameters at the end of the model are nearest to the loss.
                 at = backward.get(finding.name, -at)

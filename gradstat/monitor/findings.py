@@ -67,17 +67,17 @@ class Finding:
             raise ValueError(f"a finding is {values!r:.80}; expected its values by name")
         if missing := [name for name in _TYPES if name not in values]:
             raise ValueError(f"a finding has no {missing[0]!r}")
-        held = {name: values[name] for name in _TYPES}
+        fields = {name: values[name] for name in _TYPES}
         for name, kind in _TYPES.items():
-            if not isinstance(held[name], kind) or isinstance(held[name], bool):
-                raise ValueError(f"the {name} of a finding is {held[name]!r:.80}; expected {_WORDS[kind]}")
-        if held["severity"] not in SEVERITIES:
-            raise ValueError(f"severity is {held['severity']!r:.80}; expected one of {', '.join(SEVERITIES)}")
+            if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
+                raise ValueError(f"the {name} of a finding is {fields[name]!r:.80}; expected {_WORDS[kind]}")
+        if fields["severity"] not in SEVERITIES:
+            raise ValueError(f"severity is {fields['severity']!r:.80}; expected one of {', '.join(SEVERITIES)}")
         for name in ("causes", "advice"):
-            held[name] = tuple(held[name])
-            if not all(isinstance(one, str) for one in held[name]):
-                raise ValueError(f"the {name} of a finding are {held[name]!r:.80}; expected texts")
-        return cls(**{**held, "evidence": dict(held["evidence"])})
+            fields[name] = tuple(fields[name])
+            if not all(isinstance(one, str) for one in fields[name]):
+                raise ValueError(f"the {name} of a finding are {fields[name]!r:.80}; expected texts")
+        return cls(**{**fields, "evidence": dict(fields["evidence"])})
 
     def __str__(self) -> str:
         return printable(f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}")

@@ -120,8 +120,8 @@ class StepLog:
             numbers.rows.raise_if_others_failed()
         sums = total.tolist()
         norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
-        bad = sums[_NAN] or sums[_INF]
-        self._reads_plain = not (bad or sums[_LARGE] or sums[_SMALL]) and numbers.segments[0].positions is None
+        is_nonfinite = bool(sums[_NAN] or sums[_INF])
+        self._reads_plain = not (is_nonfinite or sums[_LARGE] or sums[_SMALL]) and numbers.segments[0].positions is None
         if pending.on_device:
             # If gradients are distributed, every segment has a table of its own.
             rows, first = (table, count) if len(numbers.segments) > 1 else (pending.numbers[1].table(), 0)
@@ -131,14 +131,14 @@ class StepLog:
             # A scale of 0 made every gradient 0, whatever it was.
             norm = norm / scalars["loss_scale"] if scalars["loss_scale"] else math.nan
         scalars["finite_norm"] = scalars["norm"] = norm
-        if bad:
+        if is_nonfinite:
             scalars["norm"] = math.nan if sums[_NAN] else math.inf
             scalars["nonfinite"] = sums[_NAN] + sums[_INF]
         loss = scalars.get("loss", 0.0)
         if not math.isfinite(loss):
             scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
-            bad = True
-        return bool(bad)
+            is_nonfinite = True
+        return is_nonfinite
 
     def take(self, pending: Pending, review: Callable[[], None]) -> None:
         """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
@@ -150,8 +150,8 @@ class StepLog:
                 if segment.kind not in ("gradient", "scalars"):
                     rows = numbers.table()[start : start + segment.measured]
                     others.append((segment, rows, self._layout_of(segment, numbers.rows.infos, start)))
-                    held = self._others.get(segment.kind)
-                    is_other = is_other or (held is not None and held[-1][1].names != segment.names)
+                    earlier = self._others.get(segment.kind)
+                    is_other = is_other or (earlier is not None and earlier[-1][1].names != segment.names)
         if is_other:
             review()
         self._names = names
@@ -193,11 +193,11 @@ class StepLog:
 
     def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
         """The cached layout of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
-        known, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
+        last_every, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
         if layout is not None and layout.names is not segment.names and layout.names != segment.names:
             layout = None
         # ``every`` stays the same object while shapes, dtypes and devices do not change.
-        if layout is not None and known is every and positions == segment.positions:
+        if layout is not None and last_every is every and positions == segment.positions:
             return layout
         measured = every[start : start + segment.measured]
         infos: list[Any] = list(measured)
@@ -226,9 +226,9 @@ class StepLog:
             is_plain = self._is_plain and bool(layouts[-1].numel.all())
             tables["gradient"] = _rows(steps, raw, layouts, is_plain or None)
             self._is_plain = True
-        known = set(steps.tolist())
+        numbers = set(steps.tolist())
         for kind, rows in others.items():
-            of_these = [row for row in rows if row[0] in known]  # an interrupt may leave rows without their step
+            of_these = [row for row in rows if row[0] in numbers]  # an interrupt may leave rows without their step
             if of_these:
                 at = np.array([step for step, _, _ in of_these], dtype=np.int64)
                 raw = np.stack([raw for _, _, raw in of_these])
@@ -240,13 +240,13 @@ class StepLog:
         self.latest |= {kind: rows.newest for kind, rows in tables.items()}
         if not self._length or not len(steps):  # none if a batch was reviewed before the first step
             return
-        kept: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         for kind, rows in tables.items():
             is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
             # A copy, while it is in the cache, is no dearer than new memory for the coming steps.
-            kept[kind] = Rows(rows.layout, rows.steps, rows.raw.copy("K"), rows.layouts) if is_small else rows.series()
-            self._bytes += _bytes_of(kept[kind])
-        self._blocks.append((steps, scalars, kept))
+            parts[kind] = Rows(rows.layout, rows.steps, rows.raw.copy("K"), rows.layouts) if is_small else rows.series()
+            self._bytes += _bytes_of(parts[kind])
+        self._blocks.append((steps, scalars, parts))
         if self._bytes > self._max_bytes:
             self._condense()
         while steps[-1] - self._blocks[0][0][-1] >= self._length or (
@@ -267,15 +267,15 @@ class StepLog:
         blocks = self._blocks
         steps = np.concatenate([np.empty(0, np.int64), *(steps for steps, _, _ in blocks)])
         first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
-        kept = steps >= first
+        recent = steps >= first
         scalars = {
-            name: np.concatenate([held.get(name, np.full(len(s), math.nan)) for s, held, _ in blocks])[kept]
-            for name in dict.fromkeys(name for _, held, _ in blocks for name in held)
+            name: np.concatenate([columns.get(name, np.full(len(s), math.nan)) for s, columns, _ in blocks])[recent]
+            for name in dict.fromkeys(name for _, columns, _ in blocks for name in columns)
         }
         self._condense()
         kinds = in_order(dict.fromkeys(kind for _, _, tables in blocks for kind in tables))
         joined = {kind: _joined([tables[kind] for _, _, tables in blocks if kind in tables], first) for kind in kinds}
-        return Recording(steps[kept], scalars, {kind: series for kind, series in joined.items() if len(series.steps)})
+        return Recording(steps[recent], scalars, {kind: series for kind, series in joined.items() if len(series.steps)})
 
     def load(self, recording: Recording | None) -> None:
         """Replaces what is kept by the history of another run."""
@@ -337,5 +337,5 @@ def _joined(chunks: list[Series], first: int) -> Series:
         seen = chunk.numel > 0
         numel[at[seen]] = chunk.numel[seen]
         row += len(chunk.steps)
-    kept = steps >= first
-    return Series(names, numel, steps[kept], values[kept])
+    recent = steps >= first
+    return Series(names, numel, steps[recent], values[recent])

@@ -156,13 +156,13 @@ class Monitor:
         known_name(options.backend)  # an unknown name raises here, not in a step
         self._rules = RuleRunner(default_rules() if rules is None else rules, options.review_every)
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
-        self._watch = periods(watch)
+        self._periods = periods(watch)
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
         if engine is not None:
-            check_engine_options(engine, optimizer, guard, self._policies, replay, self._watch)
+            check_engine_options(engine, optimizer, guard, self._policies, replay, self._periods)
             optimizer = engine.optimizer
-            self._watch["optimizer"] = 0  # its states are sharded as well, and not measured
+            self._periods["optimizer"] = 0  # its states are sharded as well, and not measured
         check_guard(guard, optimizer, scaler)
         if handle_of(optimizer) is not None:
             check_stepping_in_backward(guard, self._policies, replay)
@@ -193,8 +193,9 @@ class Monitor:
         skips = self._policies.uses("skip") or guard is not None
         reduce_to: ReduceTo = "norm" if guard is not None else "flag" if skips else None
         self._collector = Collector(
-            self._trained, optimizer, scaler, self._watch, classes, options, reduce_to, self._unwatched, self._max_norm
-        )
+            self._trained, optimizer, scaler, self._periods, classes, options, reduce_to, self._unwatched,
+            self._max_norm,
+        )  # fmt: skip
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
@@ -249,14 +250,14 @@ class Monitor:
         if self._paused:
             return self._not_watched("step")
         with self._lock:
-            known = len(self.findings)
+            first_new = len(self.findings)
             self._is_open = True
             leaving = self._measure(loss, lr)
             is_found = self._read_until_found(leaving)
         if is_found:
             self._act()
             self._read(leaving)
-        return self.findings[known:]
+        return self.findings[first_new:]
 
     def _measure(self, loss: Tensor | float | None, lr: float | Tensor | None) -> int:
         """Measures a step and makes it pending; returns how many pending steps may stay so. Raises as `step`."""
@@ -302,10 +303,10 @@ class Monitor:
             if loss is not None and not isinstance(loss, Tensor):
                 loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
             assert measured.norm is not None
-            numbers = torch.stack([torch.ones_like(measured.norm), measured.norm])
-            given = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
+            multiplier_and_norm = torch.stack([torch.ones_like(measured.norm), measured.norm])
+            verdict = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
             kernels = resolve(self.options.backend, flag.device.type)
-            verdict = guard._decide(kernels, numbers, given, loss, None, None, streams_of([flag]))
+            verdict = guard._decide(kernels, multiplier_and_norm, verdict, loss, None, None, streams_of([flag]))
             wish = SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
             assert self._optimizer is not None
             remember_guard(self._optimizer, guard)
@@ -332,7 +333,7 @@ class Monitor:
         if self._paused:
             return self._not_watched("batch")
         with self._lock:
-            known = len(self.findings)
+            first_new = len(self.findings)
             if self._replayer is not None:
                 self._replayer.keep_batch(batch)
             seen: list[Observation] = []
@@ -341,14 +342,14 @@ class Monitor:
             self._log.observations += seen
         if seen:
             self._review()
-        return self.findings[known:]
+        return self.findings[first_new:]
 
     def flush(self) -> list[Finding]:
         """Reads and reviews all steps so far, waiting for the device if need be; returns the new findings."""
-        known = len(self.findings)
+        first_new = len(self.findings)
         self._read(0)
         self._review()
-        return self.findings[known:]
+        return self.findings[first_new:]
 
     def is_healthy(self, within: int = 100) -> bool:
         """Whether a checkpoint of the current state may replace the last good one. ::
@@ -431,14 +432,15 @@ class Monitor:
         return bool(self._to_act_on)
 
     def _read_one(self, pending: Pending) -> None:
-        """Reads a step, and runs the rules if it is odd or a review is due."""
+        """Reads a step, and runs the rules if it is out of band or a review is due."""
         try:
-            bad = self._log.read(pending)
+            is_nonfinite = self._log.read(pending)
             self.nonfinite_steps += "nonfinite" in pending.scalars
-            odd = bad or self._rules.is_out_of_band(pending.scalars)
+            is_out_of_band = is_nonfinite or self._rules.is_out_of_band(pending.scalars)
             lost = "loss_nonfinite" in pending.scalars
             # Measure parameters, buffers and optimizer states, if they are still those of the step.
-            if odd and pending.step + 1 == self.steps and pending.step - self._last_state_check[lost] >= _QUIET:
+            is_current = pending.step + 1 == self.steps
+            if is_out_of_band and is_current and pending.step - self._last_state_check[lost] >= _QUIET:
                 self._last_state_check[lost] = pending.step
                 with self._unwatched.suppress_errors(
                     pending.step, "parameters, buffers or states could not be measured"
@@ -450,9 +452,9 @@ class Monitor:
         except Exception:
             self._unwatched.report_failure(pending.step, "the numbers of a step could not be read")
             return
-        if odd or self._to_act_on or self._rules.is_due(pending.step):
+        if is_out_of_band or self._to_act_on or self._rules.is_due(pending.step):
             self._run_rules_safely()
-        if self._snapshots is not None and not odd:
+        if self._snapshots is not None and not is_out_of_band:
             self._snapshots.confirm(pending.step)
 
     def _review(self) -> None:
@@ -461,15 +463,15 @@ class Monitor:
             self._run_rules_safely()
         self._act()
 
-    def _found(self) -> list[Finding]:
+    def _take_findings(self) -> list[Finding]:
         """Takes the findings that were not acted on yet."""
         with self._lock:
-            found, self._to_act_on = self._to_act_on, []
-        return found
+            findings, self._to_act_on = self._to_act_on, []
+        return findings
 
     def _act(self) -> None:
         """Acts on findings, without the lock, since this may call functions of the user."""
-        raising = [finding for finding in self._found() if self._act_on(finding)]  # all, before one raises
+        raising = [finding for finding in self._take_findings() if self._act_on(finding)]  # all, before one raises
         if raising:
             first = raising[0]
             replayed = f"\n{self._replayed}" if self._replayed and self._replayed_step == self.steps - 1 else ""
@@ -494,9 +496,9 @@ class Monitor:
             **optimizer_settings(self._optimizer),
         )
         window = self._log.close(run)
-        found = [fitted(one, self._trained.source, self._replay_argument) for one in self._rules.review(window)]
-        self.findings += found
-        self._to_act_on += found
+        findings = [fitted(one, self._trained.source, self._replay_argument) for one in self._rules.review(window)]
+        self.findings += findings
+        self._to_act_on += findings
 
     # Policies --------------------------------------------------------------------------------------------
 
@@ -721,7 +723,7 @@ class Monitor:
             self._lock.release()
         if self.steps or self.findings or self._is_detached:
             self._write(why)
-        for finding in self._found():
+        for finding in self._take_findings():
             with warning_of_failure(f"a policy failed for the finding {finding}"):
                 self._act_on(finding, is_over=True)
 

@@ -50,8 +50,8 @@ class Buffers:
                 for name, module in modules.items()
                 for key in module._buffers
             ]
-        found = [(name, held.get(key)) for held, key, name in self._places]
-        named = [(name, buffer) for name, buffer in found if buffer is not None and measurable(buffer)]
+        current = [(name, buffers.get(key)) for buffers, key, name in self._places]
+        named = [(name, buffer) for name, buffer in current if buffer is not None and measurable(buffer)]
         return Segment("buffer", tuple(name for name, _ in named)), [buffer for _, buffer in named]
 
 
@@ -59,20 +59,20 @@ def states_of(
     optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]
 ) -> Iterator[tuple[Segment, list[Tensor]]]:
     """The tensors in an optimizer's state that have the shape of their parameter, a segment for each state key."""
-    found: dict[str, tuple[list[str], list[Tensor]]] = {}
+    by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
     # Keyed by id, because hashing a tensor is slow.
-    held_by = {id(parameter): held for parameter, held in optimizer.state.items()}
+    state_of = {id(parameter): state for parameter, state in optimizer.state.items()}
     for name, parameter in zip(names, parameters, strict=True):
-        held = held_by.get(id(parameter))
-        shape = parameter.shape if held else None
-        for key, value in held.items() if held else ():
+        state = state_of.get(id(parameter))
+        shape = parameter.shape if state else None
+        for key, value in state.items() if state else ():
             if key != "step" and isinstance(value, Tensor) and value.shape == shape:
-                if key not in found:
-                    found[key] = [], []
-                of_key, tensors = found[key]
+                if key not in by_key:
+                    by_key[key] = [], []
+                of_key, tensors = by_key[key]
                 of_key.append(name)
                 tensors.append(value)
-    for key, (of_key, tensors) in found.items():
+    for key, (of_key, tensors) in by_key.items():
         yield Segment(name_of_state(key), tuple(of_key)), tensors
 
 
@@ -86,7 +86,7 @@ def updates_of(
     parameters = source_of(optimizer).parameters
     positions, _, sums = update_sums(optimizer, lambda i: names.get(id(parameters[i]), "?"), backend, divisor)
     here = [row for row, position in enumerate(positions) if id(parameters[position]) in names]
-    known = [parameters[positions[row]] for row in here]
+    updated = [parameters[positions[row]] for row in here]
     squares = sums[:, _fields.UPDATE_SUMS.index("update")]
     squares = squares if len(here) == len(positions) else squares[here]
     fields = dict.fromkeys(("nan_count", "inf_count", "sq_sum_large", "sq_sum_small"), torch.zeros_like(squares))
@@ -94,8 +94,8 @@ def updates_of(
     nothing = torch.full_like(squares, torch.nan)
     rows = torch.stack([fields.get(name, nothing) for name in _fields.NAMES], 1)
     rows = torch.where(squares.isfinite()[:, None], rows, torch.nan)
-    infos = [TensorInfo(p.shape, p.dtype, p.device, None) for p in known]
-    return Segment("update", tuple(names[id(p)] for p in known)), Measurement([rows] * bool(known), None, infos)
+    infos = [TensorInfo(p.shape, p.dtype, p.device, None) for p in updated]
+    return Segment("update", tuple(names[id(p)] for p in updated)), Measurement([rows] * bool(updated), None, infos)
 
 
 # All watched optimizers, since several may share a model.
@@ -195,13 +195,13 @@ class Activations:
         """The hook of the module ``name``."""
         if not self.on:
             return
-        found = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
-        if not found:
+        tensors = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
+        if not tensors:
             return
         with torch.no_grad():
-            rows = stats([tensor.detach() for tensor in found], backend=self._backend)
-            info = TensorInfo.of(found[0])
-            numel = sum(tensor.numel() for tensor in found)
+            rows = stats([tensor.detach() for tensor in tensors], backend=self._backend)
+            info = TensorInfo.of(tensors[0])
+            numel = sum(tensor.numel() for tensor in tensors)
             earlier = self._seen.get(name)
             if earlier is not None:
                 rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel

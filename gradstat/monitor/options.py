@@ -48,19 +48,19 @@ class MonitorOptions:
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
 
     @classmethod
-    def of(cls, given: MonitorOptions | Mapping[str, Any] | None) -> MonitorOptions:
+    def of(cls, options: MonitorOptions | Mapping[str, Any] | None) -> MonitorOptions:
         """The options that were given, with defaults for the rest.
 
         Raises:
-            TypeError: ``given`` is neither options nor a mapping.
+            TypeError: ``options`` is neither options nor a mapping.
             ValueError: A name is not known, or a number is not an integer, or too small.
         """
-        if isinstance(given, MonitorOptions):
-            return given
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"options: expected MonitorOptions or a mapping, got {type(given).__name__}")
+        if isinstance(options, MonitorOptions):
+            return options
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options: expected MonitorOptions or a mapping, got {type(options).__name__}")
         known = [field.name for field in fields(cls)]
-        for name in given or ():
+        for name in options or ():
             if name not in known:
                 raise ValueError(f"options: unknown name {name!r}; known: {', '.join(known)}")
-        return cls(**(given or {}))
+        return cls(**(options or {}))

@@ -35,21 +35,21 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """The policies of each severity and rule: those ``given``, by severity or name in ``rules``, or the default."""
+    """The policies of each severity and rule: those in ``on_anomaly``, by severity or ``rules``; or defaults."""
 
-    def __init__(self, given: Policies, rules: Sequence[str], known: Sequence[str] = POLICIES) -> None:
+    def __init__(self, on_anomaly: Policies, rules: Sequence[str], names: Sequence[str] = POLICIES) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}
-        if isinstance(given, Mapping):
-            for key, policies in given.items():
+        if isinstance(on_anomaly, Mapping):
+            for key, policies in on_anomaly.items():
                 if key not in SEVERITIES and key not in rules:
                     raise ValueError(
                         f"on_anomaly[{key!r}]: expected a severity ({', '.join(SEVERITIES)}) or the name of a rule "
                         f"({', '.join(rules)})"
                     )
-                self._by[key] = _listed(policies, known)
-        elif given is not None:
-            self._by["error"] = _listed(given, known)
-            if given == "record":
+                self._by[key] = _listed(policies, names)
+        elif on_anomaly is not None:
+            self._by["error"] = _listed(on_anomaly, names)
+            if on_anomaly == "record":
                 self._by["warning"] = ("record",)
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
@@ -61,14 +61,14 @@ class PolicyTable:
         return any(policy in policies for policies in self._by.values())
 
 
-def _listed(given: Any, known: Sequence[str]) -> tuple[Policy, ...]:
-    listed = (given,) if isinstance(given, str) or callable(given) else tuple(given)
+def _listed(policies: Any, names: Sequence[str]) -> tuple[Policy, ...]:
+    listed = (policies,) if isinstance(policies, str) or callable(policies) else tuple(policies)
     for policy in listed:
         if isinstance(policy, str):
-            if policy not in known:
-                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(known)}, or a callable")
+            if policy not in names:
+                raise ValueError(f"unknown policy {policy!r}; known: {', '.join(names)}, or a callable")
         elif not callable(policy):
-            raise TypeError(f"a policy is one of {', '.join(known)} or a callable, got {type(policy).__name__}")
+            raise TypeError(f"a policy is one of {', '.join(names)} or a callable, got {type(policy).__name__}")
     return listed
 
 
@@ -77,15 +77,15 @@ class Warner:
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
-        self._held: dict[str, int] = {}
+        self._held_back: dict[str, int] = {}
 
     def warn(self, finding: Finding, now: int) -> None:
         """Warns at step ``now``, or counts the finding as held back."""
         if now - self._last.get(finding.rule, -_WARN_EVERY) < _WARN_EVERY:
-            self._held[finding.rule] = self._held.get(finding.rule, 0) + 1
+            self._held_back[finding.rule] = self._held_back.get(finding.rule, 0) + 1
             return
         self._last[finding.rule] = now
-        held = self._held.pop(finding.rule, 0)
-        more = f" ({held} more since the last warning)" if held else ""
+        held_back = self._held_back.pop(finding.rule, 0)
+        more = f" ({held_back} more since the last warning)" if held_back else ""
         advice = f" What to try: {printable(finding.advice[0])}." if finding.advice else ""
         warn(f"{finding}{more}.{advice}", log_if_ignored=finding.severity == "error")

@@ -20,7 +20,7 @@ from gradstat.tensor_stats import TensorStats, l2_norm_of
 __all__ = ["Observation", "Rows", "RunSettings", "Window"]
 
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
-_ODD = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
+_NOT_PLAIN = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
@@ -116,7 +116,7 @@ class Rows:
     @functools.cached_property
     def is_plain(self) -> bool:
         """Whether all tensors were present, not empty, finite and neither huge nor tiny: the usual case."""
-        return not self.raw[:, :, _ODD].any() and bool((self.numel > 0).all())  # an absent one is all NaN
+        return not self.raw[:, :, _NOT_PLAIN].any() and bool((self.numel > 0).all())  # an absent one is all NaN
 
     @functools.cached_property
     def newest(self) -> Rows:
@@ -159,8 +159,8 @@ class Rows:
     @functools.cached_property
     def present(self) -> Bools:
         """Which tensors were present."""
-        there: Bools = ~np.isnan(self.raw[:, :, 0])
-        return there
+        present: Bools = ~np.isnan(self.raw[:, :, 0])
+        return present
 
     @functools.cached_property
     def nonfinite(self) -> Floats:

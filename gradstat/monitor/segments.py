@@ -75,15 +75,15 @@ def _first(count: int, measured: Measurement) -> Tensor:
     """The rows of the first ``count`` tensors, or their total, on the device of the first."""
     if measured.total is not None:
         return measured.total[:, : _fields.COUNT]
-    found, start = [], 0
+    tables, start = [], 0
     for table in measured.tables:
         rows = table[:count]
         if measured.order is not None:
             here = measured.order[start : start + len(table)]
             rows, start = table[[i for i, position in enumerate(here) if position < count]], start + len(table)
-        found.append(rows)
-    home = found[0].device
-    return found[0] if len(found) == 1 else torch.cat([to_device(rows, home) for rows in found])
+        tables.append(rows)
+    home = tables[0].device
+    return tables[0] if len(tables) == 1 else torch.cat([to_device(rows, home) for rows in tables])
 
 
 def measure_segments(
@@ -160,19 +160,21 @@ def _measurable(
 
     if segment.kind == "gradient":
         at = range(len(segment.names)) if segment.positions is None else segment.positions
-        kept = [(i, gradient) for i, gradient in zip(at, tensors, strict=True) if is_kept(segment.names[i], gradient)]
-        if len(kept) == len(tensors):
+        measurable = [
+            (i, gradient) for i, gradient in zip(at, tensors, strict=True) if is_kept(segment.names[i], gradient)
+        ]
+        if len(measurable) == len(tensors):
             return [(segment, tensors)]
-        return [(segment._replace(positions=[i for i, _ in kept]), [gradient for _, gradient in kept])]
-    found: dict[str, tuple[list[str], list[Tensor]]] = {}
+        return [(segment._replace(positions=[i for i, _ in measurable]), [gradient for _, gradient in measurable])]
+    by_kind: dict[str, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in zip(segment.names, tensors, strict=True):
         for part, plain in plain_parts(tensor):
             if is_kept(name + part, plain):
                 is_state = kind_of(segment.kind) is STATE
-                names, some = found.setdefault(segment.kind + part * is_state, ([], []))
+                names, some = by_kind.setdefault(segment.kind + part * is_state, ([], []))
                 names.append(name if is_state else name + part)
                 some.append(plain)
-    return [(Segment(kind, tuple(names)), some) for kind, (names, some) in found.items()]
+    return [(Segment(kind, tuple(names)), some) for kind, (names, some) in by_kind.items()]
 
 
 def plain_parts(tensor: Any) -> Iterator[tuple[str, Tensor]]:

@@ -87,7 +87,7 @@ def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]
 
     Rules that are not in ``saved`` stay as they are.
     """
-    left, before = list(saved), []
+    left, replaced = list(saved), []
     try:
         for rule in rules:  # rules of one name are in order
             place = next((i for i, (name, _) in enumerate(left) if name == rule.name), None)
@@ -95,9 +95,9 @@ def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]
                 now = rule.state_dict()
                 with reading("rules"):
                     rule.load_state_dict(left.pop(place)[1])
-                before.append((rule, now))
+                replaced.append((rule, now))
     except ValueError:
-        for rule, values in before:
+        for rule, values in replaced:
             rule.load_state_dict(values)
         raise
 

@@ -85,9 +85,9 @@ def assert_healthy(
                 losses.append(float(loss.detach() if isinstance(loss, Tensor) else loss))
     diagnosis = monitor.diagnose()
     serious = SEVERITIES[SEVERITIES.index(severity) :]
-    found = [f for f in diagnosis.findings if f.severity in serious and f.rule not in allowed]
-    if found:
-        raise UnhealthyTrainingError(f"{len(found)} finding{'s' * (len(found) != 1)}\n{diagnosis}", diagnosis)
+    unhealthy = [f for f in diagnosis.findings if f.severity in serious and f.rule not in allowed]
+    if unhealthy:
+        raise UnhealthyTrainingError(f"{len(unhealthy)} finding{'s' * (len(unhealthy) != 1)}\n{diagnosis}", diagnosis)
     quarter = len(losses) // 4
     if loss_falls and quarter and not sum(losses[-quarter:]) < sum(losses[:quarter]):
         first, last = sum(losses[:quarter]) / quarter, sum(losses[-quarter:]) / quarter

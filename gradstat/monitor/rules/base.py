@@ -113,37 +113,37 @@ class Rule:
         Raises:
             ValueError: A value is not of the kind that the rule keeps there; nothing is loaded.
         """
-        own = vars(self)
-        loaded = {key: value for key, value in state.items() if key in own}
+        attributes = vars(self)
+        loaded = {key: value for key, value in state.items() if key in attributes}
         for key, value in loaded.items():
-            if not self._accepts(key, own[key], value):
+            if not self._accepts(key, attributes[key], value):
                 raise ValueError(f"{key} of the rule {self.name!r} is {value!r:.80}; expected what state_dict() saves")
         for key, value in loaded.items():
-            if isinstance(own[key], PerName):
-                own[key].load(value)
-            elif isinstance(own[key], Episodes):
-                own[key].clear()
-                own[key].update(value)
+            if isinstance(attributes[key], PerName):
+                attributes[key].load(value)
+            elif isinstance(attributes[key], Episodes):
+                attributes[key].clear()
+                attributes[key].update(value)
             else:
                 setattr(self, key, copy.deepcopy(value))
 
-    def _accepts(self, key: str, own: Any, value: Any) -> bool:
-        """Whether ``value`` is of the kind that the attribute ``key``, now ``own``, may have."""
+    def _accepts(self, key: str, current: Any, value: Any) -> bool:
+        """Whether ``value`` is of the kind that the attribute ``key``, now ``current``, may have."""
         if key in self._state_checks:
             return self._state_checks[key](value)
-        if isinstance(own, Episodes):
+        if isinstance(current, Episodes):
             return _is_mapping_to(value, is_whole)
-        if isinstance(own, PerName):
+        if isinstance(current, PerName):
             return _is_mapping_to(value, is_number)
         if not type(self).__module__.startswith("gradstat."):
             return True  # what users keep may change its type
-        if isinstance(own, dict):
+        if isinstance(current, dict):
             return _is_mapping_to(value, is_number)
-        if isinstance(own, list):
+        if isinstance(current, list):
             return isinstance(value, list) and all(is_number(item) and math.isfinite(item) for item in value)
-        if isinstance(own, bool):
+        if isinstance(current, bool):
             return isinstance(value, bool)
-        return is_whole(value) if isinstance(own, int) else is_number(value)
+        return is_whole(value) if isinstance(current, int) else is_number(value)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
@@ -198,8 +198,8 @@ class PerName:
     def values_for(self, names: tuple[str, ...]) -> Floats:
         """``[n]`` float64 in the order of ``names``, to be changed in place."""
         if names is not self._names and names != self._names:
-            known = dict(zip(self._names, self._values.tolist(), strict=True))
-            self._values = np.array([known.get(name, self.initial) for name in names])
+            by_name = dict(zip(self._names, self._values.tolist(), strict=True))
+            self._values = np.array([by_name.get(name, self.initial) for name in names])
         self._names = names
         return self._values
 
@@ -229,18 +229,18 @@ def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
     return zip(window.steps.tolist(), window.scalars.get(name, np.empty(0)).tolist(), strict=name in window.scalars)
 
 
-def runs(condition: Bools, before: Floats) -> Iterator[tuple[int, Floats]]:
+def runs(condition: Bools, lengths: Floats) -> Iterator[tuple[int, Floats]]:
     """Yields for each row of ``condition``, ``[m, n]``, its index and for how many rows in a row each tensor's holds.
 
-    ``before`` are the lengths so far, ``[n]``; updated in place. Yields nothing if no condition holds.
+    ``lengths`` are the lengths so far, ``[n]``; updated in place. Yields nothing if no condition holds.
     """
     if not condition.any():
-        before[:] = 0
+        lengths[:] = 0
         return
     for i, holds in enumerate(condition):
-        before += 1
-        before *= holds
-        yield i, before
+        lengths += 1
+        lengths *= holds
+        yield i, lengths
 
 
 class LastingRule(Rule):
@@ -271,13 +271,10 @@ class LastingRule(Rule):
         has held. ``measurements`` broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
         """
         names = rows.names if names is None else names
-        before, since, times = (
-            self._lasts_for.values_for(names),
-            self._since.values_for(names),
-            self._times.values_for(names),
-        )
+        lasts_for, since = self._lasts_for.values_for(names), self._since.values_for(names)
+        times = self._times.values_for(names)
         needed = np.broadcast_to(measurements, condition.shape)
-        for row, lengths in runs(condition, before):
+        for row, lengths in runs(condition, lasts_for):
             step = int(rows.steps[row])
             since[lengths == 1] = step
             times += lengths == 1

@@ -39,12 +39,12 @@ class BatchRange(Rule):
                 value = float(rows.max_abs[row, i])
                 if not np.isfinite(value):
                     continue
-                before, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
-                if seen >= self.measurements and 0 < before * self.factor < value and self._episodes.record(name, step):
-                    text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {before:.3g}"
-                    yield self.found(step, name, text, about="batch", largest=value, before=before)
+                most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
+                if seen >= self.measurements and 0 < most * self.factor < value and self._episodes.record(name, step):
+                    text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
+                    yield self.found(step, name, text, about="batch", largest=value, before=most)
                 else:
-                    self._largest[name] = max(before, value)
+                    self._largest[name] = max(most, value)
                 self._seen[name] = seen + 1
 
 
@@ -76,8 +76,8 @@ class ConstantFeature(Rule):
         for row, step in enumerate(rows.steps.tolist()):
             for i, name in enumerate(rows.names):
                 share = float(rows.mean[row, i])
-                odd = share > self.share and not _is_naturally_constant(window.rows("batch"), step, name, share)
-                self._run[name] = self._run.get(name, 0) + 1 if odd else 0
+                is_constant = share > self.share and not _is_naturally_constant(window.rows("batch"), step, name, share)
+                self._run[name] = self._run.get(name, 0) + 1 if is_constant else 0
                 if self._run[name] == 1:
                     self._since[name] = step
                 if self._run[name] == self.measurements and self._episodes.record(name, step):

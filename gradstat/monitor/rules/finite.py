@@ -14,21 +14,21 @@ from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import PerName, Rule, StateChecks, is_texts, is_whole, series
 
 
-def _bad_rows(
-    window: Window, kind: str, is_bad: Callable[[Rows], npt.NDArray[Any]] | None = None
+def _nonfinite_rows(
+    window: Window, kind: str, is_nonfinite: Callable[[Rows], npt.NDArray[Any]] | None = None
 ) -> Iterator[tuple[Rows, int, int, list[str]]]:
     """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors.
 
-    ``is_bad`` says which tensors of some rows are, ``[m, n]``; by default those with any.
+    ``is_nonfinite`` says which tensors of some rows are, ``[m, n]``; by default those with any.
     """
     rows, counts = window.rows(kind), window.scalars.get("nonfinite")
     if kind == "gradient" and counts is not None and not counts.any():
         return  # the usual case, at the least cost
-    if rows is None or (is_bad is None and rows.is_plain):
+    if rows is None or (is_nonfinite is None and rows.is_plain):
         return
-    bad = rows.nonfinite if is_bad is None else is_bad(rows)
-    for row in np.flatnonzero(bad.any(1)).tolist():
-        yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(bad[row])]
+    nonfinite = rows.nonfinite if is_nonfinite is None else is_nonfinite(rows)
+    for row in np.flatnonzero(nonfinite.any(1)).tolist():
+        yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(nonfinite[row])]
 
 
 def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
@@ -58,8 +58,8 @@ class NonfiniteBatch(Rule):
     advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for rows, row, step, bad in _bad_rows(window, "batch"):
-            for name in (name for name in bad if self._episodes.record(name, step)):
+        for rows, row, step, nonfinite in _nonfinite_rows(window, "batch"):
+            for name in (name for name in nonfinite if self._episodes.record(name, step)):
                 counted = _counts(rows, row, name)
                 yield self.found(step, name, f"{name} has {_described(counted)}", about="batch", **counted)
 
@@ -90,18 +90,18 @@ class NonfiniteGradient(Rule):
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for rows, row, step, bad in _bad_rows(window, "gradient"):
+        for rows, row, step, nonfinite in _nonfinite_rows(window, "gradient"):
             if not self._episodes.record("", step):
                 continue
-            name = window.run.first_in_backward(bad)
+            name = window.run.first_in_backward(nonfinite)
             counted = _counts(rows, row, name)
-            text = f"the gradient of {name} has {_described(counted)}; {len(bad)} of {len(rows.names)} gradients "
-            text += "are not finite" if len(bad) > 1 else "is not finite"
+            text = f"the gradient of {name} has {_described(counted)}; {len(nonfinite)} of {len(rows.names)} gradients "
+            text += "are not finite" if len(nonfinite) > 1 else "is not finite"
             severity: Severity = self.severity
             if window.run.is_scaled:
                 severity = "info"
                 text += " (with a loss scaler, occasional overflows are normal)"
-            evidence = {"parameters": bad[:20], "parameters_bad": len(bad), **counted}
+            evidence = {"parameters": nonfinite[:20], "parameters_bad": len(nonfinite), **counted}
             causes: tuple[str, ...] = self.causes
             advice: tuple[str, ...] = self.advice
             if window.run.origin_is_unknown:
@@ -109,7 +109,7 @@ class NonfiniteGradient(Rule):
                     'DDP\'s reduction spreads it to all ranks; watch={"origin": 1} names the rank that produced it',
                     *advice,
                 )
-            is_whole = len(bad) == len(rows.names) > 1
+            is_whole = len(nonfinite) == len(rows.names) > 1
             if is_whole and (rows.field("nan_count") == rows.numel)[row].all():
                 words, causes, advice = self._all_nan(window, step, causes, advice)
                 text += words
@@ -122,9 +122,9 @@ class NonfiniteGradient(Rule):
 
         That results from a NaN in the loss, in a weight or in an operation near the loss, or from a clip by a NaN norm.
         """
-        known = {name: values[window.steps == step] for name, values in window.scalars.items()}
-        if (known.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
-            at <= step for _, _, at, _ in _bad_rows(window, "parameter")
+        scalars = {name: values[window.steps == step] for name, values in window.scalars.items()}
+        if (scalars.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
+            at <= step for _, _, at, _ in _nonfinite_rows(window, "parameter")
         ):
             return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
         by_hand = window.run.is_stepped_by_user
@@ -133,7 +133,7 @@ class NonfiniteGradient(Rule):
             advice = ("call monitor.step() before clip_grad_norm_, to see which gradient was NaN first", *advice)
         else:
             causes = (*causes, _CLIP)  # gradstat runs before the clips that it knows
-        if np.isfinite(known.get("loss", np.empty(0))).any():
+        if np.isfinite(scalars.get("loss", np.empty(0))).any():
             return "; every element is NaN" + ", as after clipping if one was NaN before" * by_hand, causes, advice
         causes = ("a loss that was NaN, because of the batch or of an operation in the forward pass", *causes)
         how = "monitor.step(loss)" if by_hand else "a Monitor's step(loss)"
@@ -198,19 +198,19 @@ class _NonfiniteTensor(Rule):
     severity = "error"
     kind = what = ""
     causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
-    _is_bad: Any = None  # as for `_bad_rows`
+    _is_nonfinite: Any = None  # as for `_nonfinite_rows`
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
-            for rows, row, step, bad in _bad_rows(window, kind, self._is_bad):
+            for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._is_nonfinite):
                 if not self._episodes.record(kind, step):
                     continue
-                counted = _counts(rows, row, bad[0])
-                more = f"; {len(bad)} of {len(rows.names)} are not finite" if len(bad) > 1 else ""
-                text = f"the {self.what.format(kind=kind)} {bad[0]} has {_described(counted)}{more}"
+                counted = _counts(rows, row, nonfinite[0])
+                more = f"; {len(nonfinite)} of {len(rows.names)} are not finite" if len(nonfinite) > 1 else ""
+                text = f"the {self.what.format(kind=kind)} {nonfinite[0]} has {_described(counted)}{more}"
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
-                evidence = {"all": bad[:20], "all_bad": len(bad), **counted}
-                yield self.found(step, bad[0], text, kind, causes=causes, **evidence)
+                evidence = {"all": nonfinite[:20], "all_bad": len(nonfinite), **counted}
+                yield self.found(step, nonfinite[0], text, kind, causes=causes, **evidence)
 
 
 class NonfiniteParameter(_NonfiniteTensor):
@@ -247,15 +247,15 @@ class NonfiniteBuffer(_NonfiniteTensor):
         super().__init__()
         self._inf_at_first, self._numel = PerName(0.0), PerName(-1.0)
 
-    def _is_bad(self, rows: Rows) -> npt.NDArray[Any]:
-        at_first, known = self._inf_at_first.values_for(rows.names), self._numel.values_for(rows.names)
-        bad = rows.field("nan_count") > 0
+    def _is_nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
+        at_first, last_numel = self._inf_at_first.values_for(rows.names), self._numel.values_for(rows.names)
+        nonfinite = rows.field("nan_count") > 0
         for row, inf in enumerate(rows.field("inf_count")):
-            numel = np.broadcast_to(rows.numel, bad.shape)[row]
-            np.copyto(at_first, inf, where=known != numel)  # new, or of another size
-            known[:] = numel
-            bad[row] |= inf > at_first
-        return bad
+            numel = np.broadcast_to(rows.numel, nonfinite.shape)[row]
+            np.copyto(at_first, inf, where=last_numel != numel)  # new, or of another size
+            last_numel[:] = numel
+            nonfinite[row] |= inf > at_first
+        return nonfinite
 
 
 class NonfiniteActivation(_NonfiniteTensor):
@@ -323,11 +323,11 @@ class SporadicNonfinite(Rule):
         self._told = -within_steps - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for _, _, step, bad in () if window.run.is_scaled else _bad_rows(window, "gradient"):
+        for _, _, step, nonfinite in () if window.run.is_scaled else _nonfinite_rows(window, "gradient"):
             going_on, self._last_bad = step == self._last_bad + 1, step
             if going_on:
                 continue
-            self._incidents.append([step, window.run.first_in_backward(bad)])
+            self._incidents.append([step, window.run.first_in_backward(nonfinite)])
             self._incidents = [incident for incident in self._incidents if step - int(incident[0]) < self.within_steps]
             places = {str(name) for _, name in self._incidents}
             if len(places) >= self.min_count and step - self._told > self.within_steps:

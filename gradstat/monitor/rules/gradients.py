@@ -83,8 +83,8 @@ class ExplodingGradient(SpikeRule):
         beside = f", {norm / median:.3g} times the median of the last {self.window} steps" if median > 0 else ""
         text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
-        known = None if math.isnan(median) else median
-        return self.found(began, name, text, about, norm=norm, median=known, limit=limit, share=share)
+        finite_median = None if math.isnan(median) else median
+        return self.found(began, name, text, about, norm=norm, median=finite_median, limit=limit, share=share)
 
 
 class VanishingGradient(Rule):
@@ -139,10 +139,10 @@ class VanishingGradient(Rule):
             return
         # Only the last of these steps is examined, since the decay does not come and go.
         sizes = rows.newest.rms[0, weights]
-        there = np.isfinite(sizes) & (sizes > 0)
-        if there.sum() < self.layers:
+        is_positive = np.isfinite(sizes) & (sizes > 0)
+        if is_positive.sum() < self.layers:
             return
-        logs, depth = np.log(sizes[there]), np.flatnonzero(there)
+        logs, depth = np.log(sizes[is_positive]), np.flatnonzero(is_positive)
         smallest, largest = int(logs.argmin()), int(logs.argmax())
         if logs[smallest] - logs[largest] > math.log(self.ratio):
             self._decaying = 0

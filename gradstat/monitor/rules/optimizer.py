@@ -99,23 +99,23 @@ class SecondMomentDrop(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         decay = window.run.second_moment_decay
         for kind, rows, names in _states(window, _SECOND_MOMENTS if decay else ()):
-            before, when = self._norms.values_for(names), self._when.values_for(names)
+            last_norms, when = self._norms.values_for(names), self._when.values_for(names)
             for row, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[row]
-                dropped = norms < self.factor * before
+                dropped = norms < self.factor * last_norms
                 if dropped.any():
-                    dropped = norms < self.factor * decay ** (step - when) * before
+                    dropped = norms < self.factor * decay ** (step - when) * last_norms
                 due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
                 fresh = [i for i in due if self._episodes.record(names[i], step)]
                 if fresh:
-                    i = min(fresh, key=lambda i: norms[i] / before[i])
+                    i = min(fresh, key=lambda i: norms[i] / last_norms[i])
                     name, steps = rows.names[i], step - int(when[i])
-                    fallen = f"has fallen to {norms[i] / before[i]:.2g} of what it was {steps} steps before"
-                    evidence = {"before": before[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
+                    fallen = f"has fallen to {norms[i] / last_norms[i]:.2g} of what it was {steps} steps before"
+                    evidence = {"before": last_norms[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
                     text = f"the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
                     yield self.found(step, name, text, about=kind, **evidence)
-                there = np.isfinite(norms)
-                before[there], when[there] = norms[there], step
+                is_finite = np.isfinite(norms)
+                last_norms[is_finite], when[is_finite] = norms[is_finite], step
 
 
 class SmallSecondMoment(LastingRule):

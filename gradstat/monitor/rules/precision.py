@@ -99,8 +99,8 @@ class LossScale(Rule):
         scales = window.scalars.get("loss_scale")
         if scales is None or not window.run.is_scaled:
             return
-        bad = window.scalars.get("nonfinite", np.zeros(len(scales)))  # only a window made by hand lacks it
-        for step, scale, count in zip(window.steps.tolist(), scales.tolist(), bad.tolist(), strict=True):
+        nonfinite = window.scalars.get("nonfinite", np.zeros(len(scales)))  # only a window made by hand lacks it
+        for step, scale, count in zip(window.steps.tolist(), scales.tolist(), nonfinite.tolist(), strict=True):
             if math.isnan(scale):
                 continue
             self._run = self._run + 1 if count > 0 else 0

@@ -39,24 +39,24 @@ class RuleRunner:
 
     def review(self, window: Window) -> list[Finding]:
         """The findings of the rules, by the steps in which they began."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for rule in self.rules:
                 if id(rule) in self._failed:
                     continue
                 try:
-                    found += list(rule.review(window))
+                    findings += list(rule.review(window))
                 except Exception:
                     self._switch_off(rule)
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
-        found.sort(key=lambda finding: finding.step)
-        return found
+        findings.sort(key=lambda finding: finding.step)
+        return findings
 
     def last_steps(self, names: set[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
-        known = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
-        return [step for episodes in known if isinstance(episodes, Episodes) for step in episodes.values()]
+        recorded = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
+        return [step for episodes in recorded if isinstance(episodes, Episodes) for step in episodes.values()]
 
     def refresh(self, steps: int | None) -> None:
         """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review."""
@@ -68,8 +68,8 @@ class RuleRunner:
                 self._switch_off(rule)
                 continue
             for name, (low, high) in bands.items():
-                before = joined.get(name, (-math.inf, math.inf))
-                joined[name] = (max(low, before[0]), min(high, before[1]))
+                band = joined.get(name, (-math.inf, math.inf))
+                joined[name] = (max(low, band[0]), min(high, band[1]))
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
             # The first steps are reviewed soon, so that problems from the start are reported early.

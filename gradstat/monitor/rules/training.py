@@ -133,12 +133,12 @@ class LearningRateJump(Rule):
         self._episodes = Episodes(quiet=10)
 
     def bands(self) -> Mapping[str, Band]:
-        found = {"lr": (0.0, math.inf)}
-        for name, before in self._before.items():
-            if before > 0:
-                most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), self.up * before)
-                found[name] = (before / self.down, most)
-        return found
+        bands = {"lr": (0.0, math.inf)}
+        for name, last in self._before.items():
+            if last > 0:
+                most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), self.up * last)
+                bands[name] = (last / self.down, most)
+        return bands
 
     def review(self, window: Window) -> Iterable[Finding]:
         self._scheduled = {rate_name(i): rate for i, rate in enumerate(window.run.initial_lrs)}
@@ -164,23 +164,23 @@ class LearningRateJump(Rule):
     def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]]) -> Iterable[Finding]:
         which = "the learning rate" + (name != "lr") * f" of group {name[3:-1]}"
         scheduled = self._scheduled.get(name, 0.0)
-        for step, before, rate in rates:
-            if rate < 0 or (math.isnan(rate) and not math.isnan(before)):
+        for step, previous, rate in rates:
+            if rate < 0 or (math.isnan(rate) and not math.isnan(previous)):
                 if self._episodes.record(f"invalid {name}", step):
                     text = f"{which} is {rate}"
-                    yield self.found(step, name, text, severity="error", lr=str(rate), before=before)
+                    yield self.found(step, name, text, severity="error", lr=str(rate), before=previous)
                 continue
             self._zero_for[name] = self._zero_for.get(name, 0) + 1 if rate == 0 and self._largest[name] > 0 else 0
             if self._zero_for[name] == self.zeros:
                 since = step - self.zeros + 1
                 yield self.found(since, name, f"{which} has been 0 for {self.zeros} steps", lr=0.0)
             # A warm-up may begin at 0, or far below earlier rates.
-            grown = before > 0 and rate > self.up * before
+            grown = previous > 0 and rate > self.up * previous
             grown = grown and rate > max(self._largest[name], scheduled * (1 + 1e-9))
-            fallen = before > 0 and rate < before / self.down and rate > 0
+            fallen = previous > 0 and rate < previous / self.down and rate > 0
             if (grown or fallen) and self._episodes.record(f"jump {name}", step):
-                text = f"{which} jumps from {before:.4g} to {rate:.4g}"
-                yield self.found(step, name, text, before=before, lr=rate, factor=rate / before)
+                text = f"{which} jumps from {previous:.4g} to {rate:.4g}"
+                yield self.found(step, name, text, before=previous, lr=rate, factor=rate / previous)
             self._largest[name] = max(self._largest[name], rate)
 
 
@@ -302,8 +302,8 @@ class SaturatedOutput(Rule):
                 self._told.append(severity)
                 text = f"{shares:.0%} of the predictions are saturated: one logit exceeds the others by more than 10"
                 text += f"; the loss is {loss:.3g}" * (not math.isnan(loss))
-                known = None if math.isnan(loss) else loss
-                yield self.found(self._since, rows.names[0], text, "output", severity, share=shares, loss=known)
+                finite_loss = None if math.isnan(loss) else loss
+                yield self.found(self._since, rows.names[0], text, "output", severity, share=shares, loss=finite_loss)
 
 
 class OptimizerCoverage(Rule):

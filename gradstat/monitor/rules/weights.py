@@ -79,8 +79,8 @@ class GradientWeightRatio(Rule):
         high = norms > largest
         if high.any():
             ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
-            known = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
-            typical = np.sort(ratios, axis=1)[np.arange(len(ratios)), known // 2]  # NaN are sorted to the end
+            last_finite = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
+            typical = np.sort(ratios, axis=1)[np.arange(len(ratios)), last_finite // 2]  # NaN are sorted to the end
             high = ratios > self.std_ratio * np.maximum(1, typical)[:, None]
         low = norms < smallest
         if low.any():
@@ -170,10 +170,10 @@ class ParameterJump(Rule):
         rows = window.rows("parameter")
         if rows is None:
             return
-        known = self._largest.values_for(rows.names)
+        earlier = self._largest.values_for(rows.names)
         judged = rows.layout.matrices
         if "gradient" in window.latest:
-            fresh = judged & np.isnan(known) & window.latest["gradient"].of(rows.names).present[-1]
+            fresh = judged & np.isnan(earlier) & window.latest["gradient"].of(rows.names).present[-1]
             for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
                 self._episodes.record(rows.names[i], rows.steps[0])
                 text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
@@ -181,15 +181,15 @@ class ParameterJump(Rule):
                 yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
         for row, step in enumerate(rows.steps.tolist()):
             largest = rows.max_abs[row]
-            jumped = judged & (known > 0) & (largest > self.factor * known)
-            jumped &= largest > np.fmax.reduce(known, where=judged, initial=0.0)
+            jumped = judged & (earlier > 0) & (largest > self.factor * earlier)
+            jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=0.0)
             if jumped.any():
-                i = int(np.nanargmax(np.where(jumped, largest / known, np.nan)))
+                i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
                 if self._episodes.record(rows.names[i], step):
-                    text = f"the largest magnitude in {rows.names[i]} jumps from {known[i]:.3g} to {largest[i]:.3g}"
-                    evidence = {"before": known[i], "now": largest[i], "parameters": int(jumped.sum())}
+                    text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
+                    evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
                     yield self.found(step, rows.names[i], text, "parameter", **evidence)
-            np.copyto(known, largest, where=np.isfinite(largest))
+            np.copyto(earlier, largest, where=np.isfinite(largest))
 
 
 class UnchangedParameter(Rule):
@@ -236,9 +236,9 @@ class UnchangedParameter(Rule):
         for row, step in enumerate(rows.steps.tolist()):
             sums, names = rows.raw[row, :, _SUMS], list(rows.names)
             same = np.zeros(len(names), dtype=bool)
-            known = np.asarray([] if self._sums is None else self._sums)
-            if known.shape == sums.shape and self._names == names:
-                same = (sums == known).all(1)
+            last_sums = np.asarray([] if self._sums is None else self._sums)
+            if last_sums.shape == sums.shape and self._names == names:
+                same = (sums == last_sums).all(1)
             if same.any():
                 largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
                 same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
