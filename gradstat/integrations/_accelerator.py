@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from gradstat._core.parameters import as_list
+from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
-from gradstat.integrations._watch import Watch
 from gradstat.monitor.reporting import warn
 
 
@@ -26,11 +26,11 @@ class AcceleratorBase(Handle):
         super().__init__(options)
         self._micro_batches = micro_batches
         self._warned: set[str] = set()
-        self._aside: list[Watch] = []  # the clip that runs is not that of their models
+        self._aside: list[Attachment] = []  # the clip that runs is not that of their models
         self._check(accelerator)
 
     def _check(self, accelerator: Any) -> None:
-        """Raises what `engine_clips` raises; afterwards watches can be made."""
+        """Raises what `engine_clips` raises; afterwards attachments can be made."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         self._engine_clips = engine_clips(
             None if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False) else engine_name_of(kind),
@@ -41,10 +41,10 @@ class AcceleratorBase(Handle):
         )
         self._accelerator, self._engine = accelerator, None
         self._device = accelerator.device if accelerator.num_processes > 1 else None
-        self._end_origin_watch(accelerator)
+        self._end_origin_tracking(accelerator)
 
-    def _attach(self) -> None:
-        """Patches the accelerator, once the watches have been made: a handle that it already has is removed."""
+    def _patch_framework(self) -> None:
+        """Patches the accelerator, once the attachments have been made: a handle that it already has is removed."""
         accelerator = self._accelerator
         self._mark_watched(accelerator)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -66,15 +66,15 @@ class AcceleratorBase(Handle):
         self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
         return result
 
-    def _add(self, watch: Watch) -> Watch:
-        watch._is_complete = lambda: bool(self._accelerator.sync_gradients) and watch not in self._aside
-        watch.divisor = lambda: int(self._accelerator.gradient_accumulation_steps)
-        watch.turns = self._turns
-        return watch
+    def _add(self, attachment: Attachment) -> Attachment:
+        attachment._is_complete = lambda: bool(self._accelerator.sync_gradients) and attachment not in self._aside
+        attachment.divisor = lambda: int(self._accelerator.gradient_accumulation_steps)
+        attachment.turns = self._turns
+        return attachment
 
     def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        for watch in self.watches:
-            watch.measure()
+        for attachment in self.attachments:
+            attachment.measure()
         return original(*args, **kwargs)
 
     def _in_clip(
@@ -84,25 +84,25 @@ class AcceleratorBase(Handle):
         listed = as_list(parameters)
         if name == "clip_grad_norm_":
             self._refuse_another_limit(args[0] if args else kwargs.get("max_norm"), name)
-        those = [watch for watch in self.watches if watch._holds(listed)]
+        those = [attachment for attachment in self.attachments if attachment._holds(listed)]
         if not self._accelerator.sync_gradients:
             self._warn_once(
                 "partial",
                 f"{name} was called while gradients are still being accumulated: the partial gradients are "
                 "not measured. Call it under `if accelerator.sync_gradients:`",
             )
-        elif not those and listed and self.watches and not self._engine_clips:
+        elif not those and listed and self.attachments and not self._engine_clips:
             self._warn_once(
                 "unknown",
                 f"{name} was called with parameters that belong to no watched model; they are clipped but not "
                 "measured. Prepare all models before gradstat's install()",
             )
-        self._aside = [watch for watch in self.watches if watch not in those]
+        self._aside = [attachment for attachment in self.attachments if attachment not in those]
         try:
             if self._engine_clips and self._accelerator.sync_gradients:
-                for watch in those:
-                    if watch.engine is None:  # FSDP 1 announces nothing
-                        watch.measure()
+                for attachment in those:
+                    if attachment.engine is None:  # FSDP 1 announces nothing
+                        attachment.measure()
             return original(listed, *args, **kwargs)
         finally:
             self._aside = []

@@ -25,9 +25,9 @@ def require(name: str, minimum: tuple[int, int], extra: str = "") -> ModuleType:
         if error.name != name:
             raise
         raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, which is not installed: {remedy}") from None
-    found = str(getattr(module, "__version__", "0.0"))
-    if version_of(found) < minimum:
-        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, found {found}: {remedy}")
+    version = str(getattr(module, "__version__", "0.0"))
+    if version_of(version) < minimum:
+        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, found {version}: {remedy}")
     return module
 
 

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._framework import PatchedMethod
 from gradstat.integrations._options import Options
-from gradstat.integrations._watch import Watch
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import Monitor
 from gradstat.monitor.reporting import not_replacing
@@ -20,7 +20,7 @@ from gradstat.monitor.unwatched import Unwatched
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MARK = "_gradstat_watch"  # set on the watched object, to the handle that watches it
+_MARK = "_gradstat_handle"  # set on the watched object, to the handle that watches it
 # For an object that several handles may patch, how many steps they have measured.
 _TURNS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
@@ -31,7 +31,7 @@ class Handle:
     ``shared``: the object whose backward passes are shown to several handles, if any.
 
     Attributes:
-        watches: One `Watch` for each model or optimizer; empty before training begins.
+        attachments: One `Attachment` for each model or optimizer; empty before training begins.
     """
 
     def __init__(self, options: Options, shared: Any = None) -> None:
@@ -40,7 +40,7 @@ class Handle:
         self._owner: Any = None
         self._unwatched = Unwatched([])  # warns of failures of the handle itself
         self._turns = [0] if shared is None else _TURNS.setdefault(shared, [0])
-        self.watches: Sequence[Watch] = ()
+        self.attachments: Sequence[Attachment] = ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"
@@ -48,7 +48,7 @@ class Handle:
     @property
     def monitors(self) -> tuple[Monitor, ...]:
         """The monitors, one for each model or optimizer, in the same order."""
-        return tuple(watch.monitor for watch in self.watches)
+        return tuple(attachment.monitor for attachment in self.attachments)
 
     @property
     def monitor(self) -> Monitor:
@@ -57,27 +57,27 @@ class Handle:
         Raises:
             RuntimeError: There is none yet, or there are several.
         """
-        return self._single_watch.monitor
+        return self._single.monitor
 
     @property
     def micro_batch_reports(self) -> dict[int, AccumulationReport]:
         """A `gradstat.AccumulationReport` for each step in which something was found; raises as `monitor` does."""
-        return self._single_watch.micro_batch_reports
+        return self._single.micro_batch_reports
 
     @property
     def should_stop(self) -> bool:
         """Whether the policy ``"stop"`` asks the loop to end; the same on all ranks."""
-        return any(watch.should_stop for watch in self.watches)
+        return any(attachment.should_stop for attachment in self.attachments)
 
     @property
-    def _single_watch(self) -> Watch:
-        if not self.watches:
+    def _single(self) -> Attachment:
+        if not self.attachments:
             raise RuntimeError(
                 "the monitor does not exist yet: it is made when training begins; use it afterwards or in a callback"
             )
-        if len(self.watches) > 1:
-            raise RuntimeError(f"there are {len(self.watches)} monitors; use .monitors")
-        return self.watches[0]
+        if len(self.attachments) > 1:
+            raise RuntimeError(f"there are {len(self.attachments)} monitors; use .monitors")
+        return self.attachments[0]
 
     def scalars(self, **choice: Any) -> dict[str, float]:
         """The newest numbers, for a logger; waits for the device.
@@ -88,25 +88,25 @@ class Handle:
         """
         out: dict[str, float] = {}
         prefix = choice.pop("prefix", "grad/")
-        for i, watch in enumerate(self.watches):
-            watch.flush()
-            out |= scalars_of(watch.monitor, prefix=self._prefix(prefix, i), **choice)
+        for i, attachment in enumerate(self.attachments):
+            attachment.flush()
+            out |= scalars_of(attachment.monitor, prefix=self._prefix(prefix, i), **choice)
         return out
 
     def _prefix(self, prefix: str, number: int) -> str:
-        return f"{prefix}{number}/" if len(self.watches) > 1 else prefix
+        return f"{prefix}{number}/" if len(self.attachments) > 1 else prefix
 
     def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
-        for watch in self.watches:
-            watch.saw_backward(loss, is_micro_batch)
+        for attachment in self.attachments:
+            attachment.saw_backward(loss, is_micro_batch)
 
     def _refuse_another_limit(self, asked: Any, caller: str) -> None:
         """ValueError if ``caller``, the framework's clip, clips to another limit than ``max_norm``."""
-        own = self._options.max_norm
-        if own is not None and asked is not None and float(asked) not in (own, math.inf):
+        max_norm = self._options.max_norm
+        if max_norm is not None and asked is not None and float(asked) not in (max_norm, math.inf):
             raise ValueError(
-                f"clip configured twice: install(..., max_norm={own!r}), and {caller} is called with {float(asked)!r}. "
-                f"Leave max_norm out of install(), or pass float('inf') to {caller}"
+                f"clip configured twice: install(..., max_norm={max_norm!r}), and {caller} is called with "
+                f"{float(asked)!r}. Leave max_norm out of install(), or pass float('inf') to {caller}"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,15 +125,15 @@ class Handle:
             ValueError: The state is from another number of models, or from a newer gradstat.
         """
         self._check_version(state)
-        if len(state["monitors"]) != len(self.watches):
+        if len(state["monitors"]) != len(self.attachments):
             raise ValueError(
-                f"expected the state of {len(self.watches)} monitors, got {len(state['monitors'])}; prepare the same "
-                "models before loading"
+                f"expected the state of {len(self.attachments)} monitors, got {len(state['monitors'])}; prepare the "
+                "same models before loading"
             )
         if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
             self._options.max_norm._loaded(state["clip"])  # raises before a monitor has changed
-        for watch, saved in zip(self.watches, state["monitors"], strict=True):
-            watch.load_state_dict(saved)
+        for attachment, saved in zip(self.attachments, state["monitors"], strict=True):
+            attachment.load_state_dict(saved)
         self._load_clip(state)
 
     def _check_version(self, state: Mapping[str, Any]) -> None:
@@ -144,17 +144,17 @@ class Handle:
         if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
             self._options.max_norm.load_state_dict(state["clip"])
 
-    def _end_origin_watch(self, owner: Any) -> None:
-        """Before watches are made: removes a handle of ``owner`` that watches the origin, as a model has one such."""
-        known = getattr(owner, _MARK, None)
-        if known is not None and self._options.watches_origin and known._options.watches_origin:
-            known.remove()
+    def _end_origin_tracking(self, owner: Any) -> None:
+        """Before attachments are made: removes a handle of ``owner`` that watches the origin, as a model has one."""
+        earlier = getattr(owner, _MARK, None)
+        if earlier is not None and self._options.tracks_origin and earlier._options.tracks_origin:
+            earlier.remove()
 
     def _mark_watched(self, owner: Any) -> None:
         """Marks ``owner`` as watched. A handle it already has, as when a notebook cell runs again, is removed."""
-        known = getattr(owner, _MARK, None)
-        if known is not None:
-            known.remove()
+        earlier = getattr(owner, _MARK, None)
+        if earlier is not None:
+            earlier.remove()
         self._owner = owner
         setattr(owner, _MARK, self)
 
@@ -169,10 +169,10 @@ class Handle:
             delattr(self._owner, _MARK)
 
     def remove(self) -> None:
-        """Ends the watch: restores the methods of the framework. The monitors stay readable."""
+        """Ends the watching: restores the methods of the framework. The monitors stay readable."""
         self._detach()
-        for watch in self.watches:
-            watch.remove()
+        for attachment in self.attachments:
+            attachment.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ class StepReplay:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer, self._module = trainer, module
-        self._held: list[tuple[Any, int, RngState]] = []
+        self._noted: list[tuple[Any, int, RngState]] = []
         parameters = inspect.signature(module.training_step).parameters
         if "dataloader_iter" in parameters:
             raise ValueError(
@@ -33,11 +33,11 @@ class StepReplay:
 
     def note(self, batch: Any, batch_idx: int) -> None:
         """Keeps a micro-batch that is about to run."""
-        self._held.append((batch, batch_idx, RngState.capture()))
+        self._noted.append((batch, batch_idx, RngState.capture()))
 
     def forget(self) -> None:
         """Drops the kept micro-batches, as the step is over."""
-        self._held = []
+        self._noted = []
 
     def __call__(self) -> list[Any]:
         """Runs the step again; returns its scaled losses."""
@@ -45,7 +45,7 @@ class StepReplay:
         scaler = getattr(plugin, "scaler", None)
         losses = []
         with _replaced(module, log=_no_op, log_dict=_no_op):
-            for batch, batch_idx, rng in self._held:
+            for batch, batch_idx, rng in self._noted:
                 rng.restore()
                 with plugin.train_step_context():
                     output = self._call(*((batch, batch_idx) if self._takes_index else (batch,)))
@@ -77,14 +77,14 @@ class StepReplay:
 @contextlib.contextmanager
 def _replaced(module: Any, **methods: Any) -> Iterator[None]:
     """Replaces attributes of the module inside the context."""
-    held = {name: module.__dict__[name] for name in methods if name in module.__dict__}
+    instance_methods = {name: module.__dict__[name] for name in methods if name in module.__dict__}
     module.__dict__.update(methods)
     try:
         yield
     finally:
         for name in methods:
             module.__dict__.pop(name, None)
-        module.__dict__.update(held)
+        module.__dict__.update(instance_methods)
 
 
 def _no_op(*_: Any, **__: Any) -> None:

@@ -28,7 +28,7 @@ class Options:
 
     def __init__(
         self,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         source: str,
         max_norm: Any = None,
         runs_steps: bool = False,
@@ -37,30 +37,31 @@ class Options:
     ) -> None:
         self.healthy_checkpoints = healthy_checkpoints
         for name in ("model", "optimizer", "scaler"):
-            if name in given:
+            if name in arguments:
                 raise TypeError(f"{name} is taken from the {source}; leave it out")
-        if runs_steps and MonitorOptions.of(given.get("options")).keep_batch:
+        if runs_steps and MonitorOptions.of(arguments.get("options")).keep_batch:
             raise TypeError(f"keep_batch is for plain loops; the {source} keeps the inputs of a step; leave it out")
         self.max_norm, self.runs_steps = checked_limit(max_norm), runs_steps
-        self.given = dict(given)
-        self.given["rules"] = default_rules() if given.get("rules") is None else list(given["rules"])
-        known = (*POLICIES, "checkpoint") if saves else POLICIES
+        self.arguments = dict(arguments)
+        self.arguments["rules"] = default_rules() if arguments.get("rules") is None else list(arguments["rules"])
+        policies = (*POLICIES, "checkpoint") if saves else POLICIES
         self.table = PolicyTable(
-            given.get("on_anomaly"), [getattr(rule, "name", "") for rule in self.given["rules"]], known
+            arguments.get("on_anomaly"), [getattr(rule, "name", "") for rule in self.arguments["rules"]], policies
         )
-        self.policies = {name for name in known if self.table.uses(name)}
-        watch = given.get("watch")
+        self.policies = {name for name in policies if self.table.uses(name)}
+        watch = arguments.get("watch")
         watch = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
-        self.watches_origin = bool(watch.get("origin"))
+        self.tracks_origin = bool(watch.get("origin"))
         # A monitor of a stand-in model raises for invalid arguments now; making the model draws no random numbers.
         model = Parameters([("weight", nn.Parameter(torch.zeros(1, device="cpu")))])
-        tried = {**self.given, "on_anomaly": self.on_anomaly(set()), "watch": {**watch, "origin": 0}, "save_to": None}
+        tried = {**self.arguments, "on_anomaly": self.on_anomaly(set()), "save_to": None}
+        tried["watch"] = {**watch, "origin": 0}
         tried.pop("replay", None)  # the function belongs to the real model
         tried.setdefault("max_norm", self.max_norm)
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.0), **tried).detach()
-        if "replay" in self.policies and not runs_steps and not callable(given.get("replay")):
+        if "replay" in self.policies and not runs_steps and not callable(arguments.get("replay")):
             raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
-        self.replays = bool(given.get("replay")) or "replay" in self.policies
+        self.replays = bool(arguments.get("replay")) or "replay" in self.policies
 
     def on_anomaly(self, requested: set[str]) -> Any:
         """``on_anomaly`` for a monitor; `COLLECTIVE_POLICIES` become functions that add names to ``requested``."""
@@ -71,12 +72,12 @@ class Options:
             listed = [policies] if isinstance(policies, str) or callable(policies) else list(policies)
             return [partial(_request, requested, one) if one in COLLECTIVE_POLICIES else one for one in listed]
 
-        given = self.given.get("on_anomaly")
-        return {key: each(value) for key, value in given.items()} if isinstance(given, Mapping) else each(given)
+        asked = self.arguments.get("on_anomaly")
+        return {key: each(value) for key, value in asked.items()} if isinstance(asked, Mapping) else each(asked)
 
     def remove_rules(self, rules: Iterable[str]) -> None:
         """Removes the rules with these names, which do not apply to what is watched."""
-        self.given["rules"] = [rule for rule in self.given["rules"] if rule.name not in rules]
+        self.arguments["rules"] = [rule for rule in self.arguments["rules"] if rule.name not in rules]
 
 
 def _request(requested: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorBase
+from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._framework import require
 from gradstat.integrations._options import Options
-from gradstat.integrations._watch import Watch
 from gradstat.monitor.policies import Policies
 
 require("accelerate", (1, 0))
@@ -72,8 +72,8 @@ def install(
             f"expected an accelerator that has prepared model and optimizer, got one without {lacking}; call install() "
             "after accelerator.prepare(model, optimizer, ...)"
         )
-    given = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    options = Options(given, "accelerator", max_norm, healthy_checkpoints=healthy_checkpoints)
+    arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
+    options = Options(arguments, "accelerator", max_norm, healthy_checkpoints=healthy_checkpoints)
     if isinstance(max_norm, AdaptiveClip) and len(models) > 1:
         raise ValueError(
             f"expected a number as max_norm for {len(models)} models, got {type(max_norm).__name__}, which "
@@ -101,9 +101,9 @@ class AccelerateHandle(AcceleratorBase):
     ) -> None:
         """Made by `install`."""
         super().__init__(accelerator, options, lambda: accelerator.gradient_accumulation_steps if micro_batches else 1)
-        self.watches = [
+        self.attachments = [
             self._add(
-                Watch(
+                Attachment(
                     model,
                     None if wrapper is None else unwrapped(wrapper),
                     accelerator.scaler,
@@ -114,15 +114,15 @@ class AccelerateHandle(AcceleratorBase):
             )
             for number, (model, wrapper) in enumerate(pairs)
         ]
-        for watch in self.watches:  # with several optimizers, no other one takes the step for that of a model
-            watch._steps_itself = len(accelerator._optimizers) > 1
-        self._attach()
+        for attachment in self.attachments:  # with several optimizers, no other one takes the step for that of a model
+            attachment._steps_itself = len(accelerator._optimizers) > 1
+        self._patch_framework()
         if options.healthy_checkpoints:
             self._patch(accelerator, "save_state", self._in_save_state)
 
     def _in_save_state(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        is_poisoned = any(watch.is_poisoned() for watch in self.watches)
-        return None if is_poisoned else original(*args, **kwargs)
+        is_withheld = any(attachment.withholds_checkpoint() for attachment in self.attachments)
+        return None if is_withheld else original(*args, **kwargs)
 
 
 def _changing(options: Options) -> str:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
-from gradstat.integrations._watch import Watch
 from gradstat.monitor.policies import Policies
 
 require("lightning", (2, 4))
@@ -85,30 +85,30 @@ class FabricHandle(Handle):
         )
         scaler = getattr(strategy.precision, "scaler", None)
         device = fabric.device if ranks > 1 else None
-        self._end_origin_watch(optimizer)
-        watch = Watch(model._forward_module, unwrapped(optimizer), scaler, options, device=device)
-        watch.turns = self._turns
-        self.watches = [watch]
+        self._end_origin_tracking(optimizer)
+        attachment = Attachment(model._forward_module, unwrapped(optimizer), scaler, options, device=device)
+        attachment.turns = self._turns
+        self.attachments = [attachment]
         self._mark_watched(optimizer)
         self._patch(fabric, "backward", self._in_backward)
         self._patch(fabric, "clip_gradients", self._in_clip)
-        if watch.engine is not None:
+        if attachment.engine is not None:
             self._patch(optimizer, "step", self._in_engine_step)
 
     def _in_backward(self, original: Any, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         original(tensor, *args, model=model, **kwargs)
-        if model is None or model._forward_module is self.watches[0].model:
+        if model is None or model._forward_module is self.attachments[0].model:
             self._saw_backward(tensor, self._micro_batches > 1 and not self._engine_clips)
 
     def _in_clip(self, original: Any, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if unwrapped(optimizer) is self._single_watch.optimizer:
+        if unwrapped(optimizer) is self._single.optimizer:
             self._refuse_another_limit(args[1] if len(args) > 1 else kwargs.get("max_norm"), "clip_gradients")
-            if self._engine_clips and self._single_watch.engine is None:  # FSDP 1 announces nothing
-                self._single_watch.measure()
+            if self._engine_clips and self._single.engine is None:  # FSDP 1 announces nothing
+                self._single.measure()
             if "skip" in self._options.policies and len(args) < 4:  # else a bad norm is an error by default
                 kwargs.setdefault("error_if_nonfinite", False)
         return original(module, optimizer, *args, **kwargs)
 
     def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._single_watch.measure()
+        self._single.measure()
         return original(*args, **kwargs)

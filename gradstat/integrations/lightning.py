@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from gradstat._core.parameters import Parameters
 from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._lightning_step import StepReplay
 from gradstat.integrations._options import Options
-from gradstat.integrations._watch import Watch
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
 
@@ -96,9 +96,11 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     ) -> None:
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
-        given = {"on_anomaly": on_anomaly, **options}
+        arguments = {"on_anomaly": on_anomaly, **options}
         super().__init__(
-            Options(given, "trainer", max_norm, runs_steps=True, saves=True, healthy_checkpoints=healthy_checkpoints)
+            Options(
+                arguments, "trainer", max_norm, runs_steps=True, saves=True, healthy_checkpoints=healthy_checkpoints
+            )
         )
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
@@ -124,12 +126,12 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
 
     def _in_save(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Replaces the saving methods of ``ModelCheckpoint``: saves nothing that is poisoned."""
-        if not any(watch.is_poisoned() for watch in self.watches):
+        if not any(attachment.withholds_checkpoint() for attachment in self.attachments):
             original(*args, **kwargs)
 
     @property
     def _runs_steps(self) -> bool:
-        return self._options.replays and not callable(self._options.given.get("replay"))
+        return self._options.replays and not callable(self._options.arguments.get("replay"))
 
     def _refuse(self, trainer: Any, module: Any) -> None:
         """Raises, before training starts, for settings that conflict."""
@@ -139,11 +141,11 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
                 f"expected one GradstatCallback in Trainer(callbacks=...), found {len(same)}; each would measure, clip "
                 "and log. Remove all but one (configure_callbacks() of the module may add one, too)"
             )
-        own = self._options.max_norm
-        if own is not None and _clips(trainer):
+        max_norm = self._options.max_norm
+        if max_norm is not None and _clips(trainer):
             how = "norm" if _is_norm(trainer.gradient_clip_algorithm) else "value"
             raise ValueError(
-                f"clip configured twice: GradstatCallback(max_norm={own!r}) and "
+                f"clip configured twice: GradstatCallback(max_norm={max_norm!r}) and "
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}), by {how}. Set only one of them"
             )
         if self._runs_steps and not module.automatic_optimization:
@@ -154,22 +156,22 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the monitors, now that the optimizers exist."""
-        self.watches = []
+        self.attachments = []
         for optimizer in trainer.optimizers:
-            self._watch(trainer, pl_module, optimizer)
+            self._attach(trainer, pl_module, optimizer)
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["monitors"]:
             super().load_state_dict(loaded)
 
-    def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Watch:
+    def _attach(self, trainer: Any, module: Any, optimizer: Optimizer) -> Attachment:
         model: nn.Module = module
         if len(trainer.optimizers) > 1:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in held)
-        elif self._options.watches_origin or engine_name_of(trainer.strategy) == "DeepSpeed":
+            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in trained)
+        elif self._options.tracks_origin or engine_name_of(trainer.strategy) == "DeepSpeed":
             model = trainer.strategy.model  # the DDP module, or the engine
         by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
-        watch = Watch(
+        attachment = Attachment(
             model,
             optimizer,
             _scaler_of(trainer),
@@ -177,26 +179,26 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             float(trainer.gradient_clip_val) if by_norm else None,
             self._step_replay,
             trainer.strategy.root_device if trainer.world_size > 1 else None,
-            len(self.watches),
+            len(self.attachments),
         )
-        watch.divisor = lambda: int(trainer.accumulate_grad_batches)
-        watch.turns = self._turns
-        watch.on_findings = functools.partial(_show, trainer)
-        watch.save_checkpoint = functools.partial(self._save_checkpoint, trainer)
-        self.watches = [*self.watches, watch]
-        return watch
+        attachment.divisor = lambda: int(trainer.accumulate_grad_batches)
+        attachment.turns = self._turns
+        attachment.on_findings = functools.partial(_show, trainer)
+        attachment.save_checkpoint = functools.partial(self._save_checkpoint, trainer)
+        self.attachments = [*self.attachments, attachment]
+        return attachment
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Reads all pending numbers."""
-        for watch in self.watches:
-            watch.end()
+        for attachment in self.attachments:
+            attachment.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Ends the watch: Lightning does not call ``teardown`` after an exception."""
+        """Ends the watching: Lightning does not call ``teardown`` after an exception."""
         self._end(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Ends the watch, and restores the methods of Lightning."""
+        """Ends the watching, and restores the methods of Lightning."""
         if stage == "fit":
             self._end()
 
@@ -204,16 +206,16 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         self._detach()
         self._step_replay = self._loss = None
         self._logged_at = {}
-        for watch in self.watches:
-            watch.remove(error)
+        for attachment in self.attachments:
+            attachment.remove(error)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Shows the batch to the monitor, and keeps it if a replay may need it."""
         if self._step_replay is not None:
             with self._unwatched.suppress_errors(0, "a batch could not be kept for a replay"):
                 self._step_replay.note(batch, batch_idx)
-        for watch in self.watches[:1]:
-            watch.saw_batch(batch)
+        for attachment in self.attachments[:1]:
+            attachment.saw_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Notes the loss, undoing the division by the number of micro-batches and the loss scale."""
@@ -232,29 +234,29 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Measures the complete gradients, carries out policies in the same way on every rank, and logs."""
-        watch = next((one for one in self.watches if one.optimizer is optimizer), None)
-        watch = watch or self._watch(trainer, pl_module, optimizer)
-        watch.measure()  # a scaler that unscales has announced it already
-        self._logged_at[id(watch), watch.monitor.steps - 1] = _logging_step(trainer)
-        while len(self._logged_at) > 8 * len(self.watches):  # older steps have been read
+        attachment = next((one for one in self.attachments if one.optimizer is optimizer), None)
+        attachment = attachment or self._attach(trainer, pl_module, optimizer)
+        attachment.measure()  # a scaler that unscales has announced it already
+        self._logged_at[id(attachment), attachment.monitor.steps - 1] = _logging_step(trainer)
+        while len(self._logged_at) > 8 * len(self.attachments):  # older steps have been read
             self._logged_at.pop(next(iter(self._logged_at)))
-        if watch.should_stop:
+        if attachment.should_stop:
             trainer.should_stop = True
         with self._unwatched.suppress_errors(0, "statistics could not be logged"):
-            self._log(trainer, watch)
+            self._log(trainer, attachment)
         if self._step_replay is not None:
             self._step_replay.forget()
 
-    def _log(self, trainer: Any, watch: Watch) -> None:
+    def _log(self, trainer: Any, attachment: Attachment) -> None:
         every = trainer.log_every_n_steps if self._log_every is None else self._log_every
-        newest = watch.monitor.latest() if every and trainer.loggers and trainer.is_global_zero else None
+        newest = attachment.monitor.latest() if every and trainer.loggers and trainer.is_global_zero else None
         if newest is None or (newest.step + 1) % every:
             return
-        at = self._logged_at.pop((id(watch), newest.step), None)
+        at = self._logged_at.pop((id(attachment), newest.step), None)
         if at is not None:
-            prefix = self._prefix(self._choice.prefix, self.watches.index(watch))
+            prefix = self._prefix(self._choice.prefix, self.attachments.index(attachment))
             choice = self._choice._replace(prefix=prefix)._asdict()
-            log_scalars(trainer.loggers, scalars_of(watch.monitor, **choice), at)
+            log_scalars(trainer.loggers, scalars_of(attachment.monitor, **choice), at)
 
     def _save_checkpoint(self, trainer: Any) -> None:
         folder = self._save_dir or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
@@ -284,9 +286,9 @@ def _scaler_of(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def _show(trainer: Any, found: Sequence[Finding]) -> None:
+def _show(trainer: Any, findings: Sequence[Finding]) -> None:
     """Shows the newest finding among the progress bar's metrics."""
-    serious = [finding for finding in found if finding.severity != "info"]
+    serious = [finding for finding in findings if finding.severity != "info"]
     if serious and trainer.progress_bar_callback is not None:
         trainer.progress_bar_metrics["gradstat"] = f"step {serious[-1].step}: {serious[-1].text or serious[-1].rule}"
 

@@ -30,13 +30,13 @@ class Choice(NamedTuple):
 
     def check(self) -> Choice:
         """A copy with tuples; raises ValueError if a name is not known, or ``top`` is less than 1."""
-        known = {"aggregates": AGGREGATES, "per_tensor": _COLUMNS}
+        choices = {"aggregates": AGGREGATES, "per_tensor": _COLUMNS}
         for what, names in (("aggregates", self.aggregates), ("per_tensor", self.per_tensor)):
             if isinstance(names, str):
                 raise ValueError(f"{what} is the string {names!r}; expected a sequence of names, ({names!r},)")
             for name in names:
-                if name not in known[what]:
-                    raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(known[what])}")
+                if name not in choices[what]:
+                    raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(choices[what])}")
         if self.top is not None and (type(self.top) is not int or self.top < 1):
             raise ValueError(f"top is {self.top!r}; expected a number of tensors of at least 1, or None for all")
         return self._replace(aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor))
@@ -170,10 +170,10 @@ class ReportLogger:
             self._last = newest.step
         elif step is not None and step % self._every:
             return {}
-        found = _newest_values(source, self._choice)
-        if found is None:
+        chosen = _newest_values(source, self._choice)
+        if chosen is None:
             return {}
-        at, report, values = found
+        at, report, values = chosen
         at = at if step is None else step
         if at is None:
             raise ValueError("a report has no step number; pass step=")

@@ -13,9 +13,9 @@ from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorBase
+from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._framework import require
 from gradstat.integrations._options import Options
-from gradstat.integrations._watch import Watch
 from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
 
@@ -80,13 +80,13 @@ def install(
         raise TypeError(f"expected a transformers.Trainer, got {what}; build it first: install(Trainer(model, ...))")
     if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
-    given = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    options = Options(given, "trainer", max_norm, runs_steps=True, healthy_checkpoints=healthy_checkpoints)
-    own = float(trainer.args.max_grad_norm or 0.0)
-    if options.max_norm is not None and own > 0 and options.max_norm != own:
+    arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
+    options = Options(arguments, "trainer", max_norm, runs_steps=True, healthy_checkpoints=healthy_checkpoints)
+    max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
+    if options.max_norm is not None and max_grad_norm > 0 and options.max_norm != max_grad_norm:
         raise ValueError(
-            f"clip configured twice: max_norm={max_norm!r}, and the Trainer's max_grad_norm={own:g} (1.0 is its "
-            "default). Set one: TrainingArguments(max_grad_norm=...) and no max_norm here, or "
+            f"clip configured twice: max_norm={max_norm!r}, and the Trainer's max_grad_norm={max_grad_norm:g} (1.0 is "
+            "its default). Set one: TrainingArguments(max_grad_norm=...) and no max_norm here, or "
             "TrainingArguments(max_grad_norm=0) for max_norm to clip"
         )
     return GradstatCallback(trainer, options, log, micro_batches)
@@ -115,32 +115,32 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         args = trainer.args
         super().__init__(trainer.accelerator, options, lambda: args.gradient_accumulation_steps if micro_batches else 1)
         engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if not (trainer.model_init is not None or engine or options.watches_origin):  # else train() makes it
+        if not (trainer.model_init is not None or engine or options.tracks_origin):  # else train() makes it
             trainer.create_optimizer()
-            self.watches = [self._make_watch()]
-        self._attach()
+            self.attachments = [self._make_attachment()]
+        self._patch_framework()
         trainer.add_callback(self)
 
-    def _attach(self) -> None:
-        super()._attach()
+    def _patch_framework(self) -> None:
+        super()._patch_framework()
         self._patch(self.trainer, "train", self._in_train)
         self._patch(self.trainer, "log", self._in_log)
         self._patch(self.trainer, "training_step", self._in_training_step)
 
     def _model(self) -> Any:
         trainer = self.trainer
-        wrapped = self._options.watches_origin or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        wrapped = self._options.tracks_origin or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         return trainer.model_wrapped if wrapped else trainer.model
 
-    def _make_watch(self) -> Watch:
+    def _make_attachment(self) -> Attachment:
         trainer = self.trainer
-        own = float(trainer.args.max_grad_norm or 0.0)  # the Trainer clips if it is positive
-        made = Watch(
+        max_grad_norm = float(trainer.args.max_grad_norm or 0.0)  # the Trainer clips if it is positive
+        made = Attachment(
             self._model(),
             unwrapped(trainer.optimizer),
             trainer.accelerator.scaler,
             self._options,
-            own if own > 0 else None,
+            max_grad_norm if max_grad_norm > 0 else None,
             self._replay_step,
             self._device,
         )
@@ -153,12 +153,13 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if self._accelerator is not trainer.accelerator:  # a hyperparameter search has made another
             self._check(trainer.accelerator)
             self._detach()
-            self._attach()
-        known = self.watches[0] if self.watches else None
-        if known is None or known.model is not self._model() or known.optimizer is not unwrapped(trainer.optimizer):
-            if known is not None:
-                known.remove()
-            self.watches = [self._make_watch()]
+            self._patch_framework()
+        earlier = self.attachments[0] if self.attachments else None
+        optimizer = unwrapped(trainer.optimizer)
+        if earlier is None or earlier.model is not self._model() or earlier.optimizer is not optimizer:
+            if earlier is not None:
+                earlier.remove()
+            self.attachments = [self._make_attachment()]
         resume, self._resume = self._resume, None
         if not state.global_step:
             return
@@ -173,7 +174,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Reads all pending numbers."""
         self._inputs = []
-        self._single_watch.end()
+        self._single.end()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Drops the kept inputs of the last step."""
@@ -181,7 +182,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warns if the Trainer has clipped in a way that nobody could see."""
-        if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single_watch._is_measured():
+        if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single._is_measured():
             self._warn_once(
                 "bypass",
                 "this Trainer clips neither by the accelerator nor by torch (apex, or a subclass), so gradients are "
@@ -190,13 +191,13 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stops if the policy ``"stop"`` applies, with a checkpoint if the Trainer saves any and it is not poisoned."""
-        is_poisoned = self._withholds(args, control)
+        is_withheld = self._withholds(args, control)
         if not self.should_stop:
             return
         control.should_training_stop = True
-        if not is_poisoned and args.save_strategy != "no":
+        if not is_withheld and args.save_strategy != "no":
             control.should_save = True
-        how = "without saving a checkpoint (Monitor.is_healthy is False)" if is_poisoned else "with finite parameters"
+        how = "without saving a checkpoint (Monitor.is_healthy is False)" if is_withheld else "with finite parameters"
         self._warn_once(
             "stop",
             f"the Trainer stops after step {state.global_step}, {how}, because of the policy 'stop'",
@@ -210,7 +211,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def _withholds(self, args: Any, control: Any) -> bool:
         """Cancels a checkpoint that is due but must not be saved; whether there was one."""
         saves_best = args.save_strategy == "best" and control.should_evaluate  # saves after the evaluation
-        if not (self.should_stop or control.should_save or saves_best) or not self._single_watch.is_poisoned():
+        if not (self.should_stop or control.should_save or saves_best) or not self._single.withholds_checkpoint():
             return False
         control.should_save = False
         if saves_best or self.should_stop:
@@ -236,8 +237,8 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
     def _in_training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._options.replays:
             self._inputs.append((args, kwargs))
-        for watch in self.watches:
-            watch.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        for attachment in self.attachments:
+            attachment.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))
         return original(*args, **kwargs)
 
     def _in_train(self, original: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -245,8 +246,8 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         return original(resume_from_checkpoint, *args, **kwargs)
 
     def _in_log(self, original: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if self._log and self.watches and "loss" in logs:
-            self._single_watch.flush()  # may raise, depending on policies
+        if self._log and self.attachments and "loss" in logs:
+            self._single.flush()  # may raise, depending on policies
             with self._unwatched.suppress_errors(0, "statistics could not be logged"):
                 values = self.scalars(per_tensor=("l2_norm",) if self._log == "parameters" else (), top=None)
                 logs = {**logs, **values}
@@ -260,12 +261,12 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if not args.should_save or not folder.is_dir():
             return
         saved = folder / STATE_FILE
-        self._single_watch.flush()
+        self._single.flush()
         with self._unwatched.suppress_errors(0, f"{saved} could not be saved"), replacing(saved) as file:
             torch.save(self.state_dict(), file)
 
     def remove(self) -> None:
-        """Ends the watch: restores the methods of the Trainer and its accelerator. The monitor stays readable."""
+        """Ends the watching: restores the methods of the Trainer and its accelerator. The monitor stays readable."""
         super().remove()
         if self in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self)

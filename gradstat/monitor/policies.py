@@ -35,7 +35,7 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """The policies of each severity and rule: those in ``on_anomaly``, by severity or ``rules``; or defaults."""
+    """By severity and rule, the policies of ``on_anomaly``, each in ``names`` or a callable, or the default ones."""
 
     def __init__(self, on_anomaly: Policies, rules: Sequence[str], names: Sequence[str] = POLICIES) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}

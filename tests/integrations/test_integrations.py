@@ -478,9 +478,9 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
 
 
 OWN_ERRORS = [
-    *((name, "_watch.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
-    *((name, "_watch._describe", "the bad micro-batch could not be determined") for name in UNDER),
-    *((name, "_watch.Watch.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
+    *((name, "_attachment.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
+    *((name, "_attachment._describe", "the bad micro-batch could not be determined") for name in UNDER),
+    *((name, "_attachment.Attachment.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
     ("trainer", "_handle.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
 ]
@@ -569,11 +569,11 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     assert run.handle.should_stop
     replays = name == "trainer" and dist.get_rank() == 1  # each rank replays its own step
     assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
-    watch = run.handle.watches[0]
-    assert not watch.is_poisoned()
+    attachment = run.handle.attachments[0]
+    assert not attachment.withholds_checkpoint()
     with torch.no_grad():
-        next(watch.model.parameters()).fill_(math.nan if dist.get_rank() == 1 else 1.0)
-    assert watch.is_poisoned()  # on both ranks
+        next(attachment.model.parameters()).fill_(math.nan if dist.get_rank() == 1 else 1.0)
+    assert attachment.withholds_checkpoint()  # on both ranks
 
 
 @pytest.mark.parametrize(
@@ -607,7 +607,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
         options = Options(given, "trainer", runs_steps=True)
         clips = engine_clips(engine_name_of(strategy), options, max_norm, ranks, "set it there")
-        return clips, {rule.name for rule in options.given["rules"]}
+        return clips, {rule.name for rule in options.arguments["rules"]}
 
     for policy in ("skip", "rollback", "replay"):
         with pytest.raises(NotImplementedError, match=f"on_anomaly='{policy}' cannot be done under DeepSpeed"):

@@ -26,8 +26,8 @@ from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
+from gradstat.integrations._attachment import Attachment, RankReductions
 from gradstat.integrations._options import Options
-from gradstat.integrations._watch import RankReductions, Watch
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
 
@@ -466,13 +466,13 @@ class _OneWants(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
-            (watch,) = self.callback.watches
+            (attachment,) = self.callback.attachments
             if self.policy == "raise":
-                watch._error = AnomalyError("it is on this rank")
+                attachment._error = AnomalyError("it is on this rank")
             if self.policy == "stop":
-                watch.monitor.should_stop = True
+                attachment.monitor.should_stop = True
             else:
-                watch._requested.add(self.policy)
+                attachment._requested.add(self.policy)
 
 
 @pytest.mark.parametrize("policy", ["stop", "checkpoint", "raise"])
@@ -574,14 +574,14 @@ def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> Non
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HostCopy, "needs_copy", travels)
             options, optimizer = Options({"on_anomaly": "raise"}, "trainer"), torch.optim.SGD(model.parameters())
-            watch = Watch(model, optimizer, None, options, device=torch.device("cpu"))
+            attachment = Attachment(model, optimizer, None, options, device=torch.device("cpu"))
             for step in range(6):
                 bad = step == 1 and dist.get_rank() == 0
                 for parameter in model.parameters():
                     parameter.grad = torch.full_like(parameter, math.nan if bad else 1.0)
                 try:
-                    watch.measure()
+                    attachment.measure()
                 except AnomalyError:
                     raised.append(step)
-                watch.after_step(optimizer)
+                attachment.after_step(optimizer)
         assert raised == [3 if travels else 1]

@@ -317,7 +317,7 @@ def test_an_install_that_fails_changes_nothing(kind: str, tmp_path: Path, monkey
     with enter() as first:
         held = {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches}
         with monkeypatch.context() as broken:
-            broken.setattr("gradstat.integrations._watch.Monitor", lambda *_, **__: 1 / 0)
+            broken.setattr("gradstat.integrations._attachment.Monitor", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 enter()
         assert {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches} == held

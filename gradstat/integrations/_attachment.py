@@ -1,4 +1,4 @@
-"""`Watch`: `gradstat.auto` for a model and its optimizer under a framework, with what only an adapter knows."""
+"""`Attachment`: `gradstat.auto` for a model and its optimizer under a framework, with what only an adapter knows."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ class RankReductions:
         dist.all_reduce(sums)
         return None if loss is None else sums[0] / sums[1]
 
-    def any_of(self, wants: Sequence[bool], wait: bool) -> list[bool]:
+    def any_of(self, requests: Sequence[bool], wait: bool) -> list[bool]:
         """For each element, whether it is True on any rank; on a GPU, unless ``wait``, as of the previous call."""
         import torch.distributed as dist
 
-        votes = torch.zeros(len(wants), device=self._device)
-        for i, want in enumerate(wants):
-            if want:
+        votes = torch.zeros(len(requests), device=self._device)
+        for i, is_requested in enumerate(requests):
+            if is_requested:
                 votes[i].fill_(1.0)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        before, self._votes = self._votes, HostCopy(votes)
+        previous, self._votes = self._votes, HostCopy(votes)
         due = [self._votes] if wait or not self._votes.needs_copy else []
-        if before is not None and before.needs_copy:  # the previous call returned without its votes
-            due.append(before)
+        if previous is not None and previous.needs_copy:  # the previous call returned without its votes
+            due.append(previous)
         received = [votes.wait() for votes in due]
         if wait:
             self._votes = None
-        return [any(votes[i] > 0 for votes in received) for i in range(len(wants))]
+        return [any(votes[i] > 0 for votes in received) for i in range(len(requests))]
 
 
 def _describe(number: int, report: AccumulationReport, losses: list[float]) -> str:
@@ -90,7 +90,7 @@ def _describe(number: int, report: AccumulationReport, losses: list[float]) -> s
     return "; ".join(words)
 
 
-class Watch(AutoHandle):
+class Attachment(AutoHandle):
     """A monitor on a model and its optimizer, which takes the steps that are announced, as `gradstat.auto` does.
 
     The adapter adds the losses (`saw_backward`), what makes gradients complete, and policies that ranks carry out
@@ -112,23 +112,23 @@ class Watch(AutoHandle):
     ) -> None:
         self.model, self.optimizer, self._options = model, optimizer, options
         self._requested: set[str] = set()
-        given = dict(options.given)
-        given["rules"] = copy.deepcopy(given["rules"])  # rules have state
-        if number:  # the first watch uses the user's own guard
-            given["guard"] = copy.deepcopy(given.get("guard"))
-        given["on_anomaly"] = options.on_anomaly(self._requested)
-        given.setdefault("max_norm", options.max_norm if limit is None else limit)
-        if options.replays and not callable(given.get("replay")):
-            given["replay"] = step_fn or given.get("replay", False)
+        arguments = dict(options.arguments)
+        arguments["rules"] = copy.deepcopy(arguments["rules"])  # rules have state
+        if number:  # the first attachment uses the user's own guard
+            arguments["guard"] = copy.deepcopy(arguments.get("guard"))
+        arguments["on_anomaly"] = options.on_anomaly(self._requested)
+        arguments.setdefault("max_norm", options.max_norm if limit is None else limit)
+        if options.replays and not callable(arguments.get("replay")):
+            arguments["replay"] = step_fn or arguments.get("replay", False)
         if "replay" in options.policies:
             # The next step would overwrite what a replay needs.
-            given["options"] = replace(MonitorOptions.of(given.get("options")), lag=0)
-        if number and given.get("save_to") is not None:
-            base = Path(given["save_to"])
-            given["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
-        watched = model if options.watches_origin else without_ddp(model)
+            arguments["options"] = replace(MonitorOptions.of(arguments.get("options")), lag=0)
+        if number and arguments.get("save_to") is not None:
+            base = Path(arguments["save_to"])
+            arguments["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
+        watched = model if options.tracks_origin else without_ddp(model)
         self.engine = engine_of(watched)  # it brings its own optimizer, and announces nothing
-        monitor = Monitor(watched, None if self.engine else optimizer, scaler=scaler, **given)
+        monitor = Monitor(watched, None if self.engine else optimizer, scaler=scaler, **arguments)
         super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
         if options.runs_steps and self.monitor._replay_argument is not None:
             self.monitor._replay_argument = ""
@@ -223,7 +223,7 @@ class Watch(AutoHandle):
         self._call_monitor(self.monitor.flush)
         self._carry_out(wait=True)
 
-    def is_poisoned(self) -> bool:
+    def withholds_checkpoint(self) -> bool:
         """Whether a checkpoint must not be saved now.
 
         That is so if the training is about to stop with nonfinite parameters, or if the user wants healthy checkpoints
@@ -232,15 +232,15 @@ class Watch(AutoHandle):
         self.end()
         if not self.should_stop and not self._options.healthy_checkpoints:
             return False
-        is_poisoned = False
+        is_withheld = False
         with self.contained("parameters could not be checked before they are saved"):
-            is_poisoned = not self.monitor.is_healthy(100 if self._options.healthy_checkpoints else 0)
+            is_withheld = not self.monitor.is_healthy(100 if self._options.healthy_checkpoints else 0)
         if self._ranks is not None:
-            is_poisoned = self._ranks.any_of([is_poisoned], wait=True)[0]
-        if is_poisoned and not self.should_stop and not self._is_withheld:
+            is_withheld = self._ranks.any_of([is_withheld], wait=True)[0]
+        if is_withheld and not self.should_stop and not self._is_withheld:
             warn("checkpoints are not saved until the training has been healthy for 100 steps (healthy_checkpoints)")
-        self._is_withheld = is_poisoned
-        return is_poisoned
+        self._is_withheld = is_withheld
+        return is_withheld
 
     def _call_monitor(self, call: Callable[[], object]) -> None:
         """Calls the monitor, and reports which micro-batch caused what it finds."""
@@ -249,9 +249,9 @@ class Watch(AutoHandle):
             call()
         except AnomalyError as raised:
             error = raised
-        found = self.monitor.findings[self._reported :]
+        findings = self.monitor.findings[self._reported :]
         self._reported = len(self.monitor.findings)
-        caused = [finding for finding in found if finding.rule in _MICRO_BATCH_RULES]
+        caused = [finding for finding in findings if finding.rule in _MICRO_BATCH_RULES]
         texts = [(finding, text) for finding in caused if (text := self._micro_batch_of(finding))]
         if error is None:
             for finding, text in texts:
@@ -260,18 +260,18 @@ class Watch(AutoHandle):
         elif self._error is None:
             self._error = AnomalyError("\n".join([str(error), *(text for _, text in texts)]), error.finding)
             self._requested.add("raise")  # once: votes may arrive a step later
-        if found:
+        if findings:
             with self.contained("findings could not be shown"):
-                self.on_findings(found)
+                self.on_findings(findings)
 
     def _micro_batch_of(self, finding: Finding) -> str:
         """Which micro-batch caused a finding, as text; empty if unknown, or already reported for its step."""
         text = ""
         with self.contained("the bad micro-batch could not be determined"):
-            known = next((step for step in self._history if step[0] == finding.step), None)
-            if known is not None:
-                self._history.remove(known)
-                number, checked, losses = known
+            entry = next((step for step in self._history if step[0] == finding.step), None)
+            if entry is not None:
+                self._history.remove(entry)
+                number, checked, losses = entry
                 report = self.micro_batch_reports[number] = checked.result()
                 text = _describe(number, report, [float(loss) for loss in losses])
                 text = text if self._ranks is None else f"{text} (on this rank)"
@@ -279,12 +279,12 @@ class Watch(AutoHandle):
 
     def _carry_out(self, in_step: bool = False, wait: bool = False) -> None:
         """Carries out what any rank asks for; raises last."""
-        wants = [name in self._requested for name in (*COLLECTIVE_POLICIES, "raise")]
-        wants.append(self.monitor.should_stop)
+        requests = [name in self._requested for name in (*COLLECTIVE_POLICIES, "raise")]
+        requests.append(self.monitor.should_stop)
         self._requested.clear()
         if self._ranks is not None:
-            wants = self._ranks.any_of(wants, wait or "replay" in self._options.policies)
-        replays, saves, raises, stops = wants
+            requests = self._ranks.any_of(requests, wait or "replay" in self._options.policies)
+        replays, saves, raises, stops = requests
         outcome = self._replay() if replays and in_step else ""
         if saves:
             with self.contained("a checkpoint could not be saved"):
@@ -317,7 +317,7 @@ class Watch(AutoHandle):
         self._reported = len(self.monitor.findings)
 
     def remove(self, error: BaseException | None = None) -> None:
-        """Ends the watch and saves the recording; ``error`` is the exception that ended the training, if any."""
+        """Ends the watching and saves the recording; ``error`` is the exception that ended the training, if any."""
         self._losses = []
         self._leave()
         try:
