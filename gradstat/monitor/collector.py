@@ -226,7 +226,7 @@ class Collector:
     def scalars(
         self, loss: Tensor | float | None, lr: float | Tensor | None
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Loss, learning rate, loss scale and guard verdict: first those on the host, then those on a device."""
+        """Loss, learning rate, loss scale and what the guard said: first those on the host, then those on a device."""
         on_host: dict[str, float] = {}
         on_device: dict[str, Tensor] = {}
         named: list[tuple[str, Any]] = [("loss", loss), ("lr", lr)]

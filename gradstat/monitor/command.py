@@ -15,13 +15,13 @@ from gradstat.monitor.kinds import plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import load
-from gradstat.monitor.recording.recording import Recording, verdict
+from gradstat.monitor.recording.recording import Recording, headline
 from gradstat.monitor.recording.view import write_page
 
 
 def describe(recording: Recording) -> str:
-    """A recording as text for a terminal: its verdict, its steps and tensors, and the diagnosis."""
-    _, sentence, _ = verdict(recording)
+    """A recording as text for a terminal: its headline, its steps and tensors, and the diagnosis."""
+    _, sentence, _ = headline(recording)
     tensors = ", ".join(f"{len(series.names)} {plural_of(kind)}" for kind, series in recording.tables.items())
     steps = recording.steps
     extent = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
@@ -85,7 +85,7 @@ def _view(options: argparse.Namespace) -> int:
         if page.exists() and page.samefile(options.file):
             raise UsageError(f"--output {printable(str(page))} is the recording itself; choose another file")
     if options.json:
-        level, sentence, incident = verdict(recording)
+        level, sentence, incident = headline(recording)
         _print_json(
             {
                 "verdict": sentence,

@@ -364,7 +364,7 @@ class Monitor:
             within: How many of the last steps count.
 
         Returns:
-            The verdict; for sharded tensors it is about this rank's shards.
+            Whether it may; for sharded tensors it is about this rank's shards.
 
         Raises:
             AnomalyError: As `flush`.

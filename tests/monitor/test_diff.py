@@ -16,7 +16,7 @@ from gradstat.__main__ import main
 from gradstat.monitor import Finding, Recording
 from gradstat.monitor.command import describe
 from gradstat.monitor.recording import COLUMNS, compare, load, save
-from gradstat.monitor.recording.recording import verdict
+from gradstat.monitor.recording.recording import headline
 
 NORM, MEAN, NAN, INF = (COLUMNS.index(name) for name in ("l2_norm", "mean", "nan_count", "inf_count"))
 
@@ -350,25 +350,25 @@ def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     assert describe(bad).startswith("Step 30: NaN or Inf in the gradient of blocks.1.mlp.up.weight\n")
 
 
-def test_the_verdict_blames_the_cause_among_what_is_bad_in_one_step() -> None:
+def test_the_headline_blames_the_cause_among_what_is_bad_in_one_step() -> None:
     made = recording(incident=None)
     made.tables |= {"exp_avg": series(2, made.steps), "batch": series(1, made.steps, names=("batch['x']",))}
     made.tables["parameter"] = series(2, made.steps)
     for kind in ("gradient", "exp_avg", "batch"):
         made.tables[kind].values[10, 0, NAN] = 1
-    assert verdict(made) == ("warning", "Step 10: NaN or Inf in the batch of batch['x']", 10)
+    assert headline(made) == ("warning", "Step 10: NaN or Inf in the batch of batch['x']", 10)
     del made.tables["batch"]
-    assert verdict(made)[1].startswith("Step 10: NaN or Inf in the gradient of ")
+    assert headline(made)[1].startswith("Step 10: NaN or Inf in the gradient of ")
 
 
-def test_what_is_not_finite_in_a_healthy_run_is_no_verdict() -> None:
+def test_what_is_not_finite_in_a_healthy_run_is_no_headline() -> None:
     """The first steps under a loss scaler, which a rule has judged, and a mask of -Inf."""
     made = recording(incident=None)
     made.tables["gradient"].values[:3, :, INF] = 1
     made.tables["buffer"] = series(2, made.steps)
     made.tables["buffer"].values[:, 1, INF] = 496
-    assert verdict(made)[0] == "warning"
+    assert headline(made)[0] == "warning"
     made.findings = (Finding("nonfinite-gradient", "info", 0, "x", {}, about="gradient"),)
-    assert verdict(made)[0] == "ok"
+    assert headline(made)[0] == "ok"
     made.tables["buffer"].values[20, 1, INF] = 497
-    assert verdict(made)[1].startswith("Step 20: NaN or Inf in the buffer of ")
+    assert headline(made)[1].startswith("Step 20: NaN or Inf in the buffer of ")

@@ -179,8 +179,8 @@ Z = "$('#heat').data[0].z"
 BAD = "$('#heat').data.find((t) => t.name === 'bad').z"
 
 
-def test_it_opens_at_the_incident_with_the_verdict(page: Page) -> None:
-    assert page.text("verdict") == f"Step 30: The gradient of {CULPRIT} has 7 NaN and 2 Inf."
+def test_it_opens_at_the_incident_with_the_headline(page: Page) -> None:
+    assert page.text("headline") == f"Step 30: The gradient of {CULPRIT} has 7 NaN and 2 Inf."
     assert page.step == "step 30 of 39"
     assert page("$$('.finding').length") == 3
     assert page("$('.finding').dataset.severity") == "error"
@@ -389,11 +389,11 @@ def test_long_runs_are_pooled_and_lose_no_bad_step(browser: Any, tmp_path: Path)
 def test_recordings_with_nothing_in_them_are_shown(browser: Any, tmp_path: Path) -> None:
     nothing = Recording(np.zeros(0, np.int64), {}, {})
     page = Page(browser, write_page(nothing, tmp_path / "nothing.html"))
-    assert page.text("verdict") == "No step was recorded"
+    assert page.text("headline") == "No step was recorded"
     page.assert_clean()
     one = recording(1, 1, incident=None)
     page = Page(browser, write_page(one, tmp_path / "one.html"))
-    assert page.text("verdict") == "Nothing was found in 1 step"
+    assert page.text("headline") == "Nothing was found in 1 step"
     assert page("$('#incident').disabled")
     page.assert_clean()
     one.tables.clear()
@@ -410,5 +410,5 @@ def test_play_goes_on_to_the_end_if_the_incident_is_the_first_step(browser: Any,
     page.click("#play")
     page.wait("Number($('#step').value) > 1")
     page.press(" ")
-    assert "verdict of the guard" in page.text("series")
+    assert "decision of the guard" in page.text("series")
     page.assert_clean()

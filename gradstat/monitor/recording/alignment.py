@@ -76,15 +76,15 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
     structure += _one_sided("tables", tuple(a.tables), tuple(b.tables))
     gradient = place_of("gradient")
     rest = tuple(name for name in a.scalars if name not in (*_FIRST_SERIES, _LOSS))
-    found: list[tuple[float, Measured]] = []
+    by_place: list[tuple[float, Measured]] = []
     for place, names in ((-1.0, _FIRST_SERIES), (gradient - 0.5, (_LOSS,)), (gradient + 0.5, rest)):
-        found.append((place, _scalars(a, b, [name for name in a.scalars if name in names and name in b.scalars])))
+        by_place.append((place, _scalars(a, b, [name for name in a.scalars if name in names and name in b.scalars])))
     for kind in in_order(kind for kind in a.tables if kind in b.tables):
-        found.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
+        by_place.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
         structure += _one_sided(plural_of(kind), a.tables[kind].names, b.tables[kind].names)
         structure += _sizes(kind, a.tables[kind], b.tables[kind])
-    found.sort(key=lambda pair: pair[0])
-    return [measured for _, measured in found if measured.names], tuple(structure)
+    by_place.sort(key=lambda pair: pair[0])
+    return [measured for _, measured in by_place if measured.names], tuple(structure)
 
 
 def _scalars(a: Recording, b: Recording, names: list[str]) -> Measured:
@@ -133,8 +133,8 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
 
 
 def _one_sided(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> list[str]:
-    here, there = set(a), set(b)
-    only = {"first": [name for name in a if name not in there], "second": [name for name in b if name not in here]}
+    in_a, in_b = set(a), set(b)
+    only = {"first": [name for name in a if name not in in_b], "second": [name for name in b if name not in in_a]}
     return [f"{what} only in the {which}: {listed(names, _MOST_NAMES)}" for which, names in only.items() if names]
 
 

@@ -196,14 +196,14 @@ def _divergences(measured: Measured, tolerance: float) -> list[Divergence]:
     excess[~differs] = 0
     # Differences due to rounding do not matter, unless the tolerance is 0.
     matters = differs & ((excess > tolerance) if tolerance else True) & (measured.beyond_rounding | (tolerance == 0))
-    found = []
+    divergences = []
     any_bit, any_matter = differs.any(2), matters.any(2)
     for j in np.flatnonzero(any_bit.any(0)):
         exact = int(np.argmax(any_bit[:, j]))
         at = int(np.argmax(any_matter[:, j])) if any_matter[:, j].any() else None
         i = exact if at is None else at
         c = _column_to_report(measured.columns, (differs if at is None else matters)[i, j], excess[i, j])
-        found.append(
+        divergences.append(
             Divergence(
                 measured.kind,
                 measured.names[j],
@@ -214,7 +214,7 @@ def _divergences(measured: Measured, tolerance: float) -> list[Divergence]:
                 float(measured.b[i, j, c]),
             )
         )
-    return found
+    return divergences
 
 
 def _column_to_report(columns: tuple[str, ...], of: npt.NDArray[np.bool_], excess: npt.NDArray[np.float64]) -> int:
@@ -231,8 +231,8 @@ def _extent(steps: npt.NDArray[np.int64]) -> tuple[int, int] | None:
 def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) -> tuple[Finding, ...]:
     """Findings in the common steps without an equal in the other recording; their evidence is not compared."""
     shared = set(common.tolist())
-    known = {(finding.rule, finding.step, finding.name, finding.about) for finding in other.findings}
-    return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in known)
+    others = {(finding.rule, finding.step, finding.name, finding.about) for finding in other.findings}
+    return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in others)
 
 
 def _backward_first(divergences: list[Divergence], step: int | None, order: tuple[str, ...]) -> str | None:

@@ -14,7 +14,7 @@ from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import GRADIENT, in_order
 from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, bad_cells, scalar_rows, verdict
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, headline, nonfinite_cells, scalar_rows
 
 CELLS = 2_000_000
 """Limit of tensors times steps in a page, over all kinds; about 8 bytes each."""
@@ -32,15 +32,15 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     """
     every = [recording.steps, *(series.steps for series in recording.tables.values())]
     steps = np.unique(np.concatenate(every)).astype(np.int64)
-    kept = _kept(recording, steps, cells)
-    left_out = len(steps) - len(kept)
-    steps = kept
-    level, sentence, incident = verdict(recording)
+    shown = _steps_to_show(recording, steps, cells)
+    left_out = len(steps) - len(shown)
+    steps = shown
+    level, sentence, incident = headline(recording)
     # Gradients first, which the page opens with, then the others in the order of computation.
     kinds = sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
     return {
         "level": level,
-        "verdict": sentence,
+        "headline": sentence,
         "steps": steps.tolist(),
         "leftOut": left_out,
         # For an incident before the kept steps, the oldest kept step.
@@ -59,14 +59,14 @@ def _place(steps: npt.NDArray[np.int64], step: int) -> int:
     return min(int(np.searchsorted(steps, step)), len(steps) - 1)
 
 
-def _kept(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt.NDArray[np.int64]:
+def _steps_to_show(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt.NDArray[np.int64]:
     """The steps to show: all, if there are few enough."""
     width = max(1, sum(len(s.names) for s in recording.tables.values()))
     room = max(100, cells // width)
     if len(steps) <= room:
         return steps
     important = [steps[-room // 4 :], np.array([f.step for f in recording.findings], np.int64)]
-    important += [series.steps[bad_cells(series).any(1)] for series in recording.tables.values()]
+    important += [series.steps[nonfinite_cells(series).any(1)] for series in recording.tables.values()]
     chosen = np.concatenate(important)
     # In a run that is bad throughout there are too many: they are thinned, except the first one.
     if len(chosen) > room:
@@ -76,15 +76,15 @@ def _kept(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt
 
 
 def _scalars(recording: Recording, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
-    there = np.isin(recording.steps, steps)
+    is_shown = np.isin(recording.steps, steps)
     rows = scalar_rows(recording, recording.scalars)
-    at = np.searchsorted(steps, recording.steps[there])
-    return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, there].astype("<f8"))}
+    at = np.searchsorted(steps, recording.steps[is_shown])
+    return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, is_shown].astype("<f8"))}
 
 
 def _table(kind: str, series: Series, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
-    there = np.isin(series.steps, steps)
-    values = series.values[there].astype("<f4").transpose(2, 1, 0).copy()
+    is_shown = np.isin(series.steps, steps)
+    values = series.values[is_shown].astype("<f4").transpose(2, 1, 0).copy()
     for c, column in enumerate(COLUMNS):
         if column not in _COUNTS:
             values[c] = _rounded(values[c])
@@ -92,7 +92,7 @@ def _table(kind: str, series: Series, steps: npt.NDArray[np.int64]) -> dict[str,
         "kind": kind,
         "names": list(series.names),
         "numel": series.numel.tolist(),
-        "at": np.searchsorted(steps, series.steps[there]).tolist(),
+        "at": np.searchsorted(steps, series.steps[is_shown]).tolist(),
         "data": _packed(values),
     }
 

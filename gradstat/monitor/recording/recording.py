@@ -1,4 +1,4 @@
-"""`Recording`: the last steps of a run as arrays; and `verdict`, its worst problem in one sentence."""
+"""`Recording`: the last steps of a run as arrays; and `headline`, its worst problem in one sentence."""
 
 from __future__ import annotations
 
@@ -111,22 +111,22 @@ def scalar_rows(recording: Recording, names: Collection[str]) -> npt.NDArray[np.
     return np.array(rows, np.float64).reshape(len(names), len(recording.steps))
 
 
-def bad_cells(series: Series) -> npt.NDArray[np.bool_]:
+def nonfinite_cells(series: Series) -> npt.NDArray[np.bool_]:
     """``[m, n]``: in which steps which tensors had NaN or Inf."""
-    bad: npt.NDArray[np.bool_] = (series.column("nan_count") > 0) | (series.column("inf_count") > 0)
-    return bad
+    nonfinite: npt.NDArray[np.bool_] = (series.column("nan_count") > 0) | (series.column("inf_count") > 0)
+    return nonfinite
 
 
-def verdict(recording: Recording) -> tuple[str, str, int | None]:
+def headline(recording: Recording) -> tuple[str, str, int | None]:
     """The severity of the worst problem, ``"ok"`` if there is none; a sentence about it; the step to look at."""
     for severity in ("error", "warning"):
-        found = [finding for finding in recording.findings if finding.severity == severity]
-        if found:
-            first = min(found, key=lambda finding: finding.step)
+        findings = [finding for finding in recording.findings if finding.severity == severity]
+        if findings:
+            first = min(findings, key=lambda finding: finding.step)
             return severity, f"Step {first.step}: {first.text or f'{first.rule}, {first.name}'}", first.step
-        bad = _first_bad(recording) if severity == "error" else None
-        if bad is not None:
-            step, kind, names = bad
+        nonfinite = _first_nonfinite(recording) if severity == "error" else None
+        if nonfinite is not None:
+            step, kind, names = nonfinite
             return "warning", f"Step {step}: NaN or Inf in the {kind} of {listed(names, 1)}", step
     measured = len(recording.steps)
     if not measured:
@@ -134,21 +134,21 @@ def verdict(recording: Recording) -> tuple[str, str, int | None]:
     return "ok", f"Nothing was found in {count_of(measured, 'step')}", None
 
 
-def _first_bad(recording: Recording) -> tuple[int, str, list[str]] | None:
+def _first_nonfinite(recording: Recording) -> tuple[int, str, list[str]] | None:
     """The first step with NaN or Inf, of which kind, and in which tensors, in model order.
 
     Leaves out kinds that a rule has judged, for instance gradients that a loss scaler made overflow.
     """
-    found: tuple[int, str, list[str]] | None = None
+    first: tuple[int, str, list[str]] | None = None
     judged = {finding.about for finding in recording.findings if finding.rule.startswith("nonfinite-")}
     for kind in in_order(recording.tables.keys() - judged):  # causes before effects in one step
         series = recording.tables[kind]
-        bad = bad_cells(series)
+        nonfinite = nonfinite_cells(series)
         if kind == "buffer":  # a mask may have Inf from the start
             infinite = series.column("inf_count")
-            bad = (series.column("nan_count") > 0) | (infinite > infinite[:1])
-        rows = np.flatnonzero(bad.any(axis=1))
-        if len(rows) and (found is None or series.steps[rows[0]] < found[0]):
-            names = [series.names[j] for j in np.flatnonzero(bad[rows[0]])]
-            found = (int(series.steps[rows[0]]), kind, names)
-    return found
+            nonfinite = (series.column("nan_count") > 0) | (infinite > infinite[:1])
+        rows = np.flatnonzero(nonfinite.any(axis=1))
+        if len(rows) and (first is None or series.steps[rows[0]] < first[0]):
+            names = [series.names[j] for j in np.flatnonzero(nonfinite[rows[0]])]
+            first = (int(series.steps[rows[0]]), kind, names)
+    return first

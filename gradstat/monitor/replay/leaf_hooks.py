@@ -23,8 +23,8 @@ class LeafHooks:
         self._added = contextlib.ExitStack()
         self.detach = self._added.close
         for name, parameter in self._parameters:
-            self._wrap(parameter._backward_hooks, name, lambda given, result: given if result is None else result)
-            self._wrap(parameter._post_accumulate_grad_hooks, name, lambda given, result: given.grad)
+            self._wrap(parameter._backward_hooks, name, lambda argument, result: argument if result is None else result)
+            self._wrap(parameter._post_accumulate_grad_hooks, name, lambda argument, result: argument.grad)
             self._added.callback(parameter.register_hook(partial(self._check, name)).remove)
             look = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._check(name, p.grad))
             self._added.callback(look.remove)
@@ -34,18 +34,18 @@ class LeafHooks:
             hooks[key] = partial(self._run, hook, name, gradient_of)
             self._added.callback(_put_back, hooks, key, hook)
 
-    def _run(self, hook: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None], given: Any) -> Any:
+    def _run(self, hook: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None], argument: Any) -> Any:
         """Runs a hook of the user, and attributes bad values in its result to it, if they are new."""
         with self._watch.in_hook_on(name):
-            result = hook(given)
+            result = hook(argument)
         with self._watch.paused():
-            gradient = gradient_of(given, result)
+            gradient = gradient_of(argument, result)
             if gradient is not None and self._watch.is_new(gradient):
                 code = getattr(getattr(hook, "__func__", hook), "__code__", None)
                 first_line = [frames.Line(code.co_filename, code.co_firstlineno, code.co_name)] if code else []
-                was_written = gradient is given or given.grad is gradient
+                was_written = gradient is argument or argument.grad is gradient
                 here: dict[str, Any] = {"phase": "hook", "module": name.rpartition(".")[0], "name": name}
-                inputs = None if was_written else report_of({"gradient": given})
+                inputs = None if was_written else report_of({"gradient": argument})
                 self._watch.add(gradient, called="gradient", inputs=inputs, **here, **frames.culprit_fields(first_line))
         return result
 

@@ -58,6 +58,6 @@ class ModuleTracker:
             return None
         # Each thread numbers its nodes separately; one that recomputes a checkpoint also runs its backward pass.
         here = threading.get_ident()
-        found = [r for r in self._ranges if r[0] <= number < r[1]]
-        narrowest = min(found, key=lambda r: (r[2] != here, r[1] - r[0]), default=None)
+        around = [r for r in self._ranges if r[0] <= number < r[1]]
+        narrowest = min(around, key=lambda r: (r[2] != here, r[1] - r[0]), default=None)
         return None if narrowest is None else narrowest[3]

@@ -85,12 +85,12 @@ class Call:
 
     def results(self, result: Any) -> list[tuple[Tensor, bool]]:
         """The tensors it returned or wrote, each once, and whether each is a main result rather than a by-product."""
-        found = {id(a.tensor): (a.tensor, True) for a in self.arguments if a.written}
+        by_id = {id(a.tensor): (a.tensor, True) for a in self.arguments if a.written}
         # The log-sum-exp of attention is padded, or infinite for a row that is masked out completely.
         by_products = "attention" in self.name and "backward" not in self.name
         for i, (_, tensor) in enumerate(tensors_in(result, "")):
-            found.setdefault(id(tensor), (tensor, i == 0 or not by_products))
-        return list(found.values())
+            by_id.setdefault(id(tensor), (tensor, i == 0 or not by_products))
+        return list(by_id.values())
 
     def bad_elements_from(self, name: str, values: Tensor, result: Tensor) -> Tensor:
         """Which bad elements of ``result`` may result from the bad ``values`` of the argument ``name``."""

@@ -77,8 +77,8 @@ def find_culprit(
     for item in states:
         if not isinstance(item, StepState):
             raise TypeError(f"state has to be StepStateKeeper.states or a StepState; got {type(item).__name__} in it")
-    given = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
-    named = _all_parameters(model, given)
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+    named = _all_parameters(model, optimizers)
     inputs = [] if batch is None else list(tensors_in(batch, "batch"))
     returned: Any = None
     failure: Exception | None = None
@@ -92,7 +92,7 @@ def find_culprit(
             undo.protect(tensor)
             if tensor.requires_grad and tensor.is_leaf:
                 undo.gradient(tensor)
-        undo.no_steps(given)
+        undo.no_steps(optimizers)
         if scaler is not None:
             undo.scaler(scaler)
         modules = ModuleTracker(model)

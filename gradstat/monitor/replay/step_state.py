@@ -76,8 +76,8 @@ class StepState:
     @classmethod
     def capture(cls, model: Module, previous: StepState | None = None) -> StepState:
         """The state of ``model`` now. Copies of large buffers not changed since ``previous`` are shared with it."""
-        known = {} if previous is None else previous._buffers
-        return cls(RngState.capture(), {name: _copied(b, known.get(name)) for name, b in model.named_buffers()})
+        earlier = {} if previous is None else previous._buffers
+        return cls(RngState.capture(), {name: _copied(b, earlier.get(name)) for name, b in model.named_buffers()})
 
     def restore(self, model: Module, before_write: Callable[[Tensor], None] = lambda buffer: None) -> None:
         """Restores random states and the buffers of ``model``, the latter in place and without new versions.
@@ -87,19 +87,19 @@ class StepState:
         """
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                kept = self._buffers.get(name)
-                if kept is None or kept.copy.shape != buffer.shape or kept.is_valid_for(buffer):
+                saved = self._buffers.get(name)
+                if saved is None or saved.copy.shape != buffer.shape or saved.is_valid_for(buffer):
                     continue
                 before_write(buffer)
                 # Graphs of earlier forward passes may have saved it, with the values that are restored here.
                 with same_version(buffer):
-                    buffer.copy_(kept.copy)
+                    buffer.copy_(saved.copy)
         self.rng.restore()
 
 
-def _copied(buffer: Tensor, known: _Buffer | None) -> _Buffer:
-    if known is not None and known.is_valid_for(buffer):
-        return known
+def _copied(buffer: Tensor, earlier: _Buffer | None) -> _Buffer:
+    if earlier is not None and earlier.is_valid_for(buffer):
+        return earlier
     return _Buffer(weakref.ref(buffer), _version(buffer), buffer.detach().clone())
 
 

@@ -64,9 +64,9 @@ class Undo:
             self.attribute(module, "training")
             for buffer in module.buffers(recurse=False):
                 self._tensor(buffer)
-            held: Any = module._buffers
-            if isinstance(held, dict):  # a scripted module cannot replace its buffers
-                self._mapping(held, tensors=False)
+            buffers: Any = module._buffers
+            if isinstance(buffers, dict):  # a scripted module cannot replace its buffers
+                self._mapping(buffers, tensors=False)
 
     def parameters(self, parameters: Iterable[Tensor]) -> None:
         """Values and gradients; gradients are None until they are restored."""
@@ -105,9 +105,9 @@ class Undo:
         """Scale and counters; its per-optimizer states are empty until they are restored."""
         state: dict[str, Any] = scaler.__dict__
         for value in state.values():
-            for held in (value, *vars(value).values()) if hasattr(value, "__dict__") else (value,):
-                if isinstance(held, Tensor):
-                    self.copy(held)
+            for part in (value, *vars(value).values()) if hasattr(value, "__dict__") else (value,):
+                if isinstance(part, Tensor):
+                    self.copy(part)
         self._mapping(state, tensors=False)
         per_optimizer = state.get("_per_optimizer_states")
         if per_optimizer is not None:
@@ -116,11 +116,11 @@ class Undo:
     def _mapping(self, mapping: Any, tensors: bool = True) -> None:
         if not isinstance(mapping, dict):
             return
-        before = dict(mapping)
-        for value in before.values() if tensors else ():
+        contents = dict(mapping)
+        for value in contents.values() if tensors else ():
             if isinstance(value, Tensor):
                 self._tensor(value)
-        self._on_restore.callback(_set_contents, mapping, before)
+        self._on_restore.callback(_set_contents, mapping, contents)
 
     def _tensor(self, tensor: Tensor) -> None:
         if tensor.numel() <= ALWAYS_COPIED:
@@ -155,11 +155,11 @@ class Undo:
                 schedule.step = lambda *args, **kwargs: None
 
 
-def _forget_guards(known: dict[Optimizer, SpikeGuard]) -> None:
+def _forget_guards(remembered: dict[Optimizer, SpikeGuard]) -> None:
     """Resets guards that were first used in the meantime."""
-    for guard in {*_guards.values()} - {*known.values()}:
+    for guard in {*_guards.values()} - {*remembered.values()}:
         guard._memory = None
-    _set_contents(_guards, known)
+    _set_contents(_guards, remembered)
 
 
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

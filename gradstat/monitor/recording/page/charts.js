@@ -105,7 +105,7 @@ function clearCharts(part) {
 
 const LABELS = { norm: "gradient norm", lr: "learning rate", loss_scale: "loss scale", nonfinite: "elements not finite",
   missing: "gradients missing", finite_norm: "norm of the finite elements", loss_nonfinite: "loss not finite (1: NaN, 2: Inf)",
-  refused: "verdict of the guard (above 1: refused)" };
+  refused: "decision of the guard (above 1: refused)" };
 const FIRST = ["loss", "norm", "lr", "loss_scale"];
 
 // Draws the scalars of the run: a chart for each that changes, a sentence about the others.

@@ -10,8 +10,8 @@ async function main() {
   let timer = null;
 
   document.querySelector("main").hidden = false;
-  byId("verdict").textContent = data.verdict;
-  byId("verdict").dataset.level = data.level;
+  byId("headline").textContent = data.headline;
+  byId("headline").dataset.level = data.level;
   const left = data.leftOut ? `, ${plural(data.leftOut, "step")} left out to keep the page small; steps with NaN, Inf or findings are kept where possible` : "";
   byId("extent").textContent = data.steps.length ? `steps ${data.steps[0]}\u2013${data.steps[last]}${left}` : "no steps";
   byId("meta").replaceChildren(...described([...data.meta, ["viewed with", `gradstat ${data.gradstat}`]]));
@@ -159,7 +159,7 @@ async function main() {
 }
 
 main().catch((error) => {
-  byId("verdict").textContent = typeof DecompressionStream === "undefined"
+  byId("headline").textContent = typeof DecompressionStream === "undefined"
     ? "This browser is too old for this page: it needs one of 2023 or later." : `The page could not be drawn: ${error.message}`;
   throw error;
 });
