@@ -17,7 +17,7 @@ from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
 from gradstat.monitor.kinds import in_order
 from gradstat.monitor.recording.recording import Recording, Series
-from gradstat.monitor.rows import Floats, Layout, Observation, Rows, RunSettings, Window
+from gradstat.monitor.rows import Floats, Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.monitor.segments import Segment
 from gradstat.report import Report
 from gradstat.tensor_stats import l2_norm_of
@@ -33,7 +33,7 @@ _COUNTS = {"nonfinite": 0.0, "missing": 0.0}
 # Up to this many bytes, rows are kept unconverted: most are dropped before anyone asks for a series.
 _MAX_RAW_BYTES = 16 * 2**20
 
-_UNKNOWN: tuple[Any, Any, Layout | None] = (None, None, None)
+_UNKNOWN: tuple[Any, Any, TensorSet | None] = (None, None, None)
 
 
 class LatestStep(NamedTuple):
@@ -84,7 +84,7 @@ class StepLog:
         self, length: int, max_bytes: int, check_labels: Callable[[int, str, float, float], list[Observation]]
     ) -> None:
         self._length, self._max_bytes, self._check_labels = length, max_bytes, check_labels
-        self._layouts: dict[str, tuple[Any, Any, Layout | None]] = {}
+        self._last_tensors: dict[str, tuple[Any, Any, TensorSet | None]] = {}
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
         self._reads_plain = True  # as `Rows.is_plain`, of the step that was read, as far as its total tells
@@ -94,8 +94,8 @@ class StepLog:
 
     def clear(self) -> None:
         """Drops the steps that the rules have not seen, because their numbers will be used again."""
-        self._steps: list[tuple[int, dict[str, float], Layout]] = []
-        self._others: dict[str, list[tuple[int, Layout, Floats]]] = {}
+        self._steps: list[tuple[int, dict[str, float], TensorSet]] = []
+        self._others: dict[str, list[tuple[int, TensorSet, Floats]]] = {}
         self.observations: list[Observation] = []
         self.newest: Pending | None = None
         self._is_plain = True  # as `_reads_plain`, of all these steps
@@ -144,12 +144,12 @@ class StepLog:
         """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
         names = pending.numbers[0].segments[0].names
         is_other = names is not self._names and names != self._names
-        others: list[tuple[Segment, Floats, Layout]] = []
+        others: list[tuple[Segment, Floats, TensorSet]] = []
         if len(pending.numbers[0].segments) + len(pending.numbers) > 2 + bool(pending.on_device):
             for numbers, (segment, start) in ((n, split) for n in pending.numbers for split in n.split()):
                 if segment.kind not in ("gradient", "scalars"):
                     rows = numbers.table()[start : start + segment.measured]
-                    others.append((segment, rows, self._layout_of(segment, numbers.rows.infos, start)))
+                    others.append((segment, rows, self._tensors_of(segment, numbers.rows.infos, start)))
                     earlier = self._others.get(segment.kind)
                     is_other = is_other or (earlier is not None and earlier[-1][1].names != segment.names)
         if is_other:
@@ -160,19 +160,19 @@ class StepLog:
         self._steps.append((pending.step, pending.scalars, self._add_gradients(pending)))
         if pending.observations:
             self.observations += pending.observations
-        for segment, rows, layout in others:
+        for segment, rows, tensors in others:
             kind = segment.kind
             if kind == "label":
                 for name, row in zip(segment.names, rows, strict=True):
                     self.observations += self._check_labels(pending.step, name, float(row[_MIN]), float(row[_MAX]))
             elif kind in self._others:
-                self._others[kind].append((pending.step, layout, rows))
+                self._others[kind].append((pending.step, tensors, rows))
             else:  # one assignment, so that an interrupt cannot leave an empty list
-                self._others[kind] = [(pending.step, layout, rows)]
+                self._others[kind] = [(pending.step, tensors, rows)]
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
-    def _add_gradients(self, pending: Pending) -> Layout:
+    def _add_gradients(self, pending: Pending) -> TensorSet:
         """Adds the rows of gradients to those of earlier steps, while they are in the cache."""
         numbers, at = pending.numbers[0], len(self._steps)
         segment = numbers.segments[0]
@@ -189,27 +189,27 @@ class StepLog:
         else:
             rows.fill(math.nan)
             rows[segment.positions] = table
-        return self._layout_of(segment, numbers.rows.infos, 0)
+        return self._tensors_of(segment, numbers.rows.infos, 0)
 
-    def _layout_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> Layout:
-        """The cached layout of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
-        last_every, positions, layout = self._layouts.get(segment.kind, _UNKNOWN)
-        if layout is not None and layout.names is not segment.names and layout.names != segment.names:
-            layout = None
+    def _tensors_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> TensorSet:
+        """The cached set of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
+        last_every, positions, tensors = self._last_tensors.get(segment.kind, _UNKNOWN)
+        if tensors is not None and tensors.names is not segment.names and tensors.names != segment.names:
+            tensors = None
         # ``every`` stays the same object while shapes, dtypes and devices do not change.
-        if layout is not None and last_every is every and positions == segment.positions:
-            return layout
+        if tensors is not None and last_every is every and positions == segment.positions:
+            return tensors
         measured = every[start : start + segment.measured]
         infos: list[Any] = list(measured)
         if segment.positions is not None:
             # Absent tensors keep the info of earlier steps.
-            infos = list(layout.infos) if layout is not None else [None] * len(segment.names)
+            infos = list(tensors.infos) if tensors is not None else [None] * len(segment.names)
             for position, info in zip(segment.positions, measured, strict=True):
                 infos[position] = info
-        if layout is None or list(layout.infos) != infos:  # else only other tensors have changed
-            layout = Layout.of(segment.names, infos)
-        self._layouts[segment.kind] = (every, segment.positions, layout)
-        return layout
+        if tensors is None or list(tensors.infos) != infos:  # else only other tensors have changed
+            tensors = TensorSet.of(segment.names, infos)
+        self._last_tensors[segment.kind] = (every, segment.positions, tensors)
+        return tensors
 
     # From new steps to kept ones -------------------------------------------------------------------------
 
@@ -222,9 +222,9 @@ class StepLog:
         tables: dict[str, Rows] = {}
         if closed:
             raw = self._memory[: len(closed)]
-            layouts = [layout for _, _, layout in closed]
-            is_plain = self._is_plain and bool(layouts[-1].numel.all())
-            tables["gradient"] = _rows(steps, raw, layouts, is_plain or None)
+            by_row = [tensors for _, _, tensors in closed]
+            is_plain = self._is_plain and bool(by_row[-1].numel.all())
+            tables["gradient"] = _rows(steps, raw, by_row, is_plain or None)
             self._is_plain = True
         numbers = set(steps.tolist())
         for kind, rows in others.items():
@@ -232,7 +232,7 @@ class StepLog:
             if of_these:
                 at = np.array([step for step, _, _ in of_these], dtype=np.int64)
                 raw = np.stack([raw for _, _, raw in of_these])
-                tables[kind] = _rows(at, raw, [layout for _, layout, _ in of_these])
+                tables[kind] = _rows(at, raw, [tensors for _, tensors, _ in of_these])
         self._keep(steps, scalars, tables)
         return Window(steps, scalars, tables, run, seen, self.latest)
 
@@ -244,7 +244,7 @@ class StepLog:
         for kind, rows in tables.items():
             is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
             # A copy, while it is in the cache, is no dearer than new memory for the coming steps.
-            parts[kind] = Rows(rows.layout, rows.steps, rows.raw.copy("K"), rows.layouts) if is_small else rows.series()
+            parts[kind] = Rows(rows.tensors, rows.steps, rows.raw.copy("K"), rows.by_row) if is_small else rows.series()
             self._bytes += _bytes_of(parts[kind])
         self._blocks.append((steps, scalars, parts))
         if self._bytes > self._max_bytes:
@@ -294,11 +294,11 @@ def _block(steps: int, tensors: int) -> Floats:
     return np.empty((_fields.COUNT, steps, tensors)).transpose(1, 2, 0)
 
 
-def _rows(steps: npt.NDArray[np.int64], raw: Floats, layouts: list[Layout], is_plain: bool | None = None) -> Rows:
-    newest = layouts[-1]
-    if all(layout is newest for layout in layouts):
+def _rows(steps: npt.NDArray[np.int64], raw: Floats, by_row: list[TensorSet], is_plain: bool | None = None) -> Rows:
+    newest = by_row[-1]
+    if all(tensors is newest for tensors in by_row):
         return Rows(newest, steps, raw, is_plain=is_plain)
-    return Rows(newest, steps, raw, layouts)
+    return Rows(newest, steps, raw, by_row)
 
 
 def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
@@ -324,8 +324,8 @@ def _bytes_of(chunk: Series | Rows) -> int:
 
 def _joined(chunks: list[Series], first: int) -> Series:
     """Joins ``chunks`` from step ``first`` on; every tensor that is in any of them gets a column."""
-    layouts = dict.fromkeys(chunk.names for chunk in reversed(chunks))
-    names = tuple(dict.fromkeys(itertools.chain.from_iterable(layouts)))
+    orders = dict.fromkeys(chunk.names for chunk in reversed(chunks))
+    names = tuple(dict.fromkeys(itertools.chain.from_iterable(orders)))
     column = {name: i for i, name in enumerate(names)}
     numel = np.zeros(len(names), dtype=np.int64)
     steps = np.concatenate([chunk.steps for chunk in chunks])

@@ -25,7 +25,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Layout(NamedTuple):
+class TensorSet(NamedTuple):
     """Which tensors the rows of a kind belong to."""
 
     names: tuple[str, ...]  # in the order of the model
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     dtypes: frozenset[torch.dtype]
 
     @classmethod
-    def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> Layout:
+    def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> TensorSet:
         numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
         matrices = np.array([info is not None and len(info.shape) >= 2 for info in infos], dtype=bool)
@@ -48,27 +48,27 @@ class Rows:
     """The rows of one kind of tensors over some steps.
 
     Attributes:
-        layout: Which tensors the rows belong to; the newest, if some changed their size.
+        tensors: Which tensors the rows belong to; the newest, if some changed their size.
         steps: ``[m]`` int64, rising.
         raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
-        layouts: The layout of each row, with the same names; None if all have ``layout``.
+        by_row: The same for each row, with the same names; None if it is ``tensors`` for all.
 
     All values below are ``[m, n]`` float64 over finite elements, as in `gradstat.TensorStats`, NaN where there is none.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        tensors: TensorSet,
         steps: npt.NDArray[np.int64],
         raw: Floats,
-        layouts: Sequence[Layout] | None = None,
+        by_row: Sequence[TensorSet] | None = None,
         is_plain: bool | None = None,
     ) -> None:
         """`is_plain` is looked for if it is not given."""
-        self.layout = layout
+        self.tensors = tensors
         self.steps = steps
         self.raw = raw
-        self.layouts = layouts
+        self.by_row = by_row
         self._extremes: dict[tuple[str, str], Floats] = {}
         if is_plain is not None:
             self.is_plain = is_plain
@@ -76,7 +76,7 @@ class Rows:
     @property
     def names(self) -> tuple[str, ...]:
         """``[n]`` names."""
-        return self.layout.names
+        return self.tensors.names
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -91,11 +91,11 @@ class Rows:
         raw = np.full((len(self), len(names), self.raw.shape[2]), math.nan)
         raw[:, here] = self.raw[:, at]
 
-        def renamed(layout: Layout) -> Layout:
-            return Layout.of(names, [layout.infos[place[name]] if name in place else None for name in names])
+        def renamed(tensors: TensorSet) -> TensorSet:
+            return TensorSet.of(names, [tensors.infos[place[name]] if name in place else None for name in names])
 
-        layouts = None if self.layouts is None else list(map(renamed, self.layouts))
-        return Rows(renamed(self.layout), self.steps, raw, layouts)
+        by_row = None if self.by_row is None else list(map(renamed, self.by_row))
+        return Rows(renamed(self.tensors), self.steps, raw, by_row)
 
     def first_nonfinite(self, row: int, position: int) -> list[int] | None:
         """Index of the first NaN or Inf of one tensor, as in `gradstat.TensorStats`; None if all are finite.
@@ -104,7 +104,7 @@ class Rows:
             row: Position in `steps`.
             position: Position in `names`.
         """
-        info = (self.layout if self.layouts is None else self.layouts[row]).infos[position]
+        info = (self.tensors if self.by_row is None else self.by_row[row]).infos[position]
         stats = None if info is None else TensorStats(self.names[position], self.raw[row, position], info)
         return None if stats is None or stats.first_nonfinite is None else list(stats.first_nonfinite)
 
@@ -123,7 +123,7 @@ class Rows:
         """The rows of the newest step, which hold no memory of the others."""
         if len(self) == 1 and self.raw.base is None:
             return self
-        return Rows(self.layout, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
+        return Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
 
     def most(self, name: str) -> Floats:
         """``[n]``: the largest of a value over the steps, NaN where there is none; ``name`` is a field or a property.
@@ -149,12 +149,12 @@ class Rows:
     @functools.cached_property
     def numel(self) -> npt.NDArray[np.int64]:
         """Number of elements, ``[n]``, or ``[m, n]`` if it varies."""
-        return self.layout.numel if self.layouts is None else np.stack([layout.numel for layout in self.layouts])
+        return self.tensors.numel if self.by_row is None else np.stack([tensors.numel for tensors in self.by_row])
 
     @functools.cached_property
     def values(self) -> Floats:
         """Count of real numbers, of the shape of `numel`: a complex element is two."""
-        return self.layout.values if self.layouts is None else np.stack([layout.values for layout in self.layouts])
+        return self.tensors.values if self.by_row is None else np.stack([tensors.values for tensors in self.by_row])
 
     @functools.cached_property
     def present(self) -> Bools:
@@ -228,7 +228,7 @@ class Rows:
         if np.isinf(values).any():
             limit = np.finfo(np.float32).max
             np.clip(values, -limit, limit, out=values)
-        return Series(self.names, self.layout.numel, self.steps, values)
+        return Series(self.names, self.tensors.numel, self.steps, values)
 
 
 def rate_name(group: int) -> str:

@@ -23,7 +23,7 @@ from gradstat._core.tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.collector import optimizer_settings
 from gradstat.monitor.observers import Coverage, Outputs
-from gradstat.monitor.rows import Layout, Observation, Rows, RunSettings, Window
+from gradstat.monitor.rows import Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.monitor.rules import ClipActivity, MissingGradient
 
 # The monitor runs rules with numpy's warnings off.
@@ -63,7 +63,7 @@ class Table:
             return None
         infos = [TensorInfo(torch.Size(shape), self.dtype, torch.device("cpu"), None) for shape in self.shapes]
         return Rows(
-            Layout.of(self.names, infos),
+            TensorSet.of(self.names, infos),
             np.array(steps),
             np.array([self.rows[step] for step in steps], dtype=np.float64),
         )
@@ -86,7 +86,7 @@ class Story:
             end = min(first + size, self.steps)
             tables = {kind: table.within(first, end) for kind, table in self.tables.items()}
             known = {kind: rows for kind, rows in tables.items() if rows is not None}
-            latest |= {kind: Rows(rows.layout, rows.steps[-1:], rows.raw[-1:]) for kind, rows in known.items()}
+            latest |= {kind: Rows(rows.tensors, rows.steps[-1:], rows.raw[-1:]) for kind, rows in known.items()}
             made.append(
                 Window(
                     np.arange(first, end),
@@ -474,9 +474,11 @@ def test_what_the_extremes_rule_out_is_nowhere(name: str, thresholds: dict[str, 
     short, long = new(name, **thresholds), new(name, **thresholds)
     windows = story.windows(16)
     found = findings(short, windows)
-    # With a layout for each row, rules look at every value.
+    # With a set of tensors for each row, rules look at every value.
     each = [
-        replace(w, tables={k: Rows(t.layout, t.steps, t.raw, [t.layout] * len(t), False) for k, t in w.tables.items()})
+        replace(
+            w, tables={k: Rows(t.tensors, t.steps, t.raw, [t.tensors] * len(t), False) for k, t in w.tables.items()}
+        )
         for w in windows
     ]
     assert found == findings(long, each)
@@ -502,7 +504,7 @@ def test_rows_know_their_extremes_and_whether_they_are_plain() -> None:
     for spoiled in ("inf_count", "sq_sum_large", "sq_sum_small"):
         raw = first.raw.copy()
         raw[0, 1, _fields.INDEX[spoiled]] = 1.0
-        assert not Rows(first.layout, first.steps, raw).is_plain, spoiled
+        assert not Rows(first.tensors, first.steps, raw).is_plain, spoiled
     empty = Table({0: [row(), row(numel=0)]}, NAMES[:2], [(8, 8), (0,)]).within(0, 1)
     assert empty is not None
     assert not empty.is_plain
@@ -598,7 +600,7 @@ def test_a_mask_of_another_size_may_have_more_infinities(size: int) -> None:
     for first in range(0, 3, size):
         some = [made for made in measured[first : first + size] if made is not None]
         steps, raw = (np.concatenate([getattr(made, key) for made in some]) for key in ("steps", "raw"))
-        joined = Rows(some[-1].layout, steps, raw, [made.layout for made in some])
+        joined = Rows(some[-1].tensors, steps, raw, [made.tensors for made in some])
         assert hits(asked, [Window(steps, {}, {"buffer": joined})]) == []
 
 

@@ -134,7 +134,7 @@ class VanishingGradient(Rule):
             yield from self._layer_by_layer(rows)
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
-        weights = np.flatnonzero(rows.layout.matrices)
+        weights = np.flatnonzero(rows.tensors.matrices)
         if len(weights) < self.layers:
             return
         # Only the last of these steps is examined, since the decay does not come and go.
@@ -251,7 +251,7 @@ class DeadGradient(_AbsentGradientRule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        if rows.layouts is None and not ((rows.most("zero_count") == rows.numel) & (rows.numel > 0)).any():
+        if rows.by_row is None and not ((rows.most("zero_count") == rows.numel) & (rows.numel > 0)).any():
             self._never_alive.values_for(rows.names)[:] = 0
             return self.nowhere(rows.names)
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
@@ -276,7 +276,7 @@ class DeadGradient(_AbsentGradientRule):
             whole = [name for name in names if _module(name) not in alive]
             name = window.run.first_in_backward(whole or names)
             # The loss may not depend on a bias, for example that of a critic of which only differences count.
-            is_serious = bool(whole or rows.layout.matrices[fresh].any())
+            is_serious = bool(whole or rows.tensors.matrices[fresh].any())
             text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
             yield self._finding(rows, lengths, since, name, text, is_serious)
 
@@ -289,7 +289,7 @@ class DeadGradient(_AbsentGradientRule):
         else:
             zeros = parameters.of(rows.names).field("zero_count")[-1]
             others_live = (rows.present & ~dead).any(1).all()
-            never_alive *= dead.all(0) & (zeros == rows.layout.numel) & rows.layout.matrices & others_live
+            never_alive *= dead.all(0) & (zeros == rows.tensors.numel) & rows.tensors.matrices & others_live
         return never_alive > 0
 
 
@@ -354,7 +354,7 @@ def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:
     parameters = window.latest.get("parameter")
     if parameters is None:
         return np.zeros((len(rows), 1), dtype=bool)
-    shapes = (info and info.shape for info in parameters.of(rows.names).layout.infos)
+    shapes = (info and info.shape for info in parameters.of(rows.names).tensors.infos)
     numbers: dict[Any, int] = {}
     kinds = [
         numbers.setdefault((re.sub(r"\d+", "", name), shape), len(numbers))

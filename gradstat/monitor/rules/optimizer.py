@@ -148,7 +148,7 @@ class SmallSecondMoment(LastingRule):
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
             largest = rows.field("max")
             # All zero means no gradient yet, which other rules report.
-            low = rows.layout.matrices & (largest < limit) & (largest > 0)
+            low = rows.tensors.matrices & (largest < limit) & (largest > 0)
             for row, fresh, _, since in self.lasting(rows, low, self.measurements, names):
                 i = fresh[0]
                 name, value = rows.names[i], largest[row, i]

@@ -44,7 +44,7 @@ class Underflow(LastingRule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        if not window.run.is_scaled and rows.layout.dtypes.isdisjoint(_FLOORS):
+        if not window.run.is_scaled and rows.tensors.dtypes.isdisjoint(_FLOORS):
             return
         floor, scale = self._floors(rows, window)
         if not floor.any():
@@ -65,7 +65,7 @@ class Underflow(LastingRule):
         if window.run.is_scaled and scales is not None:
             at = np.searchsorted(window.steps, rows.steps)
             return np.full(len(rows.names), _FLOORS[torch.float16]), np.nan_to_num(scales[at], nan=1.0)[:, None]
-        floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.layout.infos]
+        floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.tensors.infos]
         return np.array(floors), np.ones((1, 1))
 
 

@@ -63,14 +63,14 @@ class GradientWeightRatio(Rule):
         # Weights that were all zero were initialised so on purpose, and constants have no spread.
         zero = self._zero.values_for(gradients.names)
         zero += size == 0
-        judged = parameters.layout.matrices & (zero == 0)
+        judged = parameters.tensors.matrices & (zero == 0)
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
         # The root mean square is never below the standard deviation, and cheaper.
         largest = self.std_ratio * spreads * np.sqrt(gradients.values)
         names = gradients.names
         if (
-            gradients.layouts is None
+            gradients.by_row is None
             and not ((gradients.most("l2_norm") > largest) | (gradients.least("l2_norm") < smallest)).any()
         ):
             self._high_for.values_for(names)[:] = self._low_for.values_for(names)[:] = 0
@@ -128,7 +128,7 @@ class UpdateWeightRatio(LastingRule):
         if updates is None or parameters is None:
             return
         parameters = parameters.of(updates.names)
-        judged = parameters.layout.matrices
+        judged = parameters.tensors.matrices
         ratio = updates.l2_norm / parameters.l2_norm[-1]
         off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
         for row, fresh, _, since in self.lasting(updates, off, self.measurements):
@@ -171,7 +171,7 @@ class ParameterJump(Rule):
         if rows is None:
             return
         earlier = self._largest.values_for(rows.names)
-        judged = rows.layout.matrices
+        judged = rows.tensors.matrices
         if "gradient" in window.latest:
             fresh = judged & np.isnan(earlier) & window.latest["gradient"].of(rows.names).present[-1]
             for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
