@@ -1,8 +1,8 @@
 """How well faults are detected: by gradstat's monitor at its defaults and by others, in trainings broken on purpose.
 
 ``python benchmarks/detection.py --set mistakes --seeds 0 1`` runs one set and prints a line per fault. The sets, what
-counts as a hit, and the halves for tuning and for figures are explained in docs/detection.md. ``--record`` appends rows to
-``benchmarks/results/<device>/detection.jsonl``.
+counts as a hit, and the halves for tuning and for figures are explained in docs/detection.md. ``--record`` appends
+rows to ``benchmarks/results/<device>/detection.jsonl``.
 """
 
 from __future__ import annotations

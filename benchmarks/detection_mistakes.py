@@ -124,17 +124,17 @@ def _of(breaks: Callable[[Training], object]) -> Callable[[Training, Subject], o
 
 
 def _at(*parts: str) -> Callable[[Subject], str]:
-    """The place is one of these fields of the subject, or what lies in it."""
+    """The place is one of these modules of the subject, or what lies in it."""
 
     def place(subject: Subject) -> str:
-        names = [name for part in parts for name in _names(getattr(subject, part))]
+        names = [name for part in parts for name in _modules(getattr(subject, part))]
         return "|".join(f"^{name}".replace(".", r"\.") for name in names)
 
     return place
 
 
-def _names(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value
+def _modules(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(name.rpartition(".")[0] for name in value)
 
 
 def _is(place: str) -> Callable[[Subject], str]:
