@@ -48,7 +48,8 @@ class Fault:
     rule: str  # of the first finding; `name` likewise
     name: str
     breaks: Callable[[Training], object]
-    training: Callable[[], Training] = train_mlp
+    training: Callable[[int], Training] = train_mlp  # from a seed
+    twin: Callable[[int], Training] | None = None  # the training without the fault, if ``training`` itself has it
     step: int = 70  # the step before which the training is broken; 0: from the start
     late: int = 0  # by how many steps the finding may be dated too late
     further: int = 6  # steps to train after it
@@ -78,14 +79,14 @@ def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
     if fault.ranks > 1:
         assert ranks is not None
         return ranks.run(fault.ranks, _inject, FAULTS.index(fault))[0]
-    return _injected(fault, fault.training())
+    return _injected(fault, fault.training(0))
 
 
 def _inject(number: int) -> Outcome:
     """Runs a fault as one of several ranks."""
     torch.set_num_threads(1)
     fault = FAULTS[number]
-    training = fault.training()
+    training = fault.training(0)
     rank = torch.distributed.get_rank()
     training.model = DistributedDataParallel(training.model)
     if rank not in fault.bad_ranks:
@@ -247,17 +248,18 @@ def _with_nan(batch: Batch) -> Batch:
 # Trainings for faults -----------------------------------------------------------------------------------------
 
 
-def _half_model(loss_scale: float = 1.0) -> Training:
+def _half_model(seed: int, loss_scale: float = 1.0) -> Training:
     """A model with float16 parameters, without a scaler."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].half()), batch[1]) * loss_scale
 
-    return train_mlp(model=lambda: mlp().half(), optimize=factory(torch.optim.SGD, 0.05), loss=loss, shown=False)
+    return train_mlp(seed, model=lambda: mlp().half(), optimize=factory(torch.optim.SGD, 0.05), loss=loss, shown=False)
 
 
-def _scaled(**options: Any) -> Training:
+def _scaled(seed: int, **options: Any) -> Training:
     return train_mlp(
+        seed,
         scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=100),
         autocast=torch.float16,
         shown=False,
@@ -270,22 +272,24 @@ def _deep_sigmoid() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
 
 
-def _stalled() -> Training:
+def _stalled(seed: int, lr: float = 1e-6) -> Training:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
 
-    return train_mlp(model=lambda: mlp().bfloat16(), optimize=factory(torch.optim.SGD, 1e-6), loss=loss, shown=False)
+    return train_mlp(
+        seed, model=lambda: mlp().bfloat16(), optimize=factory(torch.optim.SGD, lr), loss=loss, shown=False
+    )
 
 
-def _two_rates() -> Training:
-    made = train_mlp()
+def _two_rates(seed: int) -> Training:
+    made = train_mlp(seed)
     lower, last = made.model[:4].parameters(), made.model[4].parameters()  # type: ignore[index]
     made.optimizer = torch.optim.Adam([{"params": lower}, {"params": last, "lr": 1.0}], 1e-3)
     return made
 
 
-def _stepped_in_backward() -> Training:
-    made = train_mlp()
+def _stepped_in_backward(seed: int) -> Training:
+    made = train_mlp(seed)
     made.optimizer = gradstat.step_in_backward(torch.optim.AdamW, made.model, 1.0, lr=1e-3).optimizer
     return made
 
@@ -340,7 +344,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a hook returns NaN, under step_in_backward", "MLP", "nonfinite-gradient", "2.weight",
           _once, _stepped_in_backward),
     Fault("accumulated gradients are Inf - Inf", "MLP", "nonfinite-gradient", "2.bias", loss(_Alternating()),
-          lambda: train_mlp(accumulate=2)),
+          lambda seed: train_mlp(seed, accumulate=2)),
     Fault("log of a negative output of a module", "MLP", "nonfinite-activation", "2",
           replaced_forward("2", lambda module, out: out.log()), watch={"activations": 1}),
     Fault("NaN in a different gradient every tenth step", "MLP", "sporadic-nonfinite", "4.bias", _sporadic, further=25,
@@ -353,13 +357,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("an infinite derivative: the scaler skips every step", "MLP, autocast", "loss-scale", "loss_scale",
           loss(_with_hidden_infinity), _scaled),
     Fault("float16 gradients underflow, without a scaler", "MLP in float16", "underflow", "0.weight",
-          lambda training: None, lambda: _half_model(1e-5), step=0, further=40),
+          lambda training: None, lambda seed: _half_model(seed, 1e-5), _half_model, step=0, further=40),
     # Size
     Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
     Fault("learning rate is negative", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: -lr)),
     Fault("learning rate is 0", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: 0.0), further=60),
     Fault("one group of parameters with learning rate 1", "MLP", "update-weight-ratio", "4.weight",
-          lambda training: None, _two_rates, step=0, late=1, further=40, watch={"updates": 1, "parameters": 1}),
+          lambda training: None, _two_rates, train_mlp, step=0, late=1, further=40,
+          watch={"updates": 1, "parameters": 1}),
     Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight",
           state("2.weight", "exp_avg", lambda s: _poke(s, -1e6)), step=120, late=1, also=("parameter-jump",)),
     # The weight becomes so negative that its unit is dead from then on, and the loss hardly changes.
@@ -371,27 +376,28 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a custom backward returns gradients 1000 times too large", "MLP", "exploding-gradient", "0.weight",
           replaced_forward("2", lambda module, out: (out.register_hook(lambda g: g * 1e3), out)[1])),
     Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
-          lambda: train_recurrent(nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
+          lambda seed: train_recurrent(seed, nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
     Fault("ten sigmoid layers, default initialization", "deep MLP", "vanishing-gradient", "0.weight",
-          lambda training: None, lambda: train_mlp(model=_deep_sigmoid, optimize=factory(torch.optim.SGD, 0.1)), step=0,
-          late=5, further=40),
+          lambda training: None,
+          lambda seed: train_mlp(seed, model=_deep_sigmoid, optimize=factory(torch.optim.SGD, 0.1)),
+          lambda seed: train_mlp(seed, optimize=factory(torch.optim.SGD, 0.1)), step=0, late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
-          multiplied("2.weight", 1e-7), lambda: train_mlp(lr=1e-9), step=0, further=70),
+          multiplied("2.weight", 1e-7), lambda seed: train_mlp(seed, 1e-9), train_mlp, step=0, further=70),
     Fault("a loss so small that AdamW divides by its eps", "MLP", "small-second-moment", "0.weight",
           loss(lambda model, batch: 1e-7 * cross_entropy(model, batch)), step=0, late=50, further=160),
     Fault("a layer of dead ReLUs: inputs are always negative", "MLP", "dead-gradient", "2.bias",
           lambda training: nn.init.constant_(training.model[2].bias, -1e3), further=60),
     Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=40),
     Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",
-          "0.weight", lambda training: None, _stalled, step=0, further=120),
+          "0.weight", lambda training: None, _stalled, lambda seed: _stalled(seed, 0.05), step=0, further=120),
     # The course of training
     Fault("labels are permuted from now on", "MLP", "loss-spike", "loss",
           every_batch(lambda batch: (batch[0], (batch[1] + 1) % CLASSES)), step=150, late=1, further=12),
     Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss",
           loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "saturated-logits", "logits",
-          replaced_forward("head", lambda module, out: out * 1e3), lambda: train_gpt(lr=1e-4), step=0, further=110,
-          classes=TOKENS),
+          replaced_forward("head", lambda module, out: out * 1e3), lambda seed: train_gpt(seed, 1e-4), step=0,
+          further=110, classes=TOKENS),
     Fault("tied weights: the optimizer holds the old head", "GPT", "optimizer-coverage",
           "param_groups[0]['params'][28]",
           lambda training: setattr(training.model.head, "weight", training.model.tokens.weight), train_gpt,
@@ -403,11 +409,11 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: training.model[0].requires_grad_(False), late=50, further=60),
     # Several ranks
     Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
-          lambda: train_mlp(torch.distributed.get_rank(), shown=False), step=20, ranks=2, bad_ranks=(1,),
-          watch={"origin": 1}, also=("nonfinite-gradient",)),
+          lambda seed: train_mlp(2 * seed + torch.distributed.get_rank(), shown=False), step=20, ranks=2,
+          bad_ranks=(1,), watch={"origin": 1}, also=("nonfinite-gradient",)),
     Fault("a weight is changed on one rank only", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
-          multiplied("module.0.weight", 1.0001), lambda: train_mlp(shown=False), step=12, late=8, further=12, ranks=2,
-          watch={"replicas": 10}),
+          multiplied("module.0.weight", 1.0001), lambda seed: train_mlp(seed, shown=False), step=12, late=8, further=12,
+          ranks=2, watch={"replicas": 10}),
     Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", lambda training: None,
           step=0, ranks=2, watch={"batches": 10}),
     # Data

@@ -283,7 +283,7 @@ def train_gpt(seed: int = 0, lr: float = 3e-3, model: Callable[[], nn.Module] = 
 
 
 def train_recurrent(
-    kind: type[nn.RNNBase] = nn.LSTM, seed: int = 0, settings: dict[str, Any] | None = None, **options: Any
+    seed: int = 0, kind: type[nn.RNNBase] = nn.LSTM, settings: dict[str, Any] | None = None, **options: Any
 ) -> Training:
     """An LSTM or a plain RNN, with Adam and clipping."""
     options = {"max_norm": 1.0, **options}

@@ -1,0 +1,433 @@
+"""How well faults are detected: by gradstat's monitor at its defaults and by others, in trainings broken on purpose.
+
+``python benchmarks/detection.py --set mistakes --seeds 0 1`` runs one set and prints a line per fault. The sets, what
+counts as a hit, and the halves for tuning and for figures are explained in docs/detection.md. ``--record`` appends
+rows to ``benchmarks/results/<device>/detection.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import math
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+import faults  # noqa: E402
+from detection_mistakes import MISTAKES, SUBJECTS, applies  # noqa: E402
+from small_training import RECORD, Training  # noqa: E402
+
+from gradstat.distributed._ranks import Ranks  # noqa: E402
+
+STEPS, ONSET = 300, 150  # of a run, and the step in which faults in the middle of a run begin
+WITHIN = 60  # steps after the onset in which a finding is a hit
+HARM = 1.15  # at least by this factor a harmful fault raises the loss, with every seed
+WINDOW = 20  # steps over which losses are averaged
+FLOOR = 0.01  # of the first loss; added to both losses, so that noise of losses near zero is no harm
+SETS = ("mistakes", "repository")
+SEEDS = {"tuning": range(5), "figures": range(5, 10)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a training, which begins in step ``onset``."""
+
+    set: str
+    half: str  # "tuning", "figures" or "both"
+    subject: str
+    what: str
+    twin: Callable[[int], Training]  # the healthy training, from a seed
+    breaks: Callable[[Training], object]
+    place: str  # regular expression for names in findings about the right place
+    onset: int
+    broken: Callable[[int], Training] | None = None  # the training that ``breaks`` gets, if it is not the twin
+    is_held_out: bool = False  # judged by the healthy loss of unseen batches
+    ranks: int = 1
+    bad_ranks: tuple[int, ...] = (0,)
+    policy: Any = field(default_factory=lambda: RECORD)
+
+    @property
+    def when(self) -> str:
+        return "mid-run" if self.onset else "from step 0"
+
+
+def _mistakes() -> Iterator[Case]:
+    for subject in SUBJECTS:
+        for mistake in MISTAKES:
+            if not applies(mistake, subject):
+                continue
+            for when in mistake.onsets:
+                yield Case(
+                    "mistakes",
+                    subject.half,
+                    subject.name,
+                    mistake.what,
+                    subject.training,
+                    lambda training, mistake=mistake, subject=subject: mistake.breaks(training, subject),
+                    mistake.place(subject),
+                    ONSET if when == "mid-run" else 0,
+                    is_held_out=mistake.is_held_out,
+                )
+
+
+def _repository() -> Iterator[Case]:
+    for fault in faults.FAULTS:
+        yield Case(
+            "repository",
+            "both",
+            fault.model,
+            fault.what,
+            fault.twin or fault.training,
+            fault.breaks,
+            f"^{re.escape(fault.name)}",
+            ONSET if fault.step else 0,
+            fault.training,
+            is_held_out="loss" in fault.what,
+            ranks=fault.ranks,
+            bad_ranks=fault.bad_ranks,
+            policy=fault.policy,
+        )
+
+
+@cache
+def all_cases() -> tuple[Case, ...]:
+    return (*_mistakes(), *_repository())
+
+
+# One run ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What a tool said in step ``noticed`` about step ``step``."""
+
+    noticed: int
+    step: int
+    rule: str
+    name: str
+
+
+@dataclass
+class Arm:
+    """One run of a training: its losses and norms, what each tool flagged, and how it ended."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    flags: dict[str, list[Flag]] = field(default_factory=dict)
+    held_out: float = math.nan  # the healthy loss of unseen batches at the end
+    raised: str = ""
+
+
+class Gradstat:
+    """The monitor at its defaults, as in two lines of a training loop."""
+
+    name = "gradstat"
+
+    def __init__(self, training: Training, policy: Any) -> None:
+        self.monitor = training.monitor(on_anomaly=policy)
+        self._known = 0
+
+    def step(self, training: Training, loss: torch.Tensor) -> Iterable[tuple[int, str, str]]:
+        self.monitor.step(loss)
+        return self.new()
+
+    def new(self) -> list[tuple[int, str, str]]:
+        fresh = self.monitor.findings[self._known :]
+        self._known += len(fresh)
+        return [(finding.step, finding.rule, finding.name) for finding in fresh if finding.severity != "info"]
+
+    def end(self) -> Iterable[tuple[int, str, str]]:
+        self.monitor.flush()
+        fresh = self.new()
+        self.monitor.detach()
+        return fresh
+
+
+class Watcher:
+    """Stands where a training's monitor is: passes every step on to the tools, and keeps losses and norms."""
+
+    def __init__(self, training: Training, tools: Sequence[Any], arm: Arm) -> None:
+        self._training, self._tools, self._arm = training, tools, arm
+
+    def batch(self, batch: Any) -> None:
+        """Batches are not shown: neither do the two lines with which a monitor is added."""
+
+    def step(self, loss: torch.Tensor) -> None:
+        arm = self._arm
+        gradients = [p.grad for p in self._training.model.parameters() if p.grad is not None]
+        arm.norms.append(float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0)
+        step = len(arm.losses)
+        arm.losses.append(float(loss))
+        for tool in self._tools:
+            for flag in tool.step(self._training, loss):
+                arm.flags[tool.name].append(Flag(step, *flag))
+
+
+def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS) -> Arm:
+    """Runs a case or its twin."""
+    torch.set_num_threads(1)
+    make = case.broken if is_broken and case.broken is not None else case.twin
+    training, arm = make(seed), Arm()
+    if case.ranks > 1:
+        training.model = DistributedDataParallel(training.model)
+        is_broken = is_broken and torch.distributed.get_rank() in case.bad_ranks
+    loss_of = training.loss
+    held = [training.batch() for _ in range(8)]
+    if is_broken and case.onset == 0:
+        case.breaks(training)
+    tools = [Gradstat(training, case.policy)]
+    arm.flags = {tool.name: [] for tool in tools}
+    watcher: Any = Watcher(training, tools, arm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for step, begins in training.steps(watcher, 0, steps):
+                if begins and is_broken and step == case.onset > 0:
+                    case.breaks(training)
+                if not begins:
+                    arm.weights.append(_norm_of_weights(training) if step % WINDOW == 0 else math.nan)
+            if len(arm.losses) < steps:
+                arm.raised = "the forward pass raised"
+        except Exception as error:  # whatever it is, it tells about itself
+            arm.raised = f"{type(error).__name__}: {error}"[:100]
+        for tool in tools:
+            arm.flags[tool.name] += [Flag(len(arm.losses) - 1, *flag) for flag in tool.end()]
+    if not arm.raised:
+        training.model.eval()
+        # Gradients stay on, as some faults are hooks on gradients.
+        with torch.autocast("cpu", training.autocast) if training.autocast else nullcontext():
+            arm.held_out = statistics.fmean(loss_of(training.model, batch).item() for batch in held)
+    return arm
+
+
+def _norm_of_weights(training: Training) -> float:
+    return float(torch.nn.utils.get_total_norm([p.detach() for p in training.model.parameters()]))
+
+
+def _run_on_rank(number: int, seed: int, is_broken: bool, steps: int) -> Arm:
+    return run(all_cases()[number], seed, is_broken, steps)
+
+
+@cache
+def _ranks() -> Ranks:
+    pool = Ranks(2)
+    atexit.register(pool.stop)
+    return pool
+
+
+def run_job(job: tuple[int, int, bool, int]) -> Arm:
+    """Runs an arm by its case's number."""
+    number, seed, is_broken, steps = job
+    case = all_cases()[number]
+    if case.ranks > 1:
+        arm: Arm = _ranks().run(case.ranks, _run_on_rank, *job, timeout=60.0, limit=120.0)[0]
+        return arm
+    return run(case, seed, is_broken, steps)
+
+
+# Judging ----------------------------------------------------------------------------------------------------------
+
+
+def harm(case: Case, broken: Arm, twin: Arm) -> float:
+    """By how much the fault raises the loss of the steps that follow or of the last ones, whichever is more."""
+    if broken.raised:
+        return math.inf
+    if case.is_held_out:
+        return _ratio(broken.held_out, twin.held_out, twin)
+    parts = (slice(case.onset, case.onset + WINDOW), slice(-WINDOW, None))
+    return max(_ratio(_mean(broken.losses[part]), _mean(twin.losses[part]), twin) for part in parts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _ratio(loss: float, healthy: float, twin: Arm) -> float:
+    floor = FLOOR * abs(twin.losses[0])
+    # Losses below zero have no ratio; their difference is compared with the healthy loss's size.
+    if not math.isfinite(loss):
+        return math.inf
+    return 1 + (loss - healthy) / (abs(healthy) + floor)
+
+
+def hits(case: Case, broken: Arm, twin: Arm, tool: str, within: int = WITHIN) -> list[Flag]:
+    """The flags of the broken arm soon after the onset that its twin has not; the first in a diagnosis first."""
+    end = case.onset + within
+    known = {(flag.rule, flag.name) for flag in twin.flags[tool] if case.onset <= flag.noticed <= end}
+    found = [
+        flag for flag in broken.flags[tool] if case.onset <= flag.noticed <= end and (flag.rule, flag.name) not in known
+    ]
+    return sorted(found, key=lambda flag: flag.step)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A case, judged over its seeds."""
+
+    case: Case
+    arms: list[tuple[Arm, Arm]]  # broken and healthy, by seed
+
+    @property
+    def harms(self) -> list[float]:
+        return [harm(self.case, *pair) for pair in self.arms]
+
+    @property
+    def status(self) -> str:
+        """Whether it counts: ``"harmful"``, or why not."""
+        if any(broken.raised for broken, _ in self.arms):
+            return "raises"
+        if all(broken.losses == twin.losses and broken.norms == twin.norms for broken, twin in self.arms):
+            return "no effect"
+        return "harmful" if min(self.harms) >= HARM else "harmless"
+
+    def hits(self, tool: str, within: int = WITHIN) -> list[list[Flag]]:
+        """The hits with every seed."""
+        return [hits(self.case, *pair, tool, within) for pair in self.arms]
+
+
+def line(verdict: Verdict, tool: str) -> str:
+    """What became of a case, in a line."""
+    case, found = verdict.case, verdict.hits(tool)
+    hit = [flags for flags in found if flags]
+    late = [flags for flags in verdict.hits(tool, STEPS) if flags]
+    ratio = f"{min(verdict.harms):8.3g}"
+    text = f"{case.set:10} {case.subject[:20]:20} {case.what[:48]:48} {case.when:11} {verdict.status:9} {ratio}"
+    text += f"  hit {len(hit)}/{len(found)}"
+    if hit:
+        delay = statistics.median(min(flag.noticed for flag in flags) - case.onset for flags in hit)
+        first = hit[0][0]
+        right = sum(re.search(case.place, flags[0].name) is not None for flags in hit)
+        text += f"  delay {delay:<4g} {first.rule} ({first.name})  place right {right}/{len(hit)}"
+    elif late:
+        first = late[0][0]
+        text += f"  late: step {first.noticed} {first.rule} ({first.name})"
+    if verdict.status == "raises":
+        text += "  " + verdict.arms[0][0].raised
+    return text
+
+
+def course(verdict: Verdict) -> str:
+    """What the rows of a case show: losses, norms and weights before and after, beside those of its twin."""
+    case, parts = verdict.case, []
+    for name, arm in zip(("broken", "twin"), verdict.arms[0], strict=True):
+        windows = {"next 20": slice(case.onset, case.onset + WINDOW), "last 20": slice(-WINDOW, None)}
+        if case.onset:
+            windows = {"20 before": slice(case.onset - WINDOW, case.onset), **windows}
+        shown = [
+            f"{window}: loss {_mean(arm.losses[part]):.4g}±{_spread(arm.losses[part]):.2g} "
+            f"norm {_mean(arm.norms[part]):.4g}±{_spread(arm.norms[part]):.2g}"
+            for window, part in windows.items()
+        ]
+        weights = [value for value in arm.weights if not math.isnan(value)]
+        shown.append(f"|w| {weights[0]:.4g} to {weights[-1]:.4g}" if weights else "")
+        parts.append(f"    {name:7} " + "; ".join(shown))
+    return "\n".join(parts)
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.pstdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+
+
+def summary(verdicts: Sequence[Verdict], tool: str) -> str:
+    """Recall for every set, mid-run and from step 0, and findings in healthy arms."""
+    lines = []
+    for name in dict.fromkeys(verdict.case.set for verdict in verdicts):
+        for when in ("mid-run", "from step 0"):
+            those = [v for v in verdicts if v.case.set == name and v.case.when == when]
+            counted = [v for v in those if v.status == "harmful"]
+            runs = [flags for v in counted for flags in v.hits(tool)]
+            late = [flags for v in counted for flags in v.hits(tool, STEPS)]
+            found, by_end = sum(map(bool, runs)), sum(map(bool, late))
+            others = ", ".join(
+                f"{sum(v.status == status for v in those)} {status}" for status in ("no effect", "harmless", "raises")
+            )
+            lines.append(
+                f"{name}, {when}: {found} of {len(runs)} runs of {len(counted)} harmful cases found within {WITHIN} "
+                f"steps, {by_end} by the end ({others})"
+            )
+    twins = {id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values()
+    alarms = [flag for twin in twins for flag in twin.flags[tool]]
+    steps = sum(len(twin.losses) for twin in twins)
+    lines.append(f"healthy twins: {len(alarms)} findings in {steps:,} steps")
+    lines += [f"    {flag.rule} ({flag.name}), step {flag.step}" for flag in alarms]
+    return "\n".join(lines)
+
+
+# All of it --------------------------------------------------------------------------------------------------------
+
+
+def measure(numbers: Sequence[int], seeds: Sequence[int], jobs: int, steps: int = STEPS) -> Iterator[Verdict]:
+    """Runs cases with their twins, and yields each case's verdict."""
+    cases = all_cases()
+    twin_of: dict[Any, int] = {}
+    for number in numbers:
+        twin_of.setdefault((cases[number].twin, cases[number].ranks), number)
+    twins: dict[tuple[int, int], Any] = {}
+    began = time.monotonic()
+    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+
+        def started(job: tuple[int, int, bool, int]) -> Callable[[], Arm]:
+            return pool.submit(run_job, job).result if pool is not None else cache(lambda: run_job(job))
+
+        pending = []
+        for number in numbers:
+            twin = twin_of[cases[number].twin, cases[number].ranks]
+            pairs = []
+            for seed in seeds:
+                if (twin, seed) not in twins:
+                    twins[twin, seed] = started((twin, seed, False, steps))
+                pairs.append((started((number, seed, True, steps)), twins[twin, seed]))
+            pending.append((number, pairs))
+        for done, (number, pairs) in enumerate(pending, 1):
+            verdict = Verdict(cases[number], [(broken(), twin()) for broken, twin in pairs])
+            passed = time.monotonic() - began
+            left = passed / done * (len(pending) - done)
+            print(f"[{done}/{len(pending)} {passed:.0f} s, {left:.0f} s left] {verdict.case.what}", file=sys.stderr)
+            yield verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", nargs="+", choices=SETS, default=SETS, help="sets of faults (default: all)")
+    parser.add_argument("--half", choices=SEEDS, default="tuning", help="models and seeds (default: tuning)")
+    parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the five of the half)")
+    parser.add_argument("--only", default="", help="only faults and subjects that match this regular expression")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--course", action="store_true", help="also print losses and norms of harmful faults not found")
+    arguments = parser.parse_args()
+    chosen = [
+        number
+        for number, case in enumerate(all_cases())
+        if case.set in arguments.set
+        and case.half in (arguments.half, "both")
+        and re.search(arguments.only, f"{case.subject}: {case.what}, {case.when}")
+    ]
+    verdicts = []
+    for verdict in measure(chosen, arguments.seeds or SEEDS[arguments.half], arguments.jobs):
+        verdicts.append(verdict)
+        print(line(verdict, "gradstat"), flush=True)
+        if arguments.course and verdict.status == "harmful" and not all(verdict.hits("gradstat")):
+            print(course(verdict), flush=True)
+    print(summary(verdicts, "gradstat"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
