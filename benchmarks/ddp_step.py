@@ -1,4 +1,4 @@
-"""The cost of `watch_origin` and `verify_replicas` in a DDP step: ``torchrun benchmarks/ddp_step.py``.
+"""The cost of `track_origin` and `verify_replicas` in a DDP step: ``torchrun benchmarks/ddp_step.py``.
 
 ::
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradstat.bench.timing import interleaved
 from gradstat.demo.model import GPT, MODEST, SMALL, Size
-from gradstat.distributed import verify_replicas, watch_origin
+from gradstat.distributed import track_origin, verify_replicas
 
 GROUP = "DDP steps"
 _SIZES = {"gpt-0.9m": SMALL, "gpt-17m": MODEST}
@@ -47,7 +47,7 @@ def main() -> None:
 def _calls(size: Size, device: torch.device) -> dict[str, Callable[[], object]]:
     model = GPT(size).to(device)
     plain, watched = DistributedDataParallel(model), DistributedDataParallel(copy.deepcopy(model))
-    watch = watch_origin(watched)
+    tracker = track_origin(watched)
     optimizers = {ddp: torch.optim.AdamW(ddp.parameters()) for ddp in (plain, watched)}
     tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1), device=device)
 
@@ -60,7 +60,7 @@ def _calls(size: Size, device: torch.device) -> dict[str, Callable[[], object]]:
 
     return {
         "step": lambda: step(plain),
-        "+ watch_origin, result()": lambda: step(watched, lambda: watch.result().raise_if_nonfinite()),
+        "+ track_origin, result()": lambda: step(watched, lambda: tracker.result().raise_if_nonfinite()),
         "+ verify_replicas, gradients": lambda: step(plain, lambda: verify_replicas(plain).raise_if_drifted()),
         "+ verify_replicas, parameters too": lambda: step(
             plain, lambda: verify_replicas(plain, what=("gradients", "parameters")).raise_if_drifted()

@@ -52,7 +52,7 @@ class NoiseScale:
             the mean of: the examples of all ranks, if gradients are reduced over ranks before that call (FSDP).
         ranks: The number of ranks over which the last micro-batch's ``backward()`` averages gradients that were local
             until then: DDP's, if the other micro-batches run under ``no_sync()``. With a single micro-batch,
-            pass ``watch.rows()`` of `gradstat.distributed.watch_origin` to `micro_batch`.
+            pass ``tracker.rows()`` of `gradstat.distributed.track_origin` to `micro_batch`.
         every: Measure one step out of this many, starting with the first, as the noise scale changes slowly.
         decay: The weight of the previous averages at each measured step, at least 0 and less than 1.
         backend: As for `check`, as are the errors.

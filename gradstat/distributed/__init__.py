@@ -6,7 +6,7 @@ Not imported by ``import gradstat``, as it needs ``torch.distributed``; accessin
 from gradstat._core.collectives import UnreachableRankError
 from gradstat.distributed.batches import BatchReport, RepeatedBatchError, verify_batches
 from gradstat.distributed.norms import ClipReport, ClipVerdict, verify_clip
-from gradstat.distributed.origin import OriginReport, OriginWatch, watch_origin
+from gradstat.distributed.origin import OriginReport, OriginTracker, track_origin
 from gradstat.distributed.replicas import Drift, ReplicaMismatchError, ReplicaReport, verify_replicas
 
 __all__ = [
@@ -15,13 +15,13 @@ __all__ = [
     "ClipVerdict",
     "Drift",
     "OriginReport",
-    "OriginWatch",
+    "OriginTracker",
     "RepeatedBatchError",
     "ReplicaMismatchError",
     "ReplicaReport",
     "UnreachableRankError",
+    "track_origin",
     "verify_batches",
     "verify_clip",
     "verify_replicas",
-    "watch_origin",
 ]

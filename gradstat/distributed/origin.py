@@ -24,7 +24,7 @@ from gradstat._core.wrappers import uncompiled
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
 
-_CALLER = "OriginWatch.result"
+_CALLER = "OriginTracker.result"
 _COUNTS = [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]
 _NAMED_IN_ERROR = 5
 _NAMED_IN_TEXT = 20
@@ -35,29 +35,29 @@ _NEVER = torch.iinfo(torch.int64).max
 _Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
-def watch_origin(
+def track_origin(
     ddp_model: Module,
     hook: _Hook | None = None,
     state: object = None,
     *,
     per_micro_batch: bool = False,
     backend: str | None = None,
-) -> OriginWatch:
-    """Watches the local gradients of a DDP model, to find the rank that causes NaN or Inf.
+) -> OriginTracker:
+    """Tracks the local gradients of a DDP model, to find the rank that causes NaN or Inf.
 
     DDP averages gradients over all ranks, so after ``backward()`` one rank's NaN is on every rank. A communication hook
     measures each bucket just before it is reduced: one more read of the gradients and one launch per bucket, no sync
-    and no collective. `OriginWatch.result` then combines all ranks. ::
+    and no collective. `OriginTracker.result` then combines all ranks. ::
 
-        watch = watch_origin(ddp_model)
+        tracker = track_origin(ddp_model)
         for inputs, targets in batches:
             loss_of(ddp_model(inputs), targets).backward()
-            watch.result().raise_if_nonfinite()  # on all ranks; the same error on all of them
+            tracker.result().raise_if_nonfinite()  # on all ranks; the same error on all of them
             optimizer.step()
             optimizer.zero_grad()
 
     Works with ``static_graph``, ``gradient_as_bucket_view``, ``find_unused_parameters``, rebuilt buckets and
-    ``torch.compile`` on either side of DDP. Every rank has to watch the same model.
+    ``torch.compile`` on either side of DDP. Every rank has to track the same model.
 
     Args:
         ddp_model: A ``DistributedDataParallel`` without a communication hook, or ``torch.compile``'s result for one;
@@ -67,17 +67,17 @@ def watch_origin(
         state: The state that ``hook`` is called with.
         per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches,
             which does not show which of them was bad. If true, gradients are also measured after each ``backward()``
-            without a reduction, when the next ``forward`` begins or `OriginWatch.result` is called: another read and
+            without a reduction, when the next ``forward`` begins or `OriginTracker.result` is called: another read and
             launch per such micro-batch, and a Python call per parameter in every ``backward()``.
         backend: As for `gradstat.check`.
 
     Returns:
-        A handle with ``result()`` and ``remove()``; after that the model may be watched again, with the same hook.
+        A handle with ``result()`` and ``remove()``; after that the model may be tracked again, with the same hook.
 
     Raises:
         TypeError: ``ddp_model`` is neither of these.
         ValueError: ``backend`` is unknown.
-        RuntimeError: The model is already watched, or has a communication hook.
+        RuntimeError: The model is already tracked, or has a communication hook.
     """
     known_name(backend)  # an unknown name raises here, not in a backward pass
     ddp_model = uncompiled(ddp_model)
@@ -90,32 +90,32 @@ def watch_origin(
     if relay is None:
         relay = _Relay(ddp_model, hook, state)
         _relays[ddp_model] = relay
-    elif relay.watch is not None:
-        raise RuntimeError("this model is already watched; call remove() on the handle of the first watch_origin()")
+    elif relay.tracker is not None:
+        raise RuntimeError("this model is already tracked; call remove() on the handle of the first track_origin()")
     elif hook is not None and hook is not relay.hook:
-        raise RuntimeError("DDP never drops a communication hook; this model was first watched with another one")
-    relay.watch = OriginWatch(ddp_model, relay, per_micro_batch, backend)
-    return relay.watch
+        raise RuntimeError("DDP never drops a communication hook; this model was first tracked with another one")
+    relay.tracker = OriginTracker(ddp_model, relay, per_micro_batch, backend)
+    return relay.tracker
 
 
 class _Relay:
-    """The communication hook registered with DDP: shows each bucket to the current watch, then calls the real hook."""
+    """The hook registered with DDP: shows each bucket to the current tracker, then calls the real hook."""
 
     def __init__(self, ddp_model: DistributedDataParallel, hook: _Hook | None, state: object) -> None:
         if getattr(ddp_model, "_comm_hooks", None):  # DDP would record the second hook before rejecting it
             raise RuntimeError(
                 "this model already has a communication hook, and DDP accepts only one; pass it to "
-                "watch_origin(ddp_model, hook, state) instead of registering it"
+                "track_origin(ddp_model, hook, state) instead of registering it"
             )
         self.hook = hook
-        self.watch: OriginWatch | None = None
+        self.tracker: OriginTracker | None = None
         # Without a hook DDP reduces over its own group, which has to be passed to allreduce_hook.
         reduce: _Hook = allreduce_hook if hook is None else hook
         its_state = ddp_model.process_group if hook is None else state
 
         def relayed(_: object, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
-            if self.watch is not None:
-                self.watch._measure_bucket(bucket)
+            if self.tracker is not None:
+                self.tracker._measure_bucket(bucket)
             return reduce(its_state, bucket)
 
         ddp_model.register_comm_hook(None, relayed)
@@ -124,12 +124,12 @@ class _Relay:
 _relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.WeakKeyDictionary()
 
 
-def _unmeasured_hook(watch: OriginWatch) -> Callable[[Tensor], None]:
-    # Weak, since the garbage collector cannot see what a parameter's hook references, and the watch has the parameters.
-    found = weakref.ref(watch)
+def _unmeasured_hook(tracker: OriginTracker) -> Callable[[Tensor], None]:
+    # Weak, since the garbage collector cannot see what a parameter's hook references, and the tracker has them.
+    reference = weakref.ref(tracker)
 
     def note(_: Tensor) -> None:
-        if (alive := found()) is not None:
+        if (alive := reference()) is not None:
             alive._has_unmeasured = True
 
     return note
@@ -144,10 +144,10 @@ class _Seen(NamedTuple):
 
 
 @final
-class OriginWatch:
+class OriginTracker:
     """The measurements of local gradients since the last `result`: tables on the device, one row per gradient.
 
-    Returned by `watch_origin`. Micro-batches count from 0, one per reduction; with ``per_micro_batch`` one per
+    Returned by `track_origin`. Micro-batches count from 0, one per reduction; with ``per_micro_batch`` one per
     ``backward()``. Call `result` once a step; until then only rows are kept, and no gradient.
     """
 
@@ -166,7 +166,7 @@ class OriginWatch:
             self._handles.append(ddp_model.register_forward_pre_hook(self._measure_accumulated))
 
     def __repr__(self) -> str:
-        return f"OriginWatch({len(self._names)} parameters, {len(self._seen)} measurements since the last result)"
+        return f"OriginTracker({len(self._names)} parameters, {len(self._seen)} measurements since the last result)"
 
     def result(self) -> OriginReport:
         """Which rank caused NaN or Inf since the last call; the same report on every rank. Resets for the next step.
@@ -209,16 +209,16 @@ class OriginWatch:
                 "on some rank no gradient was reduced since the last result(); call it on all ranks after backward(), "
                 "once a step, and not after remove()"
             )
-        bad = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
+        nonfinite = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
         ranks = tuple(dist.get_process_group_ranks(self._group))
         bad_gradients: list[BadGradient] = []
-        if bad:
-            own = torch.zeros(len(self._names), len(_COUNTS), dtype=torch.float64, device="cpu")
+        if nonfinite:
+            local_counts = torch.zeros(len(self._names), len(_COUNTS), dtype=torch.float64, device="cpu")
             for (micro_batch, position), row in zip(places, counts.cpu(), strict=True):
                 if micro_batch == earliest[position]:
-                    own[position] = row
-            gathered = gather(own[bad].to(device), self._group, _CALLER).tolist()
-            for k, position in enumerate(bad):
+                    local_counts[position] = row
+            gathered = gather(local_counts[nonfinite].to(device), self._group, _CALLER).tolist()
+            for k, position in enumerate(nonfinite):
                 on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, gathered, strict=True) if any(c[k])}
                 numel = self._parameters[position].numel()
                 bad_gradients.append(BadGradient(self._names[position], numel, earliest[position], on))
@@ -249,9 +249,9 @@ class OriginWatch:
         self._has_unmeasured = False  # whether gradients were accumulated and not measured yet
 
     def remove(self) -> None:
-        """Ends the watch. The hook stays registered, as DDP keeps hooks permanently, and only passes buckets on."""
-        if self._relay.watch is self:
-            self._relay.watch = None
+        """Ends the tracking. The hook stays registered, as DDP keeps hooks permanently, and only passes buckets on."""
+        if self._relay.tracker is self:
+            self._relay.tracker = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -294,7 +294,7 @@ class BadGradient(NamedTuple):
 class OriginReport:
     """Which rank caused NaN or Inf in which gradient, the same on every rank. Ranks are global.
 
-    Returned by `OriginWatch.result`. A bad gradient that was reduced or accumulated stays bad everywhere, so each
+    Returned by `OriginTracker.result`. A bad gradient that was reduced or accumulated stays bad everywhere, so each
     parameter is described as of the first micro-batch in which it was bad on any rank.
 
     Attributes:

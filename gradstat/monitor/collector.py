@@ -83,7 +83,7 @@ class Collector:
         self.classes: int | None = max(counts, default=None)
         self._ignore_index = options.ignore_index
         self._sampled = sorted({p for kind, p in periods.items() if p and kind not in ("gradients", "batch", "origin")})
-        self._origin = _watch_origin(model, options.backend) if periods["origin"] else None
+        self._origin = _track_origin(model, options.backend) if periods["origin"] else None
         if self._origin is not None:
             weakref.finalize(self, self._origin.remove).atexit = False
         source = trained.source()
@@ -421,15 +421,15 @@ def _is_integer(tensor: Tensor) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool or tensor.is_nested)
 
 
-def _watch_origin(model: nn.Module, backend: str | None) -> Any:
+def _track_origin(model: nn.Module, backend: str | None) -> Any:
     if not isinstance(uncompiled(model), DistributedDataParallel):
         raise TypeError(
             f"watch={{'origin': 1}} needs a DistributedDataParallel model of torch, the only wrapper that exposes "
             f"gradients before they are reduced; got {type(model).__module__}.{type(model).__qualname__}"
         )
-    from gradstat.distributed import watch_origin
+    from gradstat.distributed import track_origin
 
-    return watch_origin(model, backend=backend)
+    return track_origin(model, backend=backend)
 
 
 def model_name(model: nn.Module) -> str:

@@ -51,7 +51,7 @@ class Rows:
         tensors: Which tensors the rows belong to; the newest, if some changed their size.
         steps: ``[m]`` int64, rising.
         raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
-        by_row: The same for each row, with the same names; None if it is ``tensors`` for all.
+        by_row: Which tensors each row belongs to, of the same names; None if ``tensors`` is true of all.
 
     All values below are ``[m, n]`` float64 over finite elements, as in `gradstat.TensorStats`, NaN where there is none.
     """

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradstat
 from gradstat.demo import corpus
 from gradstat.demo.model import GPT, TINY
-from gradstat.distributed import watch_origin
+from gradstat.distributed import track_origin
 
 SIZE = 4  # examples of a micro-batch
 
@@ -304,9 +304,9 @@ def test_local_gradients_against_those_that_ddp_averaged() -> None:
     # Small buckets, so that there are several, which DDP rebuilds after the first iteration.
     model = DistributedDataParallel(plain, bucket_cap_mb=0.0001)
     alone = copy.deepcopy(plain)
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     with pytest.raises(RuntimeError, match="0 gradients of 4 were measured in the last reduction"):
-        watch.rows()
+        tracker.rows()
     torch.manual_seed(7 + dist.get_rank())
 
     def expected(inputs: Tensor, size: int, n: int) -> float:
@@ -318,10 +318,10 @@ def test_local_gradients_against_those_that_ddp_averaged() -> None:
     for _ in range(3):
         inputs = torch.randn(8, 6) + 1
         model(inputs).square().mean().backward()
-        noise.micro_batch(watch.rows())
+        noise.micro_batch(tracker.rows())
         noise.step()
         assert noise.value() == pytest.approx(expected(inputs, 8, 2), rel=1e-4)
-        assert watch.result().ok
+        assert tracker.result().ok
         model.zero_grad()
 
     batches = [torch.randn(8, 6) + 1 for _ in range(4)]

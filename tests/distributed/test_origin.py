@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradstat
-from gradstat.distributed import OriginReport, UnreachableRankError, watch_origin
+from gradstat.distributed import OriginReport, UnreachableRankError, track_origin
 from gradstat.distributed.origin import BadGradient
 
 
@@ -92,41 +92,41 @@ def test_the_rank_is_named_in_every_mode(mode: str, hook: str, per_micro_batch: 
     hook = HOOKS[hook]
     model = wrapped(**options)
     state = None if hook is None else dist.group.WORLD
-    watch = watch_origin(model, hook, state, per_micro_batch=per_micro_batch)
+    tracker = track_origin(model, hook, state, per_micro_batch=per_micro_batch)
     seen = []
     for step in range(4):
         backward(model, bad=dist.get_rank() == 1 and step % 2 == 0, use_spare=not options.get("find_unused_parameters"))
-        report = watch.result()
+        report = tracker.result()
         spread = not gradstat.check(model).ok
         seen.append((report.ok, report.nonfinite, told(report, "last.bias"), spread))
         model.zero_grad()
-    watch.remove()
+    tracker.remove()
     bad = (False, ("last.bias",), (1, 1, 0), True)
     expected = [bad, GOOD, bad, GOOD]
     assert seen == expected
 
 
 @on_ranks(2)
-def test_gradients_are_averaged_as_without_a_watch() -> None:
-    """The averaged gradients of a watched and an unwatched model are the same."""
+def test_gradients_are_averaged_as_without_a_tracker() -> None:
+    """The averaged gradients of a tracked and an untracked model are the same."""
     plain = wrapped()
-    watched = DistributedDataParallel(copy.deepcopy(plain.module), bucket_cap_mb=0.0001)
-    watch_origin(watched)
+    tracked = DistributedDataParallel(copy.deepcopy(plain.module), bucket_cap_mb=0.0001)
+    track_origin(tracked)
     x = torch.randn(3, 4) + dist.get_rank()
     for _ in range(2):
-        for model in (plain, watched):
+        for model in (plain, tracked):
             model(x).square().mean().backward()
-    pairs = zip(plain.parameters(), watched.parameters(), strict=True)
+    pairs = zip(plain.parameters(), tracked.parameters(), strict=True)
     assert all(torch.equal(p.grad, w.grad) for p, w in pairs)
 
 
 @on_ranks(2)
 def test_sparse_gradients() -> None:
     model = DistributedDataParallel(nn.Embedding(6, 3, sparse=True))
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     out = model(torch.tensor([1, 4]))
     (out * (float("inf") if dist.get_rank() == 0 else 1.0)).sum().backward()
-    assert told(watch.result(), "weight") == (0, 1, 0)
+    assert told(tracker.result(), "weight") == (0, 1, 0)
 
 
 @on_ranks(4)
@@ -134,9 +134,9 @@ def test_ranks_are_global_numbers() -> None:
     """Also, gradients are averaged over the model's group, not over all ranks, which would spread the NaN."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     model = wrapped(process_group=groups[dist.get_rank() % 2])
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     backward(model, bad=dist.get_rank() == 3)
-    report = watch.result()
+    report = tracker.result()
     even, odd = ((0, 2), (None, 0, None), True), ((1, 3), (3, 1, 0), False)
     found = (report.ranks, told(report, "last.bias"), gradstat.check(model).ok)
     assert found == (odd if dist.get_rank() % 2 else even)
@@ -151,13 +151,13 @@ def test_a_hook_is_called_with_its_state() -> None:
         return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
     model = wrapped()
-    watch = watch_origin(ddp_model=model, hook=hook, state=state)
+    tracker = track_origin(ddp_model=model, hook=hook, state=state)
     for again in ({}, {"hook": hook, "state": state}):  # DDP keeps its hook forever, so it need not be passed again
-        watch.remove()
-        watch = watch_origin(model, **again)  # type: ignore[arg-type]
+        tracker.remove()
+        tracker = track_origin(model, **again)  # type: ignore[arg-type]
     backward(model, bad=dist.get_rank() == 1)
     assert state
-    assert told(watch.result(), "last.bias") == (1, 1, 0)
+    assert told(tracker.result(), "last.bias") == (1, 1, 0)
 
 
 # Micro-batches -----------------------------------------------------------------------------------------------
@@ -190,10 +190,10 @@ def test_the_first_micro_batch_is_named(mode: str, bad: dict[int, list[int]], ex
     reentrant = options.pop("reentrant", False)
     model = wrapped(**options)
     model.module.reentrant = reentrant
-    watch = watch_origin(model, per_micro_batch=True)
+    tracker = track_origin(model, per_micro_batch=True)
     if options.get("static_graph"):  # then torch cannot do without a reduction in its first backward()
         backward(model, bad=False)
-        watch.result()
+        tracker.result()
         model.zero_grad()
     seen = []
     for step in range(2):
@@ -202,7 +202,7 @@ def test_the_first_micro_batch_is_named(mode: str, bad: dict[int, list[int]], ex
                 backward(model, bad=step == 1 and dist.get_rank() in bad.get(number, []))
                 if number < 2 and not options:
                     model(torch.randn(3, 4))
-        report = watch.result()
+        report = tracker.result()
         seen.append((*told(report, "last.bias"), report.micro_batches))
         model.zero_grad()
     assert seen == [(None, 0, None, 3), (*expected, 3)]
@@ -211,11 +211,11 @@ def test_the_first_micro_batch_is_named(mode: str, bad: dict[int, list[int]], ex
 @on_ranks(2)
 def test_micro_batches_are_told_apart_only_if_asked_for() -> None:
     model = wrapped()
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     with model.no_sync():
         backward(model, bad=dist.get_rank() == 1)
     backward(model, bad=False)
-    report = watch.result()
+    report = tracker.result()
     assert (report.micro_batches, told(report, "last.bias")) == (1, (1, 1, 0))
 
 
@@ -229,7 +229,7 @@ def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
     else:
         model = DistributedDataParallel(Net())
         called, last = torch.compile(model, backend="eager"), model.module.last
-    watch = watch_origin(called, per_micro_batch=per_micro_batch)
+    tracker = track_origin(called, per_micro_batch=per_micro_batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", r"`torch\.jit\.script", DeprecationWarning)
@@ -239,7 +239,7 @@ def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
             with model.no_sync() if number == 0 else contextlib.nullcontext():
                 called(torch.randn(3, 4)).square().mean().backward()
             handle.remove()
-    report = watch.result()
+    report = tracker.result()
     name = "_orig_mod.last.bias" if inside else "last.bias"
     assert report.nonfinite == (name,)
     assert told(report, name) == (1, 1, 0)
@@ -249,10 +249,10 @@ def test_compiled_models(inside: bool, per_micro_batch: bool) -> None:
 def test_every_reduction_is_a_micro_batch() -> None:
     """After the second one the gradient is bad on both ranks; its origin stays known."""
     model = wrapped()
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     for number in range(3):
         backward(model, bad=number == 1 and dist.get_rank() == 1)
-    report = watch.result()
+    report = tracker.result()
     text = (
         "gradstat: NaN or Inf in 1 of 6 gradients before they were reduced\n"
         "caused by rank 1 alone (of 2) in micro-batch 1 of 3 (counted from 0): 1 gradient\n"
@@ -266,15 +266,15 @@ def test_every_reduction_is_a_micro_batch() -> None:
 def test_the_rows_are_those_of_local_gradients_in_the_last_reduction() -> None:
     model = wrapped()
     alone = copy.deepcopy(model.module)
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     with pytest.raises(RuntimeError, match="0 gradients of 6 were measured"):
-        watch.rows()
+        tracker.rows()
     for number in range(3):
         x = torch.randn(3, 4) * (1 + number + dist.get_rank())
         model.zero_grad()
         model(x).sum().backward()
     alone(x).sum().backward()
-    torch.testing.assert_close(watch.rows(), gradstat.stats([p.grad for p in alone.parameters()]))
+    torch.testing.assert_close(tracker.rows(), gradstat.stats([p.grad for p in alone.parameters()]))
 
 
 # Reports and messages ----------------------------------------------------------------------------------------
@@ -282,10 +282,10 @@ def test_the_rows_are_those_of_local_gradients_in_the_last_reduction() -> None:
 
 def spoken(bad: list[int]) -> tuple[str, str, str]:
     model = wrapped()
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     x = torch.randn(3, 4) * (float("inf") if dist.get_rank() in bad else 1.0)
     model(x).sum().backward()
-    report = watch.result()
+    report = tracker.result()
     assert [report.rank_of(name) for name in report.nonfinite] == bad[:1] * len(report.nonfinite)
     with pytest.raises(KeyError, match="no parameter named 'nobody' is reduced by this model"):
         report.rank_of("nobody")
@@ -370,32 +370,32 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
     assert report.micro_batches == 2
 
 
-# The watch itself ----------------------------------------------------------------------------------------------
+# The tracker itself -------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_ddp_takes_one_hook_for_life() -> None:
     hooked = wrapped()
     hooked.register_comm_hook(None, allreduce_hook)
-    with pytest.raises(RuntimeError, match=r"has a communication hook.*pass it to watch_origin\(ddp_model, hook, st"):
-        watch_origin(hooked)
+    with pytest.raises(RuntimeError, match=r"has a communication hook.*pass it to track_origin\(ddp_model, hook, st"):
+        track_origin(hooked)
     backward(hooked, bad=False)  # and it still works
 
     model = wrapped()
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
-        watch_origin(model, fp16_compress_hook, backend="fast")
-    watch = watch_origin(model, per_micro_batch=True)
-    with pytest.raises(RuntimeError, match="already watched; call remove"):
-        watch_origin(model)
-    watch.remove()
+        track_origin(model, fp16_compress_hook, backend="fast")
+    tracker = track_origin(model, per_micro_batch=True)
+    with pytest.raises(RuntimeError, match="already tracked; call remove"):
+        track_origin(model)
+    tracker.remove()
     backward(model, bad=True)
     with pytest.raises(RuntimeError, match=r"on some rank no gradient was reduced since the last result\(\)"):
-        watch.result()
+        tracker.result()
     with pytest.raises(RuntimeError, match="never drops a communication hook"):
-        watch_origin(model, fp16_compress_hook)
+        track_origin(model, fp16_compress_hook)
     model.zero_grad()
-    again = watch_origin(model)
-    watch.remove()  # a second call, which must not end the new watch
+    again = track_origin(model)
+    tracker.remove()  # a second call, which must not end the new tracking
     backward(model, bad=True)
     again.reset()  # drops an abandoned step
     model.zero_grad()
@@ -403,27 +403,27 @@ def test_ddp_takes_one_hook_for_life() -> None:
     assert told(again.result(), "last.bias") == (1, 1, 0)
 
     with pytest.raises(TypeError, match="expected a DistributedDataParallel, got Net"):
-        watch_origin(Net())  # type: ignore[arg-type]
+        track_origin(Net())  # type: ignore[arg-type]
 
 
 @on_ranks(2)
 def test_finite_gradients_cost_one_reduction() -> None:
     model = wrapped()
-    watch = watch_origin(model, fp16_compress_hook)
+    tracker = track_origin(model, fp16_compress_hook)
     seen = []
     for bad in (False, True):
         backward(model, bad=bad)
-        seen.append(collectives_of(watch.result))
+        seen.append(collectives_of(tracker.result))
     assert seen == [["all_reduce of 56 bytes"], ["all_reduce of 56 bytes", "all_gather"]]
 
 
 @on_ranks(2)
-def test_a_model_is_not_kept_alive_by_its_watch() -> None:
+def test_a_model_is_not_kept_alive_by_its_tracker() -> None:
     model = wrapped()
-    watch = watch_origin(model, per_micro_batch=True)
+    tracker = track_origin(model, per_micro_batch=True)
     backward(model, bad=False)
     alive = weakref.ref(model.module.first.weight)
-    del model, watch
+    del model, tracker
     gc.collect()
     assert alive() is None
 
@@ -431,12 +431,12 @@ def test_a_model_is_not_kept_alive_by_its_watch() -> None:
 @on_ranks(2)
 def test_a_rank_that_does_not_ask_is_an_error() -> None:
     model = wrapped()
-    watch = watch_origin(model)
+    tracker = track_origin(model)
     backward(model, bad=False)
     dist.barrier()
     if dist.get_rank() == 1:
         return
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
     with pytest.raises(UnreachableRankError) as raised:
-        watch.result()
-    assert str(raised.value).startswith("OriginWatch.result: not all of ranks 0, 1 took part, as seen from rank 0.")
+        tracker.result()
+    assert str(raised.value).startswith("OriginTracker.result: not all of ranks 0, 1 took part, as seen from rank 0.")

@@ -102,9 +102,9 @@ import types
 from gradstat.distributed import verify_clip
 trainer = types.SimpleNamespace(clip=gradstat.clip_grad_norm_)
 """,
-    "gradstat.distributed.watch_origin": """
+    "gradstat.distributed.track_origin": """
 import torch.distributed as dist
-from gradstat.distributed import watch_origin
+from gradstat.distributed import track_origin
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ddp_model = nn.parallel.DistributedDataParallel(model)
 """,
@@ -114,7 +114,7 @@ AFTERWARDS = {
     "gradstat.monitor.assert_healthy": "test_training(assert_healthy)",
     "gradstat.distributed.verify_clip": "test_clip()",
     "gradstat.integrations.loggers.ReportLogger": "writer.close()",
-    "gradstat.distributed.watch_origin": "dist.destroy_process_group()",
+    "gradstat.distributed.track_origin": "dist.destroy_process_group()",
 }
 
 
