@@ -49,7 +49,7 @@ from optimizer_steps import SETTINGS, OptimizerChoice, Setting, StepInput
 from rows import Row, add_arguments, append, dtype_name, microseconds, row
 
 import gradstat
-from gradstat._core.parameters import gradients_of, source_of
+from gradstat._core.parameters import gradients_of, named_parameters_of
 from gradstat.bench import machine, steps, timing
 from gradstat.bench.memory import peak_bytes
 from gradstat.bench.steps import WrongAnswerError
@@ -223,8 +223,8 @@ def _host(plan: Plan) -> list[Row]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     parameters = list(model.parameters())
-    source = source_of(model)
-    gradients = gradients_of(source.parameters).tensors
+    named = named_parameters_of(model)
+    gradients = gradients_of(named.parameters).tensors
     monitor = gradstat.Monitor(model, torch.optim.AdamW(parameters, lr=0.0), on_anomaly="record")
     loss = torch.zeros((), device=plan.device)
     monitored = f"gradstat.Monitor.step(loss), mean of {_MONITORED}"
@@ -234,8 +234,8 @@ def _host(plan: Plan) -> list[Row]:
         monitored: lambda: [monitor.step(loss) for _ in range(_MONITORED)],
         CLIP: lambda: gradstat.clip_grad_norm_(parameters, 1e9),
         TORCH_CLIP: lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
-        "of a check: find parameters": lambda: source_of(model),
-        "of a check: collect gradients": lambda: gradients_of(source.parameters),
+        "of a check: find parameters": lambda: named_parameters_of(model),
+        "of a check: collect gradients": lambda: gradients_of(named.parameters),
         "of a check: the table": lambda: gradstat.stats(gradients),
     }
     rounds = 10 * plan.rounds(1e-3)

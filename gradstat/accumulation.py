@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from gradstat._core.compiling import never_traced
-from gradstat._core.parameters import source_of
+from gradstat._core.parameters import named_parameters_of
 from gradstat._core.text import count_of, lines_of
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report, bad_line
@@ -47,7 +47,7 @@ class MicroBatches:
         self._target = list(target) if isinstance(target, Iterator) else target  # a generator can be used only once
         self._backend = backend
         self._pending: list[PendingReport] = []
-        source_of(self._target)  # rejects a wrong target here rather than after the first backward
+        named_parameters_of(self._target)  # rejects a wrong target here rather than after the first backward
 
     def __repr__(self) -> str:
         return f"MicroBatches({len(self._pending)} checked since the last result)"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import announce, norms
 from gradstat._core.host_copy import streams_of
-from gradstat._core.parameters import gradients_of, labels_of, source_of
+from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale, optimizers
 from gradstat._step.measured import StepMeasurement, Unscaled, refuse_half
@@ -120,19 +120,19 @@ class GradScaler(TorchGradScaler):
         """
         checked = checked_limit(max_norm)
         limit = math.inf if checked is None else checked
-        source = source_of(optimizer)
+        named = named_parameters_of(optimizer)
         if not self._enabled:
             if isinstance(limit, AdaptiveClip):
-                return limit.clip_(source.parameters)
-            return clip_grad_norm_(source.parameters, limit)
-        found = gradients_of(source.parameters)
+                return limit.clip_(named.parameters)
+            return clip_grad_norm_(named.parameters, limit)
+        found = gradients_of(named.parameters)
         gradients = found.tensors
-        parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
+        parameters = [parameter for parameter in named.parameters if parameter.grad is not None]
         if isinstance(limit, TensorClip) and gradients:
-            name_of = labels_of(source, found).of
+            name_of = labels_of(named, found).of
             refuse_distributed(gradients, name_of)
             limit.check(parameters, gradients, name_of)
-        with announce.change(source.parameters, self):
+        with announce.change(named.parameters, self):
             self.unscale_(optimizer)
             unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
             if unscaled is None:
@@ -159,13 +159,13 @@ class GradScaler(TorchGradScaler):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale = loss_scale.require_scale(self, "step")
         is_unscaled = loss_scale.is_unscaled(self, optimizer)
-        source = source_of(optimizer)
-        found = gradients_of(source.parameters)
+        named = named_parameters_of(optimizer)
+        found = gradients_of(named.parameters)
         obeys = optimizers.honors_found_inf(optimizer)
         if not is_unscaled and not obeys:
             self.unscale_(optimizer)
         elif is_unscaled:
-            loss_scale.refuse_added_gradients(self, optimizer, source, found)
+            loss_scale.refuse_added_gradients(self, optimizer, named, found)
         divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # set by the program; torch applies it as well
         if is_unscaled or not obeys:
             flags = loss_scale.found_by(self, optimizer)
@@ -173,14 +173,14 @@ class GradScaler(TorchGradScaler):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             found_inf = flags[0] if len(flags) == 1 else self._any_flag(flags)
         else:
-            loss_scale.refuse_shared_gradients(self, optimizer, source)
+            loss_scale.refuse_shared_gradients(self, optimizer, named)
             if not found.tensors:  # as in torch, the step changes nothing and finds nothing
                 loss_scale.record_step(self, optimizer, None)
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
             step = norms.StepRequest(math.inf, scale, None)
-            labels = labels_of(source, found)
-            measured = StepMeasurement.of(found.tensors, labels, step, source, None, self.extra_groups)
+            labels = labels_of(named, found)
+            measured = StepMeasurement.of(found.tensors, labels, step, named, None, self.extra_groups)
             self._keep(optimizer, measured.report)
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
@@ -225,21 +225,21 @@ class GradScaler(TorchGradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """The part of torch's ``unscale_`` that unscales gradients and looks for NaN and Inf."""
-        source = source_of(optimizer)
+        named = named_parameters_of(optimizer)
         if allow_fp16:
-            for parameter in source.parameters:
+            for parameter in named.parameters:
                 gradient = parameter.grad
                 # As in torch: sums of duplicate entries may overflow while they carry the scale.
                 if gradient is not None and gradient.is_sparse and gradient.dtype is torch.float16:
                     parameter.grad = gradient.coalesce()
-        found = gradients_of(source.parameters)
+        found = gradients_of(named.parameters)
         if not found.tensors:
             return {}
-        labels = labels_of(source, found)
+        labels = labels_of(named, found)
         if not allow_fp16:
             refuse_half(found.tensors, labels.of)
-        loss_scale.refuse_shared_gradients(self, optimizer, source)
-        unscaled = Unscaled.of_(found.tensors, labels, inv_scale, source, self.extra_groups)
+        loss_scale.refuse_shared_gradients(self, optimizer, named)
+        unscaled = Unscaled.of_(found.tensors, labels, inv_scale, named, self.extra_groups)
         loss_scale.record_unscaling(self, optimizer, found.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.announce import Closure
 from gradstat._core.engines import refuse_engine
-from gradstat._core.parameters import Parameters, source_of
+from gradstat._core.parameters import Parameters, named_parameters_of
 from gradstat._step import optimizers, torch_calls
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.measured import clip_before_step
@@ -138,7 +138,7 @@ class AutoHandle:
             return handle_of(optimizer) is None  # otherwise it stepped in backward, which announces that itself
         if self._steps_itself or any(handle._optimizer is optimizer for handle in _handles):
             return False
-        if not self._holds(source_of(optimizer).parameters):
+        if not self._holds(named_parameters_of(optimizer).parameters):
             self._others.add(type(optimizer).__name__)
             return False
         return True
@@ -161,7 +161,7 @@ class AutoHandle:
         """Whether any of ``parameters`` is watched."""
         own: Sequence[object] = ()
         with self._contained():
-            own = self.monitor._trained.source().parameters
+            own = self.monitor._trained.named_parameters().parameters
         if own and parameters and own[0] is parameters[0]:
             return True
         return not set(map(id, own)).isdisjoint(map(id, parameters))
@@ -200,7 +200,7 @@ class AutoHandle:
             self._measured = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def _first_gradient(self) -> Tensor | None:
-        gradients = (parameter.grad for parameter in self.monitor._trained.source().parameters)
+        gradients = (parameter.grad for parameter in self.monitor._trained.named_parameters().parameters)
         return next((gradient for gradient in gradients if gradient is not None), None)
 
     def _warn_if_scaled(self) -> None:

@@ -30,7 +30,16 @@ from gradstat._core.host_copy import streams_of
 from gradstat._core.measure import measure
 from gradstat._core.measurement import Measurement
 from gradstat._core.norms import StepRequest
-from gradstat._core.parameters import Gradients, Labels, Source, gradients_of, labels_of, named_by, names_at, source_of
+from gradstat._core.parameters import (
+    Gradients,
+    Labels,
+    NamedParameters,
+    gradients_of,
+    labels_of,
+    named_by,
+    named_parameters_of,
+    names_at,
+)
 from gradstat._core.tensors import by_device, is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
@@ -111,29 +120,29 @@ def step_in_backward(
         options["fused"] = True
     # A module's parameters are passed as a list, so that groups and state dict are as in ordinary use.
     optimizer = optimizer_class(groups[0]["params"] if isinstance(model, Module) else groups, **options)
-    source = source_of(optimizer)
+    named = named_parameters_of(optimizer)
     if isinstance(model, Module):
-        source = named_by(model, source)
-    _refuse_reducers(source)
-    if isinstance(clip, AGC) and is_distributed(source.parameters):
-        i = next(i for i, parameter in enumerate(source.parameters) if is_distributed([parameter]))
+        named = named_by(model, named)
+    _refuse_reducers(named)
+    if isinstance(clip, AGC) and is_distributed(named.parameters):
+        i = next(i for i, parameter in enumerate(named.parameters) if is_distributed([parameter]))
         raise NotImplementedError(
-            f"{source.names()[i]!r} is a distributed tensor, and AGC clips slices of whole tensors only; "
+            f"{named.names()[i]!r} is a distributed tensor, and AGC clips slices of whole tensors only; "
             "pass a number, AdaGC or LastNormClip"
         )
-    taken = [i for i, p in enumerate(source.parameters) if getattr(p, "_stepped_in_backward", None) is not None]
+    taken = [i for i, p in enumerate(named.parameters) if getattr(p, "_stepped_in_backward", None) is not None]
     if taken:
         raise RuntimeError(
-            f"{source.names()[taken[0]]!r} is already stepped in backward, by an earlier step_in_backward; call "
+            f"{named.names()[taken[0]]!r} is already stepped in backward, by an earlier step_in_backward; call "
             "remove() on the handle it returned"
         )
-    found = gradients_of(source.parameters)
+    found = gradients_of(named.parameters)
     if found.tensors:
         raise RuntimeError(
-            f"{labels_of(source, found).of(0)!r} already has a gradient, to which backward() would add; call "
+            f"{labels_of(named, found).of(0)!r} already has a gradient, to which backward() would add; call "
             "model.zero_grad() first"
         )
-    return StepInBackward(optimizer, source, clip)
+    return StepInBackward(optimizer, named, clip)
 
 
 class StepInBackward:
@@ -144,21 +153,23 @@ class StepInBackward:
             nothing to do. `step_counters` counts the backward passes, and those in which a parameter was not stepped.
     """
 
-    def __init__(self, optimizer: Optimizer, source: Source, clip: float | TensorClip | LastNormClip | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, named: NamedParameters, clip: float | TensorClip | LastNormClip | None
+    ) -> None:
         self.optimizer = optimizer
-        self._source, self._clip = source, clip
+        self._named, self._clip = named, clip
         self._limit = float(clip) if isinstance(clip, (int, float)) else math.inf
-        self._clips = [clip._for_one_tensor() for _ in source.parameters] if isinstance(clip, TensorClip) else []
+        self._clips = [clip._for_one_tensor() for _ in named.parameters] if isinstance(clip, TensorClip) else []
         self._clip_states: Tensor | None = None
         self._is_foreign = optimizers.traits_of(optimizer).is_foreign
         kind: Any = type(optimizer)
         # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
         own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
         self._step = optimizer.step if self._is_foreign else own
-        self._labels = [Labels(functools.partial(_name_at, source, i), tuple) for i in range(len(source.parameters))]
+        self._labels = [Labels(functools.partial(_name_at, named, i), tuple) for i in range(len(named.parameters))]
         self._found: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
-        self._is_distributed, self._has_checked_reducers = is_distributed(source.parameters), False
+        self._is_distributed, self._has_checked_reducers = is_distributed(named.parameters), False
         self._measured: StepMeasurement | None = None
         self._gradients = Gradients([], [], [])
         self._report: PendingReport | None = None
@@ -166,11 +177,11 @@ class StepInBackward:
         numbers = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         self._hooks: list[Any] = [
             _register_hook(parameter, functools.partial(_complete, weakref.ref(self), i, number))
-            for i, (number, parameter) in enumerate(zip(numbers, source.parameters, strict=True))
+            for i, (number, parameter) in enumerate(zip(numbers, named.parameters, strict=True))
             if parameter.is_floating_point() or parameter.is_complex()
         ]
         self._hooks.append(optimizer.register_step_pre_hook(self._refuse_step))
-        for parameter in source.parameters:
+        for parameter in named.parameters:
             parameter._stepped_in_backward = _HandleReference(self)  # type: ignore[attr-defined]
         optimizer._stepped_in_backward = self  # type: ignore[attr-defined]
 
@@ -205,7 +216,7 @@ class StepInBackward:
         """Detaches the handle: gradients are kept from now on, and `optimizer` has to be stepped like any other."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._source.parameters if self._hooks else ():
+        for parameter in self._named.parameters if self._hooks else ():
             vars(parameter).pop("_stepped_in_backward", None)
         self._hooks = []
         if handle_of(self.optimizer) is self:
@@ -217,7 +228,7 @@ class StepInBackward:
             return None
         rows = self._measured.rows
         at = range(len(self._labels)) if self._gradients.positions is None else self._gradients.positions
-        row_of = {id(self._source.parameters[i]): row for row, i in enumerate(at)}
+        row_of = {id(self._named.parameters[i]): row for row, i in enumerate(at)}
         positions = [i for i, parameter in enumerate(parameters) if id(parameter) in row_of]
         wanted = [row_of[id(parameters[i])] for i in positions]
         if wanted != list(range(len(at))):
@@ -257,7 +268,7 @@ class StepInBackward:
                 rows, measured, gradient = _measure_over_ranks(gradient, labels, request, parameter)
             else:
                 measured = StepMeasurement.of(
-                    [gradient], labels, request, Source([parameter], labels.present), None, None
+                    [gradient], labels, request, NamedParameters([parameter], labels.present), None, None
                 )
                 rows = measured.rows
             rewrites = self._limit != math.inf
@@ -313,14 +324,14 @@ class StepInBackward:
                 "remove() the handle and call step_in_backward again"
             )
         if not self._has_checked_reducers:
-            _refuse_reducers(self._source)
+            _refuse_reducers(self._named)
             self._has_checked_reducers = True
         if self._backward != _current_backward():
             self._backward = _current_backward()
             self._found = [None] * count
             self._measured = self._report = None
             if isinstance(self._clip, TensorClip):
-                self._clip_states = self._clip._initial_states(count, self._source.parameters[0].device)
+                self._clip_states = self._clip._initial_states(count, self._named.parameters[0].device)
         self._is_open = True
         # FSDP2 completes gradients of modules whose inputs need none in its own callback, which is queued already.
         _queue(functools.partial(_queue, self._end) if self._is_distributed else self._end)
@@ -331,7 +342,7 @@ class StepInBackward:
         self._is_open = False
         positions = [i for i, one in enumerate(self._found) if one is not None]
         found = [one for one in self._found if one is not None]
-        missing = [i for i, p in enumerate(self._source.parameters) if self._found[i] is None and p.requires_grad]
+        missing = [i for i, p in enumerate(self._named.parameters) if self._found[i] is None and p.requires_grad]
         self._found = []
         self._gradients = Gradients([], None if len(found) == len(self._labels) else positions, missing)
         rows = _concat(found)
@@ -339,12 +350,12 @@ class StepInBackward:
             from gradstat._core.sharded import Sharded
 
             local = rows
-            owners, names = [self._source.parameters[i] for i in positions], names_at(self._source, positions)
+            owners, names = [self._named.parameters[i] for i in positions], names_at(self._named, positions)
             rows = Sharded(owners, names=names).rows(lambda _: local)
         counters = counters_on(self.optimizer, rows.tables[0].device)
         decision = norms.decide(rows.summands(), StepRequest(math.inf, None, counters.tensor))
         streams = counters.streams = streams_of([decision.verdict, *rows.tables])
-        labels = labels_of(self._source, self._gradients)
+        labels = labels_of(self._named, self._gradients)
         self._measured = StepMeasurement(rows, labels, *decision, is_scaled=False, backend=None, streams=streams)
         if isinstance(self._clip, LastNormClip):
             self._clip._remember(decision.norm)
@@ -352,7 +363,7 @@ class StepInBackward:
             assert self._clip_states is not None
             self._clip._collect_(self._clip_states, decision.norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # keeps torch's schedulers from warning
-        with announce.change(self._source.parameters):
+        with announce.change(self._named.parameters):
             pass  # it is done, but only now all gradients have been measured
         announce.step_ended(self.optimizer)
 
@@ -367,10 +378,10 @@ class StepInBackward:
             )
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch.distributed.checkpoint creates the state by such a step, which changes no parameter
-        found = gradients_of(self._source.parameters)
+        found = gradients_of(self._named.parameters)
         if found.tensors:
             raise RuntimeError(
-                f"{labels_of(self._source, found).of(0)!r} has a gradient that was not stepped in backward; call "
+                f"{labels_of(self._named, found).of(0)!r} has a gradient that was not stepped in backward; call "
                 "zero_grad(), or remove() the handle and call step() yourself"
             )
 
@@ -433,7 +444,7 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     return [{**group, "params": _as_list(group["params"])} for group in given]
 
 
-def _refuse_reducers(source: Source) -> None:
+def _refuse_reducers(named: NamedParameters) -> None:
     """Raises NotImplementedError for parameters whose gradients are reduced over ranks after our hooks run.
 
     Parameters do not show it, so this searches for the modules that reduce, which may have been made after the handle.
@@ -441,14 +452,14 @@ def _refuse_reducers(source: Source) -> None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     older = getattr(sys.modules.get(_FSDP1[0]), _FSDP1[1], DistributedDataParallel)
-    position = {id(parameter): i for i, parameter in enumerate(source.parameters)}
+    position = {id(parameter): i for i, parameter in enumerate(named.parameters)}
     for item in gc.get_objects():
         kind = type(item)
         if issubclass(kind, (DistributedDataParallel, older)):
             i = next((position[id(p)] for p in item.parameters() if id(p) in position), None)
             if i is not None:
                 raise NotImplementedError(
-                    f"{source.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks only after "
+                    f"{named.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks only after "
                     f"this rank would have stepped with its own; {_REMEDY}"
                 )
 
@@ -507,8 +518,8 @@ def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _name_at(source: Source, i: int) -> list[str]:
-    return [source.names()[i]]
+def _name_at(named: NamedParameters, i: int) -> list[str]:
+    return [named.names()[i]]
 
 
 def _concat(parts: list[Measurement]) -> Measurement:

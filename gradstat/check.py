@@ -13,7 +13,7 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.measure import COMPILED_FOR, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.native import operators
-from gradstat._core.parameters import gradients_of, labels_of, source_of
+from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, name_by_position, readable
 from gradstat.report import Report
 
@@ -113,17 +113,17 @@ def _launched(
     target: Any, backend: str | None, extra_groups: ExtraGroups | None
 ) -> tuple[Measurement, Callable[[HostRows], Report]]:
     """The rows of the gradients, on their device, and a function that makes a report once they are on the host."""
-    source = source_of(target)
-    engine = source.engine
-    gradients = gradients_of(source.parameters, engine)
+    named = named_parameters_of(target)
+    engine = named.engine
+    gradients = gradients_of(named.parameters, engine)
     scale = None if engine is None else engine.loss_scale
     if not gradients.tensors and gradients.missing == [] and extra_groups is None:
         raise ValueError(
-            f"none of the {len(source.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
+            f"none of the {len(named.parameters)} tensors requires a gradient or has one; check() reads the .grad of "
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
-    labels = labels_of(source, gradients)
-    owners, names = source.parameters, source.names
+    labels = labels_of(named, gradients)
+    owners, names = named.parameters, named.names
     if engine is not None and gradients.positions is not None:  # the same on all ranks, and not in ``.grad``
         owners, names = [owners[i] for i in gradients.positions], labels.present
     measured = measure(gradients.tensors, labels.of, backend, owners=owners, names=names, extra_groups=extra_groups)

@@ -14,7 +14,7 @@ from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import Mirror, refuse_capture, streams_of
 from gradstat._core.measure import measure
-from gradstat._core.parameters import gradients_of, labels_of, source_of
+from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
 from gradstat._core.saved import Saved
 from gradstat.adaptive._base import whole_number
 
@@ -76,15 +76,15 @@ class NoiseScale:
         self._every = whole_number("every", every, 1)
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay is {decay}; expected a number from 0 to less than 1")
-        source = source_of(parameters)
-        if source.engine is not None:
+        named = named_parameters_of(parameters)
+        if named.engine is not None:
             raise TypeError(f"{type(parameters).__name__} does not expose gradients per micro-batch")
-        named = zip(source.names(), source.parameters, strict=True)
-        trained = source_of([(name, parameter) for name, parameter in named if parameter.requires_grad])
+        pairs = zip(named.names(), named.parameters, strict=True)
+        trained = named_parameters_of([(name, parameter) for name, parameter in pairs if parameter.requires_grad])
         self._names = list(trained.names())
-        self._source = trained._replace(names=functools.partial(list, self._names))  # can be pickled
+        self._named = trained._replace(names=functools.partial(list, self._names))  # can be pickled
         if not self._names:
-            raise ValueError(f"none of the {len(source.parameters)} parameters requires a gradient")
+            raise ValueError(f"none of the {len(named.parameters)} parameters requires a gradient")
         self._decay, self._backend = decay, backend
         self._averages = torch.zeros(2, len(self._names), dtype=torch.float64, device="cpu")
         self._mirror = Mirror()
@@ -216,12 +216,12 @@ class NoiseScale:
                     "returns for the gradients of all parameters that require one"
                 )
             return given
-        gradients = gradients_of(self._source.parameters)
+        gradients = gradients_of(self._named.parameters)
         if not gradients.tensors:
             raise RuntimeError(f"no parameter has a gradient; call {caller} after backward() and before zero_grad()")
-        source = self._source
-        name_of = labels_of(source, gradients).of
-        measured = measure(gradients.tensors, name_of, self._backend, owners=source.parameters, names=source.names)
+        named = self._named
+        name_of = labels_of(named, gradients).of
+        measured = measure(gradients.tensors, name_of, self._backend, owners=named.parameters, names=named.names)
         rows = measured.nan_if_failed().table()[:, : _fields.COUNT]  # rows of distributed tensors have one more column
         if gradients.positions is None:
             return rows

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradstat._core import announce, norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import streams_of
-from gradstat._core.parameters import Source, gradients_of, labels_of, named_by, source_of
+from gradstat._core.parameters import NamedParameters, gradients_of, labels_of, named_by, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, is_distributed, refuse_distributed, to_device
 from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
@@ -248,10 +248,10 @@ class _Request(NamedTuple):
 
 
 def _step(request: _Request, loss: Any) -> StepResult:
-    optimizer, source = request.optimizer, source_of(request.optimizer)
+    optimizer, named = request.optimizer, named_parameters_of(request.optimizer)
     try:
-        with announce.change(source.parameters, request.scaler, loss):
-            gradients, measured = _measure(request, source, counts=True)
+        with announce.change(named.parameters, request.scaler, loss):
+            gradients, measured = _measure(request, named, counts=True)
             rewrites, clip = request.rewrites, request.clip if gradients else None
             if isinstance(clip, NormClip):
                 measured.limit_(clip)
@@ -304,9 +304,9 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
             loss = closure()
         if loss is None and optimizers.traits_of(optimizer).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
-        source = source_of(optimizer)
-        with announce.change(source.parameters, None, loss):
-            gradients, measured = _measure(request, source, counts=False)
+        named = named_parameters_of(optimizer)
+        with announce.change(named.parameters, None, loss):
+            gradients, measured = _measure(request, named, counts=False)
             skip, divisor = measured.on_host() if request.skips else (False, math.nan)
             if skip:
                 raise _NotFiniteError
@@ -330,7 +330,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
     return _result(request, measured, loss)
 
 
-def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tensor], StepMeasurement]:
+def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[list[Tensor], StepMeasurement]:
     """The current gradients and their measurement; counts the step if ``counts``.
 
     Takes over what monitors have decided about this step: if it must skip, because they have measured it before.
@@ -342,13 +342,13 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
             + decision.two_guards([wish.guard, request.guard])
         )
     if request.model is not None:
-        source = named_by(request.model, source)
-    found = gradients_of(source.parameters)
+        named = named_by(request.model, named)
+    found = gradients_of(named.parameters)
     # Without gradients here, ranks that have some may still wait for this one.
     if not (
         found.tensors
         or request.extra_groups is not None
-        or (request.scaler is None and is_distributed(source.parameters))
+        or (request.scaler is None and is_distributed(named.parameters))
     ):
         if request.scaler is not None:
             raise RuntimeError(
@@ -359,16 +359,16 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
         if counts:
             _count(request, measured)
         return [], measured
-    labels = labels_of(source, found)
+    labels = labels_of(named, found)
     if isinstance(request.clip, TensorClip) and found.tensors:
         refuse_distributed(found.tensors, labels.of)
         request.clip.check(_having_gradients(request.optimizer), found.tensors, labels.of)
     flags: list[Tensor] = []  # above 0 to skip: found_inf of `unscale_`, per device, and what monitors have decided
     if request.loss_scale is not None and request.scaler is not None:
-        _scaling.refuse_shared_gradients(request.scaler, request.optimizer, source)
+        _scaling.refuse_shared_gradients(request.scaler, request.optimizer, named)
     elif request.scaler is not None:
         flags += _scaling.found_by(request.scaler, request.optimizer)
-        _scaling.refuse_added_gradients(request.scaler, request.optimizer, source, found)
+        _scaling.refuse_added_gradients(request.scaler, request.optimizer, named, found)
     if wish is not None and wish.guard is None:
         flags.append(wish.flag)
     # The kernel counts the step itself if it alone decides. Without gradients, only the result's device is known.
@@ -379,7 +379,7 @@ def _measure(request: _Request, source: Source, counts: bool) -> tuple[list[Tens
     in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
     try:
         measured = StepMeasurement.of(
-            *(found.tensors, labels, step, source, request.backend, request.extra_groups),
+            *(found.tensors, labels, step, named, request.backend, request.extra_groups),
             in_place=in_place or isinstance(request.clip, TensorClip),
         )
     except Exception as error:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import HostCopy
-from gradstat._core.parameters import named_by, names_at, source_of
+from gradstat._core.parameters import named_by, named_parameters_of, names_at
 from gradstat._core.tensors import to_device
 from gradstat._core.text import columns, printable
 from gradstat._step import loss_scale as _scaling
@@ -161,8 +161,8 @@ def update_stats(
     scaler = _scaling.inner_scaler(scaler)
     is_scaled = scaler is not None and scaler.is_enabled() and _scaling.is_still_scaled(scaler, optimizer)
     scale = _scaling.require_scale(scaler, "update_stats") if is_scaled else None
-    source = source_of(optimizer)
+    named = named_parameters_of(optimizer)
     if model is not None:
-        source = named_by(model, source)
-    positions, sizes, sums = update_sums(optimizer, lambda i: source.names()[i], backend, scale)
-    return UpdateReport(names_at(source, positions), sums, sizes)
+        named = named_by(model, named)
+    positions, sizes, sums = update_sums(optimizer, lambda i: named.names()[i], backend, scale)
+    return UpdateReport(names_at(named, positions), sums, sizes)

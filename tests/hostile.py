@@ -177,7 +177,7 @@ def guarded(guard: Any) -> object:
 
 
 def accumulated(noise_scale: Any) -> object:
-    for gradient in noise_scale._source.parameters * 2:
+    for gradient in noise_scale._named.parameters * 2:
         gradient.grad = torch.randn(gradient.shape)
         noise_scale.micro_batch()
     noise_scale.step()

@@ -26,7 +26,7 @@ PLAIN_TYPES = {Tensor, Parameter}
 Names = Callable[[], Sequence[str]]
 
 
-class Source(NamedTuple):
+class NamedParameters(NamedTuple):
     """Parameters in report order, and a function that returns their names."""
 
     parameters: list[Tensor]
@@ -58,20 +58,20 @@ def _remember(module: Module, names: tuple[str, ...], places: object) -> None:
     _plans[key] = _ModulePlan(weakref.ref(module, forget), names, places)
 
 
-def _module_source(module: Module) -> Source:
+def _of_module(module: Module) -> NamedParameters:
     helpers = native.helpers()
     plan = _plans.get(id(module))
     if plan is not None and plan.module() is module and helpers is not None:
         parameters = helpers.planned_parameters(plan.places)
         if parameters is not None:
-            return Source(parameters, lambda: plan.names)
+            return NamedParameters(parameters, lambda: plan.names)
     named = list(module.named_parameters())
     names, parameters = tuple(name for name, _ in named), [parameter for _, parameter in named]
     if helpers is not None and _has_standard_traversal(module):
         places = helpers.make_plan([weakref.ref(m) for m in module.modules()], parameters)
         if places is not None:  # None if a parameter is not in a dictionary of one of the modules
             _remember(module, names, places)
-    return Source(parameters, lambda: names)
+    return NamedParameters(parameters, lambda: names)
 
 
 def _has_standard_traversal(module: Module) -> bool:
@@ -81,25 +81,25 @@ def _has_standard_traversal(module: Module) -> bool:
     return own and all(type(m).named_modules is Module.named_modules for m in module.modules())
 
 
-def source_of(target: object) -> Source:
+def named_parameters_of(target: object) -> NamedParameters:
     """Named parameters of a module, an optimizer, an iterable, or a single parameter. TypeError for anything else."""
     if isinstance(target, Module):
         engine = engine_of(target)
-        return _module_source(target) if engine is None else _module_source(engine.module)._replace(engine=engine)
+        return _of_module(target) if engine is None else _of_module(engine.module)._replace(engine=engine)
     if isinstance(target, Optimizer):
-        return _optimizer_source(target)
+        return _of_optimizer(target)
     if isinstance(target, Tensor):
-        return Source([target], lambda: ["parameter"])
+        return NamedParameters([target], lambda: ["parameter"])
     if isinstance(target, Mapping) or not isinstance(target, Iterable):
         raise TypeError(
             f"expected a torch.nn.Module, an Optimizer, parameters or (name, parameter) pairs, got "
             f"{type(target).__name__}"
             + ("; use check_tensors() for a mapping of tensors" * isinstance(target, Mapping))
         )
-    return _iterable_source(target)
+    return _of_iterable(target)
 
 
-def _optimizer_source(optimizer: Optimizer) -> Source:
+def _of_optimizer(optimizer: Optimizer) -> NamedParameters:
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Keeps the names, which an optimizer made from named_parameters() has, and the group sizes, but no parameter: a
@@ -112,20 +112,20 @@ def _optimizer_source(optimizer: Optimizer) -> Source:
             found += given or [f"group{number}.{i}" for i in range(count)]
         return found
 
-    return Source(parameters, names)
+    return NamedParameters(parameters, names)
 
 
-def named_by(module: Module, source: Source) -> Source:
+def named_by(module: Module, named: NamedParameters) -> NamedParameters:
     """The same parameters under their names in ``module``; parameters not in ``module`` keep their names."""
-    known = _module_source(module)
-    wanted, having = [id(p) for p in source.parameters], [id(p) for p in known.parameters]
-    known_names, own_names = known.names, source.names
+    known = _of_module(module)
+    wanted, having = [id(p) for p in named.parameters], [id(p) for p in known.parameters]
+    known_names, own_names = known.names, named.names
 
     def names() -> list[str]:
         name_by_id = dict(zip(having, known_names(), strict=True))
         return [name_by_id.get(i, name) for i, name in zip(wanted, own_names(), strict=True)]
 
-    return Source(source.parameters, names)
+    return NamedParameters(named.parameters, names)
 
 
 class Parameters(Module):
@@ -163,26 +163,26 @@ class Trained:
         self._waiting: dict[str, Tensor] = {}  # those that are not the model's and have had no gradient
         self._all_names: tuple[str, ...] = ()
 
-    def source(self) -> Source:
+    def named_parameters(self) -> NamedParameters:
         """All parameters now; while nothing changes, ``names()`` returns the same object."""
-        source = source_of(self.model)
-        if self._optimizer is None or source.engine is not None:
-            return source
-        names, groups = source.names(), self._optimizer.param_groups
-        is_known = names is self._names or _are_same(source.parameters, self._of_model)
+        named = named_parameters_of(self.model)
+        if self._optimizer is None or named.engine is not None:
+            return named
+        names, groups = named.names(), self._optimizer.param_groups
+        is_known = names is self._names or _are_same(named.parameters, self._of_model)
         has_begun = self._waiting and any(parameter.grad is not None for parameter in self._waiting.values())
         if has_begun or not (is_known and _hold_exactly(groups, self._held)):
-            self._compare(source, names)
+            self._compare(named, names)
         self._names = names
         if not self.besides._parameters:
-            return source
-        parameters: list[Any] = [*source.parameters, *self.besides._parameters.values()]
-        return Source(parameters, lambda: self._all_names)
+            return named
+        parameters: list[Any] = [*named.parameters, *self.besides._parameters.values()]
+        return NamedParameters(parameters, lambda: self._all_names)
 
-    def _compare(self, source: Source, names: Sequence[str]) -> None:
+    def _compare(self, named: NamedParameters, names: Sequence[str]) -> None:
         assert self._optimizer is not None
-        held = _optimizer_source(self._optimizer)
-        known, taken = set(map(id, source.parameters)), set(names)
+        held = _of_optimizer(self._optimizer)
+        known, taken = set(map(id, named.parameters)), set(names)
         counted = set(map(id, self.besides._parameters.values()))
         besides: dict[str, Tensor] = {}
         self._waiting = {}
@@ -196,7 +196,7 @@ class Trained:
                 counts = not names or parameter.grad is not None or id(parameter) in counted
                 (besides if counts else self._waiting)[unique] = parameter
         self.besides.replace(besides.items())
-        self._of_model, self._held = source.parameters, held.parameters
+        self._of_model, self._held = named.parameters, held.parameters
         self._all_names = (*names, *besides)
 
 
@@ -212,11 +212,11 @@ def _hold_exactly(groups: list[dict[str, Any]], parameters: list[Tensor]) -> boo
     return _are_same([parameter for group in groups for parameter in group["params"]], parameters)
 
 
-def _iterable_source(target: Iterable[Any]) -> Source:
+def _of_iterable(target: Iterable[Any]) -> NamedParameters:
     listed = list(target)
     if set(map(type, listed)) <= PLAIN_TYPES:
         count = len(listed)
-        return Source(listed, lambda: [f"param{i}" for i in range(count)])
+        return NamedParameters(listed, lambda: [f"param{i}" for i in range(count)])
     parameters: list[Tensor] = []
     names: list[str] = []
     for position, item in enumerate(listed):
@@ -228,7 +228,7 @@ def _iterable_source(target: Iterable[Any]) -> Source:
             )
         names.append(name)
         parameters.append(parameter)
-    return Source(parameters, lambda: names)
+    return NamedParameters(parameters, lambda: names)
 
 
 class Gradients(NamedTuple):
@@ -272,20 +272,20 @@ class Labels(NamedTuple):
         return self.present()[i]
 
 
-def labels_of(source: Source, gradients: Gradients) -> Labels:
-    """The names of ``gradients``, which belong to the parameters of ``source``."""
+def labels_of(named: NamedParameters, gradients: Gradients) -> Labels:
+    """The names of ``gradients``, which belong to the parameters of ``named``."""
     # Which gradients are missing is recorded now, since it may change.
-    missing = tuple if gradients.missing is None else names_at(source, gradients.missing)
-    return Labels(names_at(source, gradients.positions), missing)
+    missing = tuple if gradients.missing is None else names_at(named, gradients.missing)
+    return Labels(names_at(named, gradients.positions), missing)
 
 
-def names_at(source: Source, positions: list[int] | None) -> Names:
+def names_at(named: NamedParameters, positions: list[int] | None) -> Names:
     """The names at ``positions``, looked up on demand; all names for None."""
     if positions is None:
-        return source.names
+        return named.names
 
     def names() -> list[str]:
-        every = source.names()
+        every = named.names()
         return [every[i] for i in positions]
 
     return names

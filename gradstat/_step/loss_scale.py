@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from gradstat._core.parameters import Gradients, Source
+from gradstat._core.parameters import Gradients, NamedParameters
 
 
 def state_of(scaler: GradScaler, optimizer: Optimizer) -> dict[str, Any]:
@@ -60,32 +60,32 @@ def record_unscaling(scaler: GradScaler, optimizer: Optimizer, positions: list[i
     state["optimizer"], state["positions"], state["unscaled"] = optimizer, positions, unscaled
 
 
-def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, source: Source, found: Gradients) -> None:
+def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, named: NamedParameters, found: Gradients) -> None:
     """Raises RuntimeError, by name, for a gradient that was added after ``unscale_`` and so still carries the scale."""
     state = state_of(scaler, optimizer)
     if state.get("positions") is None:  # every parameter had a gradient, or nothing was recorded
         return
     known = set(state["positions"])
-    present = found.positions if found.positions is not None else range(len(source.parameters))
+    present = found.positions if found.positions is not None else range(len(named.parameters))
     added = [position for position in present if position not in known]
     if added:
         raise RuntimeError(
-            f"the gradient of {source.names()[added[0]]!r} (and of {len(added) - 1} more) appeared after unscale_() "
+            f"the gradient of {named.names()[added[0]]!r} (and of {len(added) - 1} more) appeared after unscale_() "
             "and still carries the loss scale; call unscale_() after the last backward()"
         )
 
 
-def refuse_shared_gradients(scaler: GradScaler, optimizer: Optimizer, source: Source) -> None:
+def refuse_shared_gradients(scaler: GradScaler, optimizer: Optimizer, named: NamedParameters) -> None:
     """Raises RuntimeError, by name, for a parameter whose gradient was unscaled with another optimizer's."""
     states = scaler._per_optimizer_states
     others = [s["optimizer"] for key, s in states.items() if key != id(optimizer) and s.get("optimizer") is not None]
     taken = {id(parameter) for other in others for group in other.param_groups for parameter in group["params"]}
     if not taken:
         return
-    for position, parameter in enumerate(source.parameters):
+    for position, parameter in enumerate(named.parameters):
         if id(parameter) in taken and parameter.grad is not None:
             raise RuntimeError(
-                f"{source.names()[position]!r} is also in another optimizer that this scaler has unscaled since the "
+                f"{named.names()[position]!r} is also in another optimizer that this scaler has unscaled since the "
                 "last update(), so its gradient would be unscaled twice; give every parameter to one optimizer only"
             )
 

@@ -15,7 +15,7 @@ from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, StepRequest
-from gradstat._core.parameters import Labels, Source, gradients_of, labels_of, source_of
+from gradstat._core.parameters import Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, NameOf, refuse_distributed, to_device, writable
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
@@ -53,13 +53,13 @@ class StepMeasurement(NamedTuple):
         gradients: list[Tensor],
         labels: Labels,
         step: StepRequest,
-        source: Source,
+        named: NamedParameters,
         backend: str | None,
         extra_groups: ExtraGroups | None,
         *,
         in_place: bool = False,
     ) -> StepMeasurement:
-        """Reads the gradients of ``source`` once; can count the step. No host sync; all ranks decide alike.
+        """Reads the gradients of ``named`` once; can count the step. No host sync; all ranks decide alike.
 
         With ``in_place``, raises beforehand if the gradients cannot be scaled in place, or cannot be unscaled there.
         """
@@ -71,8 +71,8 @@ class StepMeasurement(NamedTuple):
         rows = measure(
             *(gradients, labels.of, backend),
             step=step,
-            owners=source.parameters,
-            names=source.names,
+            owners=named.parameters,
+            names=named.names,
             extra_groups=extra_groups,
             in_place=in_place,
         )
@@ -197,7 +197,7 @@ class Unscaled(NamedTuple):
         gradients: list[Tensor],
         labels: Labels,
         inverse_scale: Tensor,
-        source: Source,
+        named: NamedParameters,
         extra_groups: ExtraGroups | None,
     ) -> Unscaled:
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
@@ -212,7 +212,7 @@ class Unscaled(NamedTuple):
             with torch.no_grad():
                 targets = writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
-            owners, names = source.parameters, source.names
+            owners, names = named.parameters, named.names
             rows = measure(gradients, name_of, None, owners=owners, names=names, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)
         return cls(rows, labels, inverse_scale, streams_of([inverse_scale, *rows.tables]))
@@ -264,26 +264,26 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     A loss scaler leaves the division by its scale to the step of a fused optimizer. Then the clip becomes part of that
     division, and gradients are only read; a `TensorClip` rewrites them, and unscales them by the way.
     """
-    source = source_of(optimizer)
+    named = named_parameters_of(optimizer)
     loss_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if loss_scale is None:
         if isinstance(limit, AdaptiveClip):
-            limit.clip_(source.parameters)
+            limit.clip_(named.parameters)
         elif limit != math.inf:
-            clip_grad_norm_(source.parameters, limit)
+            clip_grad_norm_(named.parameters, limit)
         return
-    found = gradients_of(source.parameters)
+    found = gradients_of(named.parameters)
     if not found.tensors or limit == math.inf:
         return
-    labels = labels_of(source, found)
-    parameters = [parameter for parameter in source.parameters if parameter.grad is not None]
+    labels = labels_of(named, found)
+    parameters = [parameter for parameter in named.parameters if parameter.grad is not None]
     if isinstance(limit, TensorClip):
         refuse_distributed(found.tensors, labels.of)
         limit.check(parameters, found.tensors, labels.of)
     step = StepRequest(math.inf if isinstance(limit, AdaptiveClip) else limit, loss_scale, None)
     with torch.no_grad():
         rewrites = isinstance(limit, TensorClip)
-        measured = StepMeasurement.of(found.tensors, labels, step, source, None, None, in_place=rewrites)
+        measured = StepMeasurement.of(found.tensors, labels, step, named, None, None, in_place=rewrites)
         if isinstance(limit, NormClip):
             measured.limit_(limit)
         elif isinstance(limit, TensorClip):

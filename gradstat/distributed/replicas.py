@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
-from gradstat._core.parameters import source_of
+from gradstat._core.parameters import named_parameters_of
 from gradstat._core.text import count_of, lines_of, printable
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 
@@ -276,8 +276,8 @@ def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> lis
 
 
 def _parameters(target: Any) -> Iterable[tuple[str, Tensor]]:
-    source = source_of(target)
-    return zip(source.names(), source.parameters, strict=True)
+    named = named_parameters_of(target)
+    return zip(named.names(), named.parameters, strict=True)
 
 
 def _gradients(target: Any) -> _Named:

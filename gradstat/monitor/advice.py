@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from gradstat._core.parameters import Source
+from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_uninitialized
 from gradstat._core.text import printable
 from gradstat.monitor.findings import Finding
@@ -17,8 +17,8 @@ FUNCTION = ", replay=step_fn"
 _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
 
 
-def fitted(finding: Finding, source_of: Callable[[], Source], replay_argument: str | None) -> Finding:
-    """The finding for a run that trains ``source_of()``, where the policy ``"replay"`` needs that argument.
+def fitted(finding: Finding, named_parameters: Callable[[], NamedParameters], replay_argument: str | None) -> Finding:
+    """The finding for a run that trains ``named_parameters()``, where the policy ``"replay"`` needs that argument.
 
     An empty argument means that it needs none, None that it cannot be used.
     """
@@ -26,9 +26,9 @@ def fitted(finding: Finding, source_of: Callable[[], Source], replay_argument: s
         finding = replace(finding, advice=tuple(_feasible(finding.advice, replay_argument is not None)))
     if not _POSITIONAL.search(finding.text):
         return finding
-    source = source_of()
-    named = zip(source.names(), source.parameters, strict=True)
-    shapes = {name: list(parameter.shape) for name, parameter in named if not is_uninitialized(parameter)}
+    named = named_parameters()
+    pairs = zip(named.names(), named.parameters, strict=True)
+    shapes = {name: list(parameter.shape) for name, parameter in pairs if not is_uninitialized(parameter)}
     text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
     return replace(finding, text=text)
 

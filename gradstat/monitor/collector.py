@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import Source, Trained, gradients_of
+from gradstat._core.parameters import NamedParameters, Trained, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
@@ -86,11 +86,11 @@ class Collector:
         self._origin = _track_origin(model, options.backend) if periods["origin"] else None
         if self._origin is not None:
             weakref.finalize(self, self._origin.remove).atexit = False
-        source = trained.source()
-        self._engine = source.engine
-        inner = model if source.engine is None else source.engine.module
+        named = trained.named_parameters()
+        self._engine = named.engine
+        inner = model if named.engine is None else named.engine.module
         self.backward_order: tuple[str, ...] = ()
-        self._order_recorder: observers.BackwardOrder | None = _order_of(source)
+        self._order_recorder: observers.BackwardOrder | None = _order_of(named)
         self._buffers = observers.Buffers(inner)
         self._outputs = observers.Outputs(inner) if periods["outputs"] else None
         self._activations = observers.Activations(inner, options.backend) if periods["activations"] else None
@@ -103,11 +103,11 @@ class Collector:
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
         """Measures what is due in ``step``, and the ``scalars`` and ``on_device`` of `scalars`. No host sync."""
-        source = self._trained.source()
+        named = self._trained.named_parameters()
         stepper = handle_of(self._optimizer)
-        stepped = None if stepper is None else stepper._rows_for(source.parameters)
-        gradients = gradients_of(source.parameters, source.engine) if stepped is None else stepped[0]
-        engine_scale = None if source.engine is None else source.engine.loss_scale
+        stepped = None if stepper is None else stepper._rows_for(named.parameters)
+        gradients = gradients_of(named.parameters, named.engine) if stepped is None else stepped[0]
+        engine_scale = None if named.engine is None else named.engine.loss_scale
         if engine_scale is not None:
             scalars["loss_scale"] = engine_scale
         observations: list[Observation] = []
@@ -116,7 +116,7 @@ class Collector:
             # Rows cannot tell a missing gradient from a frozen parameter.
             observations.append(Observation("missing", step, gradients.missing))
         tensors = [*gradients.tensors, *on_device.values()]
-        names = source.names()
+        names = named.names()
         segments = self._segments
         last = segments[0]
         if names is not last.names or gradients.positions != last.positions or list(on_device) != self._on_device:
@@ -125,12 +125,12 @@ class Collector:
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
         others: list[PendingRows] = []
-        self._notice_change(step, source.parameters, segments[0].names, observations)
+        self._notice_change(step, named.parameters, segments[0].names, observations)
         if self._batch or self._old_parameters is not None or 0 in [step % n for n in self._sampled]:
             segments = [*segments]
             # Gradients are measured even if this fails: other ranks wait in their collectives.
             with self._unwatched.suppress_errors(step, "parameters, buffers or optimizer states could not be measured"):
-                for segment, more in self._due(step, self._local_parameters(source), segments[0].names, observations):
+                for segment, more in self._due(step, self._local_parameters(named), segments[0].names, observations):
                     segments.append(segment)
                     tensors += more
             if self._activations is not None:
@@ -140,11 +140,11 @@ class Collector:
         if self._predicts_updates and self.is_due("updates", step):
             with self._unwatched.suppress_errors(step, "the coming update could not be predicted"):
                 scale = on_device["loss_scale"] if is_scaled else None
-                others += self._updates(source.parameters, segments[0].names, gradients.tensors, scale)
+                others += self._updates(named.parameters, segments[0].names, gradients.tensors, scale)
         left_out = self._unwatched.left_out
         if stepped is None:
             numbers = measure_segments(
-                segments, tensors, source.parameters, self._backend, self._reduce_to, left_out, self._extra_groups
+                segments, tensors, named.parameters, self._backend, self._reduce_to, left_out, self._extra_groups
             )
         else:  # the optimizer stepped in backward: its gradients were measured there and are gone
             numbers = [PendingRows(segments[:1], stepped[1])]
@@ -160,7 +160,7 @@ class Collector:
         if self._order_recorder is not None:
             is_partial = self._order_recorder.is_partial
             self.backward_order = self._order_recorder.end()
-            self._order_recorder = _order_of(source) if is_partial else None
+            self._order_recorder = _order_of(named) if is_partial else None
         self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
@@ -172,9 +172,9 @@ class Collector:
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
     @staticmethod
-    def _local_parameters(source: Source) -> list[Any]:
+    def _local_parameters(named: NamedParameters) -> list[Any]:
         """The parameters, or with an engine this rank's shards of them."""
-        return source.parameters if source.engine is None else source.engine.parameters(source.parameters)
+        return named.parameters if named.engine is None else named.engine.parameters(named.parameters)
 
     def _besides(self) -> list[str]:
         """Names of what the optimizer trains besides the model; nothing if there is no model to compare with."""
@@ -214,7 +214,9 @@ class Collector:
         """Whether gradients are reduced over ranks without recording which rank produced NaN."""
         if self._origin is not None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return False
-        return torch.distributed.get_world_size() > 1 and not is_distributed(self._trained.source().parameters)
+        return torch.distributed.get_world_size() > 1 and not is_distributed(
+            self._trained.named_parameters().parameters
+        )
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
@@ -371,12 +373,12 @@ class Collector:
 
     def measure_state(self, step: int, measured: set[str]) -> list[PendingRows]:
         """Measures parameters, buffers and optimizer states now, except the kinds in ``measured``; no collectives."""
-        source = self._trained.source()
-        parameters = self._local_parameters(source)
+        named = self._trained.named_parameters()
+        parameters = self._local_parameters(named)
         if is_distributed(parameters):
             return []  # would need collectives, which the other ranks would not join
         segments, tensors = [], []
-        names = source.names()
+        names = named.names()
         for segment, some in self.states(parameters, tuple(names), lambda kind: bool(self._periods[kind])):
             # The states of a tensor subclass are kinds of their own, ``exp_avg.scale`` for instance.
             if segment.kind not in measured and not any(kind.startswith(f"{segment.kind}.") for kind in measured):
@@ -390,9 +392,9 @@ class Collector:
 
     def is_finite(self) -> bool:
         """Whether parameters and optimizer states are finite now; only this rank's shards. Syncs with the device."""
-        source = self._trained.source()
+        named = self._trained.named_parameters()
         included = {"parameters": True, "buffers": False, "optimizer": bool(self._periods["optimizer"])}
-        segments = self.states(self._local_parameters(source), tuple(source.names()), included.__getitem__)
+        segments = self.states(self._local_parameters(named), tuple(named.names()), included.__getitem__)
         plain = [part.detach() for _, some in segments for tensor in some for _, part in plain_parts(shard_of(tensor))]
         return check_tensors([part for part in plain if observers.measurable(part)], backend=self._backend).ok
 
@@ -412,8 +414,8 @@ class Collector:
         self._outputs = self._activations = self._origin = None
 
 
-def _order_of(source: Source) -> observers.BackwardOrder:
-    return observers.BackwardOrder(list(zip(source.names(), source.parameters, strict=True)))
+def _order_of(named: NamedParameters) -> observers.BackwardOrder:
+    return observers.BackwardOrder(list(zip(named.names(), named.parameters, strict=True)))
 
 
 def _is_integer(tensor: Tensor) -> bool:

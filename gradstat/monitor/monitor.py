@@ -496,7 +496,9 @@ class Monitor:
             **optimizer_settings(self._optimizer),
         )
         window = self._log.close(run)
-        findings = [fitted(one, self._trained.source, self._replay_argument) for one in self._rules.review(window)]
+        findings = [
+            fitted(one, self._trained.named_parameters, self._replay_argument) for one in self._rules.review(window)
+        ]
         self.findings += findings
         self._to_act_on += findings
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import source_of
+from gradstat._core.parameters import named_parameters_of
 from gradstat._core.tensors import TensorInfo, by_device, is_uninitialized, why_not_measured
 from gradstat._step.updates import update_sums
 from gradstat.check import stats
@@ -83,7 +83,7 @@ def updates_of(
 
     Gradients are divided by ``divisor`` first. The row of an update that is not finite is all NaN.
     """
-    parameters = source_of(optimizer).parameters
+    parameters = named_parameters_of(optimizer).parameters
     positions, _, sums = update_sums(optimizer, lambda i: names.get(id(parameters[i]), "?"), backend, divisor)
     here = [row for row, position in enumerate(positions) if id(parameters[position]) in names]
     updated = [parameters[positions[row]] for row in here]

@@ -216,9 +216,9 @@ def test_a_plan_finds_the_parameters_without_walking(monkeypatch: pytest.MonkeyP
     gradstat.check(model)
     expected = list(model.named_parameters())
     monkeypatch.setattr(nn.Module, "named_parameters", Mock(side_effect=AssertionError("the module was walked again")))
-    source = _plan.source_of(model)
-    assert all(a is b for a, (_, b) in zip(source.parameters, expected, strict=True))
-    assert list(source.names()) == [name for name, _ in expected]
+    named = _plan.named_parameters_of(model)
+    assert all(a is b for a, (_, b) in zip(named.parameters, expected, strict=True))
+    assert list(named.names()) == [name for name, _ in expected]
 
 
 def test_a_layer_that_was_taken_out_is_freed() -> None:
@@ -243,17 +243,17 @@ def test_without_the_extension_the_same_parameters_are_found(monkeypatch: pytest
     model = small()
     model[0].weight.grad = None
     model[0].bias.requires_grad_(False).grad = None
-    with_helpers = _plan.gradients_of(_plan.source_of(model).parameters)
+    with_helpers = _plan.gradients_of(_plan.named_parameters_of(model).parameters)
     monkeypatch.setattr(native, "helpers", lambda: None)
-    source = _plan.source_of(model)
-    assert list(source.names()) == [name for name, _ in model.named_parameters()]
-    without = _plan.gradients_of(source.parameters)
+    named = _plan.named_parameters_of(model)
+    assert list(named.names()) == [name for name, _ in model.named_parameters()]
+    without = _plan.gradients_of(named.parameters)
     assert all(a is b for a, b in zip(with_helpers.tensors, without.tensors, strict=True))
     assert with_helpers.positions == without.positions == [2, 3, 4]
     assert with_helpers.missing == without.missing == [0]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    assert _plan.gradients_of(source.parameters)[1:] == (None, None)
+    assert _plan.gradients_of(named.parameters)[1:] == (None, None)
 
 
 def test_references_are_balanced() -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import source_of
+from gradstat._core.parameters import named_parameters_of
 from gradstat.monitor.replay.culprit import Culprit, Phase
 from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
@@ -153,11 +153,11 @@ def _mark(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]
 
 def _all_parameters(model: Module, optimizers: Iterable[Optimizer]) -> list[tuple[str, Any]]:
     """The parameters of the model, and those that only an optimizer has, each once."""
-    named: dict[int, tuple[str, Any]] = {id(p): (name, p) for name, p in model.named_parameters()}
-    for source in map(source_of, optimizers):
-        for name, parameter in zip(source.names(), source.parameters, strict=True):
-            named.setdefault(id(parameter), (name, parameter))
-    return list(named.values())
+    by_id: dict[int, tuple[str, Any]] = {id(p): (name, p) for name, p in model.named_parameters()}
+    for named in map(named_parameters_of, optimizers):
+        for name, parameter in zip(named.names(), named.parameters, strict=True):
+            by_id.setdefault(id(parameter), (name, parameter))
+    return list(by_id.values())
 
 
 def _restoring_states(model: Module, states: list[StepState], watch: NonfiniteMode) -> RemovableHandle:
