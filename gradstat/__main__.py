@@ -73,8 +73,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        known = error.filename and error.strerror
-        reason = printable(f"{error.filename}: {error.strerror}" if known else str(error))
+        has_reason = error.filename and error.strerror
+        reason = printable(f"{error.filename}: {error.strerror}" if has_reason else str(error))
     except (UsageError, ImportError) as error:  # the latter of an optional package
         reason = str(error)
     print("\n".join(map(printable, f"gradstat {name}: {reason}".splitlines())), file=sys.stderr)

@@ -8,16 +8,16 @@ LEAST = (2, 10)
 """The oldest supported torch: its release has the stable ABI that the extension needs (setup.py, pyproject.toml)."""
 
 
-def require(found: str) -> None:
-    """Raises `ImportError` with the remedy unless the torch version ``found`` is new enough.
+def require(version: str) -> None:
+    """Raises `ImportError` with the remedy unless the torch version ``version`` is new enough.
 
     Only major and minor version count: a pre-release such as 2.10.0a0 is treated as the release.
     """
-    major, minor = found.split(".")[:2]
+    major, minor = version.split(".")[:2]
     if (int(major), int(minor)) < LEAST:
         wanted = ".".join(map(str, LEAST))
         raise ImportError(
-            f"gradstat needs torch >= {wanted}, found torch {found}. Upgrade it: pip install -U 'torch>={wanted}'"
+            f"gradstat needs torch >= {wanted}, found torch {version}. Upgrade it: pip install -U 'torch>={wanted}'"
         )
 
 

@@ -19,7 +19,7 @@ from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
 from gradstat._step import loss_scale, optimizers
-from gradstat._step.measured import StepMeasurement, Unscaled, refuse_half
+from gradstat._step.measured import StepMeasurement, Unscaled, refuse_float16
 from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.adaptive._base import checked_limit
 from gradstat.check import PendingReport
@@ -125,11 +125,11 @@ class GradScaler(TorchGradScaler):
             if isinstance(limit, AdaptiveClip):
                 return limit.clip_(named.parameters)
             return clip_grad_norm_(named.parameters, limit)
-        found = gradients_of(named.parameters)
-        gradients = found.tensors
+        collected = gradients_of(named.parameters)
+        gradients = collected.tensors
         parameters = [parameter for parameter in named.parameters if parameter.grad is not None]
         if isinstance(limit, TensorClip) and gradients:
-            name_of = labels_of(named, found).of
+            name_of = labels_of(named, collected).of
             refuse_distributed(gradients, name_of)
             limit.check(parameters, gradients, name_of)
         with announce.change(named.parameters, self):
@@ -160,34 +160,34 @@ class GradScaler(TorchGradScaler):
         scale = loss_scale.require_scale(self, "step")
         is_unscaled = loss_scale.is_unscaled(self, optimizer)
         named = named_parameters_of(optimizer)
-        found = gradients_of(named.parameters)
-        obeys = optimizers.honors_found_inf(optimizer)
-        if not is_unscaled and not obeys:
+        gradients = gradients_of(named.parameters)
+        honors = optimizers.honors_found_inf(optimizer)
+        if not is_unscaled and not honors:
             self.unscale_(optimizer)
         elif is_unscaled:
-            loss_scale.refuse_added_gradients(self, optimizer, named, found)
+            loss_scale.refuse_added_gradients(self, optimizer, named, gradients)
         divisor: Tensor | None = getattr(optimizer, "grad_scale", None)  # set by the program; torch applies it as well
-        if is_unscaled or not obeys:
+        if is_unscaled or not honors:
             flags = loss_scale.found_by(self, optimizer)
             if not flags:
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             found_inf = flags[0] if len(flags) == 1 else self._any_flag(flags)
         else:
             loss_scale.refuse_shared_gradients(self, optimizer, named)
-            if not found.tensors:  # as in torch, the step changes nothing and finds nothing
+            if not gradients.tensors:  # as in torch, the step changes nothing and finds nothing
                 loss_scale.record_step(self, optimizer, None)
                 nothing: float | None = optimizer.step(*args, **kwargs)
                 return nothing
             step = norms.StepRequest(math.inf, scale, None)
-            labels = labels_of(named, found)
-            measured = StepMeasurement.of(found.tensors, labels, step, named, None, self.extra_groups)
+            labels = labels_of(named, gradients)
+            measured = StepMeasurement.of(gradients.tensors, labels, step, named, None, self.extra_groups)
             self._keep(optimizer, measured.report)
             found_inf, own_divisor, _ = measured.verdict.unbind()
             divisor = own_divisor if divisor is None else own_divisor * divisor
         returned: float | None = None
-        decides_itself = obeys and not optimizers.first_momentum_is_at_risk(optimizer)
+        decides_itself = honors and not optimizers.first_momentum_is_at_risk(optimizer)
         if decides_itself or not found_inf.item():
-            with optimizers.with_verdict(optimizer, found_inf, divisor) if obeys else contextlib.nullcontext():
+            with optimizers.with_verdict(optimizer, found_inf, divisor) if honors else contextlib.nullcontext():
                 returned = optimizer.step(*args, **kwargs)
         loss_scale.record_step(self, optimizer, found_inf)
         return returned
@@ -232,15 +232,15 @@ class GradScaler(TorchGradScaler):
                 # As in torch: sums of duplicate entries may overflow while they carry the scale.
                 if gradient is not None and gradient.is_sparse and gradient.dtype is torch.float16:
                     parameter.grad = gradient.coalesce()
-        found = gradients_of(named.parameters)
-        if not found.tensors:
+        gradients = gradients_of(named.parameters)
+        if not gradients.tensors:
             return {}
-        labels = labels_of(named, found)
+        labels = labels_of(named, gradients)
         if not allow_fp16:
-            refuse_half(found.tensors, labels.of)
+            refuse_float16(gradients.tensors, labels.of)
         loss_scale.refuse_shared_gradients(self, optimizer, named)
-        unscaled = Unscaled.of_(found.tensors, labels, inv_scale, named, self.extra_groups)
-        loss_scale.record_unscaling(self, optimizer, found.positions, unscaled)
+        unscaled = Unscaled.of_(gradients.tensors, labels, inv_scale, named, self.extra_groups)
+        loss_scale.record_unscaling(self, optimizer, gradients.positions, unscaled)
         self._keep(optimizer, unscaled.report)
         return unscaled.found_inf()
 

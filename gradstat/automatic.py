@@ -159,12 +159,12 @@ class AutoHandle:
 
     def _holds(self, parameters: Sequence[object]) -> bool:
         """Whether any of ``parameters`` is watched."""
-        own: Sequence[object] = ()
+        watched: Sequence[object] = ()
         with self._contained():
-            own = self.monitor._trained.named_parameters().parameters
-        if own and parameters and own[0] is parameters[0]:
+            watched = self.monitor._trained.named_parameters().parameters
+        if watched and parameters and watched[0] is parameters[0]:
             return True
-        return not set(map(id, own)).isdisjoint(map(id, parameters))
+        return not set(map(id, watched)).isdisjoint(map(id, parameters))
 
     def _measure(self, scaler: Any = None, loss: Any = None) -> None:
         """Lets the monitor take the step, unless it has."""
@@ -284,9 +284,9 @@ def auto(
         )
     optimizer, limit = optimizers.unwrapped(optimizer), checked_limit(max_norm)
     monitor = Monitor(Parameters() if model is None else model, optimizer, scaler, max_norm=max_norm, **options)
-    known = getattr(optimizer, _MARK, None)
-    if known is not None:
-        known.remove()
+    earlier = getattr(optimizer, _MARK, None)
+    if earlier is not None:
+        earlier.remove()
     handle = AutoHandle(optimizer, monitor, limit)
     setattr(optimizer, _MARK, handle)
     handle._listen()

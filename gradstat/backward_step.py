@@ -136,10 +136,10 @@ def step_in_backward(
             f"{named.names()[taken[0]]!r} is already stepped in backward, by an earlier step_in_backward; call "
             "remove() on the handle it returned"
         )
-    found = gradients_of(named.parameters)
-    if found.tensors:
+    gradients = gradients_of(named.parameters)
+    if gradients.tensors:
         raise RuntimeError(
-            f"{labels_of(named, found).of(0)!r} already has a gradient, to which backward() would add; call "
+            f"{labels_of(named, gradients).of(0)!r} already has a gradient, to which backward() would add; call "
             "model.zero_grad() first"
         )
     return StepInBackward(optimizer, named, clip)
@@ -164,10 +164,10 @@ class StepInBackward:
         self._is_foreign = optimizers.traits_of(optimizer).is_foreign
         kind: Any = type(optimizer)
         # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
-        own: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
-        self._step = optimizer.step if self._is_foreign else own
+        original: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
+        self._step = optimizer.step if self._is_foreign else original
         self._labels = [Labels(functools.partial(_name_at, named, i), tuple) for i in range(len(named.parameters))]
-        self._found: list[Measurement | None] = []
+        self._measurements: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
         self._is_distributed, self._has_checked_reducers = is_distributed(named.parameters), False
         self._measured: StepMeasurement | None = None
@@ -282,7 +282,7 @@ class StepInBackward:
                 measured.scale_by_(to_device(self._clip.coefficient, measured.verdict.device))
                 rewrites = True
             self._step_alone(measured, group, parameter, gradient, rewrites)
-            self._found[i] = rows
+            self._measurements[i] = rows
             parameter.grad = None
 
     def _step_alone(
@@ -291,15 +291,15 @@ class StepInBackward:
         """Steps the optimizer as if it had one parameter."""
         optimizer = self.optimizer
         groups, every = optimizer.param_groups, group["params"]
-        before = dict(group) if self._is_foreign else group
+        options = dict(group) if self._is_foreign else group
         try:
             optimizer.param_groups, group["params"] = [group], [parameter]
             measured.step_optimizer(optimizer, self._step, [gradient], rewrites, skips=True)
         finally:
             optimizer.param_groups, group["params"] = groups, every
-        if before is not group:
+        if options is not group:
             for key, value in group.items():
-                if isinstance(value, (int, float)) and value != before.get(key):
+                if isinstance(value, (int, float)) and value != options.get(key):
                     raise RuntimeError(
                         f"{type(optimizer).__name__} changed {key!r} of its group in the step of "
                         f"{measured.labels.of(0)!r} alone; use guarded_step after backward"
@@ -328,7 +328,7 @@ class StepInBackward:
             self._has_checked_reducers = True
         if self._backward != _current_backward():
             self._backward = _current_backward()
-            self._found = [None] * count
+            self._measurements = [None] * count
             self._measured = self._report = None
             if isinstance(self._clip, TensorClip):
                 self._clip_states = self._clip._initial_states(count, self._named.parameters[0].device)
@@ -340,18 +340,18 @@ class StepInBackward:
     def _end(self) -> None:
         """Called when all gradients of a backward pass are complete."""
         self._is_open = False
-        positions = [i for i, one in enumerate(self._found) if one is not None]
-        found = [one for one in self._found if one is not None]
-        missing = [i for i, p in enumerate(self._named.parameters) if self._found[i] is None and p.requires_grad]
-        self._found = []
-        self._gradients = Gradients([], None if len(found) == len(self._labels) else positions, missing)
-        rows = _concat(found)
+        positions = [i for i, one in enumerate(self._measurements) if one is not None]
+        measurements = [one for one in self._measurements if one is not None]
+        missing = [i for i, p in enumerate(self._named.parameters) if self._measurements[i] is None and p.requires_grad]
+        self._measurements = []
+        self._gradients = Gradients([], None if len(measurements) == len(self._labels) else positions, missing)
+        rows = _concat(measurements)
         if self._is_distributed:
             from gradstat._core.sharded import Sharded
 
             local = rows
-            owners, names = [self._named.parameters[i] for i in positions], names_at(self._named, positions)
-            rows = Sharded(owners, names=names).rows(lambda _: local)
+            parameters, names = [self._named.parameters[i] for i in positions], names_at(self._named, positions)
+            rows = Sharded(parameters, names=names).rows(lambda _: local)
         counters = counters_on(self.optimizer, rows.tables[0].device)
         decision = norms.decide(rows.summands(), StepRequest(math.inf, None, counters.tensor))
         streams = counters.streams = streams_of([decision.verdict, *rows.tables])
@@ -378,10 +378,10 @@ class StepInBackward:
             )
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # torch.distributed.checkpoint creates the state by such a step, which changes no parameter
-        found = gradients_of(self._named.parameters)
-        if found.tensors:
+        gradients = gradients_of(self._named.parameters)
+        if gradients.tensors:
             raise RuntimeError(
-                f"{labels_of(self._named, found).of(0)!r} has a gradient that was not stepped in backward; call "
+                f"{labels_of(self._named, gradients).of(0)!r} has a gradient that was not stepped in backward; call "
                 "zero_grad(), or remove() the handle and call step() yourself"
             )
 
@@ -438,10 +438,10 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
         return [{"params": list(model.parameters())}]
     if isinstance(model, Tensor) or not isinstance(model, Iterable):
         raise TypeError(f"expected a torch.nn.Module, parameters or groups of them, got {type(model).__name__}")
-    given = list(model)
-    if not any(isinstance(item, dict) for item in given):
-        return [{"params": given}]
-    return [{**group, "params": _as_list(group["params"])} for group in given]
+    listed = list(model)
+    if not any(isinstance(item, dict) for item in listed):
+        return [{"params": listed}]
+    return [{**group, "params": _as_list(group["params"])} for group in listed]
 
 
 def _refuse_reducers(named: NamedParameters) -> None:
@@ -472,7 +472,7 @@ def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tens
     """Whether torch has a fused step for ``parameters``, and the caller requested nothing else."""
     if not optimizers.traits_of_kind(kind).has_fused_step or "fused" not in inspect.signature(kind).parameters:
         return False
-    if any(name in given for given in (options, *groups) for name in ("fused", "foreach", "differentiable")):
+    if any(name in settings for settings in (options, *groups) for name in ("fused", "foreach", "differentiable")):
         return False
     if is_distributed(parameters) and not issubclass(kind, Adam):
         return False  # torch has no other fused step for distributed tensors

@@ -123,10 +123,12 @@ def _launched(
             "parameters after backward(). To check tensors themselves, use check_tensors()"
         )
     labels = labels_of(named, gradients)
-    owners, names = named.parameters, named.names
+    parameters, names = named.parameters, named.names
     if engine is not None and gradients.positions is not None:  # the same on all ranks, and not in ``.grad``
-        owners, names = [owners[i] for i in gradients.positions], labels.present
-    measured = measure(gradients.tensors, labels.of, backend, owners=owners, names=names, extra_groups=extra_groups)
+        parameters, names = [parameters[i] for i in gradients.positions], labels.present
+    measured = measure(
+        gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups
+    )
 
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()
@@ -181,10 +183,10 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     """
     if isinstance(tensors, Tensor):
         raise TypeError("expected a list of tensors, got a tensor; pass [tensor]")
-    given = tensors if isinstance(tensors, list) else list(tensors)
-    if given and torch.compiler.is_compiling():
-        return _compiled_stats(given, backend)
-    measured = measure(given, name_by_position, backend)
+    listed = tensors if isinstance(tensors, list) else list(tensors)
+    if listed and torch.compiler.is_compiling():
+        return _compiled_stats(listed, backend)
+    measured = measure(listed, name_by_position, backend)
     if measured.failed is None:
         return measured.table()
     from gradstat._core.sharded import without_ranks

@@ -70,16 +70,16 @@ def clip_grad_norm_(
             memory, which cannot be scaled in place; or gradients are distributed, and another rank has other ones.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` is neither 2 nor infinity.
     """
-    given, found = gradients_to_clip(parameters, foreach)
-    gradients, name_of = found.tensors, found.name_of
+    listed, collected = gradients_to_clip(parameters, foreach)
+    gradients, name_of = collected.tensors, collected.name_of
     max_norm, norm_type = _limit(max_norm), float(norm_type)
-    if not gradients and extra_groups is None and not is_distributed(given):
+    if not gradients and extra_groups is None and not is_distributed(listed):
         return torch.tensor(0.0, device="cpu")
     if torch.compiler.is_compiling():
         refuse_in_compiled("clip_grad_norm_", gradients, norm_type, error_if_nonfinite, backend, extra_groups)
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
-    with announce.change(given if max_norm != math.inf else ()):
+    with announce.change(listed if max_norm != math.inf else ()):
         norm = direct = None
         if gradients and extra_groups is None and is_fused(gradients, norm_type):
             direct = direct_for(gradients[0], name_of, backend)
@@ -89,7 +89,7 @@ def clip_grad_norm_(
         if norm is None:
             in_place = max_norm != math.inf
             total = norm_of(
-                gradients, norm_type, name_of, backend, owners=given, extra_groups=extra_groups, in_place=in_place
+                gradients, norm_type, name_of, backend, parameters=listed, extra_groups=extra_groups, in_place=in_place
             )
             shards = list(map(shard_of, gradients))
             norm = total.to(norms.norm_dtype(shards))
@@ -137,25 +137,25 @@ def get_total_norm(
     Raises:
         As `clip_grad_norm_`; and TypeError if an item of ``tensors`` is not a tensor.
     """
-    given = as_list(tensors, "tensors")
+    listed = as_list(tensors, "tensors")
     norm_type = float(norm_type)
-    if not given and extra_groups is None:
+    if not listed and extra_groups is None:
         return torch.tensor(0.0, device="cpu")
     if foreach:
-        require_foreach(given)
+        require_foreach(listed)
     if torch.compiler.is_compiling():
-        refuse_in_compiled("get_total_norm", given, norm_type, error_if_nonfinite, backend, extra_groups)
-        compiled: Tensor = operators(given[0].device).measure.default(given, math.inf, norm_type)[1]
+        refuse_in_compiled("get_total_norm", listed, norm_type, error_if_nonfinite, backend, extra_groups)
+        compiled: Tensor = operators(listed[0].device).measure.default(listed, math.inf, norm_type)[1]
         return compiled
     direct = None
-    if extra_groups is None and is_fused(given, norm_type):
-        direct = direct_for(given[0], name_by_position, backend)
-    measured = direct.measure(given, math.inf, norm_type) if direct is not None else None
+    if extra_groups is None and is_fused(listed, norm_type):
+        direct = direct_for(listed[0], name_by_position, backend)
+    measured = direct.measure(listed, math.inf, norm_type) if direct is not None else None
     if measured is not None:
         norm = measured[0]
     else:
-        total = norm_of(given, norm_type, name_by_position, backend, extra_groups=extra_groups)
-        norm = total.to(norms.norm_dtype(given))
+        total = norm_of(listed, norm_type, name_by_position, backend, extra_groups=extra_groups)
+        norm = total.to(norms.norm_dtype(listed))
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     return norm
@@ -183,12 +183,12 @@ def clip_grads_with_norm_(
     Raises:
         As `clip_grad_norm_`; and ValueError if ``total_norm`` is not a single real number.
     """
-    given, found = gradients_to_clip(parameters, foreach)
-    gradients, name_of = found.tensors, found.name_of
+    listed, collected = gradients_to_clip(parameters, foreach)
+    gradients, name_of = collected.tensors, collected.name_of
     max_norm, norm = _limit(max_norm), _given_norm(total_norm)
     if not gradients or max_norm == math.inf:
         return
-    with announce.change(given), torch.no_grad():
+    with announce.change(listed), torch.no_grad():
         coefficient = norms.clip_coefficient(norm, max_norm)
         if torch.compiler.is_compiling():
             if backend is not None:

@@ -39,7 +39,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         NotImplementedError: A gradient is complex or float8, which torch does not clamp.
         RuntimeError: A gradient is of an integer dtype, or expanded memory, or its dtype cannot hold ``clip_value``.
     """
-    given, found = gradients_to_clip(parameters, foreach)
+    listed, found = gradients_to_clip(parameters, foreach)
     gradients = found.tensors
     limit = float(clip_value)
     if not limit >= 0:
@@ -57,7 +57,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         for i, gradient in enumerate(gradients):
             if not gradient.is_sparse and (not gradient.is_contiguous() or gradient._is_zerotensor()):
                 require_own_memory(shard_of(gradient), found.name_of, i)
-    with announce.change(given), torch.no_grad():
+    with announce.change(listed), torch.no_grad():
         for group in groups:
             _clamp_(group, limit, foreach)
 

@@ -46,14 +46,14 @@ class StepCounters(Mirror):
         return f"StepCounters({self.tensor})"
 
     @classmethod
-    def on(cls, device: torch.device, before: StepCounters | None, what: str) -> StepCounters:
-        """``before`` if it is on ``device``, else a continuation there; raises in a graph capture, naming ``what``."""
-        if before is not None and before.tensor.device == device:
-            return before
+    def on(cls, device: torch.device, earlier: StepCounters | None, what: str) -> StepCounters:
+        """``earlier`` if it is on ``device``, else a continuation there; raises in a graph capture, naming ``what``."""
+        if earlier is not None and earlier.tensor.device == device:
+            return earlier
         refuse_capture(device, what)
         made = cls(device)
-        if before is not None:
-            made.tensor.copy_(before.tensor)
+        if earlier is not None:
+            made.tensor.copy_(earlier.tensor)
         return made
 
     def read(self, wait: bool = False) -> StepCounts:
@@ -81,10 +81,10 @@ def counters_on(optimizer: Optimizer, device: torch.device | None) -> StepCounte
 
     None, for a step without gradients, leaves them where they are, and makes new ones on the CPU.
     """
-    before = _counters.get(optimizer)
+    earlier = _counters.get(optimizer)
     if device is None:
-        device = torch.device("cpu") if before is None else before.tensor.device
-    counters = StepCounters.on(device, before, "the counters of guarded_step")
-    if counters is not before:
+        device = torch.device("cpu") if earlier is None else earlier.tensor.device
+    counters = StepCounters.on(device, earlier, "the counters of guarded_step")
+    if counters is not earlier:
         _counters[optimizer] = counters
     return counters

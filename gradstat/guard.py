@@ -334,8 +334,8 @@ def _judge(
         # The newest values are excluded, so that a value that grows step by step is compared with those before it grew.
         newest = 0 if by_sigmas else window // 8
         places = torch.arange(window, device=memory.device)
-        held = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)
-        ring = torch.where(held, rings[i], math.nan)
+        is_compared = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)
+        ring = torch.where(is_compared, rings[i], math.nan)
         if by_sigmas:
             count = recorded[i].clamp(max=window)
             centre = ring.nansum() / count
@@ -343,7 +343,7 @@ def _judge(
         else:
             centre = ring.nanquantile(0.5)
             spread = 1.4826022185056018 * (ring - centre).abs().nanquantile(0.5)
-            largest = torch.where(held, rings[i], -math.inf).amax()
+            largest = torch.where(is_compared, rings[i], -math.inf).amax()
             of_largest, of_centre = (1.0, 1.0) if SERIES[i] == "update" else (0.5, 0.01)
             spread = torch.maximum(torch.maximum(spread, of_largest * (largest - centre)), of_centre * centre.abs())
         above[i] = value > limits[i]
@@ -353,14 +353,14 @@ def _judge(
     accepts_new_level = finite & is_outlier & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
     refused = finite & (is_above | (is_outlier & ~accepts_new_level))
     why = torch.stack([a | o for a, o in zip(above, outliers, strict=True)]) & refused
-    kept = finite & ~refused if not by_sigmas else finite
+    is_recorded = finite & ~refused if not by_sigmas else finite
     recorded.mul_(~accepts_new_level)
     for i, value in enumerate(values):
         if value is not None:
             at = (recorded[i] % window).long().view(1)
             held_now = rings[i].gather(0, at)
-            rings[i].scatter_(0, at, torch.where(kept, value.reshape(1).to(torch.float64), held_now))
-            recorded[i] += kept
+            rings[i].scatter_(0, at, torch.where(is_recorded, value.reshape(1).to(torch.float64), held_now))
+            recorded[i] += is_recorded
     scaled = refused & (why[0] | why[1]) if scale else no
     coefficient = torch.where(scaled, scale, 1.0).to(torch.float64)
     skip = ~finite | (refused & ~scaled)

@@ -162,8 +162,8 @@ class NoiseScale:
         for name, noise, signal in zip(self._names, *self._read(wait).tolist(), strict=True):
             if noise or signal:
                 layer = ".".join(name.split(".")[:depth])
-                before = sums.get(layer, (0.0, 0.0))
-                sums[layer] = before[0] + noise, before[1] + signal
+                sum_so_far = sums.get(layer, (0.0, 0.0))
+                sums[layer] = sum_so_far[0] + noise, sum_so_far[1] + signal
         return {layer: _ratio(noise, signal) for layer, (noise, signal) in sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,22 +206,22 @@ class NoiseScale:
         torch.where(left_out, self._averages, averages, out=self._averages)
         self._mirror.streams = streams_of([self._averages])
 
-    def _rows(self, caller: str, given: Tensor | None) -> Tensor:
+    def _rows(self, caller: str, rows: Tensor | None) -> Tensor:
         """One row per parameter; zeros, correct for the columns used here, for a parameter without a gradient."""
         expected = (len(self._names), _fields.COUNT)
-        if given is not None:
-            if given.shape != expected:
+        if rows is not None:
+            if rows.shape != expected:
                 raise ValueError(
-                    f"rows has the shape {tuple(given.shape)}; expected {expected}: the table that gradstat.stats "
+                    f"rows has the shape {tuple(rows.shape)}; expected {expected}: the table that gradstat.stats "
                     "returns for the gradients of all parameters that require one"
                 )
-            return given
+            return rows
         gradients = gradients_of(self._named.parameters)
         if not gradients.tensors:
             raise RuntimeError(f"no parameter has a gradient; call {caller} after backward() and before zero_grad()")
         named = self._named
         name_of = labels_of(named, gradients).of
-        measured = measure(gradients.tensors, name_of, self._backend, owners=named.parameters, names=named.names)
+        measured = measure(gradients.tensors, name_of, self._backend, parameters=named.parameters, names=named.names)
         rows = measured.nan_if_failed().table()[:, : _fields.COUNT]  # rows of distributed tensors have one more column
         if gradients.positions is None:
             return rows

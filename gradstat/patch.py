@@ -128,15 +128,15 @@ class Layer:
         """The function to call for ``tensors``: ours, or the one below."""
         kinds = {type(tensor): tensor for tensor in tensors}
         over_ranks = norm_type in (2.0, math.inf, "inf")
-        known = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
-        return ours if known and not self._removed and not torch.compiler.is_compiling() else self.below
+        is_supported = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
+        return ours if is_supported and not self._removed and not torch.compiler.is_compiling() else self.below
 
 
 def importable_version(function: _Function) -> _Function:
     """The picklable object found under ``function``'s name, if it is the same apart from layers that only watch."""
     module = sys.modules.get(getattr(function, "__module__", ""))
-    there = getattr(module, getattr(function, "__qualname__", ""), None)
-    return there if there is not None and _unwatched(there) is _unwatched(function) else function
+    importable = getattr(module, getattr(function, "__qualname__", ""), None)
+    return importable if importable is not None and _unwatched(importable) is _unwatched(function) else function
 
 
 def _unwatched(function: _Function) -> _Function:
@@ -168,26 +168,26 @@ def _norm_clip(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = as_list(parameters)
-    gradients = gradients_of(given).tensors
+    listed = as_list(parameters)
+    gradients = gradients_of(listed).tensors
     # Without gradients, ours may reject what torch accepts: parameters of an engine that clips by itself.
     function = layer.choose(clip_grad_norm_, gradients, norm_type) if gradients else layer.below
-    return _as_torchs(function(given, max_norm, norm_type, *args, **kwargs), gradients)
+    return _as_torchs(function(listed, max_norm, norm_type, *args, **kwargs), gradients)
 
 
 def _value_clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
-    given = as_list(parameters)
-    gradients = gradients_of(given).tensors
+    listed = as_list(parameters)
+    gradients = gradients_of(listed).tensors
     function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
-    return function(given, *args, **kwargs)
+    return function(listed, *args, **kwargs)
 
 
 def _total_norm(
     layer: Layer, tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
-    given = as_list(tensors, "tensors")
-    function = layer.choose(get_total_norm, given, norm_type)
-    return _as_torchs(function(given, norm_type, *args, **kwargs), given)
+    listed = as_list(tensors, "tensors")
+    function = layer.choose(get_total_norm, listed, norm_type)
+    return _as_torchs(function(listed, norm_type, *args, **kwargs), listed)
 
 
 def _clip_with_norm(
@@ -198,11 +198,11 @@ def _clip_with_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = as_list(parameters)
-    gradients = gradients_of(given).tensors
+    listed = as_list(parameters)
+    gradients = gradients_of(listed).tensors
     tensors = [*gradients, *([total_norm] if isinstance(total_norm, Tensor) else [])]
     function = layer.choose(clip_grads_with_norm_, tensors) if gradients else layer.below
-    return function(given, max_norm, total_norm, *args, **kwargs)
+    return function(listed, max_norm, total_norm, *args, **kwargs)
 
 
 # torch looks the functions up by name in both modules, in the second by private names, which may differ in other

@@ -72,8 +72,8 @@ class Report(RowValues, ByName[TensorStats]):
     def __reduce__(self) -> tuple[Any, ...]:
         names, missing = functools.partial(tuple, self.names), functools.partial(tuple, self.missing)
         infos = tuple(self._infos)
-        given = (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row, self._refused)
-        return Report, given
+        arguments = (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row, self._refused)
+        return Report, arguments
 
     def _column(self, field: str) -> Array:
         column: Array = self._table[:, _fields.INDEX[field]]
@@ -241,10 +241,10 @@ class Report(RowValues, ByName[TensorStats]):
         }
         if per_tensor:
             array = self.to_numpy()
-            known = (array.dtype.names or ())[1:]
+            columns = (array.dtype.names or ())[1:]
             for column in per_tensor:
-                if column not in known:
-                    raise ValueError(f"unknown column {column!r}; known: {', '.join(known)}")
+                if column not in columns:
+                    raise ValueError(f"unknown column {column!r}; known: {', '.join(columns)}")
                 values = array[column].astype(np.float64).tolist()
                 totals |= {f"{column}/{name}": value for name, value in zip(self.names, values, strict=True)}
         return {prefix + key: value for key, value in totals.items()}

@@ -294,7 +294,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
     """A step whose optimizer evaluates the closure itself, between changes to the parameters."""
     optimizer = request.optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = [parameter.detach().clone() for parameter in parameters]
+    values_before = [parameter.detach().clone() for parameter in parameters]
     state_before = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
     measured = StepMeasurement.nothing()
 
@@ -320,7 +320,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
             loss = optimizer.step(checked_closure)
     except _NotFiniteError:
         with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
+            for parameter, value in zip(parameters, values_before, strict=True):
                 parameter.copy_(value)
         optimizer.state.clear()
         optimizer.state.update(state_before)
@@ -343,10 +343,10 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[l
         )
     if request.model is not None:
         named = named_by(request.model, named)
-    found = gradients_of(named.parameters)
+    gradients = gradients_of(named.parameters)
     # Without gradients here, ranks that have some may still wait for this one.
     if not (
-        found.tensors
+        gradients.tensors
         or request.extra_groups is not None
         or (request.scaler is None and is_distributed(named.parameters))
     ):
@@ -359,27 +359,27 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[l
         if counts:
             _count(request, measured)
         return [], measured
-    labels = labels_of(named, found)
-    if isinstance(request.clip, TensorClip) and found.tensors:
-        refuse_distributed(found.tensors, labels.of)
-        request.clip.check(_having_gradients(request.optimizer), found.tensors, labels.of)
+    labels = labels_of(named, gradients)
+    if isinstance(request.clip, TensorClip) and gradients.tensors:
+        refuse_distributed(gradients.tensors, labels.of)
+        request.clip.check(_having_gradients(request.optimizer), gradients.tensors, labels.of)
     flags: list[Tensor] = []  # above 0 to skip: found_inf of `unscale_`, per device, and what monitors have decided
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, named)
     elif request.scaler is not None:
         flags += _scaling.found_by(request.scaler, request.optimizer)
-        _scaling.refuse_added_gradients(request.scaler, request.optimizer, named, found)
+        _scaling.refuse_added_gradients(request.scaler, request.optimizer, named, gradients)
     if wish is not None and wish.guard is None:
         flags.append(wish.flag)
     # The kernel counts the step itself if it alone decides. Without gradients, only the result's device is known.
     is_alone = not flags and request.guard is None and wish is None
-    counts_itself = counts and request.skips and is_alone and bool(found.tensors)
-    counters = counters_on(request.optimizer, found.tensors[0].device).tensor if counts_itself else None
+    counts_itself = counts and request.skips and is_alone and bool(gradients.tensors)
+    counters = counters_on(request.optimizer, gradients.tensors[0].device).tensor if counts_itself else None
     step = norms.StepRequest(request.limit, request.loss_scale, counters)
     in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
     try:
         measured = StepMeasurement.of(
-            *(found.tensors, labels, step, named, request.backend, request.extra_groups),
+            *(gradients.tensors, labels, step, named, request.backend, request.extra_groups),
             in_place=in_place or isinstance(request.clip, TensorClip),
         )
     except Exception as error:
@@ -400,7 +400,7 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[l
         measured = measured.guarded(request.guard, request.loss, request.update, counters)
     elif counts and not counts_itself:
         _count(request, measured)
-    return found.tensors, measured
+    return gradients.tensors, measured
 
 
 def _uncount(request: _Request, measured: StepMeasurement) -> None:

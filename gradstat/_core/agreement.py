@@ -68,12 +68,12 @@ def _checksum(columns: _Columns) -> int:
 
 
 def _lines(columns: _Columns) -> list[str]:
-    found = []
+    lines = []
     for i, (about, layout) in enumerate(zip(columns.metadata, columns.layouts, strict=True)):
         name = "" if columns.names is None else f"{columns.names[i]!r} "
         sizes = None if about.shape is None else list(about.shape)
-        found.append(f"{name}{str(about.dtype).removeprefix('torch.')}{sizes}{layout and ' as '}{layout}")
-    return found
+        lines.append(f"{name}{str(about.dtype).removeprefix('torch.')}{sizes}{layout and ' as '}{layout}")
+    return lines
 
 
 class Exchange:
@@ -82,7 +82,7 @@ class Exchange:
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._world = group, dist.get_world_size(group)
         self._rows = 0  # in every reduction; the same on all ranks, as is what is known
-        self._known: set[int] = set()
+        self._agreed: set[int] = set()
 
     @classmethod
     def of(cls, group: ProcessGroup, kind: object) -> Exchange:
@@ -100,7 +100,7 @@ class Exchange:
         been told, and `reduce` must not be called. ``rows`` is how many rows `reduce` will get, ``widths`` the number
         of their columns to be summed, and to be maximised.
         """
-        if listed.checksum in self._known:
+        if listed.checksum in self._agreed:
             return None
         like = torch.empty(0, dtype=torch.float64, device=device)
         sums, maxima = (like.new_zeros(self._rows, width) for width in widths)
@@ -108,9 +108,9 @@ class Exchange:
         _, new, total = header.tolist()
         everyone = new == self._world
         if everyone and total == listed.checksum * self._world:
-            if len(self._known) == _MOST_KNOWN:
-                self._known.clear()
-            self._known.add(listed.checksum)
+            if len(self._agreed) == _MOST_KNOWN:
+                self._agreed.clear()
+            self._agreed.add(listed.checksum)
             self._rows = max(self._rows, rows)
             return None
         if everyone or _host_sees(device):
@@ -133,8 +133,8 @@ class Exchange:
         if not _host_sees(header.device):
             differs = header[1:] != _pair(*others, header.device)
             return sums, maxima, header[0] + torch.where(differs, math.inf, 0.0).sum(), None
-        found = header.tolist()
-        difference = None if (found[1], found[2]) == others else self._difference(listed)
+        numbers = header.tolist()
+        difference = None if (numbers[1], numbers[2]) == others else self._difference(listed)
         return sums, maxima, header[0], difference
 
     def _reduced(

@@ -23,10 +23,10 @@ def require_member(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """``group``, or the group of all ranks; ValueError if this rank is not in it."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
+    chosen = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, dist.ProcessGroup) or dist.get_rank(chosen) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the group; only its ranks may call this")
-    return found
+    return chosen
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -68,13 +68,13 @@ def gather(tensor: Tensor, group: dist.ProcessGroup, caller: str) -> Tensor:
 
 def gather_by_rank(value: object, groups: Sequence[dist.ProcessGroup], caller: str) -> dict[int, Any]:
     """The pickled values of all ranks of the groups, by global rank. Waits. Raises as `reduce_together_`."""
-    known = {dist.get_rank(): value}
+    by_rank = {dist.get_rank(): value}
     for group in groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         with _explained(caller, group):
-            dist.all_gather_object(gathered, known, group)
-        known = {rank: theirs for part in gathered for rank, theirs in part.items()}
-    return dict(sorted(known.items()))
+            dist.all_gather_object(gathered, by_rank, group)
+        by_rank = {rank: theirs for part in gathered for rank, theirs in part.items()}
+    return dict(sorted(by_rank.items()))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

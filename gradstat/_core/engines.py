@@ -22,12 +22,12 @@ class FlatShard:
     Every rank of the group has a shard of each tensor, possibly an empty one. Like a DTensor, it has ``_local_tensor``.
     """
 
-    __slots__ = ("_local_tensor", "group", "owner", "shape", "start")
+    __slots__ = ("_local_tensor", "group", "parameter", "shape", "start")
     is_meta = False
 
-    def __init__(self, owner: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup) -> None:
-        """``owner`` is the parameter, ``shape`` the shape of the whole tensor."""
-        self.owner, self.shape, self.start, self.group = owner, shape, start, group
+    def __init__(self, parameter: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup) -> None:
+        """``shape`` is that of the whole tensor."""
+        self.parameter, self.shape, self.start, self.group = parameter, shape, start, group
         self._local_tensor = local.detach().reshape(-1)
 
     @property
@@ -84,17 +84,17 @@ class DeepSpeed(_Wrapper):
         All ranks return the same parameters. With offloading, waits for pending copies to the host.
         """
         optimizer = self.engine.optimizer
-        found: Iterator[tuple[Tensor, Any]]
+        pairs: Iterator[tuple[Tensor, Any]]
         # Distinguished by the attributes that are read below, since the classes have been moved and renamed.
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            found = _of_stage_3(optimizer)
+            pairs = _of_stage_3(optimizer)
         elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-            found = _of_stages_1_and_2(optimizer)
+            pairs = _of_stages_1_and_2(optimizer)
         elif hasattr(optimizer, "fp32_groups_has_gradients"):
-            found = _of_bf16(optimizer)
+            pairs = _of_bf16(optimizer)
         else:
             return None
-        return {id(parameter): gradient for parameter, gradient in found}
+        return {id(parameter): gradient for parameter, gradient in pairs}
 
 
 def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
@@ -135,10 +135,10 @@ def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
             return
         _wait_for_copies()
     for number, group in enumerate(optimizer.bit16_groups):
-        kept = optimizer.averaged_gradients.get(number)
-        if kept is None and not optimizer.cpu_offload:
+        averaged = optimizer.averaged_gradients.get(number)
+        if averaged is None and not optimizer.cpu_offload:
             continue
-        flat = optimizer.single_partition_of_fp32_groups[number].grad if optimizer.cpu_offload else kept[0]
+        flat = optimizer.single_partition_of_fp32_groups[number].grad if optimizer.cpu_offload else averaged[0]
         for parameter in group:
             mapping = parameter._hp_mapping  # maps the parameter to its shard in this rank's buffer
             if mapping is None:

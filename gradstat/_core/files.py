@@ -57,19 +57,19 @@ def _is_device(path: Path) -> bool:
 def _beside(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A new file in the folder of ``path``, with the permissions of ``path`` if it exists; removed on an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept: int | None = None
+    mode: int | None = None
     with suppress(FileNotFoundError):
-        kept = path.stat().st_mode & 0o777
+        mode = path.stat().st_mode & 0o777
     unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
 
     def opened(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o666 if kept is None else kept)  # less what the umask takes away
+        return os.open(name, flags, 0o666 if mode is None else mode)  # less what the umask takes away
 
     try:
         with open(unfinished, "xb", opener=opened) as file:
-            if kept is not None:
+            if mode is not None:
                 with suppress(OSError):  # some file systems have no permissions
-                    os.chmod(unfinished, kept)
+                    os.chmod(unfinished, mode)
             yield file, unfinished
     except BaseException:
         unfinished.unlink(missing_ok=True)

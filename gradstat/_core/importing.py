@@ -34,12 +34,12 @@ def attribute_of(where: str, expected: str) -> Callable[..., Any]:
     except Exception as error:
         raise UsageError(f"importing {module_name} raised\n{trace_of(error, __file__)}") from error
     try:
-        found = operator.attrgetter(attribute)(module)
+        function = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise UsageError(f"{module_name} has no {attribute}") from error
-    if not callable(found):
-        raise UsageError(f"{attribute} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise UsageError(f"{attribute} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
 
 
 def trace_of(error: Exception, without: str) -> str:

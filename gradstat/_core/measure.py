@@ -39,12 +39,12 @@ def measure(
     backend: str | None,
     *,
     step: StepRequest | None = None,
-    owners: list[Tensor] | None = None,
+    parameters: list[Tensor] | None = None,
     extra_groups: ExtraGroups | None = None,
     names: Names | None = None,
     over_ranks: bool = True,
     in_place: bool = False,
-    wants: Literal["rows", "total", "sums"] = "rows",
+    reduce_to: Literal["rows", "total", "sums"] = "rows",
 ) -> Measurement:
     """The rows of ``tensors``, without waiting for a device; one launch per device.
 
@@ -52,15 +52,14 @@ def measure(
     in Python first, by `readable`. Distributed tensors are measured shard by shard and their rows merged over their
     process groups, all of whose ranks have to call this.
 
-    With ``step`` it also decides about an optimizer's step. ``owners`` are the parameters, if ``tensors`` are their
-    gradients: ranks on which gradients are missing then take part as well. ``names`` returns the owners' names, or the
+    With ``step`` it also decides about an optimizer's step. ``parameters`` are those whose gradients ``tensors`` are,
+    if they are: ranks on which some are missing then take part as well. ``names`` returns their names, or the
     tensors', which ranks compare. With ``over_ranks=False``, rows of distributed tensors are those of this rank's
-    shards. ``in_place`` refuses tensors that cannot be multiplied in
-    place, before anything is measured; on several ranks the others are told. ``wants`` can limit the result for
-    distributed tensors to the total, with the extremes of complex elements' moduli, or to the total's summed fields,
-    for smaller and fewer reductions.
+    shards. ``in_place`` refuses tensors that cannot be multiplied in place, before anything is measured; on several
+    ranks the others are told. ``reduce_to`` can limit the result for distributed tensors to the total, with the
+    extremes of complex elements' moduli, or to the total's summed fields, for smaller and fewer reductions.
     """
-    is_awaited = extra_groups is not None or (not tensors and owners is not None and is_distributed(owners))
+    is_awaited = extra_groups is not None or (not tensors and parameters is not None and is_distributed(parameters))
     if not is_awaited:
         measured = measure_directly(tensors, name_of, backend, step)
         if measured is not None:
@@ -69,12 +68,12 @@ def measure(
         if is_awaited or (over_ranks and is_distributed(tensors)):
             from gradstat._core.sharded import Sharded
 
-            sharded = Sharded(tensors, owners, extra_groups, names)
+            sharded = Sharded(tensors, parameters, extra_groups, names)
 
             def measure_local(local: list[Tensor]) -> Measurement:
                 if in_place and sharded.has_partial:
                     writable(tensors, name_of)  # in ``local`` are reduced copies of some
-                if wants == "total" and not is_fused(local, math.inf):
+                if reduce_to == "total" and not is_fused(local, math.inf):
                     # The extremes in a row are those of the parts of complex elements, not of their moduli.
                     plain = readable(local, name_of, in_place)
                     local = [t.to(torch.complex128).abs() if t.is_complex() else t for t in plain]
@@ -84,7 +83,9 @@ def measure(
                 return direct if direct is not None else _measure_any(local, name_of, backend, in_place)
 
             measured = (
-                sharded.rows(measure_local) if wants == "rows" else sharded.total(measure_local, wants == "total")
+                sharded.rows(measure_local)
+                if reduce_to == "rows"
+                else sharded.total(measure_local, reduce_to == "total")
             )
         else:
             measured = _measure_any(tensors, name_of, backend, in_place)
@@ -109,7 +110,7 @@ def norm_of(
     name_of: NameOf,
     backend: str | None,
     *,
-    owners: list[Tensor] | None = None,
+    parameters: list[Tensor] | None = None,
     extra_groups: ExtraGroups | None = None,
     in_place: bool = False,
 ) -> Tensor:
@@ -117,7 +118,7 @@ def norm_of(
 
     NaN if another rank could not measure its part: raising instead would need a sync.
     """
-    is_over_ranks = extra_groups is not None or is_distributed(tensors or owners or [])
+    is_over_ranks = extra_groups is not None or is_distributed(tensors or parameters or [])
     if is_over_ranks and norm_type not in (2.0, math.inf):
         raise NotImplementedError(
             f"over several ranks gradstat supports norms of order 2 and inf only, not {norm_type}; use "
@@ -132,10 +133,10 @@ def norm_of(
         tensors,
         name_of,
         backend,
-        owners=owners,
+        parameters=parameters,
         extra_groups=extra_groups,
         in_place=in_place,
-        wants="sums" if norm_type == 2.0 else "total",
+        reduce_to="sums" if norm_type == 2.0 else "total",
     )
     return norms.total_norm(measured.summands(), norm_type)
 
@@ -175,15 +176,15 @@ def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_pl
     sparse: dict[int, Tensor] = {}
     plain = readable(tensors, name_of, in_place, sparse)
     groups = by_device(plain)
-    tables, known = [], None
+    tables, signature = [], None
     for device, positions in groups.items():
         kernels = resolve_for(backend, device.type, name_of, positions[0])
-        table, known = kernels.check([plain[i] for i in positions])
+        table, signature = kernels.check([plain[i] for i in positions])
         tables.append(table)
         for row, position in enumerate(positions) if sparse else ():
             if position in sparse:
                 _locate_(table[row], sparse[position])
-    infos = infos_of(plain, known if len(groups) == 1 else None)
+    infos = infos_of(plain, signature if len(groups) == 1 else None)
     if sparse:
         infos = [
             info._replace(shape=sparse[i].shape, stored=info.numel) if i in sparse else info

@@ -95,9 +95,9 @@ def count_step(counters: Tensor, skipped: Tensor) -> None:
 def norm_dtype(tensors: list[Tensor]) -> torch.dtype:
     """The dtype of a norm over ``tensors``: torch's promotion over their real dtypes; float32 if there are none."""
     # torch does not promote two different float8 types, and neither would be a useful dtype for a norm.
-    found = {tensor.dtype for tensor in tensors} or {torch.float32}
+    dtypes = {tensor.dtype for tensor in tensors} or {torch.float32}
     return functools.reduce(
-        torch.promote_types, {torch.float32 if dtype.itemsize == 1 else dtype.to_real() for dtype in found}
+        torch.promote_types, {torch.float32 if dtype.itemsize == 1 else dtype.to_real() for dtype in dtypes}
     )
 
 

@@ -77,8 +77,8 @@ def _of_module(module: Module) -> NamedParameters:
 def _has_standard_traversal(module: Module) -> bool:
     """Whether the parameters of ``module`` follow from its modules' dictionaries: no class overrides the listing."""
     ways = ("named_parameters", "_named_members", "named_modules")
-    own = all(getattr(getattr(module, way), "__func__", None) is getattr(Module, way) for way in ways)
-    return own and all(type(m).named_modules is Module.named_modules for m in module.modules())
+    is_standard = all(getattr(getattr(module, way), "__func__", None) is getattr(Module, way) for way in ways)
+    return is_standard and all(type(m).named_modules is Module.named_modules for m in module.modules())
 
 
 def named_parameters_of(target: object) -> NamedParameters:
@@ -104,26 +104,26 @@ def _of_optimizer(optimizer: Optimizer) -> NamedParameters:
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Keeps the names, which an optimizer made from named_parameters() has, and the group sizes, but no parameter: a
     # report holds on to this function.
-    known = [(group.get("param_names"), len(group["params"])) for group in groups]
+    named_groups = [(group.get("param_names"), len(group["params"])) for group in groups]
 
     def names() -> list[str]:
-        found: list[str] = []
-        for number, (given, count) in enumerate(known):
-            found += given or [f"group{number}.{i}" for i in range(count)]
-        return found
+        listed: list[str] = []
+        for number, (own_names, count) in enumerate(named_groups):
+            listed += own_names or [f"group{number}.{i}" for i in range(count)]
+        return listed
 
     return NamedParameters(parameters, names)
 
 
 def named_by(module: Module, named: NamedParameters) -> NamedParameters:
     """The same parameters under their names in ``module``; parameters not in ``module`` keep their names."""
-    known = _of_module(module)
-    wanted, having = [id(p) for p in named.parameters], [id(p) for p in known.parameters]
-    known_names, own_names = known.names, named.names
+    of_module = _of_module(module)
+    ids, module_ids = [id(p) for p in named.parameters], [id(p) for p in of_module.parameters]
+    module_names, own_names = of_module.names, named.names
 
     def names() -> list[str]:
-        name_by_id = dict(zip(having, known_names(), strict=True))
-        return [name_by_id.get(i, name) for i, name in zip(wanted, own_names(), strict=True)]
+        name_by_id = dict(zip(module_ids, module_names(), strict=True))
+        return [name_by_id.get(i, name) for i, name in zip(ids, own_names(), strict=True)]
 
     return NamedParameters(named.parameters, names)
 
@@ -159,7 +159,7 @@ class Trained:
         self._optimizer = optimizer
         self._names: Sequence[str] | None = None  # of the model's parameters when they were last compared
         self._of_model: list[Tensor] = []
-        self._held: list[Tensor] = []  # all of the optimizer's
+        self._of_optimizer_now: list[Tensor] = []  # all of the optimizer's
         self._waiting: dict[str, Tensor] = {}  # those that are not the model's and have had no gradient
         self._all_names: tuple[str, ...] = ()
 
@@ -169,9 +169,9 @@ class Trained:
         if self._optimizer is None or named.engine is not None:
             return named
         names, groups = named.names(), self._optimizer.param_groups
-        is_known = names is self._names or _are_same(named.parameters, self._of_model)
+        is_same_model = names is self._names or _are_same(named.parameters, self._of_model)
         has_begun = self._waiting and any(parameter.grad is not None for parameter in self._waiting.values())
-        if has_begun or not (is_known and _hold_exactly(groups, self._held)):
+        if has_begun or not (is_same_model and _hold_exactly(groups, self._of_optimizer_now)):
             self._compare(named, names)
         self._names = names
         if not self.besides._parameters:
@@ -181,14 +181,14 @@ class Trained:
 
     def _compare(self, named: NamedParameters, names: Sequence[str]) -> None:
         assert self._optimizer is not None
-        held = _of_optimizer(self._optimizer)
-        known, taken = set(map(id, named.parameters)), set(names)
+        of_optimizer = _of_optimizer(self._optimizer)
+        seen, taken = set(map(id, named.parameters)), set(names)
         counted = set(map(id, self.besides._parameters.values()))
         besides: dict[str, Tensor] = {}
         self._waiting = {}
-        for name, parameter in zip(held.names(), held.parameters, strict=True):
-            if id(parameter) not in known:
-                known.add(id(parameter))
+        for name, parameter in zip(of_optimizer.names(), of_optimizer.parameters, strict=True):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
                 # Two networks may have parameters of one name.
                 choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
                 unique = next(choice for choice in choices if choice not in taken)
@@ -196,7 +196,7 @@ class Trained:
                 counts = not names or parameter.grad is not None or id(parameter) in counted
                 (besides if counts else self._waiting)[unique] = parameter
         self.besides.replace(besides.items())
-        self._of_model, self._held = named.parameters, held.parameters
+        self._of_model, self._of_optimizer_now = named.parameters, of_optimizer.parameters
         self._all_names = (*names, *besides)
 
 
@@ -245,19 +245,19 @@ class Gradients(NamedTuple):
 
 def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Gradients:
     """The gradients of ``parameters``, or the shards ``engine`` has. AttributeError if an item has no ``.grad``."""
-    kept = None if engine is None else engine.gradients()
-    if kept is not None:
-        found = [kept.get(id(parameter)) for parameter in parameters]
+    of_engine = None if engine is None else engine.gradients()
+    if of_engine is not None:
+        gradients = [of_engine.get(id(parameter)) for parameter in parameters]
     else:
         helpers = None if torch.compiler.is_compiling() else native.helpers()
         if helpers is not None:
             return Gradients(*helpers.gradients_of(parameters))
-        found = [parameter.grad for parameter in parameters]
-    tensors = [gradient for gradient in found if gradient is not None]
+        gradients = [parameter.grad for parameter in parameters]
+    tensors = [gradient for gradient in gradients if gradient is not None]
     if len(tensors) == len(parameters):
         return Gradients(tensors, None, None)
-    positions = [i for i, gradient in enumerate(found) if gradient is not None]
-    missing = [i for i, gradient in enumerate(found) if gradient is None and parameters[i].requires_grad]
+    positions = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    missing = [i for i, gradient in enumerate(gradients) if gradient is None and parameters[i].requires_grad]
     return Gradients(tensors, positions, missing)
 
 
@@ -310,10 +310,10 @@ def as_list(tensors: Tensor | Iterable[Tensor], what: str = "parameters") -> lis
     if isinstance(tensors, Module) or not isinstance(tensors, Iterable):
         refuse_engine(tensors)
         raise TypeError(f"expected {what}, got {type(tensors).__name__}; pass {_HOW_TO_PASS[what]}")
-    found = list(tensors)
-    if not found and what == "parameters" and isinstance(tensors, types.GeneratorType):
+    listed = list(tensors)
+    if not listed and what == "parameters" and isinstance(tensors, types.GeneratorType):
         warn_user("`parameters` is an empty generator, no gradient clipping will occur.")
-    return found
+    return listed
 
 
 def gradients_to_clip(
@@ -323,20 +323,20 @@ def gradients_to_clip(
 
     Raises AttributeError, which names the item that is not a parameter, or TypeError if an engine keeps the gradients.
     """
-    given = as_list(parameters)
+    listed = as_list(parameters)
     try:
-        found = gradients_of(given)
+        collected = gradients_of(listed)
     except AttributeError:
-        position, item = next((i, p) for i, p in enumerate(given) if not hasattr(p, "grad"))
+        position, item = next((i, p) for i, p in enumerate(listed) if not hasattr(p, "grad"))
         raise AttributeError(
             f"item {position} of `parameters` has no .grad: it is of type {type(item).__name__}, not a parameter; "
             "pass module.parameters()"
         ) from None
-    if not found.tensors:
-        refuse_in_engine(given)
+    if not collected.tensors:
+        refuse_in_engine(listed)
     elif foreach:
-        require_foreach(found.tensors)
-    return given, found
+        require_foreach(collected.tensors)
+    return listed, collected
 
 
 def require_foreach(tensors: Sequence[Any]) -> None:

@@ -77,9 +77,9 @@ def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) 
     rows, rest = [], iter(operands)
     for number, numbers in zip(rules, coefficients.unbind(), strict=True):
         rule = _fields.UPDATE_RULES[number]
-        given = [next(rest).to(torch.float64) for _ in range(_fields.UPDATE_OPERANDS[number])]
+        tensors = [next(rest).to(torch.float64) for _ in range(_fields.UPDATE_OPERANDS[number])]
         by = dict(zip(_fields.UPDATE_COEFFICIENTS, numbers.unbind(), strict=True))
-        gradient, weight, *state = given
+        gradient, weight, *state = tensors
         gradient = by["gradient_scale"] * gradient
         gradient = torch.where(by["weight_decay"] != 0, gradient + by["weight_decay"] * weight, gradient)
         momentum = state[0] if state else torch.zeros_like(gradient)

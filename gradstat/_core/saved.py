@@ -36,17 +36,17 @@ class Saved:
 
     def numbers(self, *shape: int | None) -> Tensor:
         """The float64 tensor of this shape, in which None is any size."""
-        found: Tensor = self.value
+        value: Tensor = self.value
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         if (
-            type(found) not in (Tensor, torch.nn.Parameter)
-            or (found.dtype, found.layout) != (torch.float64, torch.strided)
-            or found.is_meta
-            or found.dim() != len(shape)
-            or any(size not in (None, actual) for size, actual in zip(shape, found.shape, strict=True))
+            type(value) not in (Tensor, torch.nn.Parameter)
+            or (value.dtype, value.layout) != (torch.float64, torch.strided)
+            or value.is_meta
+            or value.dim() != len(shape)
+            or any(size not in (None, actual) for size, actual in zip(shape, value.shape, strict=True))
         ):
             self.refuse(f"a float64 tensor of shape ({sizes})")
-        return found.detach()
+        return value.detach()
 
     def require(self, numbers: Tensor, fine: Tensor, expected: str) -> None:
         """Refuses the first of ``numbers``, from `numbers`, for which ``fine`` is False. Waits for the device."""
@@ -58,11 +58,11 @@ class Saved:
 
     def refuse(self, expected: str) -> NoReturn:
         """Raises ValueError."""
-        found = self.value
-        if isinstance(found, Tensor):
-            shown = f"a tensor of {found.dtype}, {found.layout} and shape {tuple(found.shape)} on {found.device}"
-        elif found is None or isinstance(found, bool | int | float):
-            shown = repr(found)
+        value = self.value
+        if isinstance(value, Tensor):
+            shown = f"a tensor of {value.dtype}, {value.layout} and shape {tuple(value.shape)} on {value.device}"
+        elif value is None or isinstance(value, bool | int | float):
+            shown = repr(value)
         else:
-            shown = f"of type {type(found).__name__}"
+            shown = f"of type {type(value).__name__}"
         raise ValueError(f"{self.place} is {shown}; expected {expected}")

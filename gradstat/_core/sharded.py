@@ -45,7 +45,7 @@ _MOST_PLANS = 64
 MeasureLocal = Callable[[list[Tensor]], Measurement]
 
 
-class Layout(NamedTuple):
+class Sharding(NamedTuple):
     """What a mesh and placements mean: the groups that a tensor is sharded over, and where its shards lie."""
 
     groups: tuple[ProcessGroup, ...]
@@ -54,15 +54,15 @@ class Layout(NamedTuple):
     words: str = "flat"  # the placements, with Replicate for each Partial
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
-        layouts = _cache_of(mesh).layouts
-        layout = layouts.get(placements)
-        if layout is None:
-            layout = layouts[placements] = cls._build(mesh, placements)
-        return layout
+    def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Sharding:
+        shardings = _cache_of(mesh).shardings
+        sharding = shardings.get(placements)
+        if sharding is None:
+            sharding = shardings[placements] = cls._build(mesh, placements)
+        return sharding
 
     @classmethod
-    def _build(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+    def _build(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Sharding:
         # There are several kinds of shard placements: every placement neither replicated nor partial is one.
         sharded = [d for d, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
         resolved = tuple(Replicate() if p.is_partial() else p for p in placements)
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
 class _Plan:
     """What follows from the layouts of a list of tensors."""
 
-    layouts: list[Layout | None]
+    shardings: list[Sharding | None]
     rows_by_key: dict[_GroupKey, list[int]]  # rows by the groups they are merged over
     listed: Listed
     has_partial: bool
@@ -92,13 +92,13 @@ class _Plan:
     def of(
         cls, stand_ins: Sequence[Any], names: tuple[str, ...] | None, metadata: list[Any], masks: list[int]
     ) -> _Plan:
-        """``names`` and ``metadata`` are those of the owners, which ``stand_ins`` stand for in the same order."""
-        layouts: list[Layout | None] = []
+        """``names`` and ``metadata`` are those of the parameters, which ``stand_ins`` stand for in the same order."""
+        shardings: list[Sharding | None] = []
         rows_by_key: dict[_GroupKey, list[int]] = {}
         # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
         mesh: DeviceMesh | None = None
         placements: tuple[Any, ...] = ()
-        layout: Layout | None = None
+        sharding: Sharding | None = None
         rows: list[int] | None = None
         words, every_words = "", []
         for row, tensor in enumerate(stand_ins):
@@ -106,20 +106,20 @@ class _Plan:
                 spec = tensor._spec
                 if spec.mesh is not mesh or spec.placements != placements:
                     mesh, placements = spec.mesh, spec.placements
-                    layout, rows = Layout.of(mesh, placements), None
+                    sharding, rows = Sharding.of(mesh, placements), None
             elif isinstance(tensor, FlatShard):
-                layout = Layout((tensor.group,), None, None)
+                sharding = Sharding((tensor.group,), None, None)
                 mesh, rows = None, None
-            elif layout is not None:
-                mesh, layout, rows = None, None, None
-            layouts.append(layout)
+            elif sharding is not None:
+                mesh, sharding, rows = None, None, None
+            shardings.append(sharding)
             if rows is None or masks:
-                groups, words = ((), "") if layout is None else (layout.groups, layout.words)
+                groups, words = ((), "") if sharding is None else (sharding.groups, sharding.words)
                 rows = rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
             rows.append(row)
             every_words.append(words)
-        has_partial = any(layout is not None and layout.resolved is not None for layout in layouts)
-        return cls(layouts, rows_by_key, Listed(names, metadata, every_words), has_partial)
+        has_partial = any(sharding is not None and sharding.resolved is not None for sharding in shardings)
+        return cls(shardings, rows_by_key, Listed(names, metadata, every_words), has_partial)
 
     @classmethod
     def of_distributed(
@@ -151,7 +151,7 @@ class _Plan:
 class _MeshCache(NamedTuple):
     mesh: weakref.ref[DeviceMesh]
     world: ProcessGroup | None
-    layouts: dict[tuple[Any, ...], Layout]  # by placements
+    shardings: dict[tuple[Any, ...], Sharding]  # by placements
     plans: dict[object, _Plan]  # of lists that begin with a tensor on this mesh
 
 
@@ -173,14 +173,14 @@ def index_bits() -> int:
     return _EXACT_BITS - max(dist.get_world_size() - 1, 1).bit_length()
 
 
-def extra_masks(owners: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
-    """For each owner a bit mask of the extra groups it is spread over, and these groups; no masks without groups."""
+def extra_masks(parameters: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
+    """By parameter a bit mask of the extra groups it is spread over, and these groups; no masks without groups."""
     listed = _with_members(extra)
-    masks = [0] * len(owners) if listed else []
+    masks = [0] * len(parameters) if listed else []
     for bit, (_, members) in enumerate(listed):
-        wanted = None if members is None else set(map(id, members))
-        for row, owner in enumerate(owners):
-            if wanted is None or id(getattr(owner, "owner", owner)) in wanted:  # a `FlatShard` has an owner
+        ids = None if members is None else set(map(id, members))
+        for row, parameter in enumerate(parameters):
+            if ids is None or id(getattr(parameter, "parameter", parameter)) in ids:  # a `FlatShard` has one
                 masks[row] |= 1 << bit
     return masks, [group for group, _ in listed]
 
@@ -213,40 +213,44 @@ def _group_of(group: object) -> ProcessGroup:
 class Sharded:
     """A list of tensors, some of which are distributed, and the groups over which their rows are merged.
 
-    Every rank of a mesh has a row for every owner, with or without a gradient, so that all ranks reduce the same number
-    of rows. For gradients, the owners are the parameters that require or have a gradient; otherwise they are the
-    tensors themselves. ``extra`` is as in `gradstat.check`. ``names`` returns the owners' names.
+    Every rank of a mesh has a row for every parameter that requires or has a gradient, so that all ranks reduce the
+    same number of rows. Tensors that are no gradients count as parameters themselves. ``extra`` is as in
+    `gradstat.check`. ``names`` returns the parameters' names.
     """
 
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        owners: list[Tensor] | None = None,
+        parameters: list[Tensor] | None = None,
         extra: ExtraGroups | None = None,
         names: Names | None = None,
     ) -> None:
         self._tensors = list(tensors)
         self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
-        known = None if names is None else tuple(names())
+        listed_names = None if names is None else tuple(names())
         if self._starts:
-            owners = None  # every rank has a shard of every tensor
-        # Positions of the tensors' rows among the rows of all owners.
+            parameters = None  # every rank has a shard of every tensor
+        # Positions of the tensors' rows among the rows of all parameters.
         self._positions: Sequence[int] = range(len(self._tensors))
-        self._owners: Sequence[Tensor] = self._tensors if owners is None else owners
+        self._parameters: Sequence[Tensor] = self._tensors if parameters is None else parameters
         stand_ins: Sequence[Tensor] = self._tensors
-        if owners is not None and len(owners) > len(self._tensors) and gradients_of(owners).positions is not None:
-            kept = [i for i, p in enumerate(owners) if p.requires_grad or p.grad is not None]
-            self._owners = [owners[i] for i in kept]
-            known = None if known is None else tuple(known[i] for i in kept)
-            self._positions = [i for i, owner in enumerate(self._owners) if owner.grad is not None]
-            stand_ins = [owner if owner.grad is None else owner.grad for owner in self._owners]
-        masks, self._extra = extra_masks(self._owners, extra)
-        names_of_all = known if known is not None and len(known) == len(self._owners) else None
-        # A gradient that one rank lacks is described by its owner, so it is on all ranks.
-        metadata = _metadata(self._owners)
+        if (
+            parameters is not None
+            and len(parameters) > len(self._tensors)
+            and gradients_of(parameters).positions is not None
+        ):
+            taking_part = [i for i, p in enumerate(parameters) if p.requires_grad or p.grad is not None]
+            self._parameters = [parameters[i] for i in taking_part]
+            listed_names = None if listed_names is None else tuple(listed_names[i] for i in taking_part)
+            self._positions = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
+            stand_ins = [parameter if parameter.grad is None else parameter.grad for parameter in self._parameters]
+        masks, self._extra = extra_masks(self._parameters, extra)
+        names_of_all = listed_names if listed_names is not None and len(listed_names) == len(self._parameters) else None
+        # A gradient that one rank lacks is described by its parameter, so it is on all ranks.
+        metadata = _metadata(self._parameters)
         plan = None if masks or not metadata else _Plan.of_distributed(stand_ins, names_of_all, metadata)
         self._plan = plan or _Plan.of(stand_ins, names_of_all, metadata, masks)
-        self._layouts, self._rows_by_key = self._plan.layouts, self._plan.rows_by_key
+        self._shardings, self._rows_by_key = self._plan.shardings, self._plan.rows_by_key
         self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
         self._listed = {group: self._over(group, self._plan.listed, masks) for group in (*self._groups, *self._extra)}
         self._error: Exception | None = None
@@ -279,7 +283,9 @@ class Sharded:
         }
         self._announce(places, "rows", extremes=True)
         table, infos = self._measured(measure_local)
-        is_sharded = [layout is not None and bool(layout.groups and layout.shards) for layout in self._layouts]
+        is_sharded = [
+            sharding is not None and bool(sharding.groups and sharding.shards) for sharding in self._shardings
+        ]
         packed, failed = _pack(table, is_sharded), self._has_failed(table)
         for group, rows in places.items():
             packed, failed = self._reduced(packed, failed, group, rows, "rows")
@@ -288,7 +294,7 @@ class Sharded:
         if self._error is not None:
             raise self._error
         whole = _unpack(packed)
-        if len(self._positions) < len(self._owners):
+        if len(self._positions) < len(self._parameters):
             whole = whole[_index(self._positions, whole)]
         return Measurement([whole], None, self._infos(infos), total, failed)
 
@@ -343,8 +349,8 @@ class Sharded:
             return packed, failed
         index = None if len(rows) == len(packed.sums) else _index(rows, packed.sums)
         sums, maxima = packed if index is None else (part[index] for part in packed)
-        given = maxima if extremes else maxima[:, :0]
-        reduced, largest, failed, difference = exchange.reduce(sums, given, self._listed[group], failed)
+        exchanged = maxima if extremes else maxima[:, :0]
+        reduced, largest, failed, difference = exchange.reduce(sums, exchanged, self._listed[group], failed)
         if difference is not None:
             self._note(difference)
             failed = torch.ones_like(failed)
@@ -372,7 +378,7 @@ class Sharded:
         return _unpack(everything)[:, : _fields.COUNT], failed
 
     def _measured(self, measure_local: MeasureLocal) -> tuple[Tensor, Sequence[TensorInfo]]:
-        """A row for every owner: the identity for owners that have no tensor here."""
+        """A row for every parameter: the identity for those that have no tensor here."""
         if not self._tensors or self._error is not None:
             return self._identities(), []
         try:
@@ -381,7 +387,7 @@ class Sharded:
             self._error = error
             return self._identities(), []
         table = local.table()
-        if len(self._positions) == len(self._owners):
+        if len(self._positions) == len(self._parameters):
             for column in _INDICES if self._starts else ():
                 table[:, column] += _on_device(self._starts, torch.float64, table.device)
         else:
@@ -393,39 +399,39 @@ class Sharded:
         """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
         if self._plan.made_from is not None and not self.has_partial:
             return [tensor._local_tensor for tensor in self._tensors]  # type: ignore[attr-defined]
-        found = []
+        shards = []
         for tensor, row in zip(self._tensors, self._positions, strict=True):
-            layout = self._layouts[row]
-            if layout is None:
-                found.append(tensor)
-            elif layout.resolved is None:
-                found.append(tensor._local_tensor)  # type: ignore[attr-defined]
+            sharding = self._shardings[row]
+            if sharding is None:
+                shards.append(tensor)
+            elif sharding.resolved is None:
+                shards.append(tensor._local_tensor)  # type: ignore[attr-defined]
             else:
-                whole = tensor.redistribute(placements=layout.resolved)  # type: ignore[attr-defined]
-                found.append(wait_tensor(whole._local_tensor))
-        return found
+                whole = tensor.redistribute(placements=sharding.resolved)  # type: ignore[attr-defined]
+                shards.append(wait_tensor(whole._local_tensor))
+        return shards
 
     def _infos(self, local: Sequence[TensorInfo]) -> Sequence[TensorInfo]:
         """The metadata of the whole tensors for reports, from the metadata of their shards."""
-        kept = self._plan.infos
-        if kept is not None and kept[0] is local and kept[1] == self._positions:
-            return kept[2]
-        found = []
+        cached = self._plan.infos
+        if cached is not None and cached[0] is local and cached[1] == self._positions:
+            return cached[2]
+        infos = []
         for tensor, row, info in zip(self._tensors, self._positions, local, strict=True):
-            layout = self._layouts[row]
-            if layout is not None and layout.groups:
-                info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, layout.shards, info.stored)
-            found.append(info)
-        self._plan.infos = local, self._positions, tuple(found)
+            sharding = self._shardings[row]
+            if sharding is not None and sharding.groups:
+                info = TensorInfo(tensor.shape, info.dtype, info.device, info.order, sharding.shards, info.stored)
+            infos.append(info)
+        self._plan.infos = local, self._positions, tuple(infos)
         return self._plan.infos[2]
 
     def _identities(self) -> Tensor:
-        return identity_rows(len(self._owners), torch.empty(0, device=self._device))
+        return identity_rows(len(self._parameters), torch.empty(0, device=self._device))
 
     @property
     def _device(self) -> torch.device:
-        given: Iterable[object] = itertools.chain(self._tensors, self._owners)  # what is no tensor is refused later
-        tensors = (tensor for tensor in given if isinstance(tensor, (Tensor, FlatShard)) and not tensor.is_meta)
+        both: Iterable[object] = itertools.chain(self._tensors, self._parameters)  # no tensor? that is refused later
+        tensors = (tensor for tensor in both if isinstance(tensor, (Tensor, FlatShard)) and not tensor.is_meta)
         first = next(tensors, None)
         return device_of(require_member(None)) if first is None else first.device
 
@@ -444,8 +450,8 @@ class _Meta(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> _Meta:
-        owner = getattr(tensor, "owner", tensor)
-        return cls(getattr(tensor, "shape", None), getattr(owner, "dtype", None))
+        parameter = getattr(tensor, "parameter", tensor)
+        return cls(getattr(tensor, "shape", None), getattr(parameter, "dtype", None))
 
 
 class _Packed(NamedTuple):
@@ -457,8 +463,8 @@ class _Packed(NamedTuple):
 
 def _pack(table: Tensor, is_sharded: list[bool] | None = None) -> _Packed:
     """A table's rows packed for reduction; indices of sharded tensors get the rank in the bits above them."""
-    bad = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
-    sums = torch.cat([table[:, _SUMMED], bad.to(torch.float64)], 1)
+    nonfinite = table[:, _fields.NONFINITE].sum(1, keepdim=True) > 0
+    sums = torch.cat([table[:, _SUMMED], nonfinite.to(torch.float64)], 1)
     columns = {column: table[:, column] for column, _ in _EXTREMES}
     if is_sharded is not None and any(is_sharded):
         rank = dist.get_rank() * 2.0 ** index_bits()
@@ -530,20 +536,20 @@ def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor], names: Sequence[st
     words = [""] * len(tensors)
     for row, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            layout = Layout.of(tensor._spec.mesh, tensor._spec.placements)
-            words[row] = layout.words
-            for group in layout.groups:
+            sharding = Sharding.of(tensor._spec.mesh, tensor._spec.placements)
+            words[row] = sharding.words
+            for group in sharding.groups:
                 groups.setdefault(group, []).append(row)
     listed = Listed(names, _metadata(tensors), words)
     difference = None
     for group, members in groups.items():
         exchange = Exchange.of(group, rows.shape[1])
-        found = exchange.announce(listed, len(members), (rows.shape[1], 0), rows.device)
-        if found is None:
+        differing = exchange.announce(listed, len(members), (rows.shape[1], 0), rows.device)
+        if differing is None:
             index = _index(members, rows)
             sums = rows[index]
-            sums, _, failed, found = exchange.reduce(sums, sums[:, :0], listed, rows.new_zeros(()))
+            sums, _, failed, differing = exchange.reduce(sums, sums[:, :0], listed, rows.new_zeros(()))
             rows[index] = torch.where(failed > 0, torch.nan, sums)
-        difference = difference or found
+        difference = difference or differing
     if difference is not None:
         raise RuntimeError(difference)

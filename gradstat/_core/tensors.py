@@ -100,7 +100,7 @@ def readable(
     their values are in row-major order.
     """
     _refuse_fake_mode()
-    found = []
+    plain = []
     for i, tensor in enumerate(tensors):
         local = _strided(tensor, name_of, i)
         if in_place:
@@ -113,8 +113,8 @@ def readable(
         local = local.resolve_conj().resolve_neg()
         if not torch.compiler.is_compiling() and local._is_zerotensor():  # without memory
             local = torch.zeros_like(local)
-        found.append(local if is_dense(local) else local.contiguous())
-    return found
+        plain.append(local if is_dense(local) else local.contiguous())
+    return plain
 
 
 def _refuse_fake_mode() -> None:

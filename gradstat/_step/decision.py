@@ -108,9 +108,9 @@ def _carry_out(optimizer: Optimizer, step: _Step) -> None:
     if wish is None:
         return
     if optimizers.honors_found_inf(optimizer) and not optimizers.first_momentum_is_at_risk(optimizer):
-        own: Tensor | None = getattr(optimizer, "found_inf", None)  # of a loss scaler
-        step.found_inf.append(own)
-        flag = wish.flag if own is None else torch.maximum(to_device(own, wish.flag.device), wish.flag)
+        of_scaler: Tensor | None = getattr(optimizer, "found_inf", None)  # of a loss scaler
+        step.found_inf.append(of_scaler)
+        flag = wish.flag if of_scaler is None else torch.maximum(to_device(of_scaler, wish.flag.device), wish.flag)
         optimizer.found_inf = flag  # type: ignore[attr-defined]
     elif wish.flag.item():
         for group in optimizer.param_groups:
@@ -135,11 +135,11 @@ def _end(optimizer: Optimizer, *_: object) -> None:
 
 def _restore(optimizer: Optimizer, step: _Step) -> None:
     if step.found_inf:
-        before = step.found_inf[0]
+        of_scaler = step.found_inf[0]
         step.found_inf.clear()
         optimizer.__dict__.pop("found_inf", None)
-        if before is not None:
-            optimizer.found_inf = before  # type: ignore[attr-defined]
+        if of_scaler is not None:
+            optimizer.found_inf = of_scaler  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -41,8 +41,8 @@ def is_still_scaled(scaler: object, optimizer: Optimizer | None) -> bool:
 
 def inner_scaler(scaler: Any) -> Any:
     """The loss scaler that ``scaler`` is or wraps, as timm's ``NativeScaler`` wraps torch's. TypeError if neither."""
-    held = getattr(scaler, "_scaler", None)
-    scaler = held if isinstance(held, GradScaler) else scaler
+    wrapped = getattr(scaler, "_scaler", None)
+    scaler = wrapped if isinstance(wrapped, GradScaler) else scaler
     if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
         kind = f"{type(scaler).__module__}.{type(scaler).__qualname__}"
         raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {kind}")
@@ -60,14 +60,16 @@ def record_unscaling(scaler: GradScaler, optimizer: Optimizer, positions: list[i
     state["optimizer"], state["positions"], state["unscaled"] = optimizer, positions, unscaled
 
 
-def refuse_added_gradients(scaler: GradScaler, optimizer: Optimizer, named: NamedParameters, found: Gradients) -> None:
+def refuse_added_gradients(
+    scaler: GradScaler, optimizer: Optimizer, named: NamedParameters, gradients: Gradients
+) -> None:
     """Raises RuntimeError, by name, for a gradient that was added after ``unscale_`` and so still carries the scale."""
     state = state_of(scaler, optimizer)
     if state.get("positions") is None:  # every parameter had a gradient, or nothing was recorded
         return
-    known = set(state["positions"])
-    present = found.positions if found.positions is not None else range(len(named.parameters))
-    added = [position for position in present if position not in known]
+    unscaled = set(state["positions"])
+    present = gradients.positions if gradients.positions is not None else range(len(named.parameters))
+    added = [position for position in present if position not in unscaled]
     if added:
         raise RuntimeError(
             f"the gradient of {named.names()[added[0]]!r} (and of {len(added) - 1} more) appeared after unscale_() "

@@ -67,11 +67,11 @@ class StepMeasurement(NamedTuple):
             home = gradients[0].device if gradients else torch.device("cpu")
             step = step._replace(loss_scale=to_device(step.loss_scale, home))
             if in_place:
-                refuse_half(gradients, labels.of)
+                refuse_float16(gradients, labels.of)
         rows = measure(
             *(gradients, labels.of, backend),
             step=step,
-            owners=named.parameters,
+            parameters=named.parameters,
             names=named.names,
             extra_groups=extra_groups,
             in_place=in_place,
@@ -130,13 +130,13 @@ class StepMeasurement(NamedTuple):
         ``rewrites`` says whether the gradients may have to be clipped or unscaled, ``skips`` whether a step may be
         skipped at all. In the latter case, optimizers that do not obey a verdict cost one host sync.
         """
-        obeys = optimizers.honors_found_inf(optimizer)
-        if skips and (not obeys or optimizers.first_momentum_is_at_risk(optimizer)):
+        honors = optimizers.honors_found_inf(optimizer)
+        if skips and (not honors or optimizers.first_momentum_is_at_risk(optimizer)):
             skip, divisor = self.on_host()
             if skip:
                 return False, None
             rewrites = rewrites and divisor != 1.0
-        if obeys:
+        if honors:
             found_inf, by, *_ = self.verdict.unbind()
             # Given a divisor, an optimizer writes the gradients back even if the divisor is 1.
             rewrites = rewrites and not self.is_known_noop
@@ -212,8 +212,8 @@ class Unscaled(NamedTuple):
             with torch.no_grad():
                 targets = writable(gradients, name_of)
                 scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
-            owners, names = named.parameters, named.names
-            rows = measure(gradients, name_of, None, owners=owners, names=names, extra_groups=extra_groups)
+            parameters, names = named.parameters, named.names
+            rows = measure(gradients, name_of, None, parameters=parameters, names=names, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)
         return cls(rows, labels, inverse_scale, streams_of([inverse_scale, *rows.tables]))
 
@@ -272,27 +272,27 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
         elif limit != math.inf:
             clip_grad_norm_(named.parameters, limit)
         return
-    found = gradients_of(named.parameters)
-    if not found.tensors or limit == math.inf:
+    gradients = gradients_of(named.parameters)
+    if not gradients.tensors or limit == math.inf:
         return
-    labels = labels_of(named, found)
+    labels = labels_of(named, gradients)
     parameters = [parameter for parameter in named.parameters if parameter.grad is not None]
     if isinstance(limit, TensorClip):
-        refuse_distributed(found.tensors, labels.of)
-        limit.check(parameters, found.tensors, labels.of)
+        refuse_distributed(gradients.tensors, labels.of)
+        limit.check(parameters, gradients.tensors, labels.of)
     step = StepRequest(math.inf if isinstance(limit, AdaptiveClip) else limit, loss_scale, None)
     with torch.no_grad():
         rewrites = isinstance(limit, TensorClip)
-        measured = StepMeasurement.of(found.tensors, labels, step, named, None, None, in_place=rewrites)
+        measured = StepMeasurement.of(gradients.tensors, labels, step, named, None, None, in_place=rewrites)
         if isinstance(limit, NormClip):
             measured.limit_(limit)
         elif isinstance(limit, TensorClip):
-            measured.limit_tensors_(limit, parameters, found.tensors)
+            measured.limit_tensors_(limit, parameters, gradients.tensors)
         divisor = torch.ones_like(loss_scale) if rewrites else measured.verdict[DIVISOR]
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
 
-def refuse_half(gradients: Sequence[Tensor], name_of: NameOf) -> None:
+def refuse_float16(gradients: Sequence[Tensor], name_of: NameOf) -> None:
     """Raises ValueError, by name, for a float16 gradient, as torch's ``unscale_`` does."""
     for i, gradient in enumerate(gradients):
         if gradient.dtype is torch.float16:

@@ -52,8 +52,8 @@ def leave(listener: announce.Listener) -> None:
             return
         for part in (*_layers, *_hooks):
             part.remove()
-        for held in (_layers, _hooks, _scaler_kinds, _losses):
-            held.clear()
+        for patched in (_layers, _hooks, _scaler_kinds, _losses):
+            patched.clear()
 
 
 def only_scaler() -> GradScaler | None:
@@ -84,9 +84,9 @@ def _with_subclasses(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
 def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return layer.below(parameters, *args, **kwargs)
-    given = as_list(parameters)
-    with announce.change(given):
-        return layer.below(given, *args, **kwargs)
+    listed = as_list(parameters)
+    with announce.change(listed):
+        return layer.below(listed, *args, **kwargs)
 
 
 def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -122,8 +122,8 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if torch.compiler.is_compiling():
         return None
-    given = kwargs.get("closure", args[1] if len(args) > 1 else None)  # torch passes the optimizer itself first
-    closure = given if callable(given) else None
+    argument = kwargs.get("closure", args[1] if len(args) > 1 else None)  # torch passes the optimizer itself first
+    closure = argument if callable(argument) else None
     chosen = announce.step_begins(optimizer, closure)
     if chosen is closure:
         return None

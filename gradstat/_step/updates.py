@@ -97,12 +97,12 @@ def is_known(optimizer: object) -> bool:
 
 
 def kind_of(optimizer: object) -> _Kind:
-    known = ", ".join(kind.name for kind in _KINDS.values())
-    require_optimizer(optimizer, f"optimizer: expected one of torch's {known}")
+    names = ", ".join(kind.name for kind in _KINDS.values())
+    require_optimizer(optimizer, f"optimizer: expected one of torch's {names}")
     kind = _KINDS.get(original_step(type(optimizer)))
     if kind is None:
         name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise NotImplementedError(f"{name} is not supported; supported are torch's {known}")
+        raise NotImplementedError(f"{name} is not supported; supported are torch's {names}")
     return kind
 
 
@@ -220,9 +220,9 @@ def _refuse_gradient(parameter: Tensor, gradient: Tensor, name_of: NameOf, i: in
 def _state_of(parameter: Tensor, state: Mapping[str, Any], key: str, name_of: NameOf, i: int) -> Tensor:
     value = state.get(key)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        described = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
-            f"the optimizer's {key!r} of {name_of(i)!r} is {found}, expected a tensor of shape "
+            f"the optimizer's {key!r} of {name_of(i)!r} is {described}, expected a tensor of shape "
             f"{tuple(parameter.shape)}; its step would fail as well"
         )
     return value
@@ -255,7 +255,7 @@ def _coefficients_of(kind: _Kind, batch: _Batch) -> Tensor:
     settings["beta1"], settings["beta2"] = group.get("betas", (0.0, 0.0))
     settings["has_momentum"] = batch.rule == _MOMENTUM
     shared = _vector(list(settings.values()))
-    counted = _vector([state.get(key, before) for key, before in _COUNTED.items() for state in batch.states])
+    counted = _vector([state.get(key, start) for key, start in _COUNTED.items() for state in batch.states])
     home = shared.device if counted.device.type == "cpu" else counted.device
     by = dict(zip(settings, to_device(shared, home).unbind(), strict=True))
     by |= dict(zip(_COUNTED, to_device(counted, home).reshape(len(_COUNTED), -1).unbind(), strict=True))
@@ -278,10 +278,10 @@ def _coefficients_of(kind: _Kind, batch: _Batch) -> Tensor:
 
 def _vector(numbers: list[Any]) -> Tensor:
     """Numbers and one-element tensors as one float64 tensor: on a device if any of them is there, without waiting."""
-    there = [number for number in numbers if isinstance(number, Tensor) and number.device.type != "cpu"]
-    if not there:
+    on_device = [number for number in numbers if isinstance(number, Tensor) and number.device.type != "cpu"]
+    if not on_device:
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64, device="cpu")
-    if len(there) < len(numbers) or len({(number.device, number.dtype) for number in there}) > 1:
-        home = there[0].device
-        there = [to_device(torch.as_tensor(number, dtype=torch.float64), home) for number in numbers]
-    return torch.stack([number.reshape(()) for number in there]).to(torch.float64)
+    if len(on_device) < len(numbers) or len({(number.device, number.dtype) for number in on_device}) > 1:
+        home = on_device[0].device
+        on_device = [to_device(torch.as_tensor(number, dtype=torch.float64), home) for number in numbers]
+    return torch.stack([number.reshape(()) for number in on_device]).to(torch.float64)

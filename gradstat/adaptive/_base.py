@@ -40,7 +40,7 @@ class Step(NamedTuple):
     norm: Tensor  # of all gradients, 0-d float64
     norms: Tensor  # float64, one for each coefficient to decide
     weights: Tensor | None  # for units, the norms of their weights
-    kept: Tensor  # 0-d bool: whether the norm was recorded
+    is_recorded: Tensor  # 0-d bool: whether the norm was recorded
     counts: Tensor  # bool, as ``norms``: whether each is finite, and the step is not skipped
 
 
@@ -83,14 +83,14 @@ class AdaptiveClip(ABC):
             ValueError: The clip has a state for another list.
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
         """
-        listed, found = gradients_to_clip(parameters)
-        gradients, positions, _ = found
+        listed, collected = gradients_to_clip(parameters)
+        gradients, positions, _ = collected
         if not gradients:
             return torch.tensor(0.0, device="cpu")
         if positions is not None:
             listed = [listed[i] for i in positions]
         with announce.change(listed), torch.no_grad():
-            norm = self._clip_(listed, gradients, found.name_of, backend)
+            norm = self._clip_(listed, gradients, collected.name_of, backend)
             # As an in-place operation does: graphs that saved a gradient detect that it was changed.
             torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
@@ -110,7 +110,7 @@ class AdaptiveClip(ABC):
         """The numbers that the rule itself keeps for ``count`` tensors."""
         return RuleState()
 
-    def _rule_state_views(self, own: Tensor) -> State:
+    def _rule_state_views(self, of_rule: Tensor) -> State:
         """Views of the rule's own numbers, by name."""
         return {}
 
@@ -120,8 +120,8 @@ class AdaptiveClip(ABC):
         memory = self._memory
         if memory is None:
             memory = _history.extended(None, self._window, self._rule_state(0), torch.device("cpu"))
-        state, own = _history.views(memory, self._window)
-        return {**state, **self._rule_state_views(own)}
+        state, of_rule = _history.views(memory, self._window)
+        return {**state, **self._rule_state_views(of_rule)}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, its name, and ``"tensors"``, by name, on their device. No host sync."""
@@ -145,9 +145,9 @@ class AdaptiveClip(ABC):
 
     def _loaded(self, state: object) -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
-        own, saved = type(self).__name__, Saved(state)
-        if saved["rule"].value != own:
-            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {own} cannot load")
+        of_rule, saved = type(self).__name__, Saved(state)
+        if saved["rule"].value != of_rule:
+            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {of_rule} cannot load")
         return _history.loaded(saved["tensors"], self._window, self._rule_names, self._rule_state(0))
 
     def summary(self) -> ClipSummary:
@@ -159,10 +159,10 @@ class AdaptiveClip(ABC):
 
     def _memory_for(self, count: int, device: torch.device) -> Tensor:
         """The state tensor on ``device`` for ``count`` tensors: as it is, continued or new."""
-        memory, own = self._memory, self._rule_state(count)
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, own):
+        memory, of_rule = self._memory, self._rule_state(count)
+        if memory is None or memory.device != device or len(memory) != _history.size(self._window, of_rule):
             refuse_capture(device, f"the state of {type(self).__name__}")
-            self._memory = memory = _history.extended(memory, self._window, own, device)
+            self._memory = memory = _history.extended(memory, self._window, of_rule, device)
         return memory
 
     def _decide(
@@ -188,10 +188,10 @@ class AdaptiveClip(ABC):
         norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
         each = norms.l2_norms(measured) * scale if measured.dim() else measured
         is_step = torch.ones_like(norm, dtype=torch.bool) if skip is None else skip == 0
-        kept = norm.isfinite() & is_step
-        _history.add_norm_(state, norm, kept)
+        is_recorded = norm.isfinite() & is_step
+        _history.add_norm_(state, norm, is_recorded)
         of_weights = None if weights is None else norms.l2_norms(weights)
-        step = Step(state, norm, each, of_weights, kept, each.isfinite() & is_step)
+        step = Step(state, norm, each, of_weights, is_recorded, each.isfinite() & is_step)
         decided, counts = self._coefficients(step)
         coefficients = torch.where(counts, decided, 1.0)
         _history.add_coefficients_(state, coefficients, counts)
@@ -265,23 +265,23 @@ class TensorClip(AdaptiveClip):
         """The initial states, a row each, of ``_for_one_tensor`` clips for each of ``count`` tensors."""
         rows = _history.extended(None, 1, self._rule_state(1), device).repeat(count, 1)
         if self._memory is not None and self._rule_state(1).length:
-            own = _history.views(self._memory, self._window)[1]
-            if len(own) not in (0, count):
+            of_rule = _history.views(self._memory, self._window)[1]
+            if len(of_rule) not in (0, count):
                 raise ValueError(
-                    f"the state of this {type(self).__name__} is for {len(own)} tensors, and there are {count}; make a "
-                    "new clip for a new list"
+                    f"the state of this {type(self).__name__} is for {len(of_rule)} tensors, and there are {count}; "
+                    "make a new clip for a new list"
                 )
-            if len(own):
-                rows[:, -1] = to_device(own, device)
+            if len(of_rule):
+                rows[:, -1] = to_device(of_rule, device)
         return rows
 
     def _collect_(self, rows: Tensor, norm: Tensor) -> None:
         """Records a step of ``_for_one_tensor`` clips, with states ``rows``; ``norm`` is the total, 0-d float64."""
-        state, own = _history.views(self._memory_for(len(rows), rows.device), self._window)
+        state, of_rule = _history.views(self._memory_for(len(rows), rows.device), self._window)
         _history.add_norm_(state, norm, norm.isfinite())
         _history.add_totals_(state, rows)
-        if len(own):
-            own.copy_(rows[:, -1])
+        if len(of_rule):
+            of_rule.copy_(rows[:, -1])
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)

@@ -27,12 +27,12 @@ class RuleState(NamedTuple):
     initial: float = 0.0
 
 
-def size(window: int, own: RuleState) -> int:
+def size(window: int, of_rule: RuleState) -> int:
     """The length of the state tensor."""
-    return _TOTALS + 1 + window + own.length
+    return _TOTALS + 1 + window + of_rule.length
 
 
-def extended(memory: Tensor | None, window: int, own: RuleState, device: torch.device) -> Tensor:
+def extended(memory: Tensor | None, window: int, of_rule: RuleState, device: torch.device) -> Tensor:
     """``memory`` on ``device``, or an initial state, with the layout of csrc/decide.h.
 
     The history is followed by the numbers of the rule itself.
@@ -40,21 +40,21 @@ def extended(memory: Tensor | None, window: int, own: RuleState, device: torch.d
     if memory is None:
         start = [*[0.0] * _TOTALS, 1.0, *[math.nan] * window]
         memory = torch.tensor(start, dtype=torch.float64, device="cpu")
-    missing = memory.new_full((size(window, own) - len(memory),), own.initial)
+    missing = memory.new_full((size(window, of_rule) - len(memory),), of_rule.initial)
     return to_device(torch.cat([memory, missing]), device)
 
 
 def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
     """Views of the history's tensors by name, and of the rule's own numbers."""
-    totals, smallest, norms, own = memory.split((_TOTALS, 1, window, len(memory) - window - _TOTALS - 1))
+    totals, smallest, norms, of_rule = memory.split((_TOTALS, 1, window, len(memory) - window - _TOTALS - 1))
     # "norms" is a ring of the last norms, NaN where there is none yet; "smallest" is the smallest coefficient.
-    return {"norms": norms, "totals": totals, "smallest": smallest[0]}, own
+    return {"norms": norms, "totals": totals, "smallest": smallest[0]}, of_rule
 
 
-def loaded(saved: Saved, window: int, rule_names: Sequence[str], own: RuleState) -> Tensor:
+def loaded(saved: Saved, window: int, rule_names: Sequence[str], of_rule: RuleState) -> Tensor:
     """A new state tensor from such views by name, as saved, with the rule's own last, in the order of ``rule_names``.
 
-    ``own`` is the rule's state before the first step; without a length it has one number for each tensor. Waits for the
+    ``of_rule`` is the rule's state before the first step; without a length it has one number for each tensor. Waits for
     device. ValueError, naming the entry, unless a clip with this ``window`` can have made this.
     """
     norms = saved["norms"].numbers(None)
@@ -68,30 +68,30 @@ def loaded(saved: Saved, window: int, rule_names: Sequence[str], own: RuleState)
     fine[:COEFFICIENT_SUM] = True
     saved["totals"].require(totals, fine, "a sum of that many coefficients below 1")
     saved["smallest"].require(smallest, (smallest >= 0) & (smallest <= 1), "a number from 0 to 1")
-    held = torch.arange(window, device=norms.device) < totals[RECORDED].to(norms.device)
-    fine = torch.where(held, (norms >= 0) & norms.isfinite(), norms.isnan())
+    is_used = torch.arange(window, device=norms.device) < totals[RECORDED].to(norms.device)
+    fine = torch.where(is_used, (norms >= 0) & norms.isfinite(), norms.isnan())
     saved["norms"].require(norms, fine, "a finite number from 0 for each norm recorded, NaN where there is none")
     parts = [totals, smallest.view(1), norms]
-    for name in rule_names if own.length else [name for name in rule_names if name in saved]:
-        numbers = saved[name].numbers(*(() if own.length else (None,)))
-        fine = (numbers >= 0) & (numbers.isfinite() | (numbers == own.initial))
+    for name in rule_names if of_rule.length else [name for name in rule_names if name in saved]:
+        numbers = saved[name].numbers(*(() if of_rule.length else (None,)))
+        fine = (numbers >= 0) & (numbers.isfinite() | (numbers == of_rule.initial))
         saved[name].require(numbers, fine, "a finite number from 0")
         parts.append(numbers.view(-1))
     return torch.cat([part.to(norms.device) for part in parts])
 
 
-def add_norm_(state: State, norm: Tensor, kept: Tensor) -> None:
-    """Records the 0-d float64 ``norm`` where the 0-d bool ``kept`` is True; counts one that is not finite."""
+def add_norm_(state: State, norm: Tensor, is_recorded: Tensor) -> None:
+    """Records the 0-d float64 ``norm`` where the 0-d bool ``is_recorded`` is True; counts one that is not finite."""
     norms, totals = state["norms"], state["totals"]
     position = (totals[RECORDED] % len(norms)).long().view(1)
-    norms.scatter_(0, position, torch.where(kept, norm, norms.gather(0, position)))
-    totals[:DECIDED] += torch.stack((kept, ~norm.isfinite()))
+    norms.scatter_(0, position, torch.where(is_recorded, norm, norms.gather(0, position)))
+    totals[:DECIDED] += torch.stack((is_recorded, ~norm.isfinite()))
 
 
-def add_coefficients_(state: State, coefficients: Tensor, kept: Tensor) -> None:
-    """Counts the coefficients, 0-d or 1-d float64, of the decisions where ``kept`` is True; the others must be 1."""
+def add_coefficients_(state: State, coefficients: Tensor, is_recorded: Tensor) -> None:
+    """Counts the coefficients, 0-d or 1-d float64, of the decisions where ``is_recorded``; the others must be 1."""
     clipped = coefficients < 1
-    counted = torch.stack((kept, clipped, torch.where(clipped, coefficients, 0.0)))
+    counted = torch.stack((is_recorded, clipped, torch.where(clipped, coefficients, 0.0)))
     state["totals"][DECIDED:] += counted.view(3, -1).sum(1)
     state["smallest"].copy_(torch.cat([state["smallest"].view(1), coefficients.view(-1)]).amin())
 

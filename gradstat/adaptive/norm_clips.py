@@ -42,7 +42,7 @@ class FixedClip(NormClip):
         super().__init__(window, max_norm=max_norm)
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
-        return norms.clip_coefficient(step.norm, self._max_norm), step.kept
+        return norms.clip_coefficient(step.norm, self._max_norm), step.is_recorded
 
 
 class AutoClip(NormClip):
@@ -78,7 +78,7 @@ class AutoClip(NormClip):
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
         limit = torch.nanquantile(step.state["norms"], self._percentile / 100)  # unused places are NaN
-        return limited(step.norm, limit), step.kept
+        return limited(step.norm, limit), step.is_recorded
 
 
 class ZClip(NormClip):
@@ -139,11 +139,11 @@ class ZClip(NormClip):
     def _rule_state(self, count: int) -> RuleState:
         return RuleState(len(self._rule_names))
 
-    def _rule_state_views(self, own: Tensor) -> State:
-        return dict(zip(self._rule_names, own.unbind(), strict=True))
+    def _rule_state_views(self, of_rule: Tensor) -> State:
+        return dict(zip(self._rule_names, of_rule.unbind(), strict=True))
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
-        state, norm, kept = step.state, step.norm, step.kept
+        state, norm, is_recorded = step.state, step.norm, step.is_recorded
         mean, deviation, recorded = state["mean"], state["deviation"], state["totals"][_history.RECORDED]
         warming_up = recorded <= self._warmup
         excess = norm - mean
@@ -162,9 +162,9 @@ class ZClip(NormClip):
         move = after - mean
         distance = move.abs() * torch.where(warming_up, (1 - weight).sqrt(), 1 - weight)
         spread = torch.hypot((1 - weight).sqrt() * deviation, weight.sqrt() * distance)
-        mean.copy_(torch.where(kept, mean + weight * move, mean))
-        deviation.copy_(torch.where(kept, spread, deviation))
-        return limited(norm, after.clamp(max=self._max_norm)), kept
+        mean.copy_(torch.where(is_recorded, mean + weight * move, mean))
+        deviation.copy_(torch.where(is_recorded, spread, deviation))
+        return limited(norm, after.clamp(max=self._max_norm)), is_recorded
 
 
 class LastNormClip:
@@ -193,9 +193,9 @@ class LastNormClip:
 
     def _remember(self, norm: Tensor) -> None:
         """Decides the next step's coefficient from the 0-d float64 ``norm`` of this one. No host sync."""
-        decided, before = self.clip.coefficient(norm), self._coefficient
-        before = torch.ones_like(decided) if before is None else before.to(decided.device)
-        self._coefficient = torch.where(norm.isfinite(), decided, before)
+        decided, last = self.clip.coefficient(norm), self._coefficient
+        last = torch.ones_like(decided) if last is None else last.to(decided.device)
+        self._coefficient = torch.where(norm.isfinite(), decided, last)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of ``clip``, and ``"coefficient"``."""

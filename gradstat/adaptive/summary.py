@@ -81,8 +81,8 @@ class ClipSummary:
 
 def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never: str) -> ClipSummary:
     """The summary of ``state``; one host sync."""
-    held = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
-    norms, totals, smallest = np.split(held, [len(state["norms"]), len(held) - 1])
+    numbers = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
+    norms, totals, smallest = np.split(numbers, [len(state["norms"]), len(numbers) - 1])
     recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.COEFFICIENT_SUM])
     norms = norms[np.isfinite(norms)]
     wanted = [*PERCENTILES, SUGGESTED_PERCENTILE]

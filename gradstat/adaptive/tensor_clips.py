@@ -73,7 +73,7 @@ class AdaGC(TensorClip):
         self._beta = number("beta", beta, 0.0, 1.0)
         self._warmup = whole_number("warmup", warmup, 0)
         self._absolute = number("absolute", absolute, 0.0)
-        self._known: tuple[int, ...] | None = None
+        self._parameter_ids: tuple[int, ...] | None = None
         self._rule_options = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
@@ -88,14 +88,14 @@ class AdaGC(TensorClip):
     def _rule_state(self, count: int) -> RuleState:
         return RuleState(count, math.inf)
 
-    def _rule_state_views(self, own: Tensor) -> State:
-        return {"means": own} if len(own) else {}
+    def _rule_state_views(self, of_rule: Tensor) -> State:
+        return {"means": of_rule} if len(of_rule) else {}
 
     def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]
-        warming_up = recorded - step.kept.to(torch.float64) < self._warmup
+        warming_up = recorded - step.is_recorded.to(torch.float64) < self._warmup
         # While all tensors are clipped together, a norm counts only if all of them are finite.
-        counts = step.counts & (step.norms > 0) & (step.kept | ~warming_up)
+        counts = step.counts & (step.norms > 0) & (step.is_recorded | ~warming_up)
         decided = torch.where(
             warming_up, limited(step.norm, self._absolute), limited(step.norms, self._relative * means)
         )
@@ -106,11 +106,11 @@ class AdaGC(TensorClip):
 
     def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
         count = 0 if self._memory is None else len(_history.views(self._memory, self._window)[1])
-        known = tuple(map(id, parameters))
-        if count not in (0, len(known)) or self._known not in (None, known):
+        ids = tuple(map(id, parameters))
+        if count not in (0, len(ids)) or self._parameter_ids not in (None, ids):
             raise ValueError(
                 f"AdaGC keeps a mean for each of {count} parameters, by position, and this is a different list, of "
-                f"{len(known)}. The parameters with a gradient must be the same on every step: use "
+                f"{len(ids)}. The parameters with a gradient must be the same on every step: use "
                 "zero_grad(set_to_none=False), or make a new clip for a new list"
             )
 
@@ -128,16 +128,16 @@ class AdaGC(TensorClip):
         kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
         decided = self._decide(kernels, rows(), factor=inverse_scale, skip=skip)
         _scale_each_(gradients, decided[:-1], backend, name_of)
-        self._known = tuple(map(id, parameters))
+        self._parameter_ids = tuple(map(id, parameters))
         return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._known = None
+        self._parameter_ids = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is used with copies of the parameters, which are different objects.
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_parameter_ids": None}
 
 
 class AGC(TensorClip):
@@ -198,8 +198,8 @@ class AGC(TensorClip):
         of_weights = [kernels[device].unit_stats([weights[i] for i in at]) for device, at in groups.items()]
         decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
         coefficients = decided[:-1].split([len(table) for table in units])
-        for (device, at), own in zip(groups.items(), coefficients, strict=True):
-            kernels[device].scale_units_([targets[i] for i in at], to_device(own, device))
+        for (device, at), of_device in zip(groups.items(), coefficients, strict=True):
+            kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))
         return decided[-1]
 
 
@@ -222,8 +222,8 @@ def _scale_each_(gradients: list[Tensor], coefficients: Tensor, backend: str | N
     groups = by_device(targets)
     kernels = _kernels_for(groups, backend, name_of)
     for device, at in groups.items():
-        own = coefficients
+        of_device = coefficients
         if len(groups) > 1:
-            own = to_device(coefficients[to_device(torch.tensor(at, device="cpu"), coefficients.device)], device)
+            of_device = to_device(coefficients[to_device(torch.tensor(at, device="cpu"), coefficients.device)], device)
         with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
-            kernels[device].scale_each_(dense, own)
+            kernels[device].scale_each_(dense, of_device)

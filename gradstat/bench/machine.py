@@ -33,11 +33,11 @@ def device_name(device: torch.device) -> str:
 
 def _processor_name(cpuinfo: str) -> str:
     """The processor's name in ``cpuinfo``, or ``""``; with family and model if the name itself has no number."""
-    found = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*?)\s*$", cpuinfo, re.MULTILINE))
-    name: str = found.get("model name", "")
-    if not name or re.search(r"\d", name.partition("@")[0]) or not {"cpu family", "model"} <= found.keys():
+    entries = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*?)\s*$", cpuinfo, re.MULTILINE))
+    name: str = entries.get("model name", "")
+    if not name or re.search(r"\d", name.partition("@")[0]) or not {"cpu family", "model"} <= entries.keys():
         return name
-    return f"{name} (family {found['cpu family']} model {found['model']})"
+    return f"{name} (family {entries['cpu family']} model {entries['model']})"
 
 
 @cache

@@ -35,10 +35,10 @@ def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callab
             return _torch_peak(call) + _python_peak(call, prepare)
         synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
         call()
         synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - held
+        return torch.cuda.max_memory_allocated(device) - allocated
     finally:
         if collecting:
             gc.enable()
@@ -47,11 +47,11 @@ def peak_bytes(call: Callable[[], object], device: torch.device, prepare: Callab
 def _torch_peak(call: Callable[[], object]) -> int:
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
-    held = peak = 0
+    allocated = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
     return peak
 
 
@@ -69,11 +69,11 @@ def _python_peak(call: Callable[[], object], prepare: Callable[[], object]) -> i
 def quiet() -> Iterator[None]:
     """Silences the messages that the profiler's C++ code writes to stderr."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    copy = os.dup(2)
     try:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(copy, 2)
+        os.close(copy)

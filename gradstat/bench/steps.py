@@ -184,8 +184,8 @@ def costs(
     plain, bases = samples[compared[0].name], [peak(compared[0]) for _ in range(3)]
     measured = []
     for variant in compared:
-        known = variant.anomaly is None and step.device.type == "cpu"
-        call = quartiles(inside[variant.name][WARMUP:]) if known else None
+        is_timed = variant.anomaly is None and step.device.type == "cpu"
+        call = quartiles(inside[variant.name][WARMUP:]) if is_timed else None
         most, wall = peak(variant), samples[variant.name]
         extra = quartiles([most - base for base in (bases if variant is not compared[0] else [most])])
         measured.append(Cost(variant.name, quartiles(wall), ratios(wall, plain), call, extra))

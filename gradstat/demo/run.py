@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     named = [stats.name for stats in incident.nonfinite] if incident is not None else []
     if named == [f"{culprit}.weight"]:
         return 0
-    found = f"but gradstat named: {named or 'none'}"
-    print(f"\nFAILED: {culprit}.weight was corrupted at step {corrupted_step}, {found}", file=sys.stderr)
+    but = f"but gradstat named: {named or 'none'}"
+    print(f"\nFAILED: {culprit}.weight was corrupted at step {corrupted_step}, {but}", file=sys.stderr)
     return 1
 
 

@@ -70,8 +70,8 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
         ValueError: This rank is not in ``group``.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """
-    found = require_member(group)
-    device = device_of(found)
+    members = require_member(group)
+    device = device_of(members)
     words: list[str] = []
     tensors: list[Tensor] = []
     for path, leaf in leaves_in(batch, "batch"):
@@ -87,8 +87,8 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
     with torch.no_grad():
         structure = torch.tensor([of_text("\n".join(words))], device=device)
         number = combined(torch.cat([structure, checksums(tensors, device)]))
-        numbers = gather(number, found, _CALLER).tolist()
-    ranks = tuple(dist.get_process_group_ranks(found))
+        numbers = gather(number, members, _CALLER).tolist()
+    ranks = tuple(dist.get_process_group_ranks(members))
     ranks_of: dict[int, list[int]] = {}
     for rank, theirs in zip(ranks, numbers, strict=True):
         ranks_of.setdefault(theirs, []).append(rank)

@@ -180,16 +180,16 @@ def _with_pieces(cut_of: Callable[[str, int], _Cut | None], gradients_only: bool
     spread: nn.Module = model()
     backward(spread, range(dist.get_world_size()))
     for number, (name, parameter) in enumerate(list(spread.named_parameters())):
-        path, _, own = name.rpartition(".")
+        path, _, attribute = name.rpartition(".")
         cut, gradient = cut_of(name, number), parameter.grad
         if cut is not None and gradient is not None:
             piece = nn.Parameter(cut(parameter.detach()))
             piece.grad = cut(gradient)
-            setattr(spread.get_submodule(path), own, piece)
+            setattr(spread.get_submodule(path), attribute, piece)
         elif gradients_only:
             parameter.grad = None
         else:
-            delattr(spread.get_submodule(path), own)
+            delattr(spread.get_submodule(path), attribute)
     return spread
 
 

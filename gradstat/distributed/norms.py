@@ -207,21 +207,21 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_O
         warnings.simplefilter("ignore")  # torch's, which are about our model and not the user's
         layout, single = make_layout_and_reference(name)
     parameters = layout.named_parameters()
-    kept = {key: (p.grad, _storage(p.grad).clone()) for key, p in parameters.items() if p.grad is not None}
+    gradients_before = {key: (p.grad, _storage(p.grad).clone()) for key, p in parameters.items() if p.grad is not None}
     asked = inspect.signature(clip).parameters
     passed = {key: layout if key == "layout" else getattr(layout, key) for key in _KEYWORDS if key in asked}
     apart = dist.new_group()  # separate, so that collectives the clip left unfinished do not match ours
     outcomes = []
     for case in cases:
-        for key, (gradient, values) in kept.items():
+        for key, (gradient, values) in gradients_before.items():
             _storage(gradient).copy_(values)
             parameters[key].grad = gradient
         expected = _norm(_values(dict(single.named_parameters())), case.order)
         lost = torch.tensor(_inject_fault(case, layout, single))
         dist.all_reduce(lost, dist.ReduceOp.MAX, apart)
         expected = math.sqrt(expected**2 - lost.item() ** 2) if lost else expected
-        before = _values(parameters)
-        outcome = _Outcome(expected=expected, local=_norm(before, case.order), limit=case.share * expected)
+        values_before = _values(parameters)
+        outcome = _Outcome(expected=expected, local=_norm(values_before, case.order), limit=case.share * expected)
         outcomes.append(outcome)
         try:
             outcome.norm = float(clip(list(layout.model.parameters()), outcome.limit, case.order, **passed))
@@ -229,12 +229,12 @@ def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_O
             outcome.raised = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
             continue
         after = _values(parameters)
-        outcome.odd = sorted(before.keys() ^ after.keys())
-        outcome.unchanged = before.keys() == after.keys() and all(
-            torch.equal(old.nan_to_num(), after[key].nan_to_num()) for key, old in before.items()
+        outcome.odd = sorted(values_before.keys() ^ after.keys())
+        outcome.unchanged = values_before.keys() == after.keys() and all(
+            torch.equal(old.nan_to_num(), after[key].nan_to_num()) for key, old in values_before.items()
         )
-        for key in before.keys() & after.keys():
-            old, new = before[key], after[key]
+        for key in values_before.keys() & after.keys():
+            old, new = values_before[key], after[key]
             if case != _NAN and old.any():
                 factor = outcome.factors[key] = (old.dot(new) / old.dot(old)).item()
                 if not (new - factor * old).abs().max() <= _RELATIVE * abs(factor) * old.abs().max():
@@ -270,8 +270,8 @@ def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gradient = parameter.grad
         if gradient is not None:
             pending = isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
-            held = gradient.full_tensor() if pending else _storage(gradient)  # type: ignore[attr-defined]
-            values[key] = held.detach().flatten().to(torch.float64, copy=True)
+            values_of_one = gradient.full_tensor() if pending else _storage(gradient)  # type: ignore[attr-defined]
+            values[key] = values_of_one.detach().flatten().to(torch.float64, copy=True)
     return values
 
 

@@ -157,8 +157,8 @@ def _participants(
 ) -> tuple[list[dist.ProcessGroup], tuple[int, ...]]:
     """Groups whose reductions, one after the other, cover all participating ranks; and those ranks."""
     if mesh is None:
-        found = require_member(group)
-        return [found], tuple(dist.get_process_group_ranks(found))
+        member = require_member(group)
+        return [member], tuple(dist.get_process_group_ranks(member))
     if group is not None:
         raise ValueError("pass a group or a mesh, not both")
     if mesh.get_coordinate() is None:
@@ -197,8 +197,8 @@ def _count_if_equal(
     # Which tensors are compared here: with several meshes, ranks compare different ones.
     here = torch.tensor([t.bits is not None and bool(t.replicas) for t in tensors], device=numbers.device)
     differs = ~torch.stack(verdicts).all() if verdicts else here.new_zeros(())
-    found = torch.cat([differs.reshape(1), here]).to(torch.int64)
-    is_different, *is_compared = reduce_(found, dist.ReduceOp.MAX, groups, _CALLER).tolist()
+    flags = torch.cat([differs.reshape(1), here]).to(torch.int64)
+    is_different, *is_compared = reduce_(flags, dist.ReduceOp.MAX, groups, _CALLER).tolist()
     return None if is_different else sum(is_compared)
 
 
@@ -265,14 +265,14 @@ def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> lis
     unknown = sorted(wanted - _FINDERS.keys())
     if unknown or not wanted:
         raise ValueError(f"cannot compare {', '.join(unknown) or 'nothing'}; known: {', '.join(_FINDERS)}")
-    found: dict[tuple[str, str], _Replicated] = {}
+    described: dict[tuple[str, str], _Replicated] = {}
     for each in wanted:
         kind = each.removesuffix("s")
         for name, tensor in _FINDERS[each](target):
-            if (kind, name) in found:
+            if (kind, name) in described:
                 raise ValueError(f"two tensors are named {name!r}; ranks match tensors by name")
-            found[kind, name] = _described(kind, name, tensor, ranks)
-    return [found[key] for key in sorted(found)]
+            described[kind, name] = _described(kind, name, tensor, ranks)
+    return [described[key] for key in sorted(described)]
 
 
 def _parameters(target: Any) -> Iterable[tuple[str, Tensor]]:

@@ -127,7 +127,7 @@ def measure_segments(
             of = parameters if i == 0 and (is_awaited or is_distributed(some)) else None
             # Without their extra groups, tensors that only some ranks have, such as experts, cannot be told apart.
             names = None if i and extra_groups is not None else functools.partial(tuple, segment.names)
-            rows = measure(some, _namer([segment]), backend, owners=of, names=names, extra_groups=extra)
+            rows = measure(some, _namer([segment]), backend, parameters=of, names=names, extra_groups=extra)
         except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise
         except Exception as raised:  # other ranks wait in collectives of later segments

@@ -55,7 +55,7 @@ def _reports(seed: int, split: bool) -> list[dict[str, Any]]:
     total = sum(whole.numel() for whole in wholes.values())
     for partition in (1, total // 3, total // 2 + 1, total, 2 * total):
         pieces = _pieces(wholes, partition, group)
-        measured = measure(pieces, lambda i: str(i), None, owners=list(wholes.values()))
+        measured = measure(pieces, lambda i: str(i), None, parameters=list(wholes.values()))
         rows = HostRows(measured)
         rows.raise_if_others_failed()
         found = Report(lambda: list(wholes), rows.table(), rows.infos, total=rows.total())

@@ -311,7 +311,7 @@ def test_other_parameters_of_the_same_names_are_noticed_by_the_monitor_wherever_
         model.append(nn.Linear(4, 2))
         train(model, optimizer, monitor)
     assert ("optimizer-coverage", 1, "2.weight") in {(f.rule, f.step, f.name) for f in monitor.findings}
-    noted = monitor._collector._known
+    noted = monitor._collector._last_seen
     assert [reference() for reference in noted[1]] == list(model.parameters())
 
 

@@ -110,13 +110,13 @@ def test_the_table_names_every_optimizer_of_torch() -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("max_norm", [0.3, None], ids=["clipped", "unclipped"])
 def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None, device: str) -> None:
-    make, obeys = OPTIMIZERS[kind]
+    make, honors = OPTIMIZERS[kind]
     if "fused" in kind:
         skip_unless_fused(make, device)
     model = model_for(kind, device)
     twin = copy.deepcopy(model)
     ours, theirs = make(model.parameters()), make(twin.parameters())
-    assert optimizers.honors_found_inf(ours) is obeys
+    assert optimizers.honors_found_inf(ours) is honors
     outcomes = []
     for step in range(8):
         bad = {0: math.nan, 3: math.inf, 4: -math.inf}.get(step)
@@ -159,7 +159,7 @@ def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None
     assert not {"found_inf", "grad_scale"} & set(vars(ours))
 
 
-FUSED = [name for name, (_, obeys) in OPTIMIZERS.items() if obeys and "dampened" not in name]
+FUSED = [name for name, (_, honors) in OPTIMIZERS.items() if honors and "dampened" not in name]
 
 
 @pytest.mark.parametrize("scaling", [False, True])
