@@ -270,17 +270,12 @@ def auto(
         TypeError: ``optimizer`` is not an optimizer, or ``max_norm`` neither a number nor an adaptive clip.
         ValueError: ``max_norm`` is not above 0.
     """
-    if isinstance(model, Optimizer) or isinstance(optimizer, nn.Module) or optimizer is None:
-        model, optimizer = optimizer, model
+    model, optimizer = optimizers.in_order(model, optimizer)
     if not isinstance(optimizer, Optimizer):
         refuse_engine(optimizer)
         raise TypeError(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
             "wrapped optimizer pass the inner one, for example optimizer.optimizer"
-        )
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(
-            f"expected one optimizer and one torch.nn.Module, got {type(model).__name__} beside the optimizer"
         )
     optimizer, limit = optimizers.unwrapped(optimizer), checked_limit(max_norm)
     monitor = Monitor(Parameters() if model is None else model, optimizer, scaler, max_norm=max_norm, **options)

@@ -19,6 +19,7 @@ from gradstat._core.parameters import named_by, named_parameters_of, names_at
 from gradstat._core.tensors import to_device
 from gradstat._core.text import columns, printable
 from gradstat._step import loss_scale as _scaling
+from gradstat._step.optimizers import in_order
 from gradstat._step.updates import kind_of, update_sums
 from gradstat.tensor_stats import ByName
 
@@ -129,7 +130,11 @@ def _derived(xp: Any, sums: Any, sizes: Any) -> Any:
 
 @never_traced
 def update_stats(
-    optimizer: Optimizer, model: Module | None = None, *, scaler: Any = None, backend: str | None = None
+    model: Module | Optimizer | None = None,
+    optimizer: Optimizer | Module | None = None,
+    *,
+    scaler: Any = None,
+    backend: str | None = None,
 ) -> UpdateReport:
     """Measures the update that the next ``optimizer.step()`` makes, before it is made. No host sync.
 
@@ -142,8 +147,9 @@ def update_stats(
     this, with gradients for the same parameters.
 
     Args:
-        optimizer: An optimizer with gradients from ``backward()``.
-        model: The module whose parameter names are used, as for `guarded_step`.
+        model: The module whose parameter names are used, as for `guarded_step`. May be left out, as in
+            ``update_stats(optimizer)``.
+        optimizer: An optimizer with gradients from ``backward()``. The two may come in either order.
         scaler: The loss scaler, if gradients still carry its scale.
         backend: As for `check`.
 
@@ -153,16 +159,17 @@ def update_stats(
     Raises:
         NotImplementedError: The class of ``optimizer`` is not supported; a gradient is sparse, or is sharded in another
             way than its parameter.
-        TypeError: ``optimizer`` is not a torch optimizer, or ``scaler`` not a loss scaler.
+        TypeError: ``optimizer`` is not a torch optimizer, ``model`` not a module, or ``scaler`` not a loss scaler.
         ValueError: A state is missing or has another shape than its parameter; a tensor cannot be measured.
         BackendUnavailableError: ``backend`` cannot run here.
     """
-    kind_of(optimizer)
+    module, stepping = in_order(model, optimizer)
+    kind_of(stepping)
     scaler = _scaling.inner_scaler(scaler)
-    is_scaled = scaler is not None and scaler.is_enabled() and _scaling.is_still_scaled(scaler, optimizer)
+    is_scaled = scaler is not None and scaler.is_enabled() and _scaling.is_still_scaled(scaler, stepping)
     scale = _scaling.require_scale(scaler, "update_stats") if is_scaled else None
-    named = named_parameters_of(optimizer)
-    if model is not None:
-        named = named_by(model, named)
-    positions, sizes, sums = update_sums(optimizer, lambda i: named.names()[i], backend, scale)
+    named = named_parameters_of(stepping)
+    if module is not None:
+        named = named_by(module, named)
+    positions, sizes, sums = update_sums(stepping, lambda i: named.names()[i], backend, scale)
     return UpdateReport(names_at(named, positions), sums, sizes)

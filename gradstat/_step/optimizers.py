@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from gradstat._core.engines import refuse_engine
@@ -33,6 +34,20 @@ def require_optimizer(optimizer: object, expected: str) -> None:
         inner = getattr(optimizer, "optimizer", None)
         hint = "; pass the optimizer it wraps, `.optimizer`" if isinstance(inner, Optimizer) else ""
         raise TypeError(f"{expected}, got {type(optimizer).__name__}{hint}")
+
+
+def in_order(model: Any, optimizer: Any) -> tuple[Module | None, Any]:
+    """``(model, optimizer)``, given in either order; the model may be left out.
+
+    Raises TypeError if what is beside an optimizer is no module.
+    """
+    if isinstance(model, Optimizer) or isinstance(optimizer, Module) or optimizer is None:
+        model, optimizer = optimizer, model
+    if isinstance(optimizer, Optimizer) and not isinstance(model, Module | None):
+        raise TypeError(
+            f"expected one optimizer and one torch.nn.Module, got {type(model).__name__} beside the optimizer"
+        )
+    return model, optimizer
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

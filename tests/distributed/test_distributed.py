@@ -495,11 +495,11 @@ def test_strided_shards() -> None:
 
 
 @on_ranks(2)
-def test_layouts_are_forgotten_with_their_mesh() -> None:
+def test_shardings_are_forgotten_with_their_mesh() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     gradstat.stats([distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)])
     cache = sharded._caches[id(mesh)]
-    assert cache.layouts
+    assert cache.shardings
     assert cache.plans
     key = id(mesh)
     del mesh

@@ -271,7 +271,7 @@ def stepped(make: Make = lambda p: AdamW(p, 1e-2), steps: int = 2) -> tuple[nn.M
 def test_names_entries_and_forms() -> None:
     model, optimizer = stepped()
     model[2].bias.grad = None
-    report = update_stats(optimizer, model)
+    report = update_stats(model, optimizer)
     assert report.names == ("0.weight", "0.bias", "2.weight")
     assert len(report) == 3
     assert "2.bias" not in report
@@ -285,6 +285,19 @@ def test_names_entries_and_forms() -> None:
     assert torch.allclose(report.table, torch.tensor(rows, dtype=torch.float64), rtol=1e-12)
     assert str(report).splitlines()[1].split() == list(gradstat.UPDATE_FIELDS)
     assert len(str(report).splitlines()) == 5
+
+
+def test_model_and_optimizer_come_in_either_order() -> None:
+    model, optimizer = stepped()
+    assert (
+        update_stats(model, optimizer).names
+        == update_stats(optimizer, model).names
+        == ("0.weight", "0.bias", "2.weight", "2.bias")
+    )
+    assert update_stats(model=model, optimizer=optimizer).names[0] == "0.weight"
+    assert update_stats(optimizer=optimizer).names[0] == "group0.0"
+    with pytest.raises(TypeError, match=r"expected one optimizer and one torch\.nn\.Module, got str beside the optim"):
+        update_stats("model", optimizer)  # type: ignore[arg-type]
 
 
 def test_overall_is_of_all_parameters_as_one() -> None:
@@ -389,17 +402,17 @@ def test_gradients_and_states_it_cannot_read() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(NotImplementedError, match=r"gradient of 'weight' has the layout torch.sparse_coo"):
-        update_stats(SGD(embedding.parameters(), 0.1), embedding)
+        update_stats(embedding, SGD(embedding.parameters(), 0.1))
     model, optimizer = stepped(lambda p: Adam(p, 1e-2))
     optimizer.state[model[2].weight]["exp_avg_sq"] = torch.ones(3)
     with pytest.raises(
         ValueError, match=r"'exp_avg_sq' of '2.weight' is shape \(3,\), expected a tensor of shape \(2, 5\)"
     ):
-        update_stats(optimizer, model)
+        update_stats(model, optimizer)
     for group in optimizer.param_groups:
         group["amsgrad"] = True
     with pytest.raises(ValueError, match=r"'max_exp_avg_sq' of '0\.weight' is None, expected a tensor"):
-        update_stats(optimizer, model)
+        update_stats(model, optimizer)
 
 
 @on_ranks(2)
