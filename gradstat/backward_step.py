@@ -268,7 +268,7 @@ class StepInBackward:
                 rows, measured, gradient = _measure_over_ranks(gradient, labels, request, parameter)
             else:
                 measured = StepMeasurement.of(
-                    [gradient], labels, request, NamedParameters([parameter], labels.present), None, None
+                    [gradient], labels, request, NamedParameters([parameter], labels.names), None, None
                 )
                 rows = measured.rows
             rewrites = self._limit != math.inf
@@ -503,7 +503,7 @@ def _measure_over_ranks(
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     rows = measure([gradient], labels.of, None, over_ranks=False)
     whole = rows.tables[0].clone()
-    sum_over_shards_(whole[:, _fields.SUMMED], [gradient], labels.present())
+    sum_over_shards_(whole[:, _fields.SUMMED], [gradient], labels.names())
     decision = norms.decide(whole, step)
     streams = streams_of([decision.verdict])
     return (

@@ -125,7 +125,7 @@ def _launched(
     labels = labels_of(named, gradients)
     parameters, names = named.parameters, named.names
     if engine is not None and gradients.positions is not None:  # the same on all ranks, and not in ``.grad``
-        parameters, names = [parameters[i] for i in gradients.positions], labels.present
+        parameters, names = [parameters[i] for i in gradients.positions], labels.names
     measured = measure(
         gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups
     )
@@ -133,7 +133,7 @@ def _launched(
     def make(rows: HostRows) -> Report:
         rows.raise_if_others_failed()
         table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
-        return Report(labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total)
+        return Report(labels.names, table, rows.infos, labels.missing_names, loss_scale=scale, total=total)
 
     return measured, make
 

@@ -264,19 +264,19 @@ def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Grad
 class Labels(NamedTuple):
     """The names of existing and of missing gradients, looked up on demand. Holds no reference to a gradient."""
 
-    present: Names
-    missing: Names
+    names: Names
+    missing_names: Names
 
     def of(self, i: int) -> str:
         """The name of the i-th existing gradient, for errors."""
-        return self.present()[i]
+        return self.names()[i]
 
 
 def labels_of(named: NamedParameters, gradients: Gradients) -> Labels:
     """The names of ``gradients``, which belong to the parameters of ``named``."""
     # Which gradients are missing is recorded now, since it may change.
-    missing = tuple if gradients.missing is None else names_at(named, gradients.missing)
-    return Labels(names_at(named, gradients.positions), missing)
+    missing_names = tuple if gradients.missing is None else names_at(named, gradients.missing)
+    return Labels(names_at(named, gradients.positions), missing_names)
 
 
 def names_at(named: NamedParameters, positions: list[int] | None) -> Names:

@@ -156,7 +156,7 @@ class StepMeasurement(NamedTuple):
             table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
             refused = reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
             return Report(
-                labels.present, table, rows.infos, labels.missing, loss_scale=scale, total=total, refused=refused
+                labels.names, table, rows.infos, labels.missing_names, loss_scale=scale, total=total, refused=refused
             )
 
         with on_streams(self.streams):
@@ -251,7 +251,7 @@ class Unscaled(NamedTuple):
             rows.raise_if_others_failed()
             scale = 1.0 / float(inverse_scale) if inverse_scale else math.inf
             return Report(
-                labels.present, rows.table(), rows.infos, labels.missing, loss_scale=scale, total=rows.total()
+                labels.names, rows.table(), rows.infos, labels.missing_names, loss_scale=scale, total=rows.total()
             )
 
         with on_streams(self.streams):
