@@ -36,24 +36,24 @@ class ScalerStatus:
     Attributes:
         scale: The loss scale.
         steps, skipped, consecutive_skipped: Updates so far, counted as `StepCounts` counts steps.
-        verdict: ``"ok"``, ``"collapsing"`` or ``"running away"``.
+        trend: ``"ok"``, ``"collapsing"`` or ``"running away"``.
     """
 
     scale: float
     steps: int
     skipped: int
     consecutive_skipped: int
-    verdict: str
+    trend: str
 
     def __str__(self) -> str:
         share = f" ({self.skipped / self.steps:.1%})" if self.steps else ""
-        text = f"loss scale {self.scale:g}: {self.steps:,} steps, {self.skipped:,} skipped{share}, {self.verdict}"
-        if self.verdict == "collapsing":
+        text = f"loss scale {self.scale:g}: {self.steps:,} steps, {self.skipped:,} skipped{share}, {self.trend}"
+        if self.trend == "collapsing":
             text += (
                 f"; {self.consecutive_skipped} skipped in a row. Lowering the scale does not help: look for NaN in "
                 "scaler.report(optimizer); if there is none, lower the learning rate or train in bfloat16"
             )
-        elif self.verdict == "running away":
+        elif self.trend == "running away":
             text += (
                 "; no gradient overflowed while it grew. Either nothing is computed in float16 and no loss scale is "
                 "needed, or the loss does not depend on the parameters"
@@ -214,12 +214,12 @@ class GradScaler(TorchGradScaler):
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
         scale, steps, skipped, in_a_row = self._counters.newest(self._scale_and_counts, wait).tolist()
-        verdict = "ok"
+        trend = "ok"
         if in_a_row >= self.collapse_after:
-            verdict = "collapsing"
+            trend = "collapsing"
         elif scale > self.runaway_above:
-            verdict = "running away"
-        return ScalerStatus(scale, int(steps), int(skipped), int(in_a_row), verdict)
+            trend = "running away"
+        return ScalerStatus(scale, int(steps), int(skipped), int(in_a_row), trend)
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with progress_bar(steps.WARMUP + options.rounds, "measuring") as progress:
         measured = steps.costs(step, options.rounds, compared=compared, progress=lambda: progress.update(1))
     count = f"{options.rounds} interleaved rounds" if options.rounds > 1 else "one round, so its spread is not known"
-    print(f"\nA training step, {count}:\n{steps.table(measured)}\n\n{verdict(measured)}")
+    print(f"\nA training step, {count}:\n{steps.table(measured)}\n\n{conclusion(measured)}")
     if options.json is not None:
         content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
         with replacing(options.json) as file:
@@ -226,7 +226,7 @@ def _runnable_variants(step: steps.Step, where: str) -> list[steps.Variant]:
     return running
 
 
-def verdict(measured: list[steps.Cost]) -> str:
+def conclusion(measured: list[steps.Cost]) -> str:
     """One sentence: what gradstat and ``detect_anomaly`` add to this step."""
     shares = {cost.name: cost.share(measured[0]) for cost in measured}
     if steps.CHECK not in shares:

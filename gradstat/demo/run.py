@@ -1,4 +1,4 @@
-"""The demo's command: options, the training run, the cost of checks in its training step, the picture, the verdict."""
+"""The demo's command: options, the training run, the cost of checks in its training step, the picture, the result."""
 
 from __future__ import annotations
 

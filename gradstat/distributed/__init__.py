@@ -5,15 +5,15 @@ Not imported by ``import gradstat``, as it needs ``torch.distributed``; accessin
 
 from gradstat._core.collectives import UnreachableRankError
 from gradstat.distributed.batches import BatchReport, RepeatedBatchError, verify_batches
-from gradstat.distributed.norms import ClipReport, ClipVerdict, verify_clip
+from gradstat.distributed.norms import ClipReport, LayoutResult, verify_clip
 from gradstat.distributed.origin import OriginReport, OriginTracker, track_origin
 from gradstat.distributed.replicas import Drift, ReplicaMismatchError, ReplicaReport, verify_replicas
 
 __all__ = [
     "BatchReport",
     "ClipReport",
-    "ClipVerdict",
     "Drift",
+    "LayoutResult",
     "OriginReport",
     "OriginTracker",
     "RepeatedBatchError",

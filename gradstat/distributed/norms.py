@@ -35,7 +35,7 @@ _OK = "ok"
 
 
 @dataclass(frozen=True)
-class ClipVerdict:
+class LayoutResult:
     """The effect of a clip in one layout.
 
     Attributes:
@@ -64,16 +64,16 @@ class ClipReport:
 
     Attributes:
         clip: The function's name.
-        verdicts: One for each layout.
+        results: One for each layout.
     """
 
     clip: str
-    verdicts: tuple[ClipVerdict, ...]
+    results: tuple[LayoutResult, ...]
 
     @property
     def ok(self) -> bool:
         """Whether every layout is ok."""
-        return all(verdict.ok for verdict in self.verdicts)
+        return all(result.ok for result in self.results)
 
     def raise_if_wrong(self) -> None:
         """Raises an ``AssertionError`` with the report as its message, unless `ok`."""
@@ -83,20 +83,20 @@ class ClipReport:
     @property
     def summary(self) -> str:
         """The problems, in sentences, and the number of layouts without any."""
-        right = sum(verdict.ok for verdict in self.verdicts)
+        right = sum(result.ok for result in self.results)
         problems: dict[str, list[str]] = {}
-        for verdict in self.verdicts:
-            for problem in verdict.problems:
-                problems.setdefault(problem, []).append(verdict.layout)
+        for result in self.results:
+            for problem in result.problems:
+                problems.setdefault(problem, []).append(result.layout)
         lines = [f"{', '.join(layouts)}: {problem}" for problem, layouts in problems.items()]
-        return "\n".join([*lines, f"{self.clip}: matches a single process in {right} of {len(self.verdicts)} layouts"])
+        return "\n".join([*lines, f"{self.clip}: matches a single process in {right} of {len(self.results)} layouts"])
 
     def __str__(self) -> str:
-        return "\n".join([_row(), *map(_row, self.verdicts), self.summary])
+        return "\n".join([_row(), *map(_row, self.results), self.summary])
 
 
-def _row(verdict: ClipVerdict | None = None) -> str:
-    cells = ("layout", *_COLUMNS) if verdict is None else (verdict.layout, *(getattr(verdict, c) for c in _COLUMNS))
+def _row(result: LayoutResult | None = None) -> str:
+    cells = ("layout", *_COLUMNS) if result is None else (result.layout, *(getattr(result, c) for c in _COLUMNS))
     return "  {:<10}  {:<20}  {:<20}  {}".format(*cells)
 
 
@@ -106,7 +106,7 @@ def verify_clip(
     layouts: Iterable[str] = tuple(LAYOUTS),
     orders: Iterable[float] = ORDERS,
     limit: float = 30.0,
-    on_verdict: Callable[[ClipVerdict], object] | None = None,
+    on_result: Callable[[LayoutResult], object] | None = None,
 ) -> ClipReport:
     """Runs a clip function on a small model distributed over four gloo ranks, and compares with one float64 process.
 
@@ -128,7 +128,7 @@ def verify_clip(
             ``pp_mesh`` or ``ep_enabled``, they are passed by keyword: the `Layout` and its attributes.
         layouts, orders: The layouts and orders of the norm to try.
         limit: Seconds per layout, after which ranks that wait for each other are stopped.
-        on_verdict: Called with each verdict as soon as it is available.
+        on_result: Called with each result as soon as it is available.
 
     Raises:
         TypeError: ``clip`` cannot be imported by other processes, for example a lambda.
@@ -147,13 +147,13 @@ def verify_clip(
         ForkingPickler.dumps(clip)
     except Exception as error:  # of any kind: pickling runs the function's own class
         raise TypeError(f"the ranks cannot import clip, which is {where}; pass a module-level function") from error
-    verdicts = []
+    results = []
     with Ranks(WORLD) as ranks:
         for name in wanted:
-            verdicts.append(_verdict(name, cases, _outcomes(ranks, clip, name, cases, limit)))
-            if on_verdict is not None:
-                on_verdict(verdicts[-1])
-    return ClipReport(where, tuple(verdicts))
+            results.append(_result_of(name, cases, _outcomes(ranks, clip, name, cases, limit)))
+            if on_result is not None:
+                on_result(results[-1])
+    return ClipReport(where, tuple(results))
 
 
 class _Case(NamedTuple):
@@ -283,7 +283,7 @@ def _norm(values: Mapping[str, Tensor], order: float) -> float:
 # Evaluating the outcomes of all ranks -------------------------------------------------------------------------
 
 
-def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) -> ClipVerdict:
+def _result_of(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) -> LayoutResult:
     wrong: dict[str, dict[str, str]] = {column: {} for column in _COLUMNS}  # cells by case
     problems: dict[str, list[str]] = {}
     for case, on_ranks in zip(cases, outcomes, strict=True):
@@ -297,7 +297,7 @@ def _verdict(layout: str, cases: list[_Case], outcomes: list[list[_Outcome]]) ->
         some = f" ({len(found)}/{len(cases)})" * (len(found) < len(cases))
         cells[column] = next(iter(found.values())) + some if found else _OK
     texts = [f"{p} ({'; '.join(names) if len(names) < 4 else f'{len(names)} cases'})" for p, names in problems.items()]
-    return ClipVerdict(layout, **cells, problems=tuple(texts))
+    return LayoutResult(layout, **cells, problems=tuple(texts))
 
 
 def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequence[str], str, str]]:
@@ -394,16 +394,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     table = sys.stderr if options.json else sys.stdout
 
-    def print_row(*verdict: ClipVerdict) -> None:
-        print(_row(*verdict), file=table, flush=True)
+    def print_row(*result: LayoutResult) -> None:
+        print(_row(*result), file=table, flush=True)
 
     try:
         clip = attribute_of(options.clip, "MODULE:FUNCTION, such as torch.nn.utils:clip_grad_norm_")
         print_row()
         report = verify_clip(
-            clip, layouts=options.layouts, orders=options.orders, limit=options.limit, on_verdict=print_row
+            clip, layouts=options.layouts, orders=options.orders, limit=options.limit, on_result=print_row
         )
     except (ValueError, TypeError, RuntimeError) as error:
         raise UsageError(str(error)) from error
-    print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2) if options.json else report.summary)
+    as_json = {"ok": report.ok, "clip": report.clip, "verdicts": [*map(asdict, report.results)]}
+    print(json.dumps(as_json, indent=2) if options.json else report.summary)
     return 0 if report.ok else 1

@@ -111,7 +111,7 @@ def verify_replicas(
 
     A collective: all ranks of the group have to call it, and get the same report. If all agree it costs one all-reduce
     of 32 bytes and one host sync, however many tensors there are. With distributed tensors there are also one reduction
-    for each mesh dimension they are replicated on, over which their shards are compared, one for the verdict, and a
+    for each mesh dimension they are replicated on, over which their shards are compared, one for the result, and a
     sync. Only if something differs are names and checksums gathered, as objects, to find the ranks.
 
     Args:
@@ -190,13 +190,13 @@ def _count_if_equal(
     if not any(tensor.distributed for tensor in tensors):
         return len(compared)
     # Tensors equal along every dimension are equal everywhere, so no group over several dimensions is needed.
-    verdicts = [
+    are_equal = [
         _equal(combined(_chosen(numbers, chosen)).reshape(1), [mesh.get_group(dimension)])
         for (mesh, dimension), chosen in by_dimension.items()
     ]
     # Which tensors are compared here: with several meshes, ranks compare different ones.
     here = torch.tensor([t.bits is not None and bool(t.replicas) for t in tensors], device=numbers.device)
-    differs = ~torch.stack(verdicts).all() if verdicts else here.new_zeros(())
+    differs = ~torch.stack(are_equal).all() if are_equal else here.new_zeros(())
     flags = torch.cat([differs.reshape(1), here]).to(torch.int64)
     is_different, *is_compared = reduce_(flags, dist.ReduceOp.MAX, groups, _CALLER).tolist()
     return None if is_different else sum(is_compared)

@@ -243,7 +243,7 @@ def test_costs_hold_every_variant() -> None:
     assert anomaly.added(measured[0]).median == anomaly.ratio.median - 1
     assert anomaly.extra_bytes.low > 1000  # its stack traces
     assert "detect_anomaly" in steps.table(measured)
-    assert "gradstat.check" in command.verdict(measured)
+    assert "gradstat.check" in command.conclusion(measured)
     assert not torch.is_anomaly_enabled()
 
 
@@ -314,17 +314,17 @@ def test_noise_is_not_printed_as_a_result(measured: steps.Cost, cells: list[str]
     assert shown == [cell.replace("?", timing.NOISE) for cell in cells]
 
 
-def test_the_verdict_of_a_noisy_measurement_is_that_it_is_noisy() -> None:
+def test_the_conclusion_of_a_noisy_measurement_is_that_it_is_noisy() -> None:
     clear = cost(0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011), (0, 0, 0))
     noisy, anomaly = (cost(0.2, (0.56, 0.87, 1.78), inside, (0, 0, 0)) for inside in ((0, 0.002, 0.0031), None))
-    assert command.verdict([PLAIN, clear]) == "Added to a step: gradstat.check 1.0 %."
-    assert command.verdict([PLAIN, noisy, anomaly]) == (
+    assert command.conclusion([PLAIN, clear]) == "Added to a step: gradstat.check 1.0 %."
+    assert command.conclusion([PLAIN, noisy, anomaly]) == (
         f"Added to a step: gradstat.check {timing.NOISE} (0.0 % to 3.1 %), "
         f"detect_anomaly {timing.NOISE} (-44.0 % to 78.0 %)."
     )
     unsteady = dataclasses.replace(PLAIN, seconds=timing.Quartiles(0.01, 0.1, 0.3))
     assert timing.NOISE in steps.table([unsteady, clear]).splitlines()[1]
-    assert timing.NOISE in command.verdict([unsteady, clear])
+    assert timing.NOISE in command.conclusion([unsteady, clear])
 
 
 def test_peak_memory_is_exact() -> None:

@@ -203,10 +203,10 @@ def test_copies_of_bugs_are_named(
     clip: Callable[..., Tensor], layout: str, cells: tuple[str, str, str], problem: str
 ) -> None:
     report = verify_clip(clip, layouts=[layout], orders=[2.0], limit=6.0 if clip is waiting else 60.0)
-    (verdict,) = report.verdicts
-    for cell, expected in zip((verdict.norm, verdict.scaling, verdict.gradients), cells, strict=True):
-        assert cell.startswith(expected), verdict
-    assert any(re.search(problem, told) for told in verdict.problems), verdict.problems
+    (result,) = report.results
+    for cell, expected in zip((result.norm, result.scaling, result.gradients), cells, strict=True):
+        assert cell.startswith(expected), result
+    assert any(re.search(problem, told) for told in result.problems), result.problems
     assert not report.ok
     with pytest.raises(AssertionError, match=rf"(?s)layout.*{re.escape(layout)}.*in 0 of 1 layouts"):
         report.raise_if_wrong()
@@ -214,10 +214,10 @@ def test_copies_of_bugs_are_named(
 
 @pytest.mark.usefixtures("_pooled")
 def test_gradstats_own_clip_is_as_in_one_process() -> None:
-    verdicts: list[norms.ClipVerdict] = []
-    report = verify_clip(gradstat.clip_grad_norm_, orders=[2.0, math.inf], on_verdict=verdicts.append)
+    results: list[norms.LayoutResult] = []
+    report = verify_clip(gradstat.clip_grad_norm_, orders=[2.0, math.inf], on_result=results.append)
     report.raise_if_wrong()
-    assert [verdict.layout for verdict in verdicts] == list(LAYOUTS)
+    assert [result.layout for result in results] == list(LAYOUTS)
 
 
 @pytest.mark.usefixtures("_pooled")
@@ -229,7 +229,7 @@ def test_torchs_own_clip_is_where_it_should_be() -> None:
         report = verify_clip(nn.utils.clip_grad_norm_, layouts=["pp", "fsdp2+tp"], orders=[2.0])
     with gradstat.patch_torch(), pytest.raises(TypeError, match="cannot import clip"):  # not on the ranks
         verify_clip(nn.utils.clip_grad_norm_)
-    pp, mixed = report.verdicts
+    pp, mixed = report.results
     assert pp.norm.startswith("x0.")
     assert "norm of its own shards" in pp.problems[0]
     assert mixed.norm == "raises"

@@ -198,23 +198,23 @@ def test_an_overflow_is_told_from_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "bad", "verdicts", "words"),
+    ("scale", "bad", "trends", "words"),
     [
         (4.0, math.nan, ["ok"] * 5 + ["collapsing"], "6 skipped in a row. Lowering the scale does not help"),
         (2.0**31, None, ["ok", "ok", "running away"], "no gradient overflowed while it grew"),
     ],
     ids=["collapsing", "running away"],
 )
-def test_a_scale_in_trouble_shows(scale: float, bad: float | None, verdicts: list[str], words: str) -> None:
+def test_a_scale_in_trouble_shows(scale: float, bad: float | None, trends: list[str], words: str) -> None:
     model, scaler = network(), GradScaler("cpu", init_scale=scale, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for verdict in verdicts:
-        assert scaler.status().verdict == verdict
+    for trend in trends:
+        assert scaler.status().trend == trend
         optimizer.zero_grad()
         backward(model, scaler, torch.randn(4, 6), bad)
         scaler.step(optimizer)
         scaler.update()
-    status, count = scaler.status(wait=True), len(verdicts)
+    status, count = scaler.status(wait=True), len(trends)
     skipped = 0 if bad is None else count
     assert (status.steps, status.skipped, status.consecutive_skipped) == (count, skipped, skipped)
     assert status.scale == scale * 2.0 ** (count if bad is None else -count)
