@@ -58,11 +58,11 @@ class Kernels:
         library.variant_error_text.restype = ctypes.c_char_p
         new = partial(torch.zeros, device=device, dtype=torch.float64)
         self.memory = new(library.workspace_bytes(*self.arguments) // 8 + 1)
-        self.table, self.norm, self.coefficient = new(count, _fields.COUNT), new(1, dtype=torch.float32), new(1)
+        self.table, self.norm, self.multiplier = new(count, _fields.COUNT), new(1, dtype=torch.float32), new(1)
         self.stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
 
     def __call__(self, max_norm: float, scales: bool) -> None:
-        outputs = [ctypes.c_void_p(t.data_ptr()) for t in (self.table, self.norm, self.coefficient)]
+        outputs = [ctypes.c_void_p(t.data_ptr()) for t in (self.table, self.norm, self.multiplier)]
         workspace = ctypes.c_void_p(self.memory.data_ptr())
         rest = [ctypes.c_double(max_norm), int(scales), workspace, self.stream]
         if self.library.run(*self.arguments, *outputs, *rest):

@@ -38,14 +38,14 @@ EXPORTED int64_t workspace_bytes(int64_t count, const uint64_t* addresses, const
 }
 
 EXPORTED int32_t run(int64_t count, const uint64_t* addresses, const int64_t* numels, int32_t dtype,
-                     double* table, float* norm, double* coefficient, double max_norm, int32_t scales,
+                     double* table, float* norm, double* multiplier, double max_norm, int32_t scales,
                      void* workspace, void* stream) {
   try {
     const auto entries = entries_of(count, addresses, numels, dtype);
-    const gradstat::NormRequest request{max_norm, false, gradstat::DType::kFloat32, norm, coefficient, {}};
+    const gradstat::NormRequest request{max_norm, false, gradstat::DType::kFloat32, norm, multiplier, {}};
     gradstat::launch_stats(entries, reinterpret_cast<gradstat::Row*>(table), &request, nullptr, workspace, 0,
                            stream);
-    if (scales) gradstat::launch_scale(entries, coefficient, workspace, 0, stream);
+    if (scales) gradstat::launch_scale(entries, multiplier, workspace, 0, stream);
     return 0;
   } catch (const std::exception& error) {
     variant_error = error.what();

@@ -83,7 +83,7 @@ class Setting:
         return f"{'loss' if self.scaled else 'no'} scaler, {'clipped' if self.share < 1 else 'unclipped'}"
 
     @property
-    def coefficient(self) -> float:
+    def multiplier(self) -> float:
         return min(1.0, self.share)
 
 

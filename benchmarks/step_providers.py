@@ -6,7 +6,7 @@ parameters and state are float32 like them. The counts follow from the sources, 
 
 - torch's ``unscale_`` and its clip multiply in place whatever the factor, one pass to read and one to write
   (``_amp_foreach_non_finite_check_and_unscale_``; ``torch/nn/utils/clip_grad.py``); the clip's norms are one more read.
-- gradstat's statistics are one read. It multiplies in place only if the coefficient is not 1, and its ``unscale_``
+- gradstat's statistics are one read. It multiplies in place only if the multiplier is not 1, and its ``unscale_``
   computes the statistics in the same pass.
 - A fused optimizer that gets a divisor writes gradients back, one more pass. ``guarded_step`` passes a divisor unless
   it knows on the host that it is 1, which it does on a CPU.
@@ -30,7 +30,7 @@ from gradstat.bench.steps import WrongAnswerError
 
 
 def _agreed_factor(given: StepInput, gradient: Tensor) -> Tensor | float:
-    return given.setting.coefficient
+    return given.setting.multiplier
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _auto_clip(given: StepInput) -> gradstat.AutoClip:
     # The tenth percentile stays at the limit until more than nine times as many norms follow.
     clip = gradstat.AutoClip()
     for _ in range(100):
-        clip.coefficient(torch.tensor(given.limit, dtype=torch.float64, device=given.device))
+        clip.multiplier(torch.tensor(given.limit, dtype=torch.float64, device=given.device))
     return clip
 
 
@@ -245,7 +245,7 @@ def verify(provider: StepProvider, given: StepInput) -> None:
     norm = provider.run(given)
     if norm is not None and not math.isclose(float(norm), given.facts.norm, rel_tol=provider.tolerance):
         raise WrongAnswerError(f"{provider.name} returned norm {float(norm)}, expected {given.facts.norm}")
-    # Second moments scale with the square of the coefficient, which scales with the norm.
+    # Second moments scale with the square of the multiplier, which scales with the norm.
     tolerance = _ROUNDING + 2 * provider.tolerance
     for (name, tensor), right in zip(given.tensors(), expected, strict=True):
         if not torch.allclose(_ends(tensor), right, rtol=tolerance, atol=1e-12):

@@ -32,9 +32,9 @@ int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device)
 void launch_stats(const std::vector<Entry>& entries, Row* table, const NormRequest* norm, const float* factor,
                   void* workspace, int32_t device, void* stream);
 
-// Multiplies the elements of each entry by its coefficient. One kernel, which does not touch entries whose
-// coefficient is exactly 1. Entries must not overlap.
-void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, void* workspace,
+// Multiplies the elements of each entry by its multiplier. One kernel, which does not touch entries whose
+// multiplier is exactly 1. Entries must not overlap.
+void launch_scale(const std::vector<Entry>& entries, const Multipliers& multipliers, void* workspace,
                   int32_t device, void* stream);
 
 // Decides about a step and updates the state. One kernel of one block.
@@ -42,7 +42,7 @@ void launch_decide(const ClipRequest& request, int32_t device, void* stream);
 void launch_guard(const GuardRequest& request, int32_t device, void* stream);
 
 int64_t update_workspace_bytes(const std::vector<UpdateEntry>& entries);
-// Writes the sums of entries[i], under coefficients[i] on the device, to table[i]. Two kernels.
+// Writes the sums of entries[i], under multipliers[i] on the device, to table[i]. Two kernels.
 void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
                    UpdateSums<double>* table, void* workspace, int32_t device, void* stream);
 

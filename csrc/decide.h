@@ -45,14 +45,14 @@ GRADSTAT_HD double count_of(double recorded) {
 // In the order of the constants in gradstat/adaptive/_base.py.
 enum class ClipRule : int64_t { kFixed, kPercentile, kZScore, kTensors, kUnits };
 constexpr int64_t kClipRules = 5;
-// Whether a rule gives each row its own coefficient, instead of one to all.
+// Whether a rule gives each row its own multiplier, instead of one to all.
 GRADSTAT_HD bool decides_each(ClipRule rule) { return rule == ClipRule::kTensors || rule == ClipRule::kUnits; }
 constexpr int kClipOptions = 5;
 
 // The state of a clip begins with these, as in gradstat/adaptive/_history.py. They are followed by a ring
 // buffer of the last norms and by the rule's own numbers.
 struct ClipTotals {
-  double recorded, nonfinite, decided, clipped, coefficient_sum, smallest;
+  double recorded, nonfinite, decided, clipped, multiplier_sum, smallest;
 };
 constexpr int64_t kClipTotals = sizeof(ClipTotals) / sizeof(double);
 
@@ -62,32 +62,32 @@ struct ClipRequest {
   double* state;
   int64_t window;       // capacity of the ring of norms
   const double* norm;   // of all gradients; null: computed from `rows`
-  const Row* rows;      // of the tensors, or of the units, that get a coefficient each
+  const Row* rows;      // of the tensors, or of the units, that get a multiplier each
   int64_t count;        // of rows
   const Row* weights;   // of the units' weights; for kUnits only
   const float* factor;  // an additional multiplier for all gradients; null: 1
   const float* skip;    // nonzero if the step is skipped; null: 0
-  double* out;  // the coefficient, or one for each row, times the factor; then the norm times the factor
+  double* out;          // the multiplier, or one for each row, times the factor; then the norm times the factor
 };
 
 namespace clips {
 
-// The coefficient that reduces a norm to a limit. A NaN limit or norm gives 1.
-GRADSTAT_HD double limiting_coefficient(double norm, double limit) { return norm > limit ? limit / norm : 1.0; }
+// The multiplier that reduces a norm to a limit. A NaN limit or norm gives 1.
+GRADSTAT_HD double limiting_multiplier(double norm, double limit) { return norm > limit ? limit / norm : 1.0; }
 GRADSTAT_HD bool is_finite(double x) { return x - x == 0; }
 
 // The decisions of one thread.
 struct Tally {
-  double decided = 0, clipped = 0, coefficient_sum = 0, smallest = 1;
+  double decided = 0, clipped = 0, multiplier_sum = 0, smallest = 1;
 
-  GRADSTAT_HD double count(double coefficient) {
+  GRADSTAT_HD double count(double multiplier) {
     decided += 1;
-    if (coefficient < 1) {
+    if (multiplier < 1) {
       clipped += 1;
-      coefficient_sum += coefficient;
-      smallest = merge::min(smallest, coefficient);
+      multiplier_sum += multiplier;
+      smallest = merge::min(smallest, multiplier);
     }
-    return coefficient;
+    return multiplier;
   }
 };
 
@@ -108,18 +108,18 @@ GRADSTAT_HD double by_z_score(const double* options, double* statistics, double 
   const double distance = fabs(step) * (warming_up ? sqrt(1 - weight) : 1 - weight);
   statistics[0] = mean + weight * step;
   statistics[1] = hypot(sqrt(1 - weight) * deviation, sqrt(weight) * distance);
-  return limiting_coefficient(norm, merge::min(after, options[4]));
+  return limiting_multiplier(norm, merge::min(after, options[4]));
 }
 
 // `mean`: the mean norm of this tensor after clipping, infinite before the first.
 GRADSTAT_HD double by_own_mean(const double* options, double& mean, double norm, double total,
                                bool warming_up) {
   const double relative = options[0], beta = options[1], absolute = options[3];
-  const double coefficient =
-      warming_up ? limiting_coefficient(total, absolute) : limiting_coefficient(norm, relative * mean);
-  const double after = coefficient * norm;
+  const double multiplier =
+      warming_up ? limiting_multiplier(total, absolute) : limiting_multiplier(norm, relative * mean);
+  const double after = multiplier * norm;
   mean = warming_up ? merge::min(mean, after) : is_inf(mean) ? after : beta * mean + (1 - beta) * after;
-  return coefficient;
+  return multiplier;
 }
 
 }  // namespace clips
@@ -160,17 +160,16 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
     const bool warming_up = request.rule == ClipRule::kTensors && before < options[2];
     for (int64_t i = team.rank(); i < request.count; i += team.size()) {
       const double each = factor * reported_norm(request.rows[i], false);
-      double coefficient = 1;
+      double multiplier = 1;
       if (!is_step || !clips::is_finite(each)) {
       } else if (request.rule == ClipRule::kUnits) {
         const double weight = reported_norm(request.weights[i], false);
-        coefficient =
-            tally.count(clips::limiting_coefficient(each, options[0] * merge::max(weight, options[1])));
+        multiplier = tally.count(clips::limiting_multiplier(each, options[0] * merge::max(weight, options[1])));
       } else if (each > 0 && (is_kept || !warming_up)) {
         // During warmup the total norm clips all tensors, so their norms are used only if it is finite.
-        coefficient = tally.count(clips::by_own_mean(options, own[i], each, norm, warming_up));
+        multiplier = tally.count(clips::by_own_mean(options, own[i], each, norm, warming_up));
       }
-      request.out[i] = coefficient * factor;
+      request.out[i] = multiplier * factor;
     }
   } else {
     double limit = 0;
@@ -180,26 +179,26 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
       limit = quantile(team, [&](int64_t i) { return norms[i]; }, count, options[0] / 100);
     }
     if (leads) {
-      double coefficient = 1;
+      double multiplier = 1;
       if (is_kept) {
-        coefficient =
-            tally.count(request.rule == ClipRule::kFixed    ? clip_coefficient(norm, options[0])
+        multiplier =
+            tally.count(request.rule == ClipRule::kFixed    ? clip_multiplier(norm, options[0])
                         : request.rule == ClipRule::kZScore ? clips::by_z_score(options, own, norm, recorded)
-                                                            : clips::limiting_coefficient(norm, limit));
+                                                            : clips::limiting_multiplier(norm, limit));
       }
-      request.out[0] = coefficient * factor;
+      request.out[0] = multiplier * factor;
     }
   }
 
   const auto sum = [](double a, double b) { return merge::sum(a, b); };
   tally.decided = team.all_reduce(tally.decided, sum);
   tally.clipped = team.all_reduce(tally.clipped, sum);
-  tally.coefficient_sum = team.all_reduce(tally.coefficient_sum, sum);
+  tally.multiplier_sum = team.all_reduce(tally.multiplier_sum, sum);
   tally.smallest = team.all_reduce(tally.smallest, [](double a, double b) { return merge::min(a, b); });
   if (!leads) return;
   totals.decided += tally.decided;
   totals.clipped += tally.clipped;
-  totals.coefficient_sum += tally.coefficient_sum;
+  totals.multiplier_sum += tally.multiplier_sum;
   totals.smallest = merge::min(totals.smallest, tally.smallest);
   request.out[decides_each(request.rule) ? request.count : 1] = norm;
 }
@@ -233,13 +232,13 @@ struct GuardRequest {
   GuardOptions options;
   double* state;
   int64_t window;
-  double* coefficient_and_norm;  // of the step (entry.h)
-  const float* verdict;          // of the measured step (entry.h)
-  const void* loss;              // of type dtypes[0]; may be null
-  const void* update;            // of type dtypes[2]; may be null
-  DType dtypes[kGuarded];        // indexed by series
-  float* out;                    // kGuardVerdict
-  int64_t* counters;             // kCounters (entry.h), or null
+  Scaling* scaling;        // of the step (entry.h)
+  const float* verdict;    // of the measured step (entry.h)
+  const void* loss;        // of type dtypes[0]; may be null
+  const void* update;      // of type dtypes[2]; may be null
+  DType dtypes[kGuarded];  // indexed by series
+  float* out;              // kGuardVerdict
+  int64_t* counters;       // kCounters (entry.h), or null
 };
 
 namespace guards {
@@ -247,7 +246,7 @@ namespace guards {
 enum Judgement : int { kOrdinary, kOutlier, kAboveLimit, kMissing, kNonfinite };
 
 GRADSTAT_HD double value_of(const GuardRequest& request, int series) {
-  if (series == 1) return request.coefficient_and_norm[1];
+  if (series == 1) return request.scaling->norm;
   return value_at(reinterpret_cast<uint64_t>(series == 0 ? request.loss : request.update),
                   request.dtypes[series], 0);
 }
@@ -330,15 +329,15 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
   const bool is_in_gradients = (reason & (2 | 4)) != 0;
   const bool scales = options.scale != 0 && is_in_gradients;
   const bool skip = reason != 0 && !scales;
-  const double coefficient = scales ? options.scale : 1.0;
+  const double multiplier = scales ? options.scale : 1.0;
   totals.steps += 1;
   totals.refused += refused ? 1 : 0;
   totals.nonfinite += is_finite ? 0 : 1;
   if (is_finite) totals.in_a_row = refused ? totals.in_a_row + 1 : 0;
   totals.reason = reason;
-  request.coefficient_and_norm[0] *= coefficient;
+  request.scaling->multiplier *= multiplier;
   request.out[0] = skip ? 1.0f : 0.0f;
-  request.out[1] = static_cast<float>(request.verdict[1] / coefficient);
+  request.out[1] = static_cast<float>(request.verdict[1] / multiplier);
   request.out[2] = request.verdict[2];
   request.out[3] = static_cast<float>(reason);
   count_step(request.counters, skip);

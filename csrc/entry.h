@@ -19,11 +19,11 @@ struct Entry {
 };
 
 // Multipliers in device memory: one number for all entries, or one for each.
-struct Coefficients {
+struct Multipliers {
   const double* first;
   int64_t stride;  // 0 or 1
 
-  Coefficients(const double* numbers, int64_t stride = 0) : first(numbers), stride(stride) {}
+  Multipliers(const double* numbers, int64_t stride = 0) : first(numbers), stride(stride) {}
   GRADSTAT_HD double of(int64_t entry) const { return first[entry * stride]; }
 };
 
@@ -49,26 +49,31 @@ GRADSTAT_HD void count_step(int64_t* counters, bool skip) {
   counters[2] = skip ? plus(counters[2], true) : 0;
 }
 
+// What a step multiplies its gradients by, and their norm.
+struct Scaling {
+  double multiplier, norm;
+};
+
 // Where and how to write the total norm of all tensors, in addition to the table.
 struct NormRequest {
   double max_norm;
   bool infinity_norm;  // else the L2 norm
   DType dtype;         // of the 0-d tensor at `norm`
   void* norm;
-  double* coefficient;  // of clipping; for a step it is followed by the norm itself
+  double* multiplier;  // of clipping; for a step, of a `Scaling`
   StepRequest step;
 };
 
 // Writes everything the request asks for except the norm, which it returns. Norm and `max_norm` refer to
-// gradients without the loss scale; the coefficient applies to gradients that still contain it, and removes it.
+// gradients without the loss scale; the multiplier applies to gradients that still contain it, and removes it.
 GRADSTAT_HD double decide(const NormRequest& request, const Row& total) {
   const StepRequest& step = request.step;
   const double loss_scale = step.loss_scale != nullptr ? static_cast<double>(*step.loss_scale) : 1.0;
   const double norm = reported_norm(total, request.infinity_norm) / loss_scale;
-  const double clip = clip_coefficient(norm, request.max_norm);
-  request.coefficient[0] = clip / loss_scale;
+  const double clip = clip_multiplier(norm, request.max_norm);
+  request.multiplier[0] = clip / loss_scale;
   if (step.verdict == nullptr) return norm;
-  request.coefficient[1] = norm;
+  request.multiplier[1] = norm;
   const auto divisor = static_cast<float>(loss_scale / clip);
   // An infinite or zero loss scale skips the step, since it would make any gradient look finite.
   const bool is_usable = loss_scale > 0 && loss_scale < kInf && (clip == 0 || !is_inf(divisor));

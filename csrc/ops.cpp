@@ -23,13 +23,13 @@ struct Cpu {
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
 
-  static bool is_known_identity(const Coefficients& coefficients) {
-    return coefficients.stride == 0 && *coefficients.first == 1.0;
+  static bool is_known_identity(const Multipliers& multipliers) {
+    return multipliers.stride == 0 && *multipliers.first == 1.0;
   }
 
-  static void scale(const std::vector<Entry>& entries, int32_t, const Coefficients& coefficients) {
+  static void scale(const std::vector<Entry>& entries, int32_t, const Multipliers& multipliers) {
     const KeepsDenormals kept;
-    scale_cpu(entries, coefficients);
+    scale_cpu(entries, multipliers);
   }
 
   static void decide(const ClipRequest& request, int32_t) {

@@ -39,15 +39,15 @@ struct Cuda {
     launch_stats(list.entries(), table, norm, factor, memory.data_ptr(), device, current_stream(device));
   }
 
-  // The kernel checks the coefficients itself.
-  static bool is_known_identity(const Coefficients&) { return false; }
+  // The kernel checks the multipliers itself.
+  static bool is_known_identity(const Multipliers&) { return false; }
 
-  static void scale(const std::vector<Entry>& entries, int32_t device, const Coefficients& coefficients) {
+  static void scale(const std::vector<Entry>& entries, int32_t device, const Multipliers& multipliers) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     const int64_t bytes = scale_workspace_bytes(entries, device);
     const std::optional<Tensor> memory = bytes > 0 ? std::optional(workspace(bytes, device)) : std::nullopt;
     void* const room = memory ? memory->data_ptr() : nullptr;
-    launch_scale(entries, coefficients, room, device, current_stream(device));
+    launch_scale(entries, multipliers, room, device, current_stream(device));
   }
 
   static void decide(const ClipRequest& request, int32_t device) {

@@ -4,7 +4,7 @@
 //   measure              norm and factor may be null; with a factor no address may occur twice
 //   is_known_identity    decided without a host sync
 //   scale                one pass over entries at distinct addresses
-//   decide, guard        decide about a clip's coefficients or about a step, on the device with the given index
+//   decide, guard        decide about a clip's multipliers or about a step, on the device with the given index
 //   update               takes one set of coefficients and writes one row of sums for each entry
 //   kDLPackType          the same device type in DLPack's numbering, for python_ops.h
 // A `Caller` has the types of arguments and results, and reads arguments, or throws if it cannot:
@@ -13,7 +13,7 @@
 //   device_index         of a single tensor
 //   numbers              the contiguous data of a tensor on the given device; errors call it `what`
 //   number               the data of a tensor of one real number, and its dtype
-//   kCoefficients        how many numbers scale_ takes
+//   kMultipliers        how many numbers scale_ takes
 //   Memory               a new tensor: constructed from sizes, dtype and device index; has data() and result()
 //   widened              a float32 factor as a float64 in new memory
 #pragma once
@@ -66,18 +66,18 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
 // A tensor listed twice is scaled twice, as torch does. Each repetition takes a pass of its own, as a kernel
 // works on all entries of a pass at once.
 template <class Device>
-void scale_list(const TensorList& list, const Coefficients& coefficients) {
-  if (Device::is_known_identity(coefficients)) return;
+void scale_list(const TensorList& list, const Multipliers& multipliers) {
+  if (Device::is_known_identity(multipliers)) return;
   if (!has_repeated(list.entries())) {
-    return Device::scale(list.entries(), list.device_index(), coefficients);
+    return Device::scale(list.entries(), list.device_index(), multipliers);
   }
   std::vector<Entry> pass = list.entries();
   while (has_repeated(pass)) {
     std::vector<Entry> repeated = take_repeated(pass);
-    Device::scale(pass, list.device_index(), coefficients);
+    Device::scale(pass, list.device_index(), multipliers);
     pass = std::move(repeated);
   }
-  Device::scale(pass, list.device_index(), coefficients);
+  Device::scale(pass, list.device_index(), multipliers);
 }
 
 template <class Caller>
@@ -107,7 +107,7 @@ struct Operations {
     return {table_of(list, by), list.signature()};
   }
 
-  // Table, signature, norm, `coefficient_and_norm` in float64, `verdict` as in entry.h.
+  // Table, signature, norm, `scaling` in float64, `verdict` as in entry.h.
   static std::tuple<Result, int64_t, Result, Result, Result> measure_and_sign(const Tensors& tensors,
                                                                               double max_norm, double norm_type,
                                                                               const Optional& loss_scale,
@@ -118,14 +118,14 @@ struct Operations {
     if (loss_scale) step.loss_scale = numbers<float>(*loss_scale, 1, list, "loss_scale");
     if (counters) step.counters = numbers<int64_t>(*counters, kCounters, list, "counters");
     Memory table({list.size(), kFields}, DType::kFloat64, device), norm({}, list.norm_dtype(), device);
-    Memory coefficient_and_norm({2}, DType::kFloat64, device), verdict({kVerdict}, DType::kFloat32, device);
+    Memory scaling({2}, DType::kFloat64, device), verdict({kVerdict}, DType::kFloat32, device);
     step.verdict = static_cast<float*>(verdict.data());
-    measure_into(list, max_norm, norm_type, norm, static_cast<double*>(coefficient_and_norm.data()),
+    measure_into(list, max_norm, norm_type, norm, static_cast<double*>(scaling.data()),
                  static_cast<Row*>(table.data()), step);
-    return {table.result(), list.signature(), norm.result(), coefficient_and_norm.result(), verdict.result()};
+    return {table.result(), list.signature(), norm.result(), scaling.result(), verdict.result()};
   }
 
-  // The norm; and the coefficient, followed by the rows, which are not used any more.
+  // The norm; and the multiplier, followed by the rows, which are not used any more.
   static std::tuple<Result, Result> measure_norm(const Tensors& tensors, double max_norm, double norm_type) {
     auto [norm, memory] = norm_and_memory(Caller::list(tensors), max_norm, norm_type);
     return {norm.result(), memory.result()};
@@ -138,13 +138,13 @@ struct Operations {
     return norm.result();
   }
 
-  static void scale_(const Tensors& tensors, const Argument& coefficient) {
+  static void scale_(const Tensors& tensors, const Argument& multiplier) {
     const TensorList& list = Caller::list(tensors);
-    scale_list<Device>(list, numbers<double>(coefficient, Caller::kCoefficients, list, "coefficient"));
+    scale_list<Device>(list, numbers<double>(multiplier, Caller::kMultipliers, list, "multiplier"));
   }
 
-  static void scale_each_(const Tensors& tensors, const Argument& coefficients) {
-    scale_entries(Caller::list(tensors), coefficients);
+  static void scale_each_(const Tensors& tensors, const Argument& multipliers) {
+    scale_entries(Caller::list(tensors), multipliers);
   }
 
   static Result update_sums(const Tensors& operands, const std::vector<int64_t>& rules,
@@ -161,7 +161,7 @@ struct Operations {
 
   // The verdict of the guard (decide.h).
   static Result guard_(const std::vector<double>& options, const Argument& state, int64_t window,
-                       const Argument& coefficient_and_norm, const Argument& verdict, const Optional& loss,
+                       const Argument& scaling, const Argument& verdict, const Optional& loss,
                        const Optional& update, const Optional& counters) {
     STD_TORCH_CHECK(options.size() == kGuardOptions, "gradstat: expected ", kGuardOptions, " options, got ",
                     options.size());
@@ -172,8 +172,8 @@ struct Operations {
     const int64_t count = kGuardTotals + kGuarded * window;
     request.state = Caller::template numbers<double>(state, count, device, "state");
     request.window = window;
-    request.coefficient_and_norm =
-        Caller::template numbers<double>(coefficient_and_norm, 2, device, "coefficient_and_norm");
+    request.scaling =
+        reinterpret_cast<Scaling*>(Caller::template numbers<double>(scaling, 2, device, "scaling"));
     request.verdict = Caller::template numbers<float>(verdict, kVerdict, device, "verdict");
     if (loss) request.loss = Caller::number(*loss, request.dtypes[0], device, "loss");
     if (update) request.update = Caller::number(*update, request.dtypes[2], device, "update");
@@ -199,8 +199,8 @@ struct Operations {
     return Caller::template numbers<Number>(tensor, count, device, what);
   }
 
-  static void scale_entries(const TensorList& list, const Argument& coefficients) {
-    scale_list<Device>(list, {numbers<double>(coefficients, list.size(), list, "coefficients"), 1});
+  static void scale_entries(const TensorList& list, const Argument& multipliers) {
+    scale_list<Device>(list, {numbers<double>(multipliers, list.size(), list, "multipliers"), 1});
   }
 
   static Result table_of(const TensorList& list, const float* factor = nullptr) {
@@ -212,17 +212,16 @@ struct Operations {
   static std::pair<Memory, Memory> norm_and_memory(const TensorList& list, double max_norm, double norm_type) {
     Memory norm({}, list.norm_dtype(), list.device_index());
     Memory memory({1 + list.size() * kFields}, DType::kFloat64, list.device_index());
-    auto* coefficient = static_cast<double*>(memory.data());
-    measure_into(list, max_norm, norm_type, norm, coefficient, reinterpret_cast<Row*>(coefficient + 1), {});
+    auto* multiplier = static_cast<double*>(memory.data());
+    measure_into(list, max_norm, norm_type, norm, multiplier, reinterpret_cast<Row*>(multiplier + 1), {});
     return {std::move(norm), std::move(memory)};
   }
 
   static void measure_into(const TensorList& list, double max_norm, double norm_type, const Memory& norm,
-                           double* coefficient, Row* rows, const StepRequest& step) {
+                           double* multiplier, Row* rows, const StepRequest& step) {
     STD_TORCH_CHECK(norm_type == 2.0 || norm_type == kInf, "gradstat: norm_type must be 2 or inf, got ",
                     norm_type);
-    const NormRequest request = {max_norm,    norm_type == kInf, list.norm_dtype(),
-                                 norm.data(), coefficient,       step};
+    const NormRequest request = {max_norm, norm_type == kInf, list.norm_dtype(), norm.data(), multiplier, step};
     Device::measure(list, rows, &request, nullptr);
   }
 };
@@ -234,7 +233,7 @@ struct Dispatcher {
   using Tensors = std::vector<Tensor>;
   using Argument = Tensor;
   using Result = Tensor;
-  static constexpr int64_t kCoefficients = 1;
+  static constexpr int64_t kMultipliers = 1;
 
   struct Memory {
     Tensor tensor;
@@ -308,15 +307,15 @@ struct Ops : Operations<Dispatcher<Device>> {
                                                             double norm_type,
                                                             const std::optional<Tensor>& loss_scale,
                                                             const std::optional<Tensor>& counters) {
-    const auto [table, signature, norm, coefficient_and_norm, verdict] =
+    const auto [table, signature, norm, scaling, verdict] =
         Base::measure_and_sign(tensors, max_norm, norm_type, loss_scale, counters);
-    return {table, norm, coefficient_and_norm, verdict};
+    return {table, norm, scaling, verdict};
   }
 
   static Tensor unit_stats(const Tensors& tensors) { return Base::table_of(units_of(tensors)); }
 
-  static void scale_units_(const Tensors& tensors, const Tensor& coefficients) {
-    Base::scale_entries(units_of(tensors), coefficients);
+  static void scale_units_(const Tensors& tensors, const Tensor& multipliers) {
+    Base::scale_entries(units_of(tensors), multipliers);
   }
 
   // `measured`: the norm as a 0-d tensor, or the rows of tensors or units.
@@ -370,17 +369,17 @@ struct Ops : Operations<Dispatcher<Device>> {
   X(check, "(Tensor[] tensors) -> (Tensor table, int signature)")                                             \
   X(measure,                                                                                                  \
     "(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? counters=None)" \
-    " -> (Tensor table, Tensor norm, Tensor coefficient, Tensor verdict)")                                    \
-  X(scale_, "(Tensor(a!)[] tensors, Tensor coefficient) -> ()")                                               \
-  X(scale_each_, "(Tensor(a!)[] tensors, Tensor coefficients) -> ()")                                         \
+    " -> (Tensor table, Tensor norm, Tensor multiplier, Tensor verdict)")                                     \
+  X(scale_, "(Tensor(a!)[] tensors, Tensor multiplier) -> ()")                                                \
+  X(scale_each_, "(Tensor(a!)[] tensors, Tensor multipliers) -> ()")                                          \
   X(unscale_, "(Tensor(a!)[] tensors, Tensor factor) -> (Tensor table, int signature)")                       \
   X(unit_stats, "(Tensor[] tensors) -> Tensor")                                                               \
-  X(scale_units_, "(Tensor(a!)[] tensors, Tensor coefficients) -> ()")                                        \
+  X(scale_units_, "(Tensor(a!)[] tensors, Tensor multipliers) -> ()")                                         \
   X(decide_clip_,                                                                                             \
     "(int rule, float[] options, Tensor(a!) state, int window, Tensor measured, Tensor? weights=None, "       \
     "Tensor? factor=None, Tensor? skip=None) -> Tensor")                                                      \
   X(guard_,                                                                                                   \
-    "(float[] options, Tensor(a!) state, int window, Tensor(b!) coefficient_and_norm, Tensor verdict, "       \
+    "(float[] options, Tensor(a!) state, int window, Tensor(b!) scaling, Tensor verdict, "                    \
     "Tensor? loss=None, Tensor? update=None, Tensor(c!)? counters=None) -> Tensor")                           \
   X(update_sums, "(Tensor[] operands, int[] rules, Tensor coefficients) -> Tensor")                           \
   X(clip_, "(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor")

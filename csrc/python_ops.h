@@ -219,9 +219,9 @@ struct ReleasingGil : Device {
     const WithoutGil others_may_run;
     Device::measure(list, table, norm, factor);
   }
-  static void scale(const std::vector<Entry>& entries, int32_t device_index, const Coefficients& coefficients) {
+  static void scale(const std::vector<Entry>& entries, int32_t device_index, const Multipliers& multipliers) {
     const WithoutGil others_may_run;
-    Device::scale(entries, device_index, coefficients);
+    Device::scale(entries, device_index, multipliers);
   }
   static void update(const std::vector<UpdateEntry>& entries, int32_t device_index,
                      const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
@@ -236,7 +236,7 @@ struct PythonCaller {
   using Device = ReleasingGil<OnDevice>;
   using Memory = NewTensor<OnDevice>;
   using Result = Ref;
-  static constexpr int64_t kCoefficients = -1;  // at least one
+  static constexpr int64_t kMultipliers = -1;  // at least one
 
   // A list that can be read in place, and references that keep its tensors alive while the GIL is released.
   struct Tensors {
@@ -258,7 +258,7 @@ struct PythonCaller {
   static Number* numbers(const Argument& argument, int64_t count, int32_t device_index, const char*) {
     const auto [view, type] = ordinary_view(argument.tensor, Device::kDLPackType);
     const auto code = std::is_integral_v<Number> ? kDLInt : kDLFloat;
-    const bool is_enough = count == kCoefficients ? view.numel > 0 : view.numel == count;
+    const bool is_enough = count == kMultipliers ? view.numel > 0 : view.numel == count;
     if (type.code != code || type.bits != 8 * sizeof(Number) || type.lanes != 1 || !is_enough ||
         !is_row_major(view) || view.device_index != device_index) {
       throw UseDispatcher();

@@ -12,13 +12,13 @@ int64_t scale_workspace_bytes(const std::vector<Entry>& entries, int32_t device)
   return static_cast<int64_t>(table_bytes(entries.size(), partition_for(entries, device)));
 }
 
-void launch_scale(const std::vector<Entry>& entries, const Coefficients& coefficients, void* workspace,
+void launch_scale(const std::vector<Entry>& entries, const Multipliers& multipliers, void* workspace,
                   int32_t device, void* stream_pointer) {
   if (entries.empty()) return;
   const OnDevice on_device(device);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const Partition partition = partition_for(entries, device);
-  const ScaleArguments arguments{partition, coefficients};
+  const ScaleArguments arguments{partition, multipliers};
   with_table(entries, partition, workspace, device, stream, [&](const auto& table) {
     launch(scale_kernel<std::decay_t<decltype(table)>>, partition.ranges, stream, "launching the scale kernel",
            table, arguments);

@@ -1,4 +1,4 @@
-// The scale kernel: multiplies tensors of any dtypes and sizes in place, by one coefficient on the device or by
+// The scale kernel: multiplies tensors of any dtypes and sizes in place, by one multiplier on the device or by
 // one for each tensor.
 //
 // Blocks take the same ranges of tiles as in the statistics kernel but process them backwards, so that the
@@ -11,7 +11,7 @@ namespace gradstat {
 
 struct ScaleArguments {
   Partition partition;
-  Coefficients coefficients;
+  Multipliers multipliers;
 };
 
 // Scales the vectors of tiles [begin, end) of a tensor, last tile first.
@@ -64,8 +64,8 @@ GRADSTAT_DEVICE void scale_tiles_of(const Place& place, const Extent& extent, ui
 
 template <class Table>
 GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& arguments, uint32_t range,
-                                 double coefficient, uint8_t* products) {
-  const bool is_per_tensor = arguments.coefficients.stride != 0;
+                                 double multiplier, uint8_t* products) {
+  const bool is_per_tensor = arguments.multipliers.stride != 0;
   const uint32_t begin = arguments.partition.first_tile(range), end = arguments.partition.first_tile(range + 1);
   DType of_products = DType::kFloat32;  // none
   for (int32_t tensor = table.first_tensors[range + 1]; tensor >= 0; --tensor) {
@@ -74,11 +74,11 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
     const uint32_t last = table.first_tiles[tensor + 1];
     if (last <= begin) return;
     if (is_per_tensor) {
-      coefficient = arguments.coefficients.of(tensor);
-      if (coefficient == 1.0) continue;
+      multiplier = arguments.multipliers.of(tensor);
+      if (multiplier == 1.0) continue;
       of_products = DType::kFloat32;
     }
-    const Multiplier by{coefficient, static_cast<float>(coefficient), products};
+    const Multiplier by{multiplier, static_cast<float>(multiplier), products};
     const Place place = place_of(table, tensor);
     if (size_of(place.dtype) == 1 && place.dtype != of_products) {
       of_products = place.dtype;
@@ -97,10 +97,10 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
 
 template <class Table>
 GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& arguments, uint8_t* products) {
-  const bool is_per_tensor = arguments.coefficients.stride != 0;
-  const double coefficient = arguments.coefficients.of(0);
-  if (!is_per_tensor && coefficient == 1.0) return;
-  scale_range(table, arguments, blockIdx.x, coefficient, products);
+  const bool is_per_tensor = arguments.multipliers.stride != 0;
+  const double multiplier = arguments.multipliers.of(0);
+  if (!is_per_tensor && multiplier == 1.0) return;
+  scale_range(table, arguments, blockIdx.x, multiplier, products);
 }
 
 template <class Table>

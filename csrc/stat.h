@@ -116,10 +116,10 @@ GRADSTAT_HD double reported_norm(const Row& row, bool infinity_norm) {
 
 // The factor that clips gradients: min(1, max_norm / (norm + 1e-6)), torch's formula and constant
 // (torch/nn/utils/clip_grad.py). NaN propagates. An infinite max_norm means: measure, do not clip.
-GRADSTAT_HD double clip_coefficient(double norm, double max_norm) {
+GRADSTAT_HD double clip_multiplier(double norm, double max_norm) {
   if (max_norm == kInf) return 1.0;
-  const double coefficient = max_norm / (norm + 1e-6);
-  return coefficient > 1.0 ? 1.0 : coefficient;
+  const double multiplier = max_norm / (norm + 1e-6);
+  return multiplier > 1.0 ? 1.0 : multiplier;
 }
 
 // Element conversions -----------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
 struct Kernels {
   const char* name;
   void (*read)(const Entry&, int64_t first, int64_t count, double factor, Row& row);
-  void (*scale)(const Entry&, int64_t first, int64_t count, double coefficient);
+  void (*scale)(const Entry&, int64_t first, int64_t count, double multiplier);
   void (*read_update)(const UpdateEntry&, int64_t first, int64_t count, const UpdateCoefficients<double>&,
                       UpdateSums<double>&);
 };
@@ -305,12 +305,12 @@ Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor) {
   return total;
 }
 
-void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficients) {
+void scale_cpu(const std::vector<Entry>& entries, const Multipliers& multipliers) {
   const auto scale = kernels().scale;
   const Work work(entries);
   work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t) {
-    const double coefficient = coefficients.of(tensor);
-    if (coefficient != 1.0) scale(entries[tensor], first, count, coefficient);
+    const double multiplier = multipliers.of(tensor);
+    if (multiplier != 1.0) scale(entries[tensor], first, count, multiplier);
   });
 }
 

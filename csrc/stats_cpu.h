@@ -15,9 +15,9 @@ namespace gradstat {
 // bitwise those of the products read back.
 Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0);
 
-// Multiplies the elements of each entry by its coefficient, in float32 for types narrower than that. Entries
-// whose coefficient is exactly 1 are not touched.
-void scale_cpu(const std::vector<Entry>& entries, const Coefficients& coefficients);
+// Multiplies the elements of each entry by its multiplier, in float32 for types narrower than that. Entries
+// whose multiplier is exactly 1 are not touched.
+void scale_cpu(const std::vector<Entry>& entries, const Multipliers& multipliers);
 
 // Fills table[i] with the update sums of entries[i] under coefficients[i]. Otherwise like rows_cpu.
 void update_cpu(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,

@@ -625,10 +625,10 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   }
 }
 
-void scale_float8(const Entry& entry, int64_t first, int64_t count, float coefficient) {
+void scale_float8(const Entry& entry, int64_t first, int64_t count, float multiplier) {
   auto* p = static_cast<uint8_t*>(entry.data) + first;
   const auto& values = float8_values(entry.dtype).value;
-  const auto scaled = [&](int code) { return to_float8(values[code] * coefficient, entry.dtype); };
+  const auto scaled = [&](int code) { return to_float8(values[code] * multiplier, entry.dtype); };
   int64_t i = 0;
   if (count > 256) {
     uint8_t of_code[256];
@@ -649,16 +649,16 @@ void scale_float8(const Entry& entry, int64_t first, int64_t count, float coeffi
 }
 
 template <class Type>
-void scale_values(typename Type::Storage* p, int64_t count, double wide_coefficient) {
+void scale_values(typename Type::Storage* p, int64_t count, double wide_multiplier) {
   using V = typename Type::V;
   using Real = typename Type::Real;
   // The payload of a NaN does not matter, but BFloat16 needs a NaN whose lower half is zero.
-  const Real coefficient = is_nan(wide_coefficient) ? Real(NAN) : static_cast<Real>(wide_coefficient);
+  const Real multiplier = is_nan(wide_multiplier) ? Real(NAN) : static_cast<Real>(wide_multiplier);
   constexpr int kTwo = 2 * Type::kValues;
   const auto scale_two = [&](typename Type::Storage* at) __attribute__((always_inline)) {
     V a, b;
     load_two<Type>(at, a, b);
-    store_two<Type>(at, a * coefficient, b * coefficient);
+    store_two<Type>(at, a * multiplier, b * multiplier);
   };
   int64_t i = 0;
   for (; i + kTwo <= count; i += kTwo) scale_two(p + i);
@@ -834,10 +834,10 @@ void read(const Entry& entry, int64_t first, int64_t count, double factor, Row& 
   read_float8(entry, first, count, row);
 }
 
-void scale(const Entry& entry, int64_t first, int64_t count, double coefficient) {
+void scale(const Entry& entry, int64_t first, int64_t count, double multiplier) {
   const bool is_scaled = with_values(
-      entry, first, [&](auto type, auto* values) { scale_values<decltype(type)>(values, count, coefficient); });
-  if (!is_scaled) scale_float8(entry, first, count, static_cast<float>(coefficient));
+      entry, first, [&](auto type, auto* values) { scale_values<decltype(type)>(values, count, multiplier); });
+  if (!is_scaled) scale_float8(entry, first, count, static_cast<float>(multiplier));
 }
 
 #include "update_cpu_kernel.h"

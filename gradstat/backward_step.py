@@ -278,8 +278,8 @@ class StepInBackward:
                 part._memory = self._clip_states[i]
                 part.check([parameter], [gradient], labels.of)
                 measured.limit_tensors_(part, [parameter], [gradient])
-            elif isinstance(self._clip, LastNormClip) and self._clip.coefficient is not None:
-                measured.scale_by_(to_device(self._clip.coefficient, measured.verdict.device))
+            elif isinstance(self._clip, LastNormClip) and self._clip.multiplier is not None:
+                measured.scale_by_(to_device(self._clip.multiplier, measured.verdict.device))
                 rewrites = True
             self._step_alone(measured, group, parameter, gradient, rewrites)
             self._measurements[i] = rows

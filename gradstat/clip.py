@@ -96,7 +96,7 @@ def clip_grad_norm_(
             if error_if_nonfinite:
                 raise_if_nonfinite(norm, norm_type)
             if shards and in_place:
-                scale_gradients_(shards, norms.clip_coefficient(total, max_norm), name_of, backend)
+                scale_gradients_(shards, norms.clip_multiplier(total, max_norm), name_of, backend)
         if max_norm != math.inf:
             # As an in-place operation does: graphs that saved a gradient detect that it was changed.
             torch.autograd.graph.increment_version(gradients)
@@ -108,9 +108,9 @@ def _clip_if_finite(direct: DeviceModule, gradients: list[Tensor], max_norm: flo
     measured = direct.measure(gradients, max_norm, norm_type)
     if measured is None:
         return None
-    norm, coefficient = measured
+    norm, multiplier = measured
     raise_if_nonfinite(norm, norm_type)
-    return norm if max_norm == math.inf or direct.scale_(gradients, coefficient) else None
+    return norm if max_norm == math.inf or direct.scale_(gradients, multiplier) else None
 
 
 def get_total_norm(
@@ -172,7 +172,7 @@ def clip_grads_with_norm_(
     """Multiplies the gradients of ``parameters`` in place by ``min(1, max_norm / (total_norm + 1e-6))``.
 
     A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm that was
-    computed before. If the coefficient, computed in float64, is 1, gradients are neither read nor written; this is
+    computed before. If the multiplier, computed in float64, is 1, gradients are neither read nor written; this is
     decided on the device. No host sync, unless ``total_norm`` has to move from a GPU to the CPU.
 
     Args:
@@ -189,14 +189,14 @@ def clip_grads_with_norm_(
     if not gradients or max_norm == math.inf:
         return
     with announce.change(listed), torch.no_grad():
-        coefficient = norms.clip_coefficient(norm, max_norm)
+        multiplier = norms.clip_multiplier(norm, max_norm)
         if torch.compiler.is_compiling():
             if backend is not None:
                 raise NotImplementedError("inside torch.compile, clip_grads_with_norm_ takes no backend")
             device = gradients[0].device
-            operators(device).scale_.default(gradients, to_device(coefficient, device))
+            operators(device).scale_.default(gradients, to_device(multiplier, device))
             return
-        scale_gradients_(gradients, coefficient, name_of, backend)
+        scale_gradients_(gradients, multiplier, name_of, backend)
         torch.autograd.graph.increment_version(gradients)
 
 
@@ -246,25 +246,25 @@ def _given_norm(total_norm: Tensor | float) -> Tensor:
     return total_norm.detach().double()
 
 
-def scale_gradients_(gradients: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Multiplies gradients in place by the first element of ``coefficient``, unless it is 1. No host sync.
+def scale_gradients_(gradients: list[Tensor], multiplier: Tensor, name_of: NameOf, backend: str | None) -> None:
+    """Multiplies gradients in place by the first element of ``multiplier``, unless it is 1. No host sync.
 
     RuntimeError or NotImplementedError, before any gradient is changed, if one cannot be scaled in place.
     """
     direct = direct_for(gradients[0], name_of, backend)
-    factor = to_device(coefficient, gradients[0].device)
-    if direct is not None and direct.scale_(gradients, factor):
+    on_device = to_device(multiplier, gradients[0].device)
+    if direct is not None and direct.scale_(gradients, on_device):
         return
     with torch.no_grad():
         targets = writable(gradients, name_of)
-        if direct is None or not direct.scale_(targets, factor):
-            scale_everywhere_(targets, coefficient.reshape(-1)[0], name_of, backend)
+        if direct is None or not direct.scale_(targets, on_device):
+            scale_everywhere_(targets, multiplier.reshape(-1)[0], name_of, backend)
 
 
-def scale_everywhere_(targets: list[Tensor], coefficient: Tensor, name_of: NameOf, backend: str | None) -> None:
+def scale_everywhere_(targets: list[Tensor], multiplier: Tensor, name_of: NameOf, backend: str | None) -> None:
     """Scales tensors from `writable`, on any devices; strided views by way of a dense copy."""
     groups = by_device(targets)
     kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
     for device, at in groups.items():
         with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
-            kernels[device].scale_(dense, to_device(coefficient, device))
+            kernels[device].scale_(dense, to_device(multiplier, device))

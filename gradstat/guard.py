@@ -213,7 +213,7 @@ class SpikeGuard:
     def _decide(
         self,
         kernels: Kernels,
-        coefficient_and_norm: Tensor,
+        scaling: norms.Scaling,
         verdict: Tensor,
         loss: Tensor | None,
         update: Tensor | None,
@@ -222,7 +222,7 @@ class SpikeGuard:
     ) -> Tensor:
         """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
 
-        ``coefficient_and_norm`` and ``verdict`` are from the step's decision; the coefficient is multiplied by
+        ``scaling`` and ``verdict`` are from the step's decision; its multiplier is multiplied by
         ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
         """
         device = verdict.device
@@ -234,11 +234,9 @@ class SpikeGuard:
         update = None if update is None else _on(update.detach(), device)
         options = (float(self._by_sigmas), *self._rule_options)
         if kernels.guard_ is not None:
-            return kernels.guard_(
-                options, self._memory, self._window, coefficient_and_norm, verdict, loss, update, counters
-            )
-        values = [loss, coefficient_and_norm[1], update]
-        return _judge(options, self._memory, self._window, coefficient_and_norm, verdict, values, counters)
+            return kernels.guard_(options, self._memory, self._window, scaling.numbers, verdict, loss, update, counters)
+        values = [loss, scaling.norm, update]
+        return _judge(options, self._memory, self._window, scaling, verdict, values, counters)
 
     @property
     def reason(self) -> Tensor | None:
@@ -315,7 +313,7 @@ def _judge(
     options: Sequence[float],
     memory: Tensor,
     window: int,
-    coefficient_and_norm: Tensor,
+    scaling: norms.Scaling,
     verdict: Tensor,
     values: Sequence[Tensor | None],
     counters: Tensor | None,
@@ -362,7 +360,7 @@ def _judge(
             rings[i].scatter_(0, at, torch.where(is_recorded, value.reshape(1).to(torch.float64), held_now))
             recorded[i] += is_recorded
     scaled = refused & (why[0] | why[1]) if scale else no
-    coefficient = torch.where(scaled, scale, 1.0).to(torch.float64)
+    multiplier = torch.where(scaled, scale, 1.0).to(torch.float64)
     skip = ~finite | (refused & ~scaled)
     bits = to_device(torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64, device="cpu"), memory.device)
     reason = (why * bits).sum() + (~finite).to(torch.float64)
@@ -372,9 +370,7 @@ def _judge(
     totals[_NONFINITE] += ~finite
     totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
     totals[_REASON] = reason
-    coefficient_and_norm[0] *= coefficient
+    scaling.multiplier.mul_(multiplier)
     if counters is not None:
         norms.count_step(counters, skip)
-    return torch.stack([skip, verdict[norms.DIVISOR] / coefficient, verdict[norms.LOSS_SCALE], reason]).to(
-        torch.float32
-    )
+    return torch.stack([skip, verdict[norms.DIVISOR] / multiplier, verdict[norms.LOSS_SCALE], reason]).to(torch.float32)

@@ -1,6 +1,6 @@
 """In-place multiplication of many tensors by one number, or by one number each, in one Triton launch.
 
-The coefficients stay on the device; a program returns without touching a tensor whose coefficient is exactly 1. Chunks
+The multipliers stay on the device; a program returns without touching a tensor whose multiplier is exactly 1. Chunks
 are processed in reverse order, because what the statistics kernel read last is most likely still in cache.
 """
 
@@ -24,17 +24,17 @@ _UNSUPPORTED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e
 
 
 @triton.jit
-def _scaled(x, coefficient):
-    """X times coefficient: in float64 for float64, otherwise in float32 and rounded back to the type of x."""
+def _scaled(x, multiplier):
+    """X times multiplier: in float64 for float64, otherwise in float32 and rounded back to the type of x."""
     if x.dtype == tl.float64:
-        product = x * coefficient
+        product = x * multiplier
     else:
-        product = (x.to(tl.float32) * coefficient.to(tl.float32)).to(x.dtype)
+        product = (x.to(tl.float32) * multiplier.to(tl.float32)).to(x.dtype)
     return product
 
 
 @triton.jit
-def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl.constexpr):
+def _scale_chunk(address, values, chunk, chunk_vectors, multiplier, ELEMENT: tl.constexpr):
     """Scales one chunk; positions count as in _read_chunk of stats.py."""
     BYTES: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
@@ -56,7 +56,7 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     upper = tl.where(edge < VECTOR, tl.minimum(head_end, end), end)
     inside = (position >= lower) & (position < upper)
     edges = aligned.to(tl.pointer_type(ELEMENT)) + position
-    tl.store(edges, _scaled(tl.load(edges, mask=inside, other=0), coefficient), mask=inside)
+    tl.store(edges, _scaled(tl.load(edges, mask=inside, other=0), multiplier), mask=inside)
 
     # The whole vectors of this chunk: first in whole steps, then lane by lane.
     first_vector = tl.maximum(chunk * chunk_vectors, (begin + VECTOR - 1) // VECTOR)
@@ -67,7 +67,7 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
     steps = vectors // STEP_VECTORS
     for step in range(steps):
         target = pointer + step * (STEP_VECTORS * VECTOR) + step_values
-        tl.store(target, _scaled(tl.load(target), coefficient))
+        tl.store(target, _scaled(tl.load(target), multiplier))
 
     lane = tl.arange(0, LANES)[:, None]
     value = lane * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -75,7 +75,7 @@ def _scale_chunk(address, values, chunk, chunk_vectors, coefficient, ELEMENT: tl
         # Per lane, so that the compiler sees that vectors are accessed as a whole.
         mask = (start + lane < vectors) & (value >= 0)
         target = pointer + start * VECTOR + value
-        tl.store(target, _scaled(tl.load(target, mask=mask, other=0), coefficient), mask=mask)
+        tl.store(target, _scaled(tl.load(target, mask=mask, other=0), multiplier), mask=mask)
 
 
 @triton.jit
@@ -85,15 +85,15 @@ def _tensor_of(table, tensors, chunk):
     return tl.load(tensor_of_chunk + chunk).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks", "stride"], do_not_specialize_on_alignment=["coefficients"])
-def scale_kernel(table, coefficients, tensors, chunks, stride):
-    """One program per chunk, last chunk first. stride: 0 for one coefficient, 1 for one per tensor."""
+@triton.jit(do_not_specialize=["tensors", "chunks", "stride"], do_not_specialize_on_alignment=["multipliers"])
+def scale_kernel(table, multipliers, tensors, chunks, stride):
+    """One program per chunk, last chunk first. stride: 0 for one multiplier, 1 for one per tensor."""
     program = chunks - 1 - tl.program_id(0)
     tensor = tl.full((), 0, tl.int64)
     if stride > 0:
         tensor = _tensor_of(table, tensors, program)
-    factor = tl.load(coefficients + tensor)
-    if factor != 1.0:
+    multiplier = tl.load(multipliers + tensor)
+    if multiplier != 1.0:
         entry = table + _tensor_of(table, tensors, program) * ENTRY_WIDTH
         address = tl.load(entry + ADDRESS)
         values = tl.load(entry + VALUES)
@@ -102,13 +102,13 @@ def scale_kernel(table, coefficients, tensors, chunks, stride):
         chunk_vectors = CHUNK_VECTORS << tl.load(entry + SHIFT)
         chunk = program - tl.load(entry + FIRST_CHUNK)
         if real == _table.BFLOAT16:
-            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.bfloat16)
+            _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.bfloat16)
         elif real == _table.FLOAT32:
-            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float32)
+            _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.float32)
         elif real == _table.FLOAT16:
-            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float16)
+            _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.float16)
         else:
-            _scale_chunk(address, values, chunk, chunk_vectors, factor, tl.float64)
+            _scale_chunk(address, values, chunk, chunk_vectors, multiplier, tl.float64)
 
 
 _launch_scale = Launcher(scale_kernel, WARPS)
@@ -133,22 +133,22 @@ def _split_repeated(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return rounds
 
 
-def scale_(tensors: list[torch.Tensor], coefficient: torch.Tensor) -> None:
+def scale_(tensors: list[torch.Tensor], multiplier: torch.Tensor) -> None:
     """Multiplies tensors in place by a 0-d float64 tensor. A tensor listed k times is scaled k times, in k launches.
 
     Tensors that share memory must be identical. Raises NotImplementedError for 8-bit floats, before any is changed.
     """
-    _scale(tensors, coefficient, 0)
+    _scale(tensors, multiplier, 0)
 
 
-def scale_each_(tensors: list[torch.Tensor], coefficients: torch.Tensor) -> None:
-    """As `scale_`, with one coefficient per tensor: contiguous float64, ``[len(tensors)]``."""
-    _scale(tensors, coefficients, 1)
+def scale_each_(tensors: list[torch.Tensor], multipliers: torch.Tensor) -> None:
+    """As `scale_`, with one multiplier per tensor: contiguous float64, ``[len(tensors)]``."""
+    _scale(tensors, multipliers, 1)
 
 
-def _scale(tensors: list[torch.Tensor], coefficients: torch.Tensor, stride: int) -> None:
+def _scale(tensors: list[torch.Tensor], multipliers: torch.Tensor, stride: int) -> None:
     assert tensors, "expected at least one tensor"
-    assert coefficients.dtype == torch.float64
+    assert multipliers.dtype == torch.float64
     unsupported = _UNSUPPORTED.intersection(tensor.dtype for tensor in tensors)
     if unsupported:
         names = ", ".join(sorted(str(dtype) for dtype in unsupported))
@@ -157,4 +157,4 @@ def _scale(tensors: list[torch.Tensor], coefficients: torch.Tensor, stride: int)
     with _table.on_device(device):
         for part in _split_repeated(tensors):
             table = _table.table_of(part)
-            _launch_scale(device, table.chunks, (table.buffer,), coefficients, table.tensors, table.chunks, stride)
+            _launch_scale(device, table.chunks, (table.buffer,), multipliers, table.tensors, table.chunks, stride)

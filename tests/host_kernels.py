@@ -88,33 +88,33 @@ class EmulatedKernels(Kernels):
         norm: Tensor | None = None,
         max_norm: float = 1.0,
         infinity: bool = False,
-        coefficient: Tensor | None = None,
+        multiplier: Tensor | None = None,
         step: Sequence[Tensor | None] = (None, None, None),  # loss scale, verdict, counters
         device: int | None = None,
     ) -> Tensor:
-        """Returns the table, multiplying by ``factor`` first; writes norm, coefficient and verdict to given tensors."""
+        """Returns the table, multiplying by ``factor`` first; writes norm, multiplier and verdict to given tensors."""
         table = torch.full((len(tensors), len(_fields.FIELDS)), 1e33, dtype=torch.float64)
         wanted = at(norm), DTYPES[torch.float32 if norm is None else norm.dtype], ctypes.c_double(max_norm)
         place = self._multiprocessors(tensors) if device is None else device
         self.start(
             "stats",
-            *(place, *arrays(tensors), at(table), at(factor), *wanted, int(infinity), at(coefficient)),
+            *(place, *arrays(tensors), at(table), at(factor), *wanted, int(infinity), at(multiplier)),
             *(*map(at, step), 0),
         )
         return table
 
-    def _scale_all(self, tensors: Sequence[Tensor], coefficients: Tensor, stride: int = 0) -> None:
+    def _scale_all(self, tensors: Sequence[Tensor], multipliers: Tensor, stride: int = 0) -> None:
         left = list(tensors)
         while True:  # a launch for every time that a tensor is listed, as the operators do
             first = {one.data_ptr(): i for i, one in reversed(list(enumerate(left))) if one.numel()}
             now = [one if first.get(one.data_ptr()) == i else one.as_strided((0,), (1,)) for i, one in enumerate(left)]
-            self.start("scale", next(self._devices), *arrays(now), at(coefficients), ctypes.c_int64(stride))
+            self.start("scale", next(self._devices), *arrays(now), at(multipliers), ctypes.c_int64(stride))
             left = [one.as_strided((0,), (1,)) if done.numel() else one for done, one in zip(now, left, strict=True)]
             if not any(map(Tensor.numel, left)):
                 return
 
-    def _scale_each(self, tensors: Sequence[Tensor], coefficients: Tensor) -> None:
-        self._scale_all(tensors, coefficients, stride=1)
+    def _scale_each(self, tensors: Sequence[Tensor], multipliers: Tensor) -> None:
+        self._scale_all(tensors, multipliers, stride=1)
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
         if len(set(map(id, tensors))) < len(tensors):  # which the operators give to separate launches

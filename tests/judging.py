@@ -99,7 +99,7 @@ def assert_first(index: tuple[int, ...] | None, exact: ExactStats, batch: Batch,
 
 
 def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
-    """Checks the rows of slices along dimension 0, which are then multiplied by a coefficient each."""
+    """Checks the rows of slices along dimension 0, which are then multiplied by a multiplier each."""
     few = batch.only(lambda recipe: len(recipe.shape) < 2 or recipe.shape[0] <= 64)
     if not few:
         return
@@ -226,11 +226,11 @@ def judge_clip(batch: Batch, source: random.Random, backend: str) -> None:
 
 
 def assert_products(
-    batch: Batch, before: Memory, coefficients: dict[int, tuple[Any, Any]], keeps_bits: bool = False
+    batch: Batch, before: Memory, multipliers: dict[int, tuple[Any, Any]], keeps_bits: bool = False
 ) -> None:
     """Checks that tensors were multiplied and rounded as torch does, and that nothing else changed.
 
-    ``coefficients`` gives bounds for each: two numbers, or arrays. Multiplied by exactly 1 tensors keep their values,
+    ``multipliers`` gives bounds for each: two numbers, or arrays. Multiplied by exactly 1 tensors keep their values,
     and the bits of NaN if ``keeps_bits``.
     """
     for buffer, memory in batch.memory().items():
@@ -238,8 +238,8 @@ def assert_products(
         low, high = np.ones_like(was), np.ones_like(was)
         multiplied = np.zeros(was.shape, dtype=np.bool_)
         for i in batch.in_buffer(buffer):
-            least, most = coefficients.get(i, (1.0, 1.0))
-            if i in coefficients and not (keeps_bits and least == most == 1.0):
+            least, most = multipliers.get(i, (1.0, 1.0))
+            if i in multipliers and not (keeps_bits and least == most == 1.0):
                 recipe, start = batch.recipes[i], batch.starts[i]
                 view_of(low, recipe, start)[...] = least
                 view_of(high, recipe, start)[...] = most
@@ -253,10 +253,10 @@ def assert_products(
             expect(False, f"element {at} of the memory", batch.owner(buffer, at), now[at, part], expected)
 
 
-def product(values: Floats, coefficients: Floats, dtype: torch.dtype) -> Floats:
+def product(values: Floats, multipliers: Floats, dtype: torch.dtype) -> Floats:
     """Products for parts of elements, rounded to their dtype."""
     real = dtype.to_real() if dtype.is_complex else dtype
-    rounded = rounded_product(torch.from_numpy(values), torch.from_numpy(coefficients), real)
+    rounded = rounded_product(torch.from_numpy(values), torch.from_numpy(multipliers), real)
     return rounded.double().numpy()  # type: ignore[no-any-return]
 
 
@@ -278,7 +278,7 @@ def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
 
 
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
-    """Scales by a coefficient per tensor, then by a factor while measuring; through torch's dispatcher or directly."""
+    """Scales by a multiplier per tensor, then by a factor while measuring; through torch's dispatcher or directly."""
     chosen = batch.only(lambda recipe: is_scaled_by(backend, recipe))
     if not chosen:
         return
@@ -288,11 +288,11 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     before = batch.memory()
     numbers = [source.choice((1.0, 0.0, -0.37, 0.8125, 3.7, 2.0**-16, math.inf, math.nan)) for _ in chosen]
     direct = source.choice((kernels.direct, None))
-    coefficients = torch.tensor(numbers, dtype=torch.float64, device=device)
+    multipliers = torch.tensor(numbers, dtype=torch.float64, device=device)
     if direct is None:
-        kernels.scale_each_(tensors, coefficients)
+        kernels.scale_each_(tensors, multipliers)
     else:
-        expect(direct.scale_each_(tensors, coefficients) is True, "return value", "scale_each_", None, True)
+        expect(direct.scale_each_(tensors, multipliers) is True, "return value", "scale_each_", None, True)
     by_position = {i: (number, number) for i, number in zip(chosen, numbers, strict=True)}
     assert_products(batch, before, by_position, keeps_bits=backend == "native")
     before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))

@@ -29,7 +29,7 @@ REQUIRED += " pytest sortedcontainers sympy typing_extensions"
 TESTS = ("conformance", "multiply")
 # float32, float64 and float16, each real and complex, and bfloat16.
 HOT_LOOPS = 7
-# fcmp is allowed: a comparison with zero tests whether a coefficient is used.
+# fcmp is allowed: a comparison with zero tests whether a multiplier is used.
 SCALAR = re.compile(r"\t(f(?!cmp)\w+|dup|ins|umov)\s+[sdhwx]\d+,")
 
 

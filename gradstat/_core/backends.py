@@ -49,22 +49,22 @@ class Kernels:
         """The table, and a signature that is equal for equal sizes, strides, dtypes and devices, or None."""
         return self._stats(tensors), None
 
-    def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> None:
-        """Multiplies all tensors in place by the 0-d float64 ``coefficient`` on their device."""
-        self._scale(tensors, coefficient)
+    def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> None:
+        """Multiplies all tensors in place by the 0-d float64 ``multiplier`` on their device."""
+        self._scale(tensors, multiplier)
 
-    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        """Multiplies ``tensors[i]`` in place by ``coefficients[i]``: contiguous float64 on their device, else an error.
+    def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
+        """Multiplies ``tensors[i]`` in place by ``multipliers[i]``: contiguous float64 on their device, else an error.
 
-        A tensor listed twice is multiplied by both of its coefficients.
+        A tensor listed twice is multiplied by both of its multipliers.
         """
-        _require_numbers(coefficients, torch.float64, len(tensors), tensors[0].device)
-        self._scale_each(tensors, coefficients)
+        _require_numbers(multipliers, torch.float64, len(tensors), tensors[0].device)
+        self._scale_each(tensors, multipliers)
 
-    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        """`scale_` by the 0-d float32 ``factor``, then the table: same bits, but a single pass where possible."""
-        _require_numbers(factor, torch.float32, 1, tensors[0].device)
-        self._scale(tensors, factor.to(torch.float64))
+    def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
+        """`scale_` by the 0-d float32 ``multiplier``, then the table: same bits, but a single pass where possible."""
+        _require_numbers(multiplier, torch.float32, 1, tensors[0].device)
+        self._scale(tensors, multiplier.to(torch.float64))
         return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
@@ -72,12 +72,12 @@ class Kernels:
         units = units_of([tensor.contiguous() for tensor in tensors])
         return self._stats(units) if units else tensors[0].new_empty((0, _fields.COUNT), dtype=torch.float64)
 
-    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
-        """Multiplies each unit, in the order of `unit_stats`, by its element of ``coefficients``; see `scale_each_`."""
+    def scale_units_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
+        """Multiplies each unit, in the order of `unit_stats`, by its element of ``multipliers``; see `scale_each_`."""
         with contiguous_for_update(tensors, Tensor.is_contiguous) as targets:
             units = units_of(targets)
             if units:
-                self.scale_each_(units, coefficients)
+                self.scale_each_(units, multipliers)
 
 
 class NativeKernels(Kernels):
@@ -105,26 +105,26 @@ class NativeKernels(Kernels):
         table, signature = torch.ops.gradstat.check.default(tensors)
         return table, signature
 
-    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        table: Tensor = torch.ops.gradstat.unscale_.default(tensors, factor)[0]
+    def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
+        table: Tensor = torch.ops.gradstat.unscale_.default(tensors, multiplier)[0]
         return table
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
         table: Tensor = torch.ops.gradstat.unit_stats.default([tensor.contiguous() for tensor in tensors])
         return table
 
-    def scale_units_(self, tensors: list[Tensor], coefficients: Tensor) -> None:
+    def scale_units_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
         with contiguous_for_update(tensors, Tensor.is_contiguous) as targets:
-            torch.ops.gradstat.scale_units_.default(targets, coefficients)
+            torch.ops.gradstat.scale_units_.default(targets, multipliers)
 
 
 def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
     if numbers.dtype != dtype:
-        raise RuntimeError(f"coefficients must be {dtype}, got {numbers.dtype}")
+        raise RuntimeError(f"multipliers must be {dtype}, got {numbers.dtype}")
     if numbers.numel() != count or not numbers.is_contiguous():
-        raise RuntimeError(f"expected {count} contiguous coefficients, got {numbers.numel()}")
+        raise RuntimeError(f"expected {count} contiguous multipliers, got {numbers.numel()}")
     if numbers.device != device:
-        raise RuntimeError(f"coefficients must be on the tensors' device, {device}, got {numbers.device}")
+        raise RuntimeError(f"multipliers must be on the tensors' device, {device}, got {numbers.device}")
 
 
 def _require_device(device_type: str) -> None:

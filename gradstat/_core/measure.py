@@ -14,7 +14,7 @@ from gradstat._core import backends, norms
 from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
-from gradstat._core.norms import Decision, StepRequest
+from gradstat._core.norms import Decision, Scaling, StepRequest
 from gradstat._core.parameters import Names
 from gradstat._core.tensors import (
     ExtraGroups,
@@ -167,8 +167,8 @@ def measure_directly(
     decided = direct.measure_step(tensors, step.max_norm, 2.0, step.loss_scale, step.counters)
     if decided is None:
         return None
-    table, signature, *decision = decided
-    return Measurement([table], None, infos_of(tensors, signature), decision=Decision(*decision))
+    table, signature, norm, numbers, verdict = decided
+    return Measurement([table], None, infos_of(tensors, signature), decision=Decision(norm, Scaling(numbers), verdict))
 
 
 def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_place: bool = False) -> Measurement:

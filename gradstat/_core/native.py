@@ -46,27 +46,27 @@ class DeviceModule(Protocol):
 
     # The verdict; `gradstat.guard` documents what is changed in place.
     def guard_(
-        self, options: tuple[float, ...], state: Tensor, window: int, coefficient_and_norm: Tensor, verdict: Tensor,
+        self, options: tuple[float, ...], state: Tensor, window: int, scaling: Tensor, verdict: Tensor,
         loss: Tensor | None, update: Tensor | None, counters: Tensor | None, /,
     ) -> Tensor | None: ...  # fmt: skip
 
-    # The norm, and a tensor whose first element is the coefficient to pass to `scale_`.
+    # The norm, and a tensor whose first element is the multiplier to pass to `scale_`.
     def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None: ...
 
-    # Table, signature, norm, [coefficient, norm] as float64, verdict (csrc/entry.h).
+    # Table, signature, norm, [multiplier, norm] as float64, verdict (csrc/entry.h).
     def measure_step(
         self, tensors: list[Tensor], max_norm: float, norm_type: float, scale: Tensor | None, counters: Tensor | None, /
     ) -> tuple[Tensor, int, Tensor, Tensor, Tensor] | None: ...
 
-    # By the first element of the float64 coefficient; each tensor by its own float64 coefficient.
-    def scale_(self, tensors: list[Tensor], coefficient: Tensor, /) -> bool | None: ...
-    def scale_each_(self, tensors: list[Tensor], coefficients: Tensor, /) -> bool | None: ...
+    # By the first element of the float64 multiplier; each tensor by its own float64 multiplier.
+    def scale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> bool | None: ...
+    def scale_each_(self, tensors: list[Tensor], multipliers: Tensor, /) -> bool | None: ...
 
     # Same contract as `gradstat._core.reference.update_sums`.
     def update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor, /) -> Tensor | None: ...
 
-    # Multiplies by the float32 factor; table and signature of the results. Also None if an address occurs twice.
-    def unscale_(self, tensors: list[Tensor], factor: Tensor, /) -> tuple[Tensor, int] | None: ...
+    # Multiplies by a float32 number; table and signature of the results. Also None if an address occurs twice.
+    def unscale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> tuple[Tensor, int] | None: ...
 
 
 class CpuModule(DeviceModule, Protocol):
@@ -192,9 +192,9 @@ def _register_fakes() -> None:
         return tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))
 
     def decided(tensors: list[Tensor], *_: object, **__: object) -> tuple[Tensor, ...]:
-        coefficient_and_norm = tensors[0].new_empty(2, dtype=torch.float64)
+        scaling = tensors[0].new_empty(2, dtype=torch.float64)
         verdict = tensors[0].new_empty(3, dtype=torch.float32)
-        return table(tensors, len(tensors)), norm(tensors), coefficient_and_norm, verdict
+        return table(tensors, len(tensors)), norm(tensors), scaling, verdict
 
     fakes: dict[str, Callable[..., object]] = {
         "stats": lambda tensors: table(tensors, len(tensors)),
@@ -202,7 +202,7 @@ def _register_fakes() -> None:
         "measure": decided,
         "clip_": norm,
         "update_sums": lambda _, rules, coefficients: coefficients.new_empty((len(rules), len(_fields.UPDATE_SUMS))),
-        **dict.fromkeys(("scale_", "scale_each_", "scale_units_"), lambda tensors, coefficients: None),
+        **dict.fromkeys(("scale_", "scale_each_", "scale_units_"), lambda tensors, multipliers: None),
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"gradstat::{name}", fake)

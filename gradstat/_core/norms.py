@@ -1,4 +1,4 @@
-"""Norms, clip coefficients and decisions from a table, in plain torch without a sync, where no kernel computed them."""
+"""Norms, clip multipliers and decisions from a table, in plain torch without a sync, where no kernel computed them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def l2_norms(rows: Tensor) -> Tensor:
     return _unless_nonfinite(_fields.l2_norm(torch, rows), rows)
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The coefficient that clips gradients: ``min(1, max_norm / (norm + 1e-6))``, in ``norm``'s dtype.
+def clip_multiplier(norm: Tensor, max_norm: float) -> Tensor:
+    """The multiplier that clips gradients: ``min(1, max_norm / (norm + 1e-6))``, in ``norm``'s dtype.
 
     Formula and constant are those of ``torch/nn/utils/clip_grad.py``. NaN propagates. An infinite ``max_norm`` gives 1
     whatever the norm, as the caller then wants a measurement only.
@@ -45,15 +45,29 @@ class StepRequest(NamedTuple):
     """Inputs of the decision about an optimizer step, besides the table of its gradients."""
 
     max_norm: float  # without the loss scale
-    loss_scale: Tensor | None  # the factor that the gradients carry, one float32 number; None for 1
+    loss_scale: Tensor | None  # that the gradients carry, one float32 number; None for 1
     counters: Tensor | None  # [3] int64: steps, skipped steps, consecutive skipped steps; changed in place
+
+
+class Scaling(NamedTuple):
+    """What a step multiplies its gradients by, loss scale included, and their norm: two numbers in one tensor."""
+
+    numbers: Tensor  # [2] float64
+
+    @property
+    def multiplier(self) -> Tensor:
+        return self.numbers[0]
+
+    @property
+    def norm(self) -> Tensor:
+        return self.numbers[1]
 
 
 class Decision(NamedTuple):
     """The decision about an optimizer step, derived from a table; all on the table's device."""
 
     norm: Tensor  # without the loss scale, 0-d: float64, or the gradients' promoted dtype
-    coefficient_and_norm: Tensor  # [2] float64: the factor for the gradients, loss scale included, and the norm
+    scaling: Scaling
     # [3] float32: 1 to skip the step, else 0; the number to divide the gradients by; the loss scale.
     verdict: Tensor
 
@@ -67,7 +81,7 @@ def decide(table: Tensor, step: StepRequest) -> Decision:
     max_norm, loss_scale, counters = step
     scale = table.new_ones(()) if loss_scale is None else loss_scale.to(table.device, torch.float64).reshape(())
     norm = total_norm(table, 2.0) / scale
-    clip = clip_coefficient(norm, max_norm)
+    clip = clip_multiplier(norm, max_norm)
     divisor = (scale / clip).to(torch.float32)
     nonfinite = any_nonfinite(table)
     usable = (scale > 0) & scale.isfinite() & ((clip == 0) | ~divisor.isinf())
@@ -75,7 +89,7 @@ def decide(table: Tensor, step: StepRequest) -> Decision:
     if counters is not None:
         count_step(counters, skip)
     verdict = torch.stack([skip.to(torch.float32), divisor, scale.to(torch.float32)])
-    return Decision(norm, torch.stack([clip / scale, norm]), verdict)
+    return Decision(norm, Scaling(torch.stack([clip / scale, norm])), verdict)
 
 
 def any_nonfinite(table: Tensor) -> Tensor:

@@ -50,22 +50,22 @@ def row(tensor: Tensor) -> Tensor:
     return torch.stack([fields[name].to(torch.float64) for name in _fields.NAMES])
 
 
-def scale_(tensors: list[Tensor], coefficient: Tensor) -> None:
-    """Multiplies every tensor in place by ``coefficient``, a 0-d float64 tensor on their device.
+def scale_(tensors: list[Tensor], multiplier: Tensor) -> None:
+    """Multiplies every tensor in place by ``multiplier``, a 0-d float64 tensor on their device.
 
-    Dtypes narrower than float64 are multiplied in float32, by the coefficient rounded to float32; complex tensors as
+    Dtypes narrower than float64 are multiplied in float32, by the multiplier rounded to float32; complex tensors as
     pairs of reals.
     """
     for tensor in tensors:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = torch.float64 if real.dtype == torch.float64 else torch.float32
-        real.copy_(real.to(wide) * coefficient.to(wide))
+        real.copy_(real.to(wide) * multiplier.to(wide))
 
 
-def scale_each_(tensors: list[Tensor], coefficients: Tensor) -> None:
-    """Multiplies every tensor in place by its own element of ``coefficients``, float64, as `scale_` does."""
-    for tensor, coefficient in zip(tensors, coefficients.unbind(), strict=True):
-        scale_([tensor], coefficient)
+def scale_each_(tensors: list[Tensor], multipliers: Tensor) -> None:
+    """Multiplies every tensor in place by its own element of ``multipliers``, float64, as `scale_` does."""
+    for tensor, multiplier in zip(tensors, multipliers.unbind(), strict=True):
+        scale_([tensor], multiplier)
 
 
 def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:

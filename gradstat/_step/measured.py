@@ -14,7 +14,7 @@ from gradstat._core import norms
 from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
-from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, StepRequest
+from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, Scaling, StepRequest
 from gradstat._core.parameters import Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, NameOf, refuse_distributed, to_device, writable
 from gradstat._step import optimizers
@@ -32,7 +32,7 @@ class StepMeasurement(NamedTuple):
     rows: Measurement  # with the loss scale, if ``is_scaled``
     labels: Labels
     norm: Tensor  # this and the next two are as in `gradstat._core.norms.Decision`
-    coefficient_and_norm: Tensor
+    scaling: Scaling
     verdict: Tensor
     is_scaled: bool
     backend: str | None
@@ -44,8 +44,8 @@ class StepMeasurement(NamedTuple):
         """No gradients: the norm is 0 and nothing needs to be skipped."""
         home = torch.device("cpu")
         norm, verdict = torch.tensor(0.0, device=home), torch.tensor([0.0, 1.0, 1.0], device=home)
-        coefficient_and_norm = torch.tensor([1.0, 0.0], dtype=torch.float64, device=home)
-        return cls(Measurement([], None, ()), Labels(tuple, tuple), norm, coefficient_and_norm, verdict, False, None)
+        scaling = Scaling(torch.tensor([1.0, 0.0], dtype=torch.float64, device=home))
+        return cls(Measurement([], None, ()), Labels(tuple, tuple), norm, scaling, verdict, False, None)
 
     @classmethod
     def of(
@@ -93,9 +93,9 @@ class StepMeasurement(NamedTuple):
     def guarded(
         self, guard: SpikeGuard, loss: Tensor | None, update: Tensor | None, counters: Tensor | None
     ) -> StepMeasurement:
-        """The measurement with the verdict of a guard, which counts the step. Scaling down changes the coefficient."""
+        """The measurement with the verdict of a guard, which counts the step. Scaling down changes the multiplier."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
-        verdict = guard._decide(kernels, self.coefficient_and_norm, self.verdict, loss, update, counters, self.streams)
+        verdict = guard._decide(kernels, self.scaling, self.verdict, loss, update, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
     def judged(self, skip: Tensor, reason: Tensor) -> StepMeasurement:
@@ -106,20 +106,20 @@ class StepMeasurement(NamedTuple):
 
     def limit_(self, clip: NormClip) -> None:
         """Applies the decision of a clip about all gradients together."""
-        norm = self.coefficient_and_norm[1]
+        norm = self.scaling.norm
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
         self.scale_by_(clip._decide(kernels, norm, skip=self.verdict[SKIP])[0])
 
-    def scale_by_(self, coefficient: Tensor) -> None:
-        """Multiplies the factor for the gradients, here and in the verdict, by a 0-d float64."""
-        self.coefficient_and_norm[0].mul_(coefficient)
-        self.verdict[DIVISOR].div_(coefficient)
+    def scale_by_(self, multiplier: Tensor) -> None:
+        """Multiplies the multiplier of the gradients, here and in the verdict, by a 0-d float64."""
+        self.scaling.multiplier.mul_(multiplier)
+        self.verdict[DIVISOR].div_(multiplier)
 
     def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
-        inverse_scale = self.verdict[LOSS_SCALE].reciprocal() if self.is_scaled else None
+        unscale_by = self.verdict[LOSS_SCALE].reciprocal() if self.is_scaled else None
         skip = None if self.before_guard is None else self.verdict[SKIP]
-        clip.scale_(parameters, gradients, self.rows.table, self.backend, inverse_scale, self.labels.of, skip)
+        clip.scale_(parameters, gradients, self.rows.table, self.backend, unscale_by, self.labels.of, skip)
         torch.autograd.graph.increment_version(gradients)
 
     def step_optimizer(
@@ -163,8 +163,8 @@ class StepMeasurement(NamedTuple):
             return PendingReport(self.rows, make, self.verdict)
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
-        """Clips and unscales the measured gradients in place, unless the coefficient is 1."""
-        scale_gradients_(gradients, self.coefficient_and_norm, self.labels.of, self.backend)
+        """Clips and unscales the measured gradients in place, unless the multiplier is 1."""
+        scale_gradients_(gradients, self.scaling.numbers, self.labels.of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
     @property
@@ -188,7 +188,7 @@ class Unscaled(NamedTuple):
 
     rows: Measurement  # without the scale
     labels: Labels
-    inverse_scale: Tensor  # the factor that the gradients were multiplied by, 0-d float32
+    multiplier: Tensor  # that the gradients were multiplied by, 0-d float32
     streams: Streams = ()
 
     @classmethod
@@ -196,26 +196,26 @@ class Unscaled(NamedTuple):
         cls,
         gradients: list[Tensor],
         labels: Labels,
-        inverse_scale: Tensor,
+        multiplier: Tensor,
         named: NamedParameters,
         extra_groups: ExtraGroups | None,
     ) -> Unscaled:
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
         name_of, first = labels.of, gradients[0]
-        inverse_scale = to_device(inverse_scale, first.device)
+        multiplier = to_device(multiplier, first.device)
         direct = direct_for(first, name_of, None) if extra_groups is None else None
-        short = direct.unscale_(gradients, inverse_scale) if direct is not None else None
+        short = direct.unscale_(gradients, multiplier) if direct is not None else None
         if short is not None:
             table, signature = short
             rows = Measurement([table], None, infos_of(gradients, signature))
         else:
             with torch.no_grad():
                 targets = writable(gradients, name_of)
-                scale_everywhere_(targets, inverse_scale.to(torch.float64), name_of, None)
+                scale_everywhere_(targets, multiplier.to(torch.float64), name_of, None)
             parameters, names = named.parameters, named.names
             rows = measure(gradients, name_of, None, parameters=parameters, names=names, extra_groups=extra_groups)
         torch.autograd.graph.increment_version(gradients)
-        return cls(rows, labels, inverse_scale, streams_of([inverse_scale, *rows.tables]))
+        return cls(rows, labels, multiplier, streams_of([multiplier, *rows.tables]))
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Whether something is not finite, per device: 0-d float32, 1 or 0."""
@@ -234,12 +234,12 @@ class Unscaled(NamedTuple):
                 max_norm.scale_(parameters, gradients, self.rows.table, None, None, name_of)
             else:
                 if isinstance(max_norm, NormClip):
-                    coefficient = max_norm.coefficient(total)
+                    multiplier = max_norm.multiplier(total)
                 else:
                     assert not isinstance(max_norm, AdaptiveClip)
-                    coefficient = norms.clip_coefficient(total, float(max_norm))
-                    coefficient = torch.where(total.isfinite(), coefficient, 1.0)
-                scale_gradients_(gradients, coefficient, name_of, None)
+                    multiplier = norms.clip_multiplier(total, float(max_norm))
+                    multiplier = torch.where(total.isfinite(), multiplier, 1.0)
+                scale_gradients_(gradients, multiplier, name_of, None)
             torch.autograd.graph.increment_version(gradients)
             return total.to(norms.norm_dtype(gradients))
 
@@ -247,15 +247,15 @@ class Unscaled(NamedTuple):
         """The pending report; starts the copy to the host."""
         labels = self.labels
 
-        def make(rows: HostRows, inverse_scale: Any) -> Report:
+        def make(rows: HostRows, multiplier: Any) -> Report:
             rows.raise_if_others_failed()
-            scale = 1.0 / float(inverse_scale) if inverse_scale else math.inf
+            scale = 1.0 / float(multiplier) if multiplier else math.inf
             return Report(
                 labels.names, rows.table(), rows.infos, labels.missing_names, loss_scale=scale, total=rows.total()
             )
 
         with on_streams(self.streams):
-            return PendingReport(self.rows, make, self.inverse_scale)
+            return PendingReport(self.rows, make, self.multiplier)
 
 
 def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:

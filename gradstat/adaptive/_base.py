@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     state: State  # already includes this step's norm
     norm: Tensor  # of all gradients, 0-d float64
-    norms: Tensor  # float64, one for each coefficient to decide
+    norms: Tensor  # float64, one for each multiplier to decide
     weights: Tensor | None  # for units, the norms of their weights
     is_recorded: Tensor  # 0-d bool: whether the norm was recorded
     counts: Tensor  # bool, as ``norms``: whether each is finite, and the step is not skipped
@@ -100,8 +100,8 @@ class AdaptiveClip(ABC):
         """Clips ``gradients``, which belong to ``parameters``; returns their total norm before, 0-d float64."""
 
     @abstractmethod
-    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The rule in plain torch: a coefficient for each of ``step.norms``, and which of them count as decided.
+    def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The rule in plain torch: a multiplier for each of ``step.norms``, and which of them count as decided.
 
         Updates the tensors of `_rule_state_views` in place. csrc/decide.h implements the same rule.
         """
@@ -170,21 +170,21 @@ class AdaptiveClip(ABC):
         kernels: Kernels,
         measured: Tensor,
         weights: Tensor | None = None,
-        factor: Tensor | None = None,
+        unscale_by: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Decides about a step and updates the state: coefficients, then the norm, 1-d float64. No host sync.
+        """Decides about a step and updates the state: multipliers, then the norm, 1-d float64. No host sync.
 
         ``measured`` is the norm, 0-d float64, or the table of the gradients; for units, with ``weights``, the table of
-        their weights. Norms and coefficients are multiplied by ``factor``, 0-d float32. If ``skip``, 0-d float32, is
-        not zero, the coefficients are 1 and the state does not change, except to count a norm that is not finite.
+        their weights. Norms and multipliers are multiplied by ``unscale_by``, 0-d float32. If ``skip``, 0-d float32, is
+        not zero, the multipliers are 1 and the state does not change, except to count a norm that is not finite.
         """
         memory = self._memory_for(len(measured) if measured.dim() else 0, measured.device)
         if kernels.decide_clip_ is not None:
             return kernels.decide_clip_(
-                self._rule, self._rule_options, memory, self._window, measured, weights, factor, skip
+                self._rule, self._rule_options, memory, self._window, measured, weights, unscale_by, skip
             )
-        state, scale = self._state, 1.0 if factor is None else factor.to(torch.float64)
+        state, scale = self._state, 1.0 if unscale_by is None else unscale_by.to(torch.float64)
         norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
         each = norms.l2_norms(measured) * scale if measured.dim() else measured
         is_step = torch.ones_like(norm, dtype=torch.bool) if skip is None else skip == 0
@@ -192,24 +192,24 @@ class AdaptiveClip(ABC):
         _history.add_norm_(state, norm, is_recorded)
         of_weights = None if weights is None else norms.l2_norms(weights)
         step = Step(state, norm, each, of_weights, is_recorded, each.isfinite() & is_step)
-        decided, counts = self._coefficients(step)
-        coefficients = torch.where(counts, decided, 1.0)
-        _history.add_coefficients_(state, coefficients, counts)
-        return torch.cat([(coefficients * scale).view(-1), norm.view(1)])
+        decided, counts = self._multipliers(step)
+        multipliers = torch.where(counts, decided, 1.0)
+        _history.add_multipliers_(state, multipliers, counts)
+        return torch.cat([(multipliers * scale).view(-1), norm.view(1)])
 
 
 class NormClip(AdaptiveClip):
-    """A clip that decides a single coefficient for all gradients, from their total norm."""
+    """A clip that decides a single multiplier for all gradients, from their total norm."""
 
     _decides_on = "step"
 
     @torch.no_grad()
-    def coefficient(self, norm: Tensor, *, keep: Tensor | None = None) -> Tensor:
-        """The coefficient for the gradients of a step, 0-d float64 from 0 to 1; updates the state. No host sync.
+    def multiplier(self, norm: Tensor, *, keep: Tensor | None = None) -> Tensor:
+        """The multiplier for the gradients of a step, 0-d float64 from 0 to 1; updates the state. No host sync.
 
         Args:
             norm: Total L2 norm of the gradients that the optimizer will see, without a loss scale: 0-d float64, on the
-                device where the state is to be. For NaN or Inf the coefficient is 1, and the state only counts such
+                device where the state is to be. For NaN or Inf the multiplier is 1, and the state only counts such
                 norms: skipping the step is up to the caller.
             keep: 0-d bool on that device. Where False the step is handled in the same way. None keeps every step.
         """
@@ -219,14 +219,14 @@ class NormClip(AdaptiveClip):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         measured = _measured(gradients, name_of, backend, norms.StepRequest(math.inf, None, None))
         assert measured.decision is not None
-        norm = measured.decision.coefficient_and_norm[1]
+        norm = measured.decision.scaling.norm
         kernels = resolve_for(backend, norm.device.type, name_of, 0)
         scale_gradients_(gradients, self._decide(kernels, norm), name_of, backend)
         return norm
 
 
 class TensorClip(AdaptiveClip):
-    """A clip that decides one coefficient for each tensor, or for each unit."""
+    """A clip that decides one multiplier for each tensor, or for each unit."""
 
     @abstractmethod
     def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
@@ -242,15 +242,15 @@ class TensorClip(AdaptiveClip):
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
         backend: str | None,
-        inverse_scale: Tensor | None,
+        unscale_by: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Decides the coefficients of a step, scales ``gradients`` in place, and updates the state. No host sync.
+        """Decides the multipliers of a step, scales ``gradients`` in place, and updates the state. No host sync.
 
         No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
         on the first one's device. ``backend`` and errors are as in `AdaptiveClip.clip_`; ``name_of`` names the i-th
-        gradient in errors. ``inverse_scale``, 0-d float32, is the reciprocal of the loss scale that they still carry;
+        gradient in errors. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
         they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
         not change. Returns the norm before, without the loss scale: 0-d float64.
         """
@@ -303,7 +303,7 @@ def _measured(
 
 
 def limited(norm: Tensor, limit: Tensor | float) -> Tensor:
-    """The coefficient that reduces ``norm`` to ``limit``, or 1 if it is not above or either is NaN."""
+    """The multiplier that reduces ``norm`` to ``limit``, or 1 if it is not above or either is NaN."""
     return torch.where(norm > limit, limit / norm, 1.0)
 
 

@@ -14,8 +14,8 @@ from gradstat._core.tensors import to_device
 
 State = dict[str, Tensor]
 
-# Indices into "totals": norms recorded, non-finite norms, coefficients decided, those below 1, and the sum of these.
-RECORDED, NONFINITE, DECIDED, CLIPPED, COEFFICIENT_SUM = range(5)
+# Indices into "totals": norms recorded, non-finite norms, multipliers decided, those below 1, and the sum of these.
+RECORDED, NONFINITE, DECIDED, CLIPPED, MULTIPLIER_SUM = range(5)
 
 _TOTALS = 5
 
@@ -47,7 +47,7 @@ def extended(memory: Tensor | None, window: int, of_rule: RuleState, device: tor
 def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
     """Views of the history's tensors by name, and of the rule's own numbers."""
     totals, smallest, norms, of_rule = memory.split((_TOTALS, 1, window, len(memory) - window - _TOTALS - 1))
-    # "norms" is a ring of the last norms, NaN where there is none yet; "smallest" is the smallest coefficient.
+    # "norms" is a ring of the last norms, NaN where there is none yet; "smallest" is the smallest multiplier.
     return {"norms": norms, "totals": totals, "smallest": smallest[0]}, of_rule
 
 
@@ -63,10 +63,10 @@ def loaded(saved: Saved, window: int, rule_names: Sequence[str], of_rule: RuleSt
             f"this state keeps the last {len(norms)} norms, this clip {window}; make the clip with window={len(norms)}"
         )
     totals, smallest = saved["totals"].numbers(_TOTALS), saved["smallest"].numbers()
-    saved["totals"].require(totals[:COEFFICIENT_SUM], is_count(totals[:COEFFICIENT_SUM]), A_COUNT)
+    saved["totals"].require(totals[:MULTIPLIER_SUM], is_count(totals[:MULTIPLIER_SUM]), A_COUNT)
     fine = (totals >= 0) & (totals <= totals[CLIPPED])  # of the sum
-    fine[:COEFFICIENT_SUM] = True
-    saved["totals"].require(totals, fine, "a sum of that many coefficients below 1")
+    fine[:MULTIPLIER_SUM] = True
+    saved["totals"].require(totals, fine, "a sum of that many multipliers below 1")
     saved["smallest"].require(smallest, (smallest >= 0) & (smallest <= 1), "a number from 0 to 1")
     is_used = torch.arange(window, device=norms.device) < totals[RECORDED].to(norms.device)
     fine = torch.where(is_used, (norms >= 0) & norms.isfinite(), norms.isnan())
@@ -88,15 +88,15 @@ def add_norm_(state: State, norm: Tensor, is_recorded: Tensor) -> None:
     totals[:DECIDED] += torch.stack((is_recorded, ~norm.isfinite()))
 
 
-def add_coefficients_(state: State, coefficients: Tensor, is_recorded: Tensor) -> None:
-    """Counts the coefficients, 0-d or 1-d float64, of the decisions where ``is_recorded``; the others must be 1."""
-    clipped = coefficients < 1
-    counted = torch.stack((is_recorded, clipped, torch.where(clipped, coefficients, 0.0)))
+def add_multipliers_(state: State, multipliers: Tensor, is_recorded: Tensor) -> None:
+    """Counts the multipliers, 0-d or 1-d float64, of the decisions where ``is_recorded``; the others must be 1."""
+    clipped = multipliers < 1
+    counted = torch.stack((is_recorded, clipped, torch.where(clipped, multipliers, 0.0)))
     state["totals"][DECIDED:] += counted.view(3, -1).sum(1)
-    state["smallest"].copy_(torch.cat([state["smallest"].view(1), coefficients.view(-1)]).amin())
+    state["smallest"].copy_(torch.cat([state["smallest"].view(1), multipliers.view(-1)]).amin())
 
 
 def add_totals_(state: State, memories: Tensor) -> None:
-    """Adds the coefficient counts of other states, one per row."""
+    """Adds the multiplier counts of other states, one per row."""
     state["totals"][DECIDED:] += memories[:, DECIDED:_TOTALS].sum(0)
     state["smallest"].copy_(torch.minimum(state["smallest"], memories[:, _TOTALS].amin()))

@@ -21,7 +21,7 @@ Target = Literal["reciprocal", "threshold", "mean"]
 class FixedClip(NormClip):
     """torch's clip to a norm of at most ``max_norm``, with a summary of what it clipped.
 
-    The coefficient is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch/nn/utils/clip_grad.py``. Unlike
+    The multiplier is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch/nn/utils/clip_grad.py``. Unlike
     `clip_grad_norm_` it leaves gradients unchanged if their norm is NaN or Inf.
 
     Args:
@@ -41,8 +41,8 @@ class FixedClip(NormClip):
         self._rule_options = (self._max_norm,)
         super().__init__(window, max_norm=max_norm)
 
-    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
-        return norms.clip_coefficient(step.norm, self._max_norm), step.is_recorded
+    def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
+        return norms.clip_multiplier(step.norm, self._max_norm), step.is_recorded
 
 
 class AutoClip(NormClip):
@@ -50,7 +50,7 @@ class AutoClip(NormClip):
 
     P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, AutoClip: Adaptive Gradient Clipping for Source Separation
     Networks, MLSP 2020, arXiv 2007.14469: the limit is the p-th percentile of the history of norms, interpolated
-    linearly as by ``numpy.percentile``, and the coefficient ``min(1, limit / norm)``. The paper keeps all norms; here
+    linearly as by ``numpy.percentile``, and the multiplier ``min(1, limit / norm)``. The paper keeps all norms; here
     the last ``window`` are kept, which is equivalent for that many steps.
 
     Args:
@@ -76,7 +76,7 @@ class AutoClip(NormClip):
         self._rule_options = (self._percentile,)
         super().__init__(window, percentile=percentile)
 
-    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         limit = torch.nanquantile(step.state["norms"], self._percentile / 100)  # unused places are NaN
         return limited(step.norm, limit), step.is_recorded
 
@@ -142,7 +142,7 @@ class ZClip(NormClip):
     def _rule_state_views(self, of_rule: Tensor) -> State:
         return dict(zip(self._rule_names, of_rule.unbind(), strict=True))
 
-    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         state, norm, is_recorded = step.state, step.norm, step.is_recorded
         mean, deviation, recorded = state["mean"], state["deviation"], state["totals"][_history.RECORDED]
         warming_up = recorded <= self._warmup
@@ -170,11 +170,11 @@ class ZClip(NormClip):
 class LastNormClip:
     """Clips by the total norm of the *previous* step, for `step_in_backward`: an approximation.
 
-    When the first gradients are stepped, the norm of all of them is not known yet. So the coefficient that ``clip``
+    When the first gradients are stepped, the norm of all of them is not known yet. So the multiplier that ``clip``
     decides from the norm of one backward pass scales the gradients of the next one. If norms change slowly, the result
     is nearly the same as clipping after backward. A spike is different: its own step is not clipped, but the next one
     is; against spikes use `AdaGC`, `AGC`, or a limit for each tensor. The first step is not clipped. A norm that is not
-    finite leaves the coefficient unchanged.
+    finite leaves the multiplier unchanged.
 
     Args:
         clip: The clip that decides: `FixedClip`, `AutoClip` or `ZClip`; or a number, which means ``FixedClip(number)``.
@@ -184,31 +184,31 @@ class LastNormClip:
         if not isinstance(clip, (NormClip, int, float)):
             raise TypeError(f"clip: expected a number, FixedClip, AutoClip or ZClip, got {type(clip).__name__}")
         self.clip = clip if isinstance(clip, NormClip) else FixedClip(clip)
-        self._coefficient: Tensor | None = None
+        self._multiplier: Tensor | None = None
 
     @property
-    def coefficient(self) -> Tensor | None:
-        """The factor for the next step's gradients, 0-d float64 on their device; None before the first step."""
-        return self._coefficient
+    def multiplier(self) -> Tensor | None:
+        """The multiplier of the next step's gradients, 0-d float64 on their device; None before the first step."""
+        return self._multiplier
 
     def _remember(self, norm: Tensor) -> None:
-        """Decides the next step's coefficient from the 0-d float64 ``norm`` of this one. No host sync."""
-        decided, last = self.clip.coefficient(norm), self._coefficient
+        """Decides the next step's multiplier from the 0-d float64 ``norm`` of this one. No host sync."""
+        decided, last = self.clip.multiplier(norm), self._multiplier
         last = torch.ones_like(decided) if last is None else last.to(decided.device)
-        self._coefficient = torch.where(norm.isfinite(), decided, last)
+        self._multiplier = torch.where(norm.isfinite(), decided, last)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of ``clip``, and ``"coefficient"``."""
-        return {"clip": self.clip.state_dict(), "coefficient": self._coefficient}
+        return {"clip": self.clip.state_dict(), "coefficient": self._multiplier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``; ValueError as in `gradstat.adaptive.AdaptiveClip`."""
         saved = Saved(state)["coefficient"]
-        coefficient = None if saved.value is None else saved.numbers().clone()
-        if coefficient is not None:
-            saved.require(coefficient, (coefficient >= 0) & (coefficient <= 1), "a number from 0 to 1")
+        multiplier = None if saved.value is None else saved.numbers().clone()
+        if multiplier is not None:
+            saved.require(multiplier, (multiplier >= 0) & (multiplier <= 1), "a number from 0 to 1")
         self.clip.load_state_dict(Saved(state)["clip"].value)
-        self._coefficient = coefficient
+        self._multiplier = multiplier
 
     def __repr__(self) -> str:
         return f"LastNormClip({self.clip})"

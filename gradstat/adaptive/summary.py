@@ -30,11 +30,11 @@ class ClipSummary:
         clip: The clip's ``repr``.
         steps: Steps seen, except those that the caller excluded.
         nonfinite: Steps among them whose total norm was NaN or Inf; these norms are not in the percentiles.
-        decides_on: What a coefficient is decided for: ``"step"``, ``"tensor"`` or ``"unit"``.
-        decided: Number of coefficients decided, over all steps.
+        decides_on: What a multiplier is decided for: ``"step"``, ``"tensor"`` or ``"unit"``.
+        decided: Number of multipliers decided, over all steps.
         clipped: Number of these that were below 1.
-        mean_coefficient: Mean of those below 1; NaN when there is none.
-        smallest_coefficient: Smallest of them; NaN when there is none.
+        mean_multiplier: Mean of those below 1; NaN when there is none.
+        smallest_multiplier: Smallest of them; NaN when there is none.
         recent: Number of norms that the percentiles are computed from.
         norm_percentiles: Total norms of recent steps before clipping, by percentile (5, 25, 50, 75, 95 and 99),
             with linear interpolation; NaN when there is none.
@@ -49,8 +49,8 @@ class ClipSummary:
     decides_on: str
     decided: int
     clipped: int
-    mean_coefficient: float
-    smallest_coefficient: float
+    mean_multiplier: float
+    smallest_multiplier: float
     recent: int
     norm_percentiles: dict[int, float]
     suggested_max_norm: float
@@ -59,7 +59,7 @@ class ClipSummary:
 
     @property
     def clipped_fraction(self) -> float:
-        """Fraction of the decided coefficients that were below 1; NaN before the first one."""
+        """Fraction of the decided multipliers that were below 1; NaN before the first one."""
         return self.clipped / self.decided if self.decided else math.nan
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class ClipSummary:
                 f"clipped: {self.clipped:,} of {self.decided:,} {self.decides_on}s ({self.clipped_fraction:.1%})"
             )
         if self.clipped:
-            lines[-1] += f"; mean coefficient {self.mean_coefficient:.3g}, smallest {self.smallest_coefficient:.3g}"
+            lines[-1] += f"; mean multiplier {self.mean_multiplier:.3g}, smallest {self.smallest_multiplier:.3g}"
         if self.recent:
             values = ", ".join(f"{norm:.3g} ({p} %)" for p, norm in self.norm_percentiles.items())
             lines.append(f"norms of the last {self.recent:,} steps, by percentile: {values}")
@@ -83,7 +83,7 @@ def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never:
     """The summary of ``state``; one host sync."""
     numbers = torch.cat([state["norms"], state["totals"], state["smallest"].view(1)]).cpu().numpy()
     norms, totals, smallest = np.split(numbers, [len(state["norms"]), len(numbers) - 1])
-    recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.COEFFICIENT_SUM])
+    recorded, nonfinite, decided, clipped = (int(count) for count in totals[: _history.MULTIPLIER_SUM])
     norms = norms[np.isfinite(norms)]
     wanted = [*PERCENTILES, SUGGESTED_PERCENTILE]
     percentiles = np.percentile(norms, wanted) if len(norms) else [math.nan] * len(wanted)
@@ -101,8 +101,8 @@ def summarize(clip: str, decides_on: str, state: State, if_often: str, if_never:
         decides_on=decides_on,
         decided=decided,
         clipped=clipped,
-        mean_coefficient=float(totals[_history.COEFFICIENT_SUM]) / clipped if clipped else math.nan,
-        smallest_coefficient=float(smallest[0]) if clipped else math.nan,
+        mean_multiplier=float(totals[_history.MULTIPLIER_SUM]) / clipped if clipped else math.nan,
+        smallest_multiplier=float(smallest[0]) if clipped else math.nan,
         recent=len(norms),
         norm_percentiles=dict(zip(PERCENTILES, shown, strict=True)),
         suggested_max_norm=suggested,

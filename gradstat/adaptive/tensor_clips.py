@@ -32,7 +32,7 @@ class AdaGC(TensorClip):
     """Clips each tensor by the running mean of its own norm.
 
     G. Wang et al., AdaGC: Improving Training Stability for Large Language Model Pretraining, 2025, arXiv 2502.11034.
-    With n_i the norm of tensor i and c_i the running mean of its norms after clipping, the coefficient is
+    With n_i the norm of tensor i and c_i the running mean of its norms after clipping, the multiplier is
     ``h_i = min(1, relative * c_i / n_i)``, and then ``c_i' = beta c_i + (1 - beta) h_i n_i``. In the first ``warmup``
     steps all tensors are clipped together, by ``h = min(1, absolute / norm)`` of the total norm, and c_i becomes the
     smallest ``h n_i``.
@@ -91,7 +91,7 @@ class AdaGC(TensorClip):
     def _rule_state_views(self, of_rule: Tensor) -> State:
         return {"means": of_rule} if len(of_rule) else {}
 
-    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]
         warming_up = recorded - step.is_recorded.to(torch.float64) < self._warmup
         # While all tensors are clipped together, a norm counts only if all of them are finite.
@@ -121,12 +121,12 @@ class AdaGC(TensorClip):
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
         backend: str | None,
-        inverse_scale: Tensor | None,
+        unscale_by: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
         kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
-        decided = self._decide(kernels, rows(), factor=inverse_scale, skip=skip)
+        decided = self._decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
         _scale_each_(gradients, decided[:-1], backend, name_of)
         self._parameter_ids = tuple(map(id, parameters))
         return decided[-1]
@@ -144,7 +144,7 @@ class AGC(TensorClip):
     """Clips each unit of a gradient by the norm of its weights; keeps no state except for the summary.
 
     A. Brock, S. De, S. L. Smith, K. Simonyan, High-Performance Large-Scale Image Recognition Without Normalization,
-    2021, arXiv 2102.06171: with gradient norm g_i and weight norm w_i of unit i the coefficient is
+    2021, arXiv 2102.06171: with gradient norm g_i and weight norm w_i of unit i the multiplier is
     ``min(1, clipping * max(w_i, eps) / g_i)``. A unit is a slice along dimension 0, the weights of one output of a
     linear layer or a convolution; a tensor of fewer than two dimensions is one unit. The paper clips all parameters
     except those of the final linear layer: do not pass these.
@@ -169,7 +169,7 @@ class AGC(TensorClip):
         self._rule_options = (self._clipping, self._eps)
         super().__init__(window, clipping=clipping, eps=eps)
 
-    def _coefficients(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         assert step.weights is not None
         return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
 
@@ -185,7 +185,7 @@ class AGC(TensorClip):
         gradients: list[Tensor],
         rows: Callable[[], Tensor],
         backend: str | None,
-        inverse_scale: Tensor | None,
+        unscale_by: Tensor | None,
         name_of: NameOf,
         skip: Tensor | None = None,
     ) -> Tensor:
@@ -196,9 +196,9 @@ class AGC(TensorClip):
         kernels = _kernels_for(groups, backend, name_of)
         units = [kernels[device].unit_stats([targets[i] for i in at]) for device, at in groups.items()]
         of_weights = [kernels[device].unit_stats([weights[i] for i in at]) for device, at in groups.items()]
-        decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), inverse_scale, skip)
-        coefficients = decided[:-1].split([len(table) for table in units])
-        for (device, at), of_device in zip(groups.items(), coefficients, strict=True):
+        decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), unscale_by, skip)
+        multipliers = decided[:-1].split([len(table) for table in units])
+        for (device, at), of_device in zip(groups.items(), multipliers, strict=True):
             kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))
         return decided[-1]
 
@@ -213,17 +213,17 @@ def _kernels_for(
     return {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
 
 
-def _scale_each_(gradients: list[Tensor], coefficients: Tensor, backend: str | None, name_of: NameOf) -> None:
-    """Multiplies each gradient by its coefficient, on any devices."""
+def _scale_each_(gradients: list[Tensor], multipliers: Tensor, backend: str | None, name_of: NameOf) -> None:
+    """Multiplies each gradient by its multiplier, on any devices."""
     direct = direct_for(gradients[0], name_of, backend)
-    if direct is not None and direct.scale_each_(gradients, coefficients):
+    if direct is not None and direct.scale_each_(gradients, multipliers):
         return
     targets = writable(gradients, name_of)
     groups = by_device(targets)
     kernels = _kernels_for(groups, backend, name_of)
     for device, at in groups.items():
-        of_device = coefficients
+        of_device = multipliers
         if len(groups) > 1:
-            of_device = to_device(coefficients[to_device(torch.tensor(at, device="cpu"), coefficients.device)], device)
+            of_device = to_device(multipliers[to_device(torch.tensor(at, device="cpu"), multipliers.device)], device)
         with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
             kernels[device].scale_each_(dense, of_device)

@@ -343,7 +343,7 @@ class Collector:
         assert self._optimizer is not None
         if self._max_norm is not None and gradients:
             norm = get_total_norm(gradients, backend=self._backend).to(torch.float64)
-            clip = norms.clip_coefficient(norm if scale is None else norm / scale, self._max_norm)
+            clip = norms.clip_multiplier(norm if scale is None else norm / scale, self._max_norm)
             scale = 1 / clip if scale is None else scale / clip
         named = dict(zip(map(id, parameters), names, strict=True))
         segment, measured = observers.updates_of(self._optimizer, named, self._backend, scale)

@@ -303,10 +303,10 @@ class Monitor:
             if loss is not None and not isinstance(loss, Tensor):
                 loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
             assert measured.norm is not None
-            multiplier_and_norm = torch.stack([torch.ones_like(measured.norm), measured.norm])
+            scaling = norms.Scaling(torch.stack([torch.ones_like(measured.norm), measured.norm]))
             verdict = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
             kernels = resolve(self.options.backend, flag.device.type)
-            verdict = guard._decide(kernels, multiplier_and_norm, verdict, loss, None, None, streams_of([flag]))
+            verdict = guard._decide(kernels, scaling, verdict, loss, None, None, streams_of([flag]))
             wish = SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
             assert self._optimizer is not None
             remember_guard(self._optimizer, guard)

@@ -20,7 +20,7 @@ from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
 from gradstat._core import backends
 from gradstat.adaptive import AdaptiveClip, NormClip
 
-# The rules in plain Python: each takes the norms of all steps and returns all coefficients -----------------------
+# The rules in plain Python: each takes the norms of all steps and returns all multipliers -----------------------
 
 
 def fixed(norms: list[float], max_norm: float) -> list[float]:
@@ -28,22 +28,22 @@ def fixed(norms: list[float], max_norm: float) -> list[float]:
 
 
 def autoclip(norms: list[float], percentile: float, window: int) -> list[float]:
-    coefficients, history = [], []
+    multipliers, history = [], []
     for norm in norms:
         if not math.isfinite(norm):
-            coefficients.append(1.0)
+            multipliers.append(1.0)
             continue
         history.append(norm)
-        coefficients.append(min(1.0, float(np.percentile(history[-window:], percentile)) / norm))
-    return coefficients
+        multipliers.append(min(1.0, float(np.percentile(history[-window:], percentile)) / norm))
+    return multipliers
 
 
 def zclip(norms: list[float], z_threshold: float, alpha: float, warmup: int, to: str, max_norm: float) -> list[float]:
-    coefficients, first = [], []
+    multipliers, first = [], []
     mean = variance = 0.0
     for norm in norms:
         if not math.isfinite(norm):
-            coefficients.append(1.0)
+            multipliers.append(1.0)
             continue
         target = norm
         if len(first) < warmup:
@@ -56,15 +56,15 @@ def zclip(norms: list[float], z_threshold: float, alpha: float, warmup: int, to:
                 target = mean + z_target * math.sqrt(variance)
             mean = alpha * mean + (1 - alpha) * target
             variance = alpha * variance + (1 - alpha) * (target - mean) ** 2
-        coefficients.append(min(1.0, min(target, max_norm) / norm))
-    return coefficients
+        multipliers.append(min(1.0, min(target, max_norm) / norm))
+    return multipliers
 
 
 def adagc(
     steps: list[list[float]], relative: float, beta: float, warmup: int, absolute: float
 ) -> tuple[list[list[float | None]], list[float | None]]:
     """Takes and returns a list for each step, with None where nothing is decided; also returns the final means."""
-    coefficients: list[list[float | None]] = []
+    multipliers: list[list[float | None]] = []
     means: list[float | None] = [None] * len(steps[0])
     finite_steps = 0
     for norms in steps:
@@ -78,18 +78,18 @@ def adagc(
             if not math.isfinite(norm) or norm == 0 or (in_warmup and not is_finite):
                 row.append(None)
             elif in_warmup:
-                coefficient = min(1.0, absolute / total)
-                means[i] = min(math.inf if mean is None else mean, coefficient * norm)
-                row.append(coefficient)
+                multiplier = min(1.0, absolute / total)
+                means[i] = min(math.inf if mean is None else mean, multiplier * norm)
+                row.append(multiplier)
             elif mean is None:
                 means[i] = norm
                 row.append(1.0)
             else:
-                coefficient = min(1.0, relative * mean / norm)
-                means[i] = beta * mean + (1 - beta) * coefficient * norm
-                row.append(coefficient)
-        coefficients.append(row)
-    return coefficients, means
+                multiplier = min(1.0, relative * mean / norm)
+                means[i] = beta * mean + (1 - beta) * multiplier * norm
+                row.append(multiplier)
+        multipliers.append(row)
+    return multipliers, means
 
 
 def agc(parameter: Tensor, gradient: Tensor, clipping: float, eps: float) -> Tensor:
@@ -135,7 +135,7 @@ CLIP_IDS = ["FixedClip", "AutoClip", "ZClip", "AdaGC", "AGC"]
 
 
 def decide(clip: NormClip, norms: list[float]) -> list[float]:
-    return [clip.coefficient(torch.tensor(norm, dtype=torch.float64)).item() for norm in norms]
+    return [clip.multiplier(torch.tensor(norm, dtype=torch.float64)).item() for norm in norms]
 
 
 SHAPES = [(), (5,), (4, 7), (3, 2, 2, 2), (9, 3), (2, 2)]
@@ -178,7 +178,7 @@ def total_of(gradients: list[Tensor]) -> float:
 
 @pytest.mark.parametrize(("make", "rule"), NORM_CLIPS, ids=NORM_IDS)
 @pytest.mark.parametrize("seed", range(2))
-def test_coefficients_follow_the_formula(make: Any, rule: Any, seed: int) -> None:
+def test_multipliers_follow_the_formula(make: Any, rule: Any, seed: int) -> None:
     norms = random_norms(200, seed)
     assert decide(make(), norms) == pytest.approx(rule(norms), rel=1e-9)
 
@@ -199,9 +199,9 @@ def test_a_step_that_is_not_kept_never_was(make: Any, rule: Any) -> None:
     with_others, without = make(), make()
     for step, norm in enumerate(random_norms(100, 2)):
         value = torch.tensor(norm, dtype=torch.float64)
-        assert with_others.coefficient(value, keep=torch.tensor(True)) == without.coefficient(value), step
+        assert with_others.multiplier(value, keep=torch.tensor(True)) == without.multiplier(value), step
         for other in (1e6, 1e-6):
-            left_out = with_others.coefficient(torch.full_like(value, other), keep=torch.tensor(False))
+            left_out = with_others.multiplier(torch.full_like(value, other), keep=torch.tensor(False))
             assert left_out == 1, step
     kept, expected = (clip.state_dict()["tensors"] for clip in (with_others, without))
     torch.testing.assert_close(kept, expected, equal_nan=True, rtol=0, atol=0)
@@ -209,7 +209,7 @@ def test_a_step_that_is_not_kept_never_was(make: Any, rule: Any) -> None:
 
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 @pytest.mark.parametrize("make", [lambda: FixedClip(5.0), lambda: AutoClip(30), lambda: ZClip(1.0, warmup=2)])
-def test_all_gradients_are_scaled_by_the_coefficient(make: Any, dtype: torch.dtype, device: str) -> None:
+def test_all_gradients_are_scaled_by_the_multiplier(make: Any, dtype: torch.dtype, device: str) -> None:
     clip, other = make(), make()
     parameters = parameters_on(device, dtype)
     for size in (1.0, 0.5, 2.0, 8.0, 0.2):
@@ -221,9 +221,9 @@ def test_all_gradients_are_scaled_by_the_coefficient(make: Any, dtype: torch.dty
         assert norm.device == parameters[0].device
         assert not norm.requires_grad
         assert norm.item() == pytest.approx(total_of(before), rel=max(torch.finfo(dtype).eps, 1e-7))
-        coefficient = other.coefficient(torch.tensor(total_of(before), dtype=torch.float64))
+        multiplier = other.multiplier(torch.tensor(total_of(before), dtype=torch.float64))
         for parameter, gradient, version in zip(parameters, before, versions, strict=True):
-            assert_scaled(parameter, gradient.double() * coefficient.to(device))
+            assert_scaled(parameter, gradient.double() * multiplier.to(device))
             assert gradient_of(parameter)._version > version
 
 
@@ -251,13 +251,13 @@ def test_adagc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, 
                 gradient_of(parameters[i]).copy_(before[i])
         norms.append([gradient.double().norm().item() for gradient in before])
         clip.clip_(parameters)
-        coefficients, means = adagc(norms, **{**defaults, **options})
-        for parameter, gradient, coefficient in zip(parameters, before, coefficients[-1], strict=True):
-            assert_scaled(parameter, gradient.double() * (1.0 if coefficient is None else coefficient))
+        multipliers, means = adagc(norms, **{**defaults, **options})
+        for parameter, gradient, multiplier in zip(parameters, before, multipliers[-1], strict=True):
+            assert_scaled(parameter, gradient.double() * (1.0 if multiplier is None else multiplier))
     assert clip.state_dict()["tensors"]["means"].tolist() == pytest.approx(means, rel=1e-6)
-    decided = [coefficient for row in coefficients for coefficient in row if coefficient is not None]
+    decided = [multiplier for row in multipliers for multiplier in row if multiplier is not None]
     assert f" of {len(decided)} tensors (" in str(clip.summary())
-    assert clip.summary().clipped == sum(coefficient < 1 for coefficient in decided)
+    assert clip.summary().clipped == sum(multiplier < 1 for multiplier in decided)
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=str)
@@ -424,7 +424,7 @@ def test_a_state_is_loaded_by_name_in_any_order(make: Any) -> None:
         (AutoClip, "totals", [0, math.nan, 0, 0, 0], r"\['totals'\]\[1\] is nan; expected a whole number"),
         (AutoClip, "totals", [0, 0, 1e300, 0, 0], r"\['totals'\]\[2\] is 1e\+300; expected a whole number"),
         (AutoClip, "totals", [0, 0, 0, 2.5, 0], r"\['totals'\]\[3\] is 2.5; expected a whole number"),
-        (AutoClip, "totals", [0, 0, 2, 1, 1.5], r"\['totals'\]\[4\] is 1.5; expected a sum of that many coefficients"),
+        (AutoClip, "totals", [0, 0, 2, 1, 1.5], r"\['totals'\]\[4\] is 1.5; expected a sum of that many multipliers"),
         (AutoClip, "totals", [0.0] * 4, r"\['totals'\] is a tensor of .* and shape \(4,\).*; expected .* shape \(5\)"),
         (AutoClip, "totals", None, r"state\['tensors'\]\['totals'\] is None; expected a float64 tensor of shape \(5\)"),
         (AutoClip, "totals", torch.zeros(5), r"is a tensor of torch.float32, .*; expected a float64 tensor"),
@@ -496,7 +496,7 @@ def test_no_step_reads_a_value(make: Any, backend: str, monkeypatch: pytest.Monk
         with NoSync():
             clip.clip_(parameters, backend=backend)
             if isinstance(clip, NormClip):
-                clip.coefficient(torch.ones((), dtype=torch.float64), keep=torch.tensor(True))
+                clip.multiplier(torch.ones((), dtype=torch.float64), keep=torch.tensor(True))
             clip.load_state_dict(clip.state_dict())
     with pytest.raises(AssertionError, match="waited"):
         clip.summary()
@@ -554,17 +554,17 @@ def test_options_out_of_range_are_refused(clip: Any) -> None:
 def test_the_summary_says_what_was_done() -> None:
     clip = FixedClip(1.2, window=100)
     norms = random_norms(500, 0)
-    coefficients = decide(clip, norms)
+    multipliers = decide(clip, norms)
     summary = clip.summary()
     finite = [norm for norm in norms if math.isfinite(norm)]
-    below_one = [coefficient for coefficient in coefficients if coefficient < 1]
+    below_one = [multiplier for multiplier in multipliers if multiplier < 1]
     assert summary.steps == 500
     assert summary.nonfinite == 500 - len(finite) > 0
     assert summary.decided == len(finite)
     assert summary.clipped == len(below_one)
     assert summary.clipped_fraction == len(below_one) / len(finite)
-    assert summary.mean_coefficient == pytest.approx(np.mean(below_one))
-    assert summary.smallest_coefficient == min(below_one)
+    assert summary.mean_multiplier == pytest.approx(np.mean(below_one))
+    assert summary.smallest_multiplier == min(below_one)
     assert summary.recent == 100
     for percentile in (5, 25, 50, 75, 95, 99):
         assert summary.norm_percentiles[percentile] == pytest.approx(np.percentile(finite[-100:], percentile))

@@ -40,7 +40,7 @@ def clones(gradients: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """A few roundings in the dtype, to which torch rounds the norm and the coefficient."""
+    """A few roundings in the dtype, to which torch rounds the norm and the multiplier."""
     return 6 * torch.finfo(dtype).eps
 
 
@@ -234,9 +234,9 @@ def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]
     alone = torch.ones_like(buffer, dtype=torch.bool)
     alone[:2, ::2] = False
     before = buffer.clone()
-    coefficient = 1.0 / (gradstat.get_total_norm(slices).double() + 1e-6)
+    multiplier = 1.0 / (gradstat.get_total_norm(slices).double() + 1e-6)
     gradstat.clip_grad_norm_(parameters_with(list(slices)), 1.0, backend=backend)
-    torch.testing.assert_close(buffer[:, :3][alone[:, :3]], (before[:, :3] * coefficient**2).float()[alone[:, :3]])
-    torch.testing.assert_close(buffer[:2, 4], (before[:2, 4] * coefficient).float())
+    torch.testing.assert_close(buffer[:, :3][alone[:, :3]], (before[:, :3] * multiplier**2).float()[alone[:, :3]])
+    torch.testing.assert_close(buffer[:2, 4], (before[:2, 4] * multiplier).float())
     assert torch.equal(buffer[:, 5], before[:, 5])
     assert (buffer[:2, ::2] < before[:2, ::2]).all()

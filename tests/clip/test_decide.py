@@ -80,8 +80,8 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels) -
         }
     )
     expected = np.percentile([*held[-700:], 1e9, *held[701:window]], 90)
-    coefficient = clip._decide(kernels, torch.tensor(1e9, dtype=torch.float64))[0]
-    assert coefficient.item() == pytest.approx(expected / 1e9, rel=1e-12)
+    multiplier = clip._decide(kernels, torch.tensor(1e9, dtype=torch.float64))[0]
+    assert multiplier.item() == pytest.approx(expected / 1e9, rel=1e-12)
 
 
 @pytest.mark.parametrize("factor", [None, 0.25])

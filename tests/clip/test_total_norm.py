@@ -26,7 +26,7 @@ def test_every_dtype_and_norm_given(dtype: torch.dtype, total: float, where: tup
         torch_clip_with_norm(theirs, 1.0, norm)
         assert gradstat.clip_grads_with_norm_(ours, 1.0, norm, backend=backend) is None  # type: ignore[func-returns-value]
         assert [id(p.grad) for p in ours] == identities
-        # torch computes the coefficient in the norm's dtype, and multiplies in the gradient's.
+        # torch computes the multiplier in the norm's dtype, and multiplies in the gradient's.
         assert_same_gradients(ours, theirs, tolerance(norm_dtype))
 
 

@@ -57,19 +57,19 @@ def test_a_tensor_listed_twice_is_not_unscaled_directly() -> None:
 def test_a_factor_of_another_kind_is_refused(factor: Any) -> None:
     tensor = torch.ones(2)
     assert HELPERS.unscale_([tensor], factor) is None
-    coefficient = factor.float() if isinstance(factor, Tensor) and not factor.is_complex() else factor
-    assert not HELPERS.scale_([tensor], coefficient)  # it takes float64 only
+    multiplier = factor.float() if isinstance(factor, Tensor) and not factor.is_complex() else factor
+    assert not HELPERS.scale_([tensor], multiplier)  # it takes float64 only
     assert tensor.tolist() == [1.0, 1.0]
 
 
 WIDE = torch.full((4, 4), 0.5, dtype=torch.float64)
-COEFFICIENTS = [WIDE[0].float(), WIDE[0, :3], WIDE[:, 0], WIDE[:2, :2].contiguous().t(), WIDE[:2, :2], None]
+MULTIPLIERS = [WIDE[0].float(), WIDE[0, :3], WIDE[:, 0], WIDE[:2, :2].contiguous().t(), WIDE[:2, :2], None]
 
 
-@pytest.mark.parametrize("coefficients", COEFFICIENTS)
-def test_coefficients_of_another_kind_are_refused(coefficients: Any) -> None:
+@pytest.mark.parametrize("multipliers", MULTIPLIERS)
+def test_multipliers_of_another_kind_are_refused(multipliers: Any) -> None:
     tensors = [torch.ones(2) for _ in range(4)]
-    assert not HELPERS.scale_each_(tensors, coefficients)
+    assert not HELPERS.scale_each_(tensors, multipliers)
     assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
 
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_done_directly_the_dispatcher_does(monkeypatch: pytest.Mo
     class Refusing:
         measure, check = staticmethod(HELPERS.measure), staticmethod(HELPERS.check)
 
-        def scale_(self, tensors: list[Tensor], coefficient: Tensor) -> bool:
+        def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> bool:
             return False
 
     tensors = ordinary()
@@ -260,8 +260,8 @@ def test_references_are_balanced() -> None:
     model = small()
     parameters, gradients = list(model.parameters()), [p.grad for p in model.parameters()]
     plan = HELPERS.make_plan([weakref.ref(m) for m in model.modules()], parameters)
-    factor, coefficients = torch.tensor(1.0), torch.ones(len(gradients), dtype=torch.float64)
-    watched = [model, plan, *parameters, *gradients, model[0]._parameters, factor, coefficients]
+    factor, multipliers = torch.tensor(1.0), torch.ones(len(gradients), dtype=torch.float64)
+    watched = [model, plan, *parameters, *gradients, model[0]._parameters, factor, multipliers]
     if sys.version_info < (3, 12):  # from 3.12 None is immortal, and limited-API code increments its count only
         watched.append(None)
 
@@ -272,7 +272,7 @@ def test_references_are_balanced() -> None:
         HELPERS.check([*gradients, torch.tensor([1 + 2j]).conj().imag])  # type: ignore[list-item]
         HELPERS.clip_(gradients, 1e9, 2.0)  # type: ignore[arg-type]
         HELPERS.unscale_(gradients, factor)  # type: ignore[arg-type]
-        HELPERS.scale_each_(gradients, coefficients)  # type: ignore[arg-type]
+        HELPERS.scale_each_(gradients, multipliers)  # type: ignore[arg-type]
         HELPERS.scale_each_(gradients, factor)  # type: ignore[arg-type]
 
     step()

@@ -55,10 +55,10 @@ def assert_same_bytes(got: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(in_memory(a), in_memory(b))
 
 
-def product(tensor: Tensor, coefficient: float | Tensor) -> Tensor:
+def product(tensor: Tensor, multiplier: float | Tensor) -> Tensor:
     """The product that torch computes; complex numbers as pairs."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    by = torch.as_tensor(coefficient, dtype=torch.float64, device=tensor.device)
+    by = torch.as_tensor(multiplier, dtype=torch.float64, device=tensor.device)
     multiplied = rounded_product(real, by, real.dtype)
     return torch.view_as_complex(multiplied) if tensor.is_complex() else multiplied
 
@@ -76,7 +76,7 @@ def factor_of(value: float, device: str) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def coefficients_of(values: list[float], device: str) -> Tensor:
+def multipliers_of(values: list[float], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -141,7 +141,7 @@ def test_one_leaves_every_bit(where: tuple[str, str]) -> None:
     assert_same_bytes(tensors, twins)
     assert_rows_match(table, tensors)
     other = torch.ones(3, device=where[1])
-    kernels.scale_each_([*tensors, other], coefficients_of([1, 1, 2], where[1]))
+    kernels.scale_each_([*tensors, other], multipliers_of([1, 1, 2], where[1]))
     assert_same_bytes(tensors, twins)
     assert other.tolist() == [2.0] * 3
 
@@ -154,22 +154,22 @@ def test_a_tensor_listed_again_is_unscaled_again(kernels: Kernels, where: tuple[
     assert_rows_match(table, [x, x, y, x])
 
 
-# Each tensor by its own coefficient ----------------------------------------------------------------------------
+# Each tensor by its own multiplier ----------------------------------------------------------------------------
 
 
 @BY_DTYPE
-def test_each_tensor_is_scaled_by_its_coefficient(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
+def test_each_tensor_is_scaled_by_its_multiplier(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
     tensors = every_kind(dtype, where)
     values = [[0.25, -3.0, 1.0, 0.7301, math.nan, 0.0][i % 6] for i in range(len(tensors))]
     expected = [product(*pair) for pair in zip(tensors, values, strict=True)]
-    kernels.scale_each_(tensors, coefficients_of(values, where[1]))
+    kernels.scale_each_(tensors, multipliers_of(values, where[1]))
     assert_products(tensors, expected, where)
 
 
-def test_a_tensor_listed_again_is_scaled_by_each_coefficient(kernels: Kernels, where: tuple[str, str]) -> None:
+def test_a_tensor_listed_again_is_scaled_by_each_multiplier(kernels: Kernels, where: tuple[str, str]) -> None:
     x, y = torch.ones(10, device=where[1]), torch.ones(70, device=where[1])
     empty = torch.zeros(0, device=where[1])
-    kernels.scale_each_([x, empty, y, x, x, y], coefficients_of([2, 9, 3, 1, 5, 7], where[1]))
+    kernels.scale_each_([x, empty, y, x, x, y], multipliers_of([2, 9, 3, 1, 5, 7], where[1]))
     assert (x[0], y[0]) == (10, 21)
     assert x.unique().numel() == y.unique().numel() == 1
 
@@ -177,9 +177,9 @@ def test_a_tensor_listed_again_is_scaled_by_each_coefficient(kernels: Kernels, w
 # Units ---------------------------------------------------------------------------------------------------------
 
 
-def test_units_listed_again_are_scaled_by_each_coefficient(kernels: Kernels, where: tuple[str, str]) -> None:
+def test_units_listed_again_are_scaled_by_each_multiplier(kernels: Kernels, where: tuple[str, str]) -> None:
     x, y = torch.ones(2, 3, device=where[1]), torch.ones(3, 2, device=where[1]).t()
-    kernels.scale_units_([x, y, x, y], coefficients_of([2, 3, 5, 7, 11, 13, 17, 19], where[1]))
+    kernels.scale_units_([x, y, x, y], multipliers_of([2, 3, 5, 7, 11, 13, 17, 19], where[1]))
     assert x.tolist() == [[22.0] * 3, [39.0] * 3]
     assert y.tolist() == [[85.0] * 3, [133.0] * 3]
 

@@ -119,7 +119,7 @@ def test_what_clipping_cannot_do_inside_a_graph_is_refused(options: dict[str, An
         clip()
 
 
-def test_a_bad_coefficient_is_refused(device: str) -> None:
+def test_a_bad_multiplier_is_refused(device: str) -> None:
     with pytest.raises(RuntimeError, match="float64"):
         OPS.scale_([torch.ones(2, device=device)], torch.tensor(1.0, device=device))
 

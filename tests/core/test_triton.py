@@ -175,7 +175,7 @@ def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(stats_module, "_launch_stats", recorder(stats_module._launch_stats))
     monkeypatch.setattr(scale_module, "_launch_scale", recorder(scale_module._launch_scale))
-    coefficients = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
+    multipliers = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
     split = random(2 * CHUNK_BYTES // 2 + 1, torch.bfloat16, DEVICE)
     # Triton specializes on 1 and on multiples of 16.
     for tensors in (
@@ -190,7 +190,7 @@ def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(3):
             scale_(
                 [tensor for tensor in tensors if tensor.dtype not in FLOAT8 and tensor.numel()] or [split],
-                coefficients[i],
+                multipliers[i],
             )
         scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
         scale_each_(scalable, torch.full((len(scalable) + 1,), 0.5, dtype=torch.float64, device=DEVICE)[1:])

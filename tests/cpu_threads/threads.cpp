@@ -36,7 +36,7 @@ std::vector<Row> measured_and_halved() {
   const double half = 0.5;
   std::vector<Row> table(tensors.entries.size());
   rows_cpu(tensors.entries, table.data());
-  scale_cpu(tensors.entries, Coefficients(&half));
+  scale_cpu(tensors.entries, Multipliers(&half));
   rows_cpu(tensors.entries, table.data(), 0.25);
   return table;
 }

@@ -102,30 +102,30 @@ void counters(int64_t* out) {
   std::copy(std::begin(now), std::end(now), out);
 }
 
-int32_t start_scale(FakeStream* stream, int32_t device, TENSORS, const double* coefficients, int64_t stride) {
+int32_t start_scale(FakeStream* stream, int32_t device, TENSORS, const double* multipliers, int64_t stride) {
   const std::vector<Entry> entries = ENTRIES;
   return start(stream, scale_workspace_bytes(entries, device),
-               [&](void* memory) { launch_scale(entries, {coefficients, stride}, memory, device, stream); });
+               [&](void* memory) { launch_scale(entries, {multipliers, stride}, memory, device, stream); });
 }
 
 // Norm, factor and the pointers of an optimizer step may be null. `times`: number of scale kernels launched
 // directly after the statistics kernel, as for clipping, all in one workspace, because the allocator gives the
 // later kernels the memory of the first.
 int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, const float* factor, void* norm,
-                    int32_t norm_dtype, double max_norm, int32_t infinity_norm, double* coefficient,
+                    int32_t norm_dtype, double max_norm, int32_t infinity_norm, double* multiplier,
                     const float* loss_scale, float* verdict, int64_t* counters, int32_t times) {
   const std::vector<Entry> entries = ENTRIES;
   const int64_t bytes = stats_workspace_bytes(entries, device);
   const int64_t most = times == 0 ? bytes : std::max(bytes, scale_workspace_bytes(entries, device));
   return start(stream, most, [&](void* memory) {
     const NormRequest request{max_norm, infinity_norm != 0, static_cast<DType>(norm_dtype),
-                              norm,     coefficient,        {loss_scale, verdict, counters}};
+                              norm,     multiplier,         {loss_scale, verdict, counters}};
     launch_stats(entries, table, norm != nullptr ? &request : nullptr, factor, memory, device, stream);
-    for (int32_t i = 0; i < times; ++i) launch_scale(entries, coefficient, memory, device, stream);
+    for (int32_t i = 0; i < times; ++i) launch_scale(entries, multiplier, memory, device, stream);
   });
 }
 
-// Takes the operands of all tensors, and for each tensor a rule, a row of coefficients and a row of the table.
+// Takes the operands of all tensors, and for each tensor a rule, a row of multipliers and a row of the table.
 int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t* rules,
                      const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
   const auto entries = update_entries(ENTRIES, std::vector<int64_t>(rules, rules + tensors));
@@ -147,7 +147,8 @@ int32_t start_decide(FakeStream* stream, int64_t rule, const double* options, in
 int32_t start_guard(FakeStream* stream, const double* options, double* state, int64_t window, double* numbers,
                     const float* verdict, const float* loss, const float* update, int64_t* counters,
                     float* out) {
-  GuardRequest request{{}, state, window, numbers, verdict, loss, update, {}, out, counters};
+  GuardRequest request{{}, state, window,  reinterpret_cast<Scaling*>(numbers), verdict, loss, update,
+                       {}, out,   counters};
   std::memcpy(&request.options, options, sizeof(GuardOptions));
   return translating_exceptions([&] { launch_guard(request, 0, stream); });
 }

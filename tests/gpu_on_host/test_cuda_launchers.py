@@ -26,7 +26,7 @@ from host_kernels import EmulatedKernels, pointer
 
 import gradstat
 from gradstat import _fields
-from gradstat._core import backends
+from gradstat._core import backends, norms
 
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches")
 NO_STEP = None, None, None  # loss scale, verdict and counters: no decision about an optimizer step
@@ -58,9 +58,9 @@ class Stream:
     def stats(self, tensors: list[np.ndarray]) -> Result:
         return Result(self, tensors, max_norm=1.0)
 
-    def scale(self, tensors: list[np.ndarray], coefficient: np.ndarray) -> None:
-        self.pending.append((tensors, coefficient))
-        numbers = pointer(coefficient), ctypes.c_int64(0)
+    def scale(self, tensors: list[np.ndarray], multiplier: np.ndarray) -> None:
+        self.pending.append((tensors, multiplier))
+        numbers = pointer(multiplier), ctypes.c_int64(0)
         self.check(self.library.start_scale(self.handle, 0, *arguments(tensors), *numbers))
 
     def unscale(self, tensors: list[np.ndarray], factor: np.ndarray) -> np.ndarray:
@@ -95,9 +95,9 @@ class Result:
         self.max_norm = max_norm
         self.table = np.full((len(tensors), len(_fields.FIELDS)), 1e33)
         self.norm = np.full(1, 77, dtype=np.float32)
-        self.coefficient = np.full(1, 77.0)
+        self.multiplier = np.full(1, 77.0)
         stream.pending.append(self)
-        norm = pointer(self.norm), 0, ctypes.c_double(max_norm), 0, pointer(self.coefficient)
+        norm = pointer(self.norm), 0, ctypes.c_double(max_norm), 0, pointer(self.multiplier)
         numbers = pointer(self.table), None, *norm, *NO_STEP
         stream.check(stream.library.start_stats(stream.handle, 0, *arguments(tensors), *numbers, scalings))
 
@@ -110,7 +110,7 @@ class Result:
         np.testing.assert_array_equal(column["first_nonfinite"], math.inf)
         norm = math.sqrt(sum(np.square(t).sum() for t in expected))
         assert self.norm[0] == pytest.approx(norm, rel=2e-7, abs=0.0)
-        assert self.coefficient[0] == pytest.approx(min(1.0, self.max_norm / (norm + 1e-6)), rel=2e-7, abs=0.0)
+        assert self.multiplier[0] == pytest.approx(min(1.0, self.max_norm / (norm + 1e-6)), rel=2e-7, abs=0.0)
 
 
 def arguments(tensors: list[np.ndarray]) -> list[object]:
@@ -157,9 +157,9 @@ def test_a_table_is_uploaded_only_when_it_changed(library: ctypes.CDLL) -> None:
     before = counts(library)
     again = [stream.stats(many) for _ in range(3)]
     assert counts_since(library, before) == {"launches": 3}
-    coefficient = np.array([2.0])
+    multiplier = np.array([2.0])
     doubled = [2 * t for t in many]
-    stream.scale(many, coefficient)
+    stream.scale(many, multiplier)
     assert counts_since(library, before) == {"launches": 4}
     after = stream.stats(many)
     others = stream.stats(tensors(2000, 50, 9))  # as many and as large, at other addresses
@@ -234,7 +234,7 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
             assert table.tobytes() == beside[-1].table.tobytes()
         else:
             captured.assert_correct(originals)
-        by = value if call == "unscale" else captured.coefficient[0] if call == "clip" else 1.0
+        by = value if call == "unscale" else captured.multiplier[0] if call == "clip" else 1.0
         assert equal(some, times(originals, by))
         table[:] = 1e33
 
@@ -254,8 +254,8 @@ def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(map(np.array_equal, a, b))
 
 
-def times(tensors: list[np.ndarray], coefficient: float) -> list[np.ndarray]:
-    return [tensor * np.float32(coefficient) for tensor in tensors]
+def times(tensors: list[np.ndarray], multiplier: float) -> list[np.ndarray]:
+    return [tensor * np.float32(multiplier) for tensor in tensors]
 
 
 @pytest.mark.parametrize(("count", "size"), [(3, 30_000), (730, 30), (731, 30)])
@@ -268,8 +268,8 @@ def test_a_clip_is_two_launches_and_writes_only_above_the_limit(library: ctypes.
     assert counts_since(library, before)["launches"] == 3
     stream.synchronize()
     result.assert_correct(originals)
-    assert result.coefficient[0] < 1
-    assert equal(some, times(originals, result.coefficient[0]))
+    assert result.multiplier[0] < 1
+    assert equal(some, times(originals, result.multiplier[0]))
     behind.assert_correct()
     # Below the limit nothing is written.
     unclipped = [tensor.copy() for tensor in some]
@@ -286,7 +286,7 @@ def test_scale_kernels_in_a_row_see_each_other(library: ctypes.CDLL) -> None:
     stream.synchronize()
     expected = originals
     for _ in range(3):
-        expected = times(expected, result.coefficient[0])
+        expected = times(expected, result.multiplier[0])
     assert equal(some, expected)
 
 
@@ -379,9 +379,9 @@ def test_variants_are_measured_and_recorded(
         f"{kind}: {case}" for kind in ("statistics", "clip, unclipped", "clip, clipped") for case in lists
     } - {"clip, clipped: float8"}
     calls = len({row.provider for row in recorded if row.case == "clip, clipped: 3 tensors"})
-    for case, coefficient in (("3 tensors", 0.99999**calls), ("float8", 1.0)):
+    for case, multiplier in (("3 tensors", 0.99999**calls), ("float8", 1.0)):
         for tensor, original in zip(lists[case], before[case], strict=True):
-            torch.testing.assert_close(tensor.float(), original * coefficient, rtol=1e-5, atol=0)
+            torch.testing.assert_close(tensor.float(), original * multiplier, rtol=1e-5, atol=0)
     assert "20.0 us" in capsys.readouterr().out
 
 
@@ -402,7 +402,7 @@ def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.C
     kernels.check([torch.ones(10)])
     clip, other = gradstat.AutoClip(50, window=5), gradstat.AutoClip(50, window=5)
     for each in (clip, other):
-        each.coefficient(norm)
+        each.multiplier(norm)
     with stream.capture() as replay:
         out = clip._decide(kernels, norm)
     for given in (3.0, 1.0, 7.0, 2.0, math.inf, 9.0, 4.0):
@@ -410,7 +410,7 @@ def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.C
         replay(stream)
         assert fresh.last_blocks() == 1
         stream.synchronize()
-        np.testing.assert_allclose(out, [other.coefficient(norm).item(), given])
+        np.testing.assert_allclose(out, [other.multiplier(norm).item(), given])
     torch.testing.assert_close(clip.state_dict()["tensors"], other.state_dict()["tensors"])
 
 
@@ -420,7 +420,7 @@ def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) ->
     kernels.check([torch.ones(10)])
     numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
     counters = torch.zeros(3, dtype=torch.int64)
-    asked = numbers, verdict, None, None, counters, ()
+    asked = norms.Scaling(numbers), verdict, None, None, counters, ()
     guard._decide(backends.resolve("native", "cpu"), *asked)
     with stream.capture() as replay:
         out = guard._decide(kernels, *asked)

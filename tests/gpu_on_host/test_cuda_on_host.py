@@ -59,18 +59,18 @@ def test_thousands_of_tensors_of_all_kinds(any_kernels: EmulatedKernels, factor:
         sizes = [int(random.integers(0, 60 if number % 40 else 9000)) for number in range(count)]
         values = [random_values(KINDS[i // 3 % len(KINDS)], size, i) for i, size in enumerate(sizes)]
         before = [tensor.clone() for tensor in map(reals, values)]
-        coefficients, by, norm = new(1.0, count), None, new(77.0)
+        multipliers, by, norm = new(1.0, count), None, new(77.0)
         if isinstance(factor, str):
-            coefficients = torch.from_numpy(random.choice([1.0, 0.77, -3.0, 1e-3], count))
-            any_kernels.scale_each_(values, coefficients)
+            multipliers = torch.from_numpy(random.choice([1.0, 0.77, -3.0, 1e-3], count))
+            any_kernels.scale_each_(values, multipliers)
         elif factor is not None:
             by = torch.tensor(factor)
-            coefficients *= by
-        table = any_kernels.measured(values, by, norm, coefficient=new(77.0), device=device)
+            multipliers *= by
+        table = any_kernels.measured(values, by, norm, multiplier=new(77.0), device=device)
         exact = assert_rows_match(table, values, wide_tolerance=1e-13)
         assert norm.item() == pytest.approx(exact, rel=NARROW_TOLERANCE, abs=0.0)
-        for now, old, coefficient in zip(map(reals, values), before, coefficients, strict=True):
-            expected = rounded_product(old, coefficient, old.dtype)
+        for now, old, multiplier in zip(map(reals, values), before, multipliers, strict=True):
+            expected = rounded_product(old, multiplier, old.dtype)
             torch.testing.assert_close(now.double(), expected.double(), rtol=0, atol=0)
 
 
@@ -80,30 +80,30 @@ def test_same_bits_in_any_order_of_blocks(any_kernels: EmulatedKernels, dtype: t
     values = [random_values(dtype, n, n) for n in (40 * per_tile + 5, 3, 7 * per_tile, 100, 2 * per_tile)]
     values[2].view(torch.uint8)[:8] = 0xFF  # NaN
     norm = new(77.0)
-    first, its_norm = any_kernels.measured(values, None, norm, coefficient=new(77.0), device=2), norm.clone()
+    first, its_norm = any_kernels.measured(values, None, norm, multiplier=new(77.0), device=2), norm.clone()
     assert_rows_match(first, values, wide_tolerance=1e-13)
     for _ in range(5):
-        again = any_kernels.measured(values, None, norm, coefficient=new(77.0), device=2)
+        again = any_kernels.measured(values, None, norm, multiplier=new(77.0), device=2)
         assert torch.equal(again.view(torch.int64), first.view(torch.int64))
         assert torch.equal(norm.view(torch.int64), its_norm.view(torch.int64))
 
 
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_norm_and_coefficient(kernels: EmulatedKernels, norm_dtype: torch.dtype) -> None:
+def test_norm_and_multiplier(kernels: EmulatedKernels, norm_dtype: torch.dtype) -> None:
     values = [random_values(torch.float32, n, n) for n in (5000, 0, 12)]
     exact = assert_rows_match(kernels.measured(values), values, wide_tolerance=1e-13)
 
     def asked(max_norm: float = 1.0, infinity: bool = False) -> tuple[Tensor, float]:
-        norm, coefficient = new(77.0, dtype=norm_dtype), new(77.0)
-        kernels.measured(values, None, norm, max_norm, infinity, coefficient)
-        return norm, coefficient.item()
+        norm, multiplier = new(77.0, dtype=norm_dtype), new(77.0)
+        kernels.measured(values, None, norm, max_norm, infinity, multiplier)
+        return norm, multiplier.item()
 
-    norm, coefficient = asked(2.0)
+    norm, multiplier = asked(2.0)
     if norm_dtype == torch.float64:
         assert norm.item() == pytest.approx(exact, rel=NARROW_TOLERANCE, abs=0.0)
     else:
         assert norm == torch.tensor(exact, dtype=torch.float64).to(norm_dtype)
-    assert coefficient == pytest.approx(2.0 / (exact + 1e-6), rel=NARROW_TOLERANCE, abs=0.0)
+    assert multiplier == pytest.approx(2.0 / (exact + 1e-6), rel=NARROW_TOLERANCE, abs=0.0)
     assert asked(1e9)[1] == asked(math.inf)[1] == 1.0
     assert asked(infinity=True)[0] == torch.cat(values).abs().max().to(norm_dtype)
     values.append(torch.tensor([1.0, math.inf]))
@@ -120,6 +120,6 @@ def test_norm_where_squares_leave_the_range(kernels: EmulatedKernels, exponent: 
     """Squares in float32 and float64 are infinite, subnormal or zero, or they are finite and their sum is not."""
     for dtype in [torch.float64] if abs(exponent) > 30 else [torch.float32, torch.bfloat16]:
         values, norm = [random_values(torch.float64, 30000, 0).mul(10.0**exponent).to(dtype)], new(77.0)
-        table = kernels.measured(values, None, norm, coefficient=new(77.0))
+        table = kernels.measured(values, None, norm, multiplier=new(77.0))
         exact = assert_rows_match(table, values, wide_tolerance=1e-13)
         assert norm.item() == pytest.approx(exact, rel=NARROW_TOLERANCE, abs=0)

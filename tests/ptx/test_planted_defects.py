@@ -36,7 +36,7 @@ def stats(kernels: EmulatedKernels) -> None:
         torch.randn(size)[skip:] for size, skip in ((40_000, 3), (30_000, 0), *((50 + i, i % 4) for i in range(60)))
     ]
     assert_rows_match(
-        kernels.measured(values, norm=torch.zeros(()), coefficient=torch.zeros(1).double(), device=0), values
+        kernels.measured(values, norm=torch.zeros(()), multiplier=torch.zeros(1).double(), device=0), values
     )
 
 

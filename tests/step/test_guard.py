@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
-from gradstat._core import backends
+from gradstat._core import backends, norms
 from gradstat._core.backends import Kernels
 from gradstat.distributed.layouts import batch, make_layout
 from gradstat.integrations import loggers as log
@@ -105,7 +105,7 @@ def judge(guard: SpikeGuard, kernels: Kernels, values: list[float | None], bad: 
     assert norm is not None
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64)
     verdict = torch.tensor([float(bad), 2.0, 8.0])
-    return guard._decide(kernels, numbers, verdict, loss, update, None, ()), numbers
+    return guard._decide(kernels, norms.Scaling(numbers), verdict, loss, update, None, ()), numbers
 
 
 @pytest.mark.parametrize(("make", "rule"), GUARDS, ids=[repr(make()) for make, _ in GUARDS])
@@ -144,14 +144,14 @@ def test_limits_hold_from_the_first_step_and_in_a_row(kernels: Kernels) -> None:
 
 def test_a_refused_step_can_be_scaled_down_but_if_the_update_alone_stands_out(kernels: Kernels) -> None:
     guard = SpikeGuard(scale=0.25, max_norm=2.0, max_update=1.0)
-    for norm, update, decided, coefficient in (
+    for norm, update, decided, multiplier in (
         (3.0, None, [0.0, 8.0, 8.0, 4.0], 0.125),
         (3.0, 2.0, [0.0, 8.0, 8.0, 12.0], 0.125),
         (1.0, 2.0, [1.0, 2.0, 8.0, 8.0], 0.5),
     ):
         found, numbers = judge(guard, kernels, [None, norm, update])
         assert found.tolist() == decided
-        assert numbers.tolist() == [coefficient, norm]
+        assert numbers.tolist() == [multiplier, norm]
     assert judge(guard, kernels, [math.nan, 1.0, None])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
 
 
@@ -162,7 +162,10 @@ def test_losses_of_any_type_are_read(dtype: torch.dtype, backend: str) -> None:
     for loss, skip in ((1.5, 0), (1.625, 1), (-3.0, 0)):
         numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
         given = torch.full((1,), loss, dtype=dtype)
-        assert guard._decide(backends.resolve(backend, "cpu"), numbers, verdict, given, None, None, ())[0] == skip
+        assert (
+            guard._decide(backends.resolve(backend, "cpu"), norms.Scaling(numbers), verdict, given, None, None, ())[0]
+            == skip
+        )
 
 
 # Steps --------------------------------------------------------------------------------------------------------

@@ -68,10 +68,8 @@ GATES = (
     ),
     Gate(
         scale.scale_kernel,
-        {"table": "*i64", "coefficients": "*fp64", "tensors": "i32", "chunks": "i32", "stride": "i32"},
-        loops=(
-            (scale._scale_chunk, "tl.store(target, _scaled(tl.load(target), coefficient))", 4 * scale.UNROLL.value),
-        ),
+        {"table": "*i64", "multipliers": "*fp64", "tensors": "i32", "chunks": "i32", "stride": "i32"},
+        loops=((scale._scale_chunk, "tl.store(target, _scaled(tl.load(target), multiplier))", 4 * scale.UNROLL.value),),
         warps=scale.WARPS,
     ),
     *(
@@ -90,9 +88,11 @@ GATES = (
 
 
 def compiled(gate: Gate, architecture: int) -> Any:
-    # As in a launch: torch's allocations are aligned, while the coefficient may be any element of a tensor.
+    # As in a launch: torch's allocations are aligned, while the multiplier may be any element of a tensor.
     aligned = [
-        (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "coefficients"
+        (i,)
+        for i, (name, kind) in enumerate(gate.arguments.items())
+        if kind[0] == "*" and name not in ("multipliers", "coefficients")
     ]
     source = ASTSource(
         gate.kernel, gate.arguments, constexprs=gate.constants, attrs={i: [["tt.divisibility", 16]] for i in aligned}

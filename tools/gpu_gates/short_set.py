@@ -123,12 +123,12 @@ def measure_and_multiply(kernels: backends.Kernels, twins: Twins, multiplies: bo
     assert_same_table(kernels.check(tensors)[0], cpu.check(twins.twins)[0], tensors)
     if not multiplies:
         return
-    factor, coefficient = torch.tensor(0.3), torch.tensor(0.7, dtype=torch.float64)
+    factor, multiplier = torch.tensor(0.3), torch.tensor(0.7, dtype=torch.float64)
     each = (1 + torch.arange(len(tensors), dtype=torch.float64) % 7) / 8
     found = kernels.unscale_(tensors, factor.to(device))
     assert_same_table(found, cpu.unscale_(twins.twins, factor), tensors)
-    kernels.scale_(tensors, coefficient.to(device))
-    cpu.scale_(twins.twins, coefficient)
+    kernels.scale_(tensors, multiplier.to(device))
+    cpu.scale_(twins.twins, multiplier)
     kernels.scale_each_(tensors, each.to(device))
     cpu.scale_each_(twins.twins, each)
     twins.assert_same()
@@ -140,9 +140,9 @@ def units(kernels: backends.Kernels, device: str) -> None:
     matrix = twin.to(device, copy=True)
     found, expected = kernels.unit_stats([matrix, matrix[0]]), cpu.unit_stats([twin, twin[0]])
     assert_same_table(found, expected, [*twin, twin[0]])
-    coefficients = expected[:-1, SUM].contiguous()
-    kernels.scale_units_([matrix], coefficients.to(device))
-    cpu.scale_units_([twin], coefficients)
+    multipliers = expected[:-1, SUM].contiguous()
+    kernels.scale_units_([matrix], multipliers.to(device))
+    cpu.scale_units_([twin], multipliers)
     assert torch.equal(matrix.cpu(), twin)
 
 
