@@ -1,4 +1,4 @@
-// How adaptive clips decide about a step and what state they keep, for CPU and device alike. The rules are
+// How adaptive clips decide about a step and what state they keep, for CPU and device alike. The methods are
 // those of gradstat/adaptive, which cites their sources and also implements them in plain torch. A `Team` is
 // the group of threads that decide together (decide_cpu.h, decide_cuda.cuh):
 //   rank, size                  of the calling thread in the team
@@ -43,22 +43,24 @@ GRADSTAT_HD double count_of(double recorded) {
 }
 
 // In the order of the constants in gradstat/adaptive/_base.py.
-enum class ClipRule : int64_t { kFixed, kPercentile, kZScore, kTensors, kUnits };
-constexpr int64_t kClipRules = 5;
-// Whether a rule gives each row its own multiplier, instead of one to all.
-GRADSTAT_HD bool decides_each(ClipRule rule) { return rule == ClipRule::kTensors || rule == ClipRule::kUnits; }
+enum class ClipMethod : int64_t { kFixed, kPercentile, kZScore, kTensors, kUnits };
+constexpr int64_t kClipMethods = 5;
+// Whether a method gives each row its own multiplier, instead of one to all.
+GRADSTAT_HD bool decides_each(ClipMethod method) {
+  return method == ClipMethod::kTensors || method == ClipMethod::kUnits;
+}
 constexpr int kClipOptions = 5;
 
 // The state of a clip begins with these, as in gradstat/adaptive/_history.py. They are followed by a ring
-// buffer of the last norms and by the rule's own numbers.
+// buffer of the last norms and by the method's own numbers.
 struct ClipTotals {
   double recorded, nonfinite, decided, clipped, multiplier_sum, smallest;
 };
 constexpr int64_t kClipTotals = sizeof(ClipTotals) / sizeof(double);
 
 struct ClipRequest {
-  ClipRule rule;
-  double options[kClipOptions];  // in the order of the rule's class
+  ClipMethod method;
+  double options[kClipOptions];  // in the order of the method's class
   double* state;
   int64_t window;       // capacity of the ring of norms
   const double* norm;   // of all gradients; null: computed from `rows`
@@ -156,13 +158,13 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   team.barrier();
 
   clips::Tally tally;
-  if (decides_each(request.rule)) {
-    const bool warming_up = request.rule == ClipRule::kTensors && before < options[2];
+  if (decides_each(request.method)) {
+    const bool warming_up = request.method == ClipMethod::kTensors && before < options[2];
     for (int64_t i = team.rank(); i < request.count; i += team.size()) {
       const double each = factor * reported_norm(request.rows[i], false);
       double multiplier = 1;
       if (!is_step || !clips::is_finite(each)) {
-      } else if (request.rule == ClipRule::kUnits) {
+      } else if (request.method == ClipMethod::kUnits) {
         const double weight = reported_norm(request.weights[i], false);
         multiplier = tally.count(clips::limiting_multiplier(each, options[0] * merge::max(weight, options[1])));
       } else if (each > 0 && (is_kept || !warming_up)) {
@@ -173,7 +175,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
     }
   } else {
     double limit = 0;
-    if (request.rule == ClipRule::kPercentile && is_kept) {
+    if (request.method == ClipMethod::kPercentile && is_kept) {
       const auto window = static_cast<double>(request.window);
       const auto count = static_cast<int64_t>(merge::min(recorded, window));
       limit = quantile(team, [&](int64_t i) { return norms[i]; }, count, options[0] / 100);
@@ -181,10 +183,10 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
     if (leads) {
       double multiplier = 1;
       if (is_kept) {
-        multiplier =
-            tally.count(request.rule == ClipRule::kFixed    ? clip_multiplier(norm, options[0])
-                        : request.rule == ClipRule::kZScore ? clips::by_z_score(options, own, norm, recorded)
-                                                            : clips::limiting_multiplier(norm, limit));
+        multiplier = tally.count(request.method == ClipMethod::kFixed ? clip_multiplier(norm, options[0])
+                                 : request.method == ClipMethod::kZScore
+                                     ? clips::by_z_score(options, own, norm, recorded)
+                                     : clips::limiting_multiplier(norm, limit));
       }
       request.out[0] = multiplier * factor;
     }
@@ -200,7 +202,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   totals.clipped += tally.clipped;
   totals.multiplier_sum += tally.multiplier_sum;
   totals.smallest = merge::min(totals.smallest, tally.smallest);
-  request.out[decides_each(request.rule) ? request.count : 1] = norm;
+  request.out[decides_each(request.method) ? request.count : 1] = norm;
 }
 
 // A guard of optimizer steps (gradstat/guard.py) judges three series: losses, norms and update sizes.

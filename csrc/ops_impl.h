@@ -319,27 +319,27 @@ struct Ops : Operations<Dispatcher<Device>> {
   }
 
   // `measured`: the norm as a 0-d tensor, or the rows of tensors or units.
-  static Tensor decide_clip_(int64_t rule, const std::vector<double>& options, Tensor state, int64_t window,
+  static Tensor decide_clip_(int64_t method, const std::vector<double>& options, Tensor state, int64_t window,
                              const Tensor& measured, const std::optional<Tensor>& weights,
                              const std::optional<Tensor>& factor, const std::optional<Tensor>& skip) {
     const int32_t device = state.get_device_index();
-    STD_TORCH_CHECK(rule >= 0 && rule < kClipRules, "gradstat: unknown clip rule ", rule);
-    const auto rule_ = static_cast<ClipRule>(rule);
-    const bool is_each = decides_each(rule_), is_table = measured.dim() == 2;
+    STD_TORCH_CHECK(method >= 0 && method < kClipMethods, "gradstat: unknown clip method ", method);
+    const auto method_ = static_cast<ClipMethod>(method);
+    const bool is_each = decides_each(method_), is_table = measured.dim() == 2;
     STD_TORCH_CHECK(is_table ? measured.size(1) == kFields : !is_each,
-                    "gradstat: measured must be a table of rows for this rule, of ", kFields, " columns");
+                    "gradstat: measured must be a table of rows for this method, of ", kFields, " columns");
     const int64_t rows = is_table ? measured.size(0) : 0;
-    const int64_t own = rule_ == ClipRule::kZScore ? 2 : rule_ == ClipRule::kTensors ? rows : 0;
+    const int64_t own = method_ == ClipMethod::kZScore ? 2 : method_ == ClipMethod::kTensors ? rows : 0;
     STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: expected at most ", kClipOptions,
                     " options, got ", options.size());
-    const double percentile = rule_ == ClipRule::kPercentile && !options.empty() ? options[0] : 0.0;
+    const double percentile = method_ == ClipMethod::kPercentile && !options.empty() ? options[0] : 0.0;
     STD_TORCH_CHECK(percentile >= 0 && percentile <= 100,
                     "gradstat: options[0], the percentile, must be from 0 to 100, got ", percentile);
     Base::require_window(window);
-    STD_TORCH_CHECK(weights.has_value() == (rule_ == ClipRule::kUnits),
+    STD_TORCH_CHECK(weights.has_value() == (method_ == ClipMethod::kUnits),
                     "gradstat: weights are required for units and only for units");
     ClipRequest request{};
-    request.rule = rule_;
+    request.method = method_;
     std::copy(options.begin(), options.end(), request.options);
     request.state = Caller::template numbers<double>(state, kClipTotals + window + own, device, "state");
     request.window = window;
@@ -376,7 +376,7 @@ struct Ops : Operations<Dispatcher<Device>> {
   X(unit_stats, "(Tensor[] tensors) -> Tensor")                                                               \
   X(scale_units_, "(Tensor(a!)[] tensors, Tensor multipliers) -> ()")                                         \
   X(decide_clip_,                                                                                             \
-    "(int rule, float[] options, Tensor(a!) state, int window, Tensor measured, Tensor? weights=None, "       \
+    "(int method, float[] options, Tensor(a!) state, int window, Tensor measured, Tensor? weights=None, "     \
     "Tensor? factor=None, Tensor? skip=None) -> Tensor")                                                      \
   X(guard_,                                                                                                   \
     "(float[] options, Tensor(a!) state, int window, Tensor(b!) scaling, Tensor verdict, "                    \

@@ -275,7 +275,7 @@ class StepInBackward:
             if self._clips:
                 assert self._clip_states is not None
                 part = self._clips[i]
-                part._memory = self._clip_states[i]
+                part._state_tensor = self._clip_states[i]
                 part.check([parameter], [gradient], labels.of)
                 measured.limit_tensors_(part, [parameter], [gradient])
             elif isinstance(self._clip, LastNormClip) and self._clip.multiplier is not None:

@@ -69,7 +69,7 @@ class SpikeGuard:
     distance and the full median are used: otherwise a rare input, whose updates are large while all others are small,
     would never be learned. Except for the first, these terms are conventions of gradstat, as is excluding the newest
     values, which may already be part of a growth; benchmarks/guards.py measures their effect.
-    Values of refused steps are not recorded, so a spike changes nothing. NaN and Inf are skipped whatever the rule.
+    Values of refused steps are not recorded, so a spike changes nothing. NaN and Inf are skipped whatever the method.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place: no step waits
     for the device, and steps can be captured into a CUDA graph once one has run outside of it. Use one guard per
@@ -118,7 +118,7 @@ class SpikeGuard:
             raise ValueError(f"max_loss is {float(max_loss)}; expected a number, or inf for no limit")
         for name in ("max_norm", "max_update"):
             positive(name, limits[name], "inf for no limit")
-        self._rule_options = (
+        self._method_options = (
             number("threshold", threshold, 0.0),
             float(max(2, self._window // 2) if warmup is None else whole_number("warmup", warmup, 2)),
             math.inf if max_consecutive is None else float(whole_number("max_consecutive", max_consecutive, 0)),
@@ -126,17 +126,17 @@ class SpikeGuard:
             *map(float, limits.values()),
         )
         self._options: dict[str, object] = {"threshold": threshold, "window": window}
-        self._options |= {"warmup": int(self._rule_options[1]), "max_consecutive": max_consecutive}
+        self._options |= {"warmup": int(self._method_options[1]), "max_consecutive": max_consecutive}
         self._options |= {"scale": scale, **limits}
         self._group = process_group
-        self._memory: Tensor | None = None
+        self._state_tensor: Tensor | None = None
         self._mirror = Mirror()
 
     @classmethod
     def sigma(
         cls, window: int = 128, threshold: float = 6.0, *, max_consecutive: int | None = None, **options: Any
     ) -> SpikeGuard:
-        """The rule of OLMo: refuses values that exceed the mean by more than ``threshold`` standard deviations.
+        """The method of OLMo: refuses values that exceed the mean by more than ``threshold`` standard deviations.
 
         Like ``SkipStepOptimizer`` of OLMo-core (src/olmo_core/optim/skip_step_optimizer.py): mean and unbiased standard
         deviation are over the last ``window`` steps, including refused ones, once half a window has been seen, counting
@@ -151,16 +151,16 @@ class SpikeGuard:
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self._options.items())
-        return f"{self._rule}({options})"
+        return f"{self._method}({options})"
 
     @property
-    def _rule(self) -> str:
+    def _method(self) -> str:
         return "SpikeGuard.sigma" if self._by_sigmas else "SpikeGuard"
 
     @property
     def scales(self) -> bool:
         """Whether a refused step is scaled down rather than skipped."""
-        return self._rule_options[3] != 0
+        return self._method_options[3] != 0
 
     def read(self, wait: bool = False) -> GuardCounts:
         """The newest decisions that have arrived on the host.
@@ -175,7 +175,7 @@ class SpikeGuard:
         """A copy of the state: ``"rule"``, and ``"tensors"``, by name, on their device. No host sync."""
         memory = self._state()
         values = memory[_TOTALS:].view(len(SERIES), self._window)
-        return {"rule": self._rule, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
+        return {"rule": self._method, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, made by `state_dict`, keeping its options.
@@ -183,17 +183,17 @@ class SpikeGuard:
         An existing state is overwritten in place, so that captured graphs see it. Waits for the device.
 
         Raises:
-            ValueError: The state is of another rule or window, or not what `state_dict` returns; the entry is named.
+            ValueError: The state is of another method or window, or not what `state_dict` returns; the entry is named.
                 Nothing has been changed then.
         """
         memory = self._loaded(state)
-        self._memory = memory if self._memory is None else self._memory.copy_(memory)
-        self._mirror = Mirror(streams_of([self._memory]))
+        self._state_tensor = memory if self._state_tensor is None else self._state_tensor.copy_(memory)
+        self._mirror = Mirror(streams_of([self._state_tensor]))
 
     def _loaded(self, state: object) -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
         saved = Saved(state)
-        if saved["rule"].value != self._rule:
+        if saved["rule"].value != self._method:
             raise ValueError(f"this is the state of {saved['rule'].value!s}, which {self!r} cannot load")
         tensors = saved["tensors"]
         values = tensors["values"].numbers(len(SERIES), None)
@@ -226,26 +226,28 @@ class SpikeGuard:
         ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
         """
         device = verdict.device
-        if self._memory is None or self._memory.device != device:
+        if self._state_tensor is None or self._state_tensor.device != device:
             refuse_capture(device, "the state of a guard")
-            self._memory = self._state().to(device)
+            self._state_tensor = self._state().to(device)
         self._mirror.streams = streams
         loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         update = None if update is None else _on(update.detach(), device)
-        options = (float(self._by_sigmas), *self._rule_options)
+        options = (float(self._by_sigmas), *self._method_options)
         if kernels.guard_ is not None:
-            return kernels.guard_(options, self._memory, self._window, scaling.numbers, verdict, loss, update, counters)
+            return kernels.guard_(
+                options, self._state_tensor, self._window, scaling.numbers, verdict, loss, update, counters
+            )
         values = [loss, scaling.norm, update]
-        return _judge(options, self._memory, self._window, scaling, verdict, values, counters)
+        return _judge(options, self._state_tensor, self._window, scaling, verdict, values, counters)
 
     @property
     def reason(self) -> Tensor | None:
         """Why the last step was not taken unchanged, as bits in a 0-d float64 on the device; None before the first."""
-        return None if self._memory is None else self._memory[_REASON]
+        return None if self._state_tensor is None else self._state_tensor[_REASON]
 
     def _state(self) -> Tensor:
-        if self._memory is not None:
-            return self._memory
+        if self._state_tensor is not None:
+            return self._state_tensor
         return torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
 
     def _leave(self, loss: Tensor | None, error: Exception) -> None:

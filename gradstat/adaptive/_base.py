@@ -23,7 +23,7 @@ from gradstat._core.parameters import gradients_to_clip
 from gradstat._core.saved import Saved
 from gradstat._core.tensors import NameOf, refuse_distributed, to_device
 from gradstat.adaptive import _history
-from gradstat.adaptive._history import RuleState, State
+from gradstat.adaptive._history import MethodState, State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_gradients_
 
@@ -34,7 +34,7 @@ DEFAULT_WINDOW = 1000
 
 
 class Step(NamedTuple):
-    """The inputs of a rule in plain torch."""
+    """The inputs of a method in plain torch."""
 
     state: State  # already includes this step's norm
     norm: Tensor  # of all gradients, 0-d float64
@@ -63,25 +63,25 @@ class AdaptiveClip(ABC):
     # For the summary: advice about a clip that clips more than half of the time, or never.
     _if_often: str
     _if_never: str
-    _rule: int  # value of ClipRule in csrc/decide.h
-    _rule_options: tuple[float, ...]  # as csrc/decide.h reads them
-    _rule_names: tuple[str, ...] = ()  # names in `_rule_state_views`, in the order of the state tensor
+    _method: int  # value of ClipMethod in csrc/decide.h
+    _method_options: tuple[float, ...]  # as csrc/decide.h reads them
+    _method_names: tuple[str, ...] = ()  # names in `_method_state_views`, in the order of the state tensor
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
         self._options = {**options, "window": window}
-        self._memory: Tensor | None = None
+        self._state_tensor: Tensor | None = None
 
     @never_traced
     def clip_(self, parameters: Tensor | Iterable[Tensor], *, backend: str | None = None) -> Tensor:
-        """Clips the gradients of ``parameters`` in place by this clip's rule. No host sync.
+        """Clips the gradients of ``parameters`` in place by this clip's method. No host sync.
 
         ``parameters``, ``backend``, the returned value, and the errors, raised before anything is changed, are as in
         `clip_grad_norm_`. Additionally:
 
         Raises:
             ValueError: The clip has a state for another list.
-            NotImplementedError: A gradient is a distributed tensor, or of a kind that this rule cannot clip.
+            NotImplementedError: A gradient is a distributed tensor, or of a kind that this method cannot clip.
         """
         listed, collected = gradients_to_clip(parameters)
         gradients, positions, _ = collected
@@ -101,27 +101,27 @@ class AdaptiveClip(ABC):
 
     @abstractmethod
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The rule in plain torch: a multiplier for each of ``step.norms``, and which of them count as decided.
+        """The method in plain torch: a multiplier for each of ``step.norms``, and which of them count as decided.
 
-        Updates the tensors of `_rule_state_views` in place. csrc/decide.h implements the same rule.
+        Updates the tensors of `_method_state_views` in place. csrc/decide.h implements the same method.
         """
 
-    def _rule_state(self, count: int) -> RuleState:
-        """The numbers that the rule itself keeps for ``count`` tensors."""
-        return RuleState()
+    def _method_state(self, count: int) -> MethodState:
+        """The numbers that the method itself keeps for ``count`` tensors."""
+        return MethodState()
 
-    def _rule_state_views(self, of_rule: Tensor) -> State:
-        """Views of the rule's own numbers, by name."""
+    def _method_state_views(self, of_method: Tensor) -> State:
+        """Views of the method's own numbers, by name."""
         return {}
 
     @property
     def _state(self) -> State:
         """Views of the whole state, by name."""
-        memory = self._memory
+        memory = self._state_tensor
         if memory is None:
-            memory = _history.extended(None, self._window, self._rule_state(0), torch.device("cpu"))
-        state, of_rule = _history.views(memory, self._window)
-        return {**state, **self._rule_state_views(of_rule)}
+            memory = _history.extended(None, self._window, self._method_state(0), torch.device("cpu"))
+        state, of_method = _history.views(memory, self._window)
+        return {**state, **self._method_state_views(of_method)}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, its name, and ``"tensors"``, by name, on their device. No host sync."""
@@ -134,21 +134,21 @@ class AdaptiveClip(ABC):
         size is overwritten in place, so that captured graphs see the values. Waits for the device.
 
         Raises:
-            ValueError: The state is of another rule or window, or not what `state_dict` returns; the entry is named.
+            ValueError: The state is of another method or window, or not what `state_dict` returns; the entry is named.
                 Nothing has been changed then.
         """
         memory = self._loaded(state)
-        if self._memory is not None and len(self._memory) == len(memory):
-            self._memory.copy_(memory)
+        if self._state_tensor is not None and len(self._state_tensor) == len(memory):
+            self._state_tensor.copy_(memory)
         else:
-            self._memory = memory
+            self._state_tensor = memory
 
     def _loaded(self, state: object) -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
-        of_rule, saved = type(self).__name__, Saved(state)
-        if saved["rule"].value != of_rule:
-            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {of_rule} cannot load")
-        return _history.loaded(saved["tensors"], self._window, self._rule_names, self._rule_state(0))
+        name, saved = type(self).__name__, Saved(state)
+        if saved["rule"].value != name:
+            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {name} cannot load")
+        return _history.loaded(saved["tensors"], self._window, self._method_names, self._method_state(0))
 
     def summary(self) -> ClipSummary:
         """A summary of this clip so far, in numbers and in words. One host sync."""
@@ -159,10 +159,10 @@ class AdaptiveClip(ABC):
 
     def _memory_for(self, count: int, device: torch.device) -> Tensor:
         """The state tensor on ``device`` for ``count`` tensors: as it is, continued or new."""
-        memory, of_rule = self._memory, self._rule_state(count)
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, of_rule):
+        memory, of_method = self._state_tensor, self._method_state(count)
+        if memory is None or memory.device != device or len(memory) != _history.size(self._window, of_method):
             refuse_capture(device, f"the state of {type(self).__name__}")
-            self._memory = memory = _history.extended(memory, self._window, of_rule, device)
+            self._state_tensor = memory = _history.extended(memory, self._window, of_method, device)
         return memory
 
     def _decide(
@@ -182,7 +182,7 @@ class AdaptiveClip(ABC):
         memory = self._memory_for(len(measured) if measured.dim() else 0, measured.device)
         if kernels.decide_clip_ is not None:
             return kernels.decide_clip_(
-                self._rule, self._rule_options, memory, self._window, measured, weights, unscale_by, skip
+                self._method, self._method_options, memory, self._window, measured, weights, unscale_by, skip
             )
         state, scale = self._state, 1.0 if unscale_by is None else unscale_by.to(torch.float64)
         norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
@@ -256,32 +256,32 @@ class TensorClip(AdaptiveClip):
         """
 
     def _for_one_tensor(self) -> Self:
-        """A copy for a single tensor, with a row of ``_initial_states``. ValueError if the rule needs the others."""
+        """A copy for a single tensor, with a row of ``_initial_states``. ValueError if the method needs the others."""
         clip = copy.copy(self)
         clip._window = 1
         return clip
 
     def _initial_states(self, count: int, device: torch.device) -> Tensor:
         """The initial states, a row each, of ``_for_one_tensor`` clips for each of ``count`` tensors."""
-        rows = _history.extended(None, 1, self._rule_state(1), device).repeat(count, 1)
-        if self._memory is not None and self._rule_state(1).length:
-            of_rule = _history.views(self._memory, self._window)[1]
-            if len(of_rule) not in (0, count):
+        rows = _history.extended(None, 1, self._method_state(1), device).repeat(count, 1)
+        if self._state_tensor is not None and self._method_state(1).length:
+            of_method = _history.views(self._state_tensor, self._window)[1]
+            if len(of_method) not in (0, count):
                 raise ValueError(
-                    f"the state of this {type(self).__name__} is for {len(of_rule)} tensors, and there are {count}; "
+                    f"the state of this {type(self).__name__} is for {len(of_method)} tensors, and there are {count}; "
                     "make a new clip for a new list"
                 )
-            if len(of_rule):
-                rows[:, -1] = to_device(of_rule, device)
+            if len(of_method):
+                rows[:, -1] = to_device(of_method, device)
         return rows
 
     def _collect_(self, rows: Tensor, norm: Tensor) -> None:
         """Records a step of ``_for_one_tensor`` clips, with states ``rows``; ``norm`` is the total, 0-d float64."""
-        state, of_rule = _history.views(self._memory_for(len(rows), rows.device), self._window)
+        state, of_method = _history.views(self._memory_for(len(rows), rows.device), self._window)
         _history.add_norm_(state, norm, norm.isfinite())
         _history.add_totals_(state, rows)
-        if len(of_rule):
-            of_rule.copy_(rows[:, -1])
+        if len(of_method):
+            of_method.copy_(rows[:, -1])
 
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)

@@ -20,42 +20,42 @@ RECORDED, NONFINITE, DECIDED, CLIPPED, MULTIPLIER_SUM = range(5)
 _TOTALS = 5
 
 
-class RuleState(NamedTuple):
-    """The numbers that a rule itself keeps."""
+class MethodState(NamedTuple):
+    """The numbers that a method itself keeps."""
 
     length: int = 0
     initial: float = 0.0
 
 
-def size(window: int, of_rule: RuleState) -> int:
+def size(window: int, of_method: MethodState) -> int:
     """The length of the state tensor."""
-    return _TOTALS + 1 + window + of_rule.length
+    return _TOTALS + 1 + window + of_method.length
 
 
-def extended(memory: Tensor | None, window: int, of_rule: RuleState, device: torch.device) -> Tensor:
+def extended(memory: Tensor | None, window: int, of_method: MethodState, device: torch.device) -> Tensor:
     """``memory`` on ``device``, or an initial state, with the layout of csrc/decide.h.
 
-    The history is followed by the numbers of the rule itself.
+    The history is followed by the numbers of the method itself.
     """
     if memory is None:
         start = [*[0.0] * _TOTALS, 1.0, *[math.nan] * window]
         memory = torch.tensor(start, dtype=torch.float64, device="cpu")
-    missing = memory.new_full((size(window, of_rule) - len(memory),), of_rule.initial)
+    missing = memory.new_full((size(window, of_method) - len(memory),), of_method.initial)
     return to_device(torch.cat([memory, missing]), device)
 
 
 def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
-    """Views of the history's tensors by name, and of the rule's own numbers."""
-    totals, smallest, norms, of_rule = memory.split((_TOTALS, 1, window, len(memory) - window - _TOTALS - 1))
+    """Views of the history's tensors by name, and of the method's own numbers."""
+    totals, smallest, norms, of_method = memory.split((_TOTALS, 1, window, len(memory) - window - _TOTALS - 1))
     # "norms" is a ring of the last norms, NaN where there is none yet; "smallest" is the smallest multiplier.
-    return {"norms": norms, "totals": totals, "smallest": smallest[0]}, of_rule
+    return {"norms": norms, "totals": totals, "smallest": smallest[0]}, of_method
 
 
-def loaded(saved: Saved, window: int, rule_names: Sequence[str], of_rule: RuleState) -> Tensor:
-    """A new state tensor from such views by name, as saved, with the rule's own last, in the order of ``rule_names``.
+def loaded(saved: Saved, window: int, method_names: Sequence[str], of_method: MethodState) -> Tensor:
+    """A new state tensor from such views by name, as saved, with the method's own last, in the order of the names.
 
-    ``of_rule`` is the rule's state before the first step; without a length it has one number for each tensor. Waits for
-    device. ValueError, naming the entry, unless a clip with this ``window`` can have made this.
+    ``of_method`` is the method's state before the first step; without a length it has one number for each tensor. Waits
+    for the device. ValueError, naming the entry, unless a clip with this ``window`` can have made this.
     """
     norms = saved["norms"].numbers(None)
     if len(norms) != window:
@@ -72,9 +72,9 @@ def loaded(saved: Saved, window: int, rule_names: Sequence[str], of_rule: RuleSt
     fine = torch.where(is_used, (norms >= 0) & norms.isfinite(), norms.isnan())
     saved["norms"].require(norms, fine, "a finite number from 0 for each norm recorded, NaN where there is none")
     parts = [totals, smallest.view(1), norms]
-    for name in rule_names if of_rule.length else [name for name in rule_names if name in saved]:
-        numbers = saved[name].numbers(*(() if of_rule.length else (None,)))
-        fine = (numbers >= 0) & (numbers.isfinite() | (numbers == of_rule.initial))
+    for name in method_names if of_method.length else [name for name in method_names if name in saved]:
+        numbers = saved[name].numbers(*(() if of_method.length else (None,)))
+        fine = (numbers >= 0) & (numbers.isfinite() | (numbers == of_method.initial))
         saved[name].require(numbers, fine, "a finite number from 0")
         parts.append(numbers.view(-1))
     return torch.cat([part.to(norms.device) for part in parts])

@@ -13,7 +13,7 @@ from gradstat._core.saved import Saved
 from gradstat._core.warn import warn_user
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, positive, whole_number
-from gradstat.adaptive._history import RuleState, State
+from gradstat.adaptive._history import MethodState, State
 
 Target = Literal["reciprocal", "threshold", "mean"]
 
@@ -29,7 +29,7 @@ class FixedClip(NormClip):
         window: Number of norms kept for the summary.
     """
 
-    _rule = 0
+    _method = 0
     _if_often = (
         "max_norm then sets the size of the step instead of removing outliers; raise it to the suggested one, or "
         "lower the learning rate"
@@ -38,7 +38,7 @@ class FixedClip(NormClip):
 
     def __init__(self, max_norm: float, window: int = DEFAULT_WINDOW) -> None:
         self._max_norm = positive("max_norm", max_norm, "inf for no limit")
-        self._rule_options = (self._max_norm,)
+        self._method_options = (self._max_norm,)
         super().__init__(window, max_norm=max_norm)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ class AutoClip(NormClip):
         window: Number of norms kept.
     """
 
-    _rule = 1
+    _method = 1
     _if_never = "all norms so far are equal"
 
     def __init__(self, percentile: float = 10.0, window: int = DEFAULT_WINDOW) -> None:
@@ -73,7 +73,7 @@ class AutoClip(NormClip):
             f"percentile={self._percentile:g} is meant to clip about {100 - self._percentile:g} %; raise it to "
             "clip only outliers"
         )
-        self._rule_options = (self._percentile,)
+        self._method_options = (self._percentile,)
         super().__init__(window, percentile=percentile)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class ZClip(NormClip):
     and the clipped norm g' updates the statistics: ``m' = alpha m + (1 - alpha) g'``, then
     ``s'**2 = alpha s**2 + (1 - alpha) (g' - m')**2``. They start as mean and (population) variance of the first
     ``warmup`` norms, none of which is an outlier. The authors' code adds 1e-6 to s in z; this does not, so that the
-    rule does not depend on the scale of the gradients.
+    method does not depend on the scale of the gradients.
 
     Args:
         z_threshold: The z-score above which a norm is an outlier, at least 0.
@@ -111,8 +111,8 @@ class ZClip(NormClip):
         window: Number of norms kept for the summary.
     """
 
-    _rule = 2
-    _rule_names = ("mean", "deviation")
+    _method = 2
+    _method_names = ("mean", "deviation")
     _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"
     _if_never = "no norm was an outlier; lower z_threshold to clip smaller spikes"
 
@@ -133,14 +133,14 @@ class ZClip(NormClip):
         self._to = to
         self._max_norm = positive("max_norm", max_norm, "inf for no limit")
         to_number = float(get_args(Target).index(to))
-        self._rule_options = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
+        self._method_options = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
 
-    def _rule_state(self, count: int) -> RuleState:
-        return RuleState(len(self._rule_names))
+    def _method_state(self, count: int) -> MethodState:
+        return MethodState(len(self._method_names))
 
-    def _rule_state_views(self, of_rule: Tensor) -> State:
-        return dict(zip(self._rule_names, of_rule.unbind(), strict=True))
+    def _method_state_views(self, of_method: Tensor) -> State:
+        return dict(zip(self._method_names, of_method.unbind(), strict=True))
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         state, norm, is_recorded = step.state, step.norm, step.is_recorded

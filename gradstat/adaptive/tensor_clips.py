@@ -22,7 +22,7 @@ from gradstat._core.tensors import (
 )
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
-from gradstat.adaptive._history import RuleState, State
+from gradstat.adaptive._history import MethodState, State
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,8 +53,8 @@ class AdaGC(TensorClip):
     """
 
     _decides_on = "tensor"
-    _rule = 3
-    _rule_names = ("means",)
+    _method = 3
+    _method_names = ("means",)
     _if_often = (
         "the means start at the first norms as clipped by absolute, and grow slowly; raise absolute to a usual total "
         "norm, or raise relative to clip only outliers"
@@ -74,7 +74,7 @@ class AdaGC(TensorClip):
         self._warmup = whole_number("warmup", warmup, 0)
         self._absolute = number("absolute", absolute, 0.0)
         self._parameter_ids: tuple[int, ...] | None = None
-        self._rule_options = (self._relative, self._beta, float(self._warmup), self._absolute)
+        self._method_options = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
 
     def _for_one_tensor(self) -> Self:
@@ -85,11 +85,11 @@ class AdaGC(TensorClip):
             )
         return super()._for_one_tensor()
 
-    def _rule_state(self, count: int) -> RuleState:
-        return RuleState(count, math.inf)
+    def _method_state(self, count: int) -> MethodState:
+        return MethodState(count, math.inf)
 
-    def _rule_state_views(self, of_rule: Tensor) -> State:
-        return {"means": of_rule} if len(of_rule) else {}
+    def _method_state_views(self, of_method: Tensor) -> State:
+        return {"means": of_method} if len(of_method) else {}
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]
@@ -105,7 +105,7 @@ class AdaGC(TensorClip):
         return decided, counts
 
     def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
-        count = 0 if self._memory is None else len(_history.views(self._memory, self._window)[1])
+        count = 0 if self._state_tensor is None else len(_history.views(self._state_tensor, self._window)[1])
         ids = tuple(map(id, parameters))
         if count not in (0, len(ids)) or self._parameter_ids not in (None, ids):
             raise ValueError(
@@ -159,14 +159,14 @@ class AGC(TensorClip):
     """
 
     _decides_on = "unit"
-    _rule = 4
+    _method = 4
     _if_often = "the clip then sets the size of the steps; raise clipping, or lower the learning rate"
     _if_never = "no gradient was large relative to its weights; lower clipping to clip smaller ones"
 
     def __init__(self, clipping: float = 0.01, eps: float = 1e-3, window: int = DEFAULT_WINDOW) -> None:
         self._clipping = number("clipping", clipping, 0.0)
         self._eps = number("eps", eps, 0.0)
-        self._rule_options = (self._clipping, self._eps)
+        self._method_options = (self._clipping, self._eps)
         super().__init__(window, clipping=clipping, eps=eps)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:

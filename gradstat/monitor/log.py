@@ -88,7 +88,7 @@ class StepLog:
         self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
         self._reads_plain = True  # as `Rows.is_plain`, of the step that was read, as far as its total tells
-        self._memory = _block(0, 0)  # rows of gradients by step
+        self._gradient_rows = _block(0, 0)  # rows of gradients by step
         self.clear()
         self.load(None)
 
@@ -176,12 +176,12 @@ class StepLog:
         """Adds the rows of gradients to those of earlier steps, while they are in the cache."""
         numbers, at = pending.numbers[0], len(self._steps)
         segment = numbers.segments[0]
-        if at >= len(self._memory) or self._memory.shape[1] != len(segment.names):
+        if at >= len(self._gradient_rows) or self._gradient_rows.shape[1] != len(segment.names):
             longer = _block(2 * at or 1, len(segment.names))
             if at:
-                longer[:at] = self._memory
-            self._memory = longer
-        rows, table = self._memory[at], numbers.table()[: segment.measured]
+                longer[:at] = self._gradient_rows
+            self._gradient_rows = longer
+        rows, table = self._gradient_rows[at], numbers.table()[: segment.measured]
         if pending.is_scaled:
             table = without_scale(table, pending.scalars["loss_scale"])
         if segment.positions is None:
@@ -221,7 +221,7 @@ class StepLog:
         scalars = _columns([one for _, one, _ in closed])
         tables: dict[str, Rows] = {}
         if closed:
-            raw = self._memory[: len(closed)]
+            raw = self._gradient_rows[: len(closed)]
             by_row = [tensors for _, _, tensors in closed]
             is_plain = self._is_plain and bool(by_row[-1].numel.all())
             tables["gradient"] = _rows(steps, raw, by_row, is_plain or None)

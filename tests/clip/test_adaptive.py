@@ -506,7 +506,7 @@ def test_no_step_reads_a_value(make: Any, backend: str, monkeypatch: pytest.Monk
 def test_states_are_moved_without_waiting(make: Any) -> None:
     """To torch's "meta" device, in place of a GPU, where a blocking copy waits."""
     clip, meta, blocking = make(), torch.device("meta"), []
-    clip._memory = torch.zeros(1006 + 3 * isinstance(clip, AdaGC), dtype=torch.float64)
+    clip._state_tensor = torch.zeros(1006 + 3 * isinstance(clip, AdaGC), dtype=torch.float64)
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -134,11 +134,11 @@ int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t
 }
 
 // As the operator decide_clip_, with null for absent arguments.
-int32_t start_decide(FakeStream* stream, int64_t rule, const double* options, int64_t option_count,
+int32_t start_decide(FakeStream* stream, int64_t method, const double* options, int64_t option_count,
                      double* state, int64_t window, const double* norm, const Row* rows, int64_t count,
                      const Row* weights, const float* factor, const float* skip, double* out) {
   ClipRequest request{
-      static_cast<ClipRule>(rule), {}, state, window, norm, rows, count, weights, factor, skip, out};
+      static_cast<ClipMethod>(method), {}, state, window, norm, rows, count, weights, factor, skip, out};
   std::copy(options, options + option_count, request.options);
   return translating_exceptions([&] { launch_decide(request, 0, stream); });
 }
