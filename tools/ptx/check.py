@@ -60,10 +60,10 @@ def run(architecture: int, generator: str, tests: dict[str, str], environment: d
         f"({Path(path).name} and {BACKENDS[generator]}{names and f' and ({names})'})" for path, names in tests.items()
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", " or ".join(selected)]
-    # Progress comes in lines, which are long.
+    # Progress comes in lines, which are never shorter.
     variables = {
         **os.environ,
-        "COLUMNS": "50",
+        "COLUMNS": "40",
         "PYTHONUNBUFFERED": "1",
         "GRADSTAT_PTX": str(architecture),
         **environment,
