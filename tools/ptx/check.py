@@ -8,11 +8,13 @@ in a new random order, from a seed that complaints name.
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,8 +24,7 @@ from ptx.translate import names_of
 
 # The oldest that ships, the one of H100, and the newest, whose PTX is shipped as well for later devices.
 ARCHITECTURES = [80, 90, 120]
-BACKENDS = "(emulated or triton or cuda_on_host)"
-OF_NVCC = "((emulated or cuda_on_host) and not triton)"  # Triton's code for sm_100 and later has further instructions
+BACKENDS = {"Triton": "triton", "nvcc": "((emulated or cuda_on_host) and not triton)"}
 ALL = {
     f"tests/{name}": ""
     for name in (
@@ -43,24 +44,41 @@ QUICK = {
 
 def compile_all(architectures: list[int]) -> None:
     """Compiles what nvcc generates, on all cores. Triton's kernels are compiled on their first launch."""
+
+    def compile_one(source: Path, architecture: int) -> None:
+        ptx = ptx_of(source, architecture)
+        kernels = [Kernel(ptx, name) for name in names_of(ptx)]
+        print(f"sm_{architecture}, nvcc: {len(kernels)} kernels of {source.name}", flush=True)
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = pool.map(lambda job: ptx_of(*job), [(s, a) for a in architectures for s in SOURCES])
-        kernels = [(text, name) for text in texts for name in names_of(text)]
-        list(pool.map(lambda kernel: Kernel(*kernel), kernels))
-        print(f"{len(kernels)} kernels of nvcc for sm_{', sm_'.join(map(str, architectures))}", flush=True)
+        list(pool.map(compile_one, *zip(*itertools.product(SOURCES, architectures), strict=True)))
 
 
-def run(architecture: int, tests: dict[str, str], environment: dict[str, str]) -> list[str]:
-    """Runs tests in one process; returns the lines about launches, or ends the program if a test fails."""
-    backends = BACKENDS if architecture < 100 else OF_NVCC
-    selected = [f"({Path(path).name} and {backends}{names and f' and ({names})'})" for path, names in tests.items()]
+def run(architecture: int, generator: str, tests: dict[str, str], environment: dict[str, str]) -> Counter[str]:
+    """Runs tests in one process; counts launches by kernel. Ends the program if a test fails."""
+    selected = [
+        f"({Path(path).name} and {BACKENDS[generator]}{names and f' and ({names})'})" for path, names in tests.items()
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", " or ".join(selected)]
-    variables = {**os.environ, "GRADSTAT_PTX": str(architecture), **environment}
-    tested = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    if tested.returncode:
-        raise SystemExit(f"sm_{architecture}, {' '.join(command)}:\n{tested.stdout}\n{tested.stderr}")
-    print(f"sm_{architecture}: {tested.stdout.splitlines()[-1]}", flush=True)
-    return re.findall(r"^PTX: .*", tested.stdout, re.MULTILINE)
+    # Progress comes in lines, which are never shorter.
+    variables = {
+        **os.environ,
+        "COLUMNS": "40",
+        "PYTHONUNBUFFERED": "1",
+        "GRADSTAT_PTX": str(architecture),
+        **environment,
+    }
+    launches: Counter[str] = Counter()
+    with subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if counted := re.fullmatch(r"PTX: (.*) (\d+)\n", line):
+                launches[counted[1]] += int(counted[2])
+            elif line.strip():
+                print(f"sm_{architecture}, {generator}: {line}", end="", flush=True)
+    if process.returncode:
+        raise SystemExit(f"sm_{architecture}, {generator}: exit status {process.returncode}, {' '.join(command)}")
+    return launches
 
 
 def main() -> int:
@@ -72,15 +90,14 @@ def main() -> int:
     compile_all(options.architectures)
     tests = ALL if options.all else QUICK
     more = {"GRADSTAT_LONG": "1"} if options.all else {}
-    launches: dict[str, int] = {}
+    launches: Counter[str] = Counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for lines in pool.map(lambda architecture: run(architecture, tests, more), options.architectures):
-            for line in lines:
-                _, where, kernel, number = line.rsplit(maxsplit=3)
-                launches[f"{where} {kernel}"] = launches.get(f"{where} {kernel}", 0) + int(number)
+        jobs = [pool.submit(run, a, generator, tests, more) for generator in BACKENDS for a in options.architectures]
+        for job in jobs:
+            launches.update(job.result())
     for kernel, number in sorted(launches.items()):
         print(f"{number:>7} launches of {kernel}" + "  FAILED: none" * (number == 0))
-    print(f"{sum(launches.values()):,} launches, {time.monotonic() - began:.0f} s")
+    print(f"{launches.total():,} launches, {time.monotonic() - began:.0f} s")
     return 0 if launches and all(launches.values()) else 1
 
 

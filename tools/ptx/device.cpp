@@ -1,4 +1,4 @@
-// Runs translated kernels: a fiber per thread, with all blocks alive at once, in a random order. Reports
+// Runs translated kernels: a fiber per thread, with many blocks alive at once, in a random order. Reports
 // accesses of memory that is not there or not aligned, races, and barriers that some threads never reach.
 #include "device.h"
 
@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,35 +60,32 @@ void learn(Clock& clock, const Clock& other) {
 struct Access {
   u32 thread, time, line;  // time 0: none
 };
-struct Readers {
+struct Threads {
   u32 line;
   Times times;  // of the threads of a block
 };
-struct Shared {
-  std::map<u32, Readers> reads, atomics;  // by block
-};
+using ByBlock = std::unique_ptr<std::map<u32, Threads>>;
 struct Byte {
   Access write = {}, read = {};
-  std::unique_ptr<Shared> shared;  // if several threads read it since the last write, or with atomics
+  ByBlock reads, atomics;  // since the last write; reads if there are several, in place of `read`
 };
 
 // Memory that a kernel may access.
 struct Region {
   u64 begin, end;
   u8* memory;
-  std::vector<Byte> bytes;  // once it is accessed
+  const char* name;
+  std::vector<Byte> bytes = {};  // once it is accessed
 };
 
 struct Block;
 
 struct Fiber : Thread {
   Block* home;
-  char* stack;
   void* stack_pointer;
   u32 id, now = 1;  // number in the grid, and time
   std::shared_ptr<const Clock> clock;
   const u32* of_block;       // the part of the clock for threads of the same block
-  Clock read, fenced;        // learned by atomics without acquire; known at the last fence
   Region* region = nullptr;  // accessed last
   u32 offered[3], result;    // in a meeting
   u32 line = 0;              // where it waits
@@ -100,10 +98,11 @@ struct Gathering {
 };
 
 struct Block {
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Fiber> fibers;
+  std::vector<char*> stacks;
   std::vector<u8> memory;
   Region shared;
-  std::map<u32, std::vector<Fiber*>> barriers;
+  std::vector<Fiber*> at_barrier;
   std::vector<std::vector<Gathering>> warps;
   u32 alive;
 };
@@ -111,38 +110,45 @@ struct Block {
 struct Launch {
   void (*kernel)(Thread*);
   u32 blocks, threads, shared_bytes;
-  const u8* parameters;
-  u32 parameter_bytes;
-
-  std::vector<Region> regions;
-  std::map<u32, std::unique_ptr<Block>> alive;
-  std::vector<Fiber*> ready;
-  std::map<u64, Clock> released;  // by addresses of atomics
-  std::mt19937 random;
+  Region parameters;
   u64 seed;
-  u32 window;                 // the next thread is one of so many that became ready last
+
+  std::vector<Region> regions = {};
+  std::map<u32, Block> alive = {};
+  std::vector<Fiber*> ready = {};
+  std::map<u64, Clock> released = {};  // by addresses of atomics
+  std::mt19937 random = {};
+  u32 window = 0;             // the next thread is one of so many that became ready last
   void* scheduler = nullptr;  // its stack
   Fiber* running = nullptr;
   bool failed = false;
-  std::set<std::string> complaints;
+  std::set<std::string> complaints = {};
 };
 
 Launch* launch = nullptr;
 std::string complaints;
 std::vector<char*> idle_stacks;
 
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
 std::string name_of(u32 id) {
-  return "thread " + std::to_string(id % launch->threads) + " of block " + std::to_string(id / launch->threads);
+  return text("thread ", id % launch->threads, " of block ", id / launch->threads);
 }
 
 // Lines of the PTX are written as @number.
-void complain(const std::string& key, const std::string& text) {
+void complain(const std::string& key, const std::string& what) {
   if (launch->complaints.size() < kMostComplaints && launch->complaints.insert(key).second)
-    complaints += text + "\n";
+    complaints += what + "\n";
 }
 
-void yield(Fiber& fiber) { switch_stacks(&fiber.stack_pointer, launch->scheduler); }
-void wake(Fiber& fiber) { launch->ready.push_back(&fiber); }
+// The fiber that runs is the `this` of all functions of `Thread`.
+Fiber& self() { return *launch->running; }
+void yield() { switch_stacks(&self().stack_pointer, launch->scheduler); }
 
 void set_clock(Fiber& fiber, std::shared_ptr<const Clock> clock) {
   fiber.clock = std::move(clock);
@@ -168,8 +174,10 @@ void synchronize(const std::vector<Fiber*>& fibers) {
   for (Fiber* fiber : fibers) set_clock(*fiber, clock);
 }
 
-bool knows(const Fiber& fiber, u32 block, u32 thread, u32 time) {
-  if (block == fiber.block) return thread == fiber.thread || fiber.of_block[thread] >= time;
+bool knows(const Fiber& fiber, u32 id, u32 time) {
+  if (time == 0 || id == fiber.id) return true;
+  const u32 block = id / fiber.threads, thread = id % fiber.threads;
+  if (block == fiber.block) return fiber.of_block[thread] >= time;
   const auto found = fiber.clock->find(block);
   return found != fiber.clock->end() && (*found->second)[thread] >= time;
 }
@@ -180,233 +188,182 @@ enum Kind { kRead, kWrite, kAtomic };
 constexpr const char* kVerbs[] = {"reads", "writes", "changes atomically"};
 
 std::string place_of(const Region& region, u64 address) {
-  const bool is_shared = region.begin < launch->shared_bytes;
-  return (is_shared ? "byte " + std::to_string(address - region.begin) + " of shared memory"
-                    : "byte " + std::to_string(static_cast<s64>(address - region.begin)) + " of " +
-                          std::to_string(region.end - region.begin) + " bytes in global memory");
+  const s64 offset = address - region.begin;
+  return text("byte ", offset, " of ", region.end - region.begin, " in ", region.name);
 }
 
-void race(const Fiber& fiber, Kind kind, u32 line, const Region& region, u64 address, const char* other,
-          u32 thread, u32 other_line) {
-  complain("race " + std::to_string(line) + " " + std::to_string(other_line),
-           "race: " + name_of(fiber.id) + " " + kVerbs[kind] + " " + place_of(region, address) + " at @" +
-               std::to_string(line) + ", which " + name_of(thread) + " " + other + " at @" +
-               std::to_string(other_line) + ", and nothing orders the two");
+void note(ByBlock& all, const Access& access) {
+  if (all == nullptr) all = std::make_unique<std::map<u32, Threads>>();
+  Threads& threads = (*all)[access.thread / launch->threads];
+  threads.times.resize(launch->threads);
+  threads.times[access.thread % launch->threads] = access.time;
+  threads.line = access.line;
 }
 
-void check_all(const Fiber& fiber, const std::map<u32, Readers>& all, Kind kind, u32 line, const Region& region,
-               u64 address, const char* verb) {
-  for (const auto& [block, readers] : all) {
-    for (u32 i = 0; i < readers.times.size(); ++i) {
-      if (readers.times[i] != 0 && !knows(fiber, block, i, readers.times[i])) {
-        return race(fiber, kind, line, region, address, verb, block * fiber.threads + i, readers.line);
+// An access of a byte, to be compared with earlier ones.
+struct Check {
+  const Fiber& fiber;
+  Kind kind;
+  u32 line;
+  const Region& region;
+  u64 address;
+
+  void against(Kind other, const Access& access) const {
+    if (knows(fiber, access.thread, access.time)) return;
+    complain(text("race ", line, " ", access.line),
+             text("race: ", name_of(fiber.id), " ", kVerbs[kind], " ", place_of(region, address), " at @", line,
+                  ", which ", name_of(access.thread), " ", kVerbs[other], " at @", access.line,
+                  ", and nothing orders the two"));
+  }
+  void against(Kind other, const ByBlock& all) const {
+    if (all == nullptr) return;
+    for (const auto& [block, threads] : *all) {
+      for (u32 i = 0; i < threads.times.size(); ++i)
+        against(other, {block * fiber.threads + i, threads.times[i], threads.line});
+    }
+  }
+  // `changes`: whether a write changes the byte. Threads of a block may write the same value in the same
+  // instruction: Triton makes all threads that hold a value store it.
+  void run(Byte& byte, bool changes) const {
+    const Access own{fiber.id, fiber.now, line};
+    const bool is_same =
+        !changes && byte.write.line == line && byte.write.thread / fiber.threads == fiber.block;
+    if (!is_same) against(kWrite, byte.write);
+    if (kind != kAtomic) against(kAtomic, byte.atomics);
+    if (kind == kRead) {
+      if (byte.reads == nullptr && knows(fiber, byte.read.thread, byte.read.time)) {
+        byte.read = own;
+        return;
       }
+      if (byte.reads == nullptr) note(byte.reads, byte.read);
+      note(byte.reads, own);
+      return;
     }
-  }
-}
-
-void note(std::map<u32, Readers>& all, const Access& access) {
-  Readers& readers = all[access.thread / launch->threads];
-  if (readers.times.empty()) readers.times.resize(launch->threads);
-  readers.times[access.thread % launch->threads] = access.time;
-  readers.line = access.line;
-}
-
-// `changes`: whether a write changes the byte. Threads of a block may write the same value in the same
-// instruction: Triton makes all threads that hold a value store it.
-void check(Fiber& fiber, Kind kind, Byte& byte, u32 line, const Region& region, u64 address, bool changes) {
-  const Access own{fiber.id, fiber.now, line};
-  const auto is_known = [&](const Access& access) {
-    return access.time == 0 || access.thread == fiber.id ||
-           knows(fiber, access.thread / fiber.threads, access.thread % fiber.threads, access.time);
-  };
-  const bool is_same = !changes && byte.write.line == line && byte.write.thread / fiber.threads == fiber.block;
-  if (!is_same && !is_known(byte.write))
-    race(fiber, kind, line, region, address, "writes", byte.write.thread, byte.write.line);
-  if (byte.shared != nullptr && kind != kAtomic) {
-    check_all(fiber, byte.shared->atomics, kind, line, region, address, "changes atomically");
-  }
-  if (kind == kRead) {
-    if (byte.shared != nullptr && !byte.shared->reads.empty()) {
-      note(byte.shared->reads, own);
-    } else if (is_known(byte.read)) {
-      byte.read = own;
+    against(kRead, byte.read);
+    against(kRead, byte.reads);
+    byte.read = {};
+    byte.reads.reset();
+    if (kind == kAtomic) {
+      note(byte.atomics, own);
     } else {
-      if (byte.shared == nullptr) byte.shared = std::make_unique<Shared>();
-      note(byte.shared->reads, byte.read);
-      note(byte.shared->reads, own);
+      byte.write = own;
+      byte.atomics.reset();
     }
-    return;
   }
-  if (!is_known(byte.read)) race(fiber, kind, line, region, address, "reads", byte.read.thread, byte.read.line);
-  if (byte.shared != nullptr) check_all(fiber, byte.shared->reads, kind, line, region, address, "reads");
-  byte.read = {};
-  if (kind == kAtomic) {
-    if (byte.shared == nullptr) byte.shared = std::make_unique<Shared>();
-    byte.shared->reads.clear();
-    note(byte.shared->atomics, own);
-  } else {
-    byte.write = own;
-    byte.shared.reset();
-  }
+};
+
+// The region of an address in global memory, or the last one before it.
+Region* region_of(u64 address) {
+  const auto after = std::upper_bound(launch->regions.begin(), launch->regions.end(), address,
+                                      [](u64 at, const Region& region) { return at < region.begin; });
+  return after == launch->regions.begin() ? nullptr : &*std::prev(after);
 }
 
-u8* access(Thread* thread, Kind kind, Space space, u64 address, u32 bytes, u32 line,
-           const u8* values = nullptr) {
-  Fiber& fiber = *static_cast<Fiber*>(thread);
-  if (space == kParameter) {
-    if (address + bytes > launch->parameter_bytes) fiber.fail("reads behind the parameters", line);
-    if (address % bytes != 0) fiber.fail("reads a parameter that is not aligned", line);
-    return const_cast<u8*>(launch->parameters) + address;
-  }
+u8* access(Kind kind, Space space, u64 address, u32 bytes, u32 line, const u8* values = nullptr) {
+  Fiber& fiber = self();
   if (space == kGeneric && address >= kSharedWindow) {
     space = kShared;
     address -= kSharedWindow;
   }
-  Region* region = &fiber.home->shared;
-  if (space != kShared) {
+  Region* region = space == kShared ? &fiber.home->shared : &launch->parameters;
+  if (space == kGlobal || space == kGeneric) {
     region = fiber.region;
-    if (region == nullptr || address < region->begin || address >= region->end) {
-      const auto after = std::upper_bound(launch->regions.begin(), launch->regions.end(), address,
-                                          [](u64 at, const Region& r) { return at < r.begin; });
-      region = after == launch->regions.begin() ? nullptr : fiber.region = &*std::prev(after);
-    }
+    if (region == nullptr || address < region->begin || address >= region->end)
+      region = fiber.region = region_of(address);
   }
-  if (region == nullptr || address + bytes > region->end) {
-    const std::string what =
-        std::string(kVerbs[kind]) + " " + std::to_string(bytes) + " bytes out of bounds: " +
-        (region == nullptr ? "address " + std::to_string(address) : place_of(*region, address));
-    fiber.fail(what.c_str(), line);
+  const bool is_inside = region != nullptr && address >= region->begin && address + bytes <= region->end;
+  if (!is_inside || address % bytes != 0) {
+    const std::string where = region == nullptr ? text("address ", address) : place_of(*region, address);
+    const char* const wrong = is_inside ? " bytes that are not aligned: " : " bytes out of bounds: ";
+    fiber.fail(text(kVerbs[kind], " ", bytes, wrong, where).c_str(), line);
   }
-  if (address % bytes != 0) {
-    const std::string what = std::string(kVerbs[kind]) + " " + std::to_string(bytes) +
-                             " bytes that are not aligned, " + place_of(*region, address);
-    fiber.fail(what.c_str(), line);
-  }
-  if (region->bytes.empty()) region->bytes.resize(region->end - region->begin);
   u8* const memory = region->memory + (address - region->begin);
+  if (space == kParameter) return memory;
+  if (region->bytes.empty()) region->bytes.resize(region->end - region->begin);
   for (u32 i = 0; i < bytes; ++i) {
     const bool changes = values == nullptr || values[i] != memory[i];
-    check(fiber, kind, region->bytes[address - region->begin + i], line, *region, address + i, changes);
+    Check{fiber, kind, line, *region, address + i}.run(region->bytes[address - region->begin + i], changes);
   }
   return memory;
 }
 
 // Meetings of a warp ----------------------------------------------------------------------------------------
 
-#define NAME(name) #name,
-constexpr const char* kNames[] = {MEETINGS(NAME)};
-
 // Sets each lane's result, from the three numbers that every lane offered: the value, and two operands.
 void conclude(Meeting what, u32 mask, const std::vector<Fiber*>& lanes) {
-  u32 any = 0, all = ~0u, sum = 0;
-  s32 least = INT32_MAX, most = INT32_MIN;
-  for (const Fiber* lane : lanes) {
-    const u32 value = lane->offered[0];
-    any |= value;
-    all &= value;
-    sum += value;
-    least = std::min(least, static_cast<s32>(value));
-    most = std::max(most, static_cast<s32>(value));
+  u32 any = 0, sum = 0;
+  s32 least = INT32_MAX;
+  for (const Fiber* fiber : lanes) {
+    any |= fiber->offered[0];
+    sum += fiber->offered[0];
+    least = std::min(least, static_cast<s32>(fiber->offered[0]));
   }
   for (Fiber* fiber : lanes) {
+    fiber->result = what == vote_sync_any ? any : what == redux_sync_add ? sum : least;
+    if (what != shfl_sync_bfly && what != shfl_sync_down) continue;
     const u32 lane = fiber->thread % kLanes, by = fiber->offered[1] & 31;
     const u32 segment = fiber->offered[2] >> 8 & 31, clamp = fiber->offered[2] & 31;
-    const u32 last = (lane & segment) | (clamp & ~segment);
-    s32 from = static_cast<s32>(lane);
-    switch (what) {
-      case k_bar_warp_sync:
-        continue;
-      case k_vote_sync_any:
-        fiber->result = any;
-        continue;
-      case k_vote_sync_all:
-        fiber->result = all;
-        continue;
-      case k_redux_sync_add_s32:
-        fiber->result = sum;
-        continue;
-      case k_redux_sync_min_s32:
-        fiber->result = least;
-        continue;
-      case k_redux_sync_max_s32:
-        fiber->result = most;
-        continue;
-      case k_shfl_sync_bfly:
-        from ^= by;
-        break;
-      case k_shfl_sync_down:
-        from += by;
-        break;
-      case k_shfl_sync_up:
-        from -= by;
-        break;
-      case k_shfl_sync_idx:
-        from = (lane & segment) | (by & ~segment);
-        break;
-    }
-    fiber->is_inside = what == k_shfl_sync_up ? from >= static_cast<s32>(last) : from <= static_cast<s32>(last);
+    const u32 from = what == shfl_sync_bfly ? lane ^ by : lane + by;
+    fiber->is_inside = from <= ((lane & segment) | (clamp & ~segment));
     const u32 source = fiber->is_inside ? from : lane;
     if ((mask >> source & 1) == 0) fiber->fail("shuffles from a lane that is not in the mask", fiber->line);
-    fiber->result = fiber->home->fibers[fiber->thread / kLanes * kLanes + source]->offered[0];
+    fiber->result = fiber->home->fibers[fiber->thread - lane + source].offered[0];
   }
 }
 
 // Scheduling --------------------------------------------------------------------------------------------------
 
 void run_fiber() {
-  launch->kernel(launch->running);
-  launch->running->has_ended = true;
-  --launch->running->home->alive;
-  yield(*launch->running);
+  launch->kernel(&self());
+  self().has_ended = true;
+  --self().home->alive;
+  yield();
   __builtin_unreachable();
 }
 
+char* new_stack() {
+  void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+  mprotect(memory, 4096, PROT_NONE);
+  return static_cast<char*>(memory);
+}
+
 void start_block(u32 number) {
-  auto block = std::make_unique<Block>();
-  block->memory.resize(launch->shared_bytes + 16);
-  for (u8& byte : block->memory) byte = launch->random();
-  u8* const aligned = block->memory.data() + (0 - reinterpret_cast<u64>(block->memory.data())) % 16;
-  block->shared = {0, launch->shared_bytes, aligned, {}};
-  block->warps.resize(launch->threads / kLanes);
-  block->alive = launch->threads;
+  Block& block = launch->alive[number];
+  block.memory.resize(launch->shared_bytes + 16);
+  for (u8& byte : block.memory) byte = launch->random();
+  u8* const aligned = block.memory.data() + (0 - reinterpret_cast<u64>(block.memory.data())) % 16;
+  block.shared = {0, launch->shared_bytes, aligned, "shared memory"};
+  block.warps.resize(launch->threads / kLanes);
+  block.alive = launch->threads;
+  block.fibers.resize(launch->threads);
   const auto clock =
       std::make_shared<const Clock>(Clock{{number, std::make_shared<const Times>(Times(launch->threads))}});
   std::vector<Fiber*> order;
   for (u32 i = 0; i < launch->threads; ++i) {
-    auto fiber = std::make_unique<Fiber>();
-    fiber->thread = i;
-    fiber->block = number;
-    fiber->threads = launch->threads;
-    fiber->blocks = launch->blocks;
-    fiber->home = block.get();
-    fiber->id = number * launch->threads + i;
-    set_clock(*fiber, clock);
-    if (idle_stacks.empty()) {
-      void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
-      if (memory == MAP_FAILED) std::abort();
-      mprotect(memory, 4096, PROT_NONE);
-      idle_stacks.push_back(static_cast<char*>(memory));
-    }
-    char* const stack = idle_stacks.back();
+    Fiber& fiber = block.fibers[i];
+    static_cast<Thread&>(fiber) = {i, number, launch->threads, launch->blocks, false, {}};
+    fiber.home = &block;
+    fiber.id = number * launch->threads + i;
+    set_clock(fiber, clock);
+    if (idle_stacks.empty()) idle_stacks.push_back(new_stack());
+    block.stacks.push_back(idle_stacks.back());
     idle_stacks.pop_back();
-    fiber->stack = stack;
     // As if switch_stacks had been called by run_fiber's caller: six registers and the return address.
-    void** top = reinterpret_cast<void**>(stack + kStackBytes) - 8;
+    void** top = reinterpret_cast<void**>(block.stacks.back() + kStackBytes) - 8;
     std::fill(top, top + 8, nullptr);
     top[6] = reinterpret_cast<void*>(&run_fiber);
-    fiber->stack_pointer = top;
-    order.push_back(fiber.get());
-    block->fibers.push_back(std::move(fiber));
+    fiber.stack_pointer = top;
+    order.push_back(&fiber);
   }
   std::shuffle(order.begin(), order.end(), launch->random);
   launch->ready.insert(launch->ready.end(), order.begin(), order.end());
-  launch->alive[number] = std::move(block);
 }
 
 void end_block(u32 number) {
-  for (const auto& fiber : launch->alive.at(number)->fibers) idle_stacks.push_back(fiber->stack);
+  const std::vector<char*>& stacks = launch->alive.at(number).stacks;
+  idle_stacks.insert(idle_stacks.end(), stacks.begin(), stacks.end());
   launch->alive.erase(number);
 }
 
@@ -414,17 +371,14 @@ void end_block(u32 number) {
 void complain_of_waiting() {
   std::map<u32, std::vector<u32>> waiting;  // by line
   for (const auto& [number, block] : launch->alive) {
-    for (const auto& fiber : block->fibers) {
-      if (!fiber->has_ended) waiting[fiber->line].push_back(fiber->id);
+    for (const Fiber& fiber : block.fibers) {
+      if (!fiber.has_ended) waiting[fiber.line].push_back(fiber.id);
     }
   }
-  std::string text;
-  for (const auto& [line, threads] : waiting) {
-    text += ", " + name_of(threads[0]) +
-            (threads.size() > 1 ? " and " + std::to_string(threads.size() - 1) + " more" : "") + " at @" +
-            std::to_string(line);
-  }
-  complain("waiting", "waits for threads that never arrive: " + text.substr(2));
+  std::string what = "waits for threads that never arrive";
+  for (const auto& [line, threads] : waiting)
+    what += text(", ", name_of(threads[0]), " and ", threads.size() - 1, " more at @", line);
+  complain("waiting", what);
 }
 
 void run() {
@@ -442,15 +396,15 @@ void run() {
               launch->ready.back());
     launch->running = launch->ready.back();
     launch->ready.pop_back();
-    switch_stacks(&launch->scheduler, launch->running->stack_pointer);
-    if (launch->running->home->alive == 0) end_block(launch->running->block);
+    switch_stacks(&launch->scheduler, self().stack_pointer);
+    if (self().home->alive == 0) end_block(self().block);
   }
   if (!launch->failed && !launch->alive.empty()) complain_of_waiting();
   // What atomics count are tickets, which must be ready for the next launch.
   for (const auto& [address, clock] : launch->released) {
     if (launch->failed || address >= kSharedWindow) continue;
     const u32 left = *reinterpret_cast<const u32*>(address);
-    if (left != 0) complain("ticket", "leaves " + std::to_string(left) + " in a ticket instead of 0");
+    if (left != 0) complain("ticket", text("leaves ", left, " in a ticket instead of 0"));
   }
   while (!launch->alive.empty()) end_block(launch->alive.begin()->first);
 }
@@ -458,63 +412,49 @@ void run() {
 }  // namespace
 
 const void* Thread::read(Space space, u64 address, u32 bytes, u32 line) {
-  return access(this, kRead, space, address, bytes, line);
+  return access(kRead, space, address, bytes, line);
 }
 void Thread::write(const void* values, Space space, u64 address, u32 bytes, u32 line) {
-  memcpy(access(this, kWrite, space, address, bytes, line, static_cast<const u8*>(values)), values, bytes);
+  memcpy(access(kWrite, space, address, bytes, line, static_cast<const u8*>(values)), values, bytes);
 }
 
 void* Thread::atomic(Space space, u64 address, u32 bytes, u32 line, bool acquires, bool releases) {
-  Fiber& fiber = *static_cast<Fiber*>(this);
-  wake(fiber);  // others may come first
-  yield(fiber);
-  u8* const memory = access(this, kAtomic, space, address, bytes, line);
+  launch->ready.push_back(&self());  // others may come first
+  yield();
+  u8* const memory = access(kAtomic, space, address, bytes, line);
   Clock& released = launch->released[address];
   if (acquires) {
-    Clock clock = *fiber.clock;
+    Clock clock = *self().clock;
     learn(clock, released);
-    set_clock(fiber, std::make_shared<const Clock>(std::move(clock)));
-  } else {
-    learn(fiber.read, released);
+    set_clock(self(), std::make_shared<const Clock>(std::move(clock)));
   }
-  learn(released, releases ? joined({&fiber}) : fiber.fenced);
+  if (releases) learn(released, joined({&self()}));
   return memory;
 }
 
-void Thread::fence() {
-  Fiber& fiber = *static_cast<Fiber*>(this);
-  Clock clock = *fiber.clock;
-  learn(clock, fiber.read);
-  set_clock(fiber, std::make_shared<const Clock>(std::move(clock)));
-  fiber.fenced = joined({&fiber});
-}
-
-void Thread::barrier(u32 number, u32 line) {
-  Fiber& fiber = *static_cast<Fiber*>(this);
-  std::vector<Fiber*>& waiting = fiber.home->barriers[number];
-  fiber.line = line;
-  waiting.push_back(&fiber);
-  if (waiting.size() == threads) {
-    std::vector<Fiber*> all;
-    all.swap(waiting);
-    for (const Fiber* other : all) {
-      const u32 first = fiber.home->fibers[other->thread / kLanes * kLanes]->line;
-      if (other->line != first) {
-        complain("barriers", "threads of a warp are at different barriers: @" + std::to_string(first) +
-                                 " and @" + std::to_string(other->line));
-      }
+void Thread::barrier(u32 line) {
+  Block& block = *self().home;
+  self().line = line;
+  block.at_barrier.push_back(&self());
+  if (block.at_barrier.size() == threads) {
+    for (const Fiber& other : block.fibers) {
+      const u32 first = block.fibers[other.thread / kLanes * kLanes].line;
+      if (other.line != first)
+        complain("barriers",
+                 text("threads of a warp are at different barriers: @", first, " and @", other.line));
     }
-    synchronize(all);
-    for (Fiber* other : all) wake(*other);
+    synchronize(block.at_barrier);
+    launch->ready.insert(launch->ready.end(), block.at_barrier.begin(), block.at_barrier.end());
+    block.at_barrier.clear();
   }
-  yield(fiber);
+  yield();
 }
 
 u32 Thread::meet(Meeting what, u32 mask, u32 value, u32 b, u32 c, u32 line) {
-  Fiber& fiber = *static_cast<Fiber*>(this);
-  const u32 lane = thread % kLanes, warp = thread / kLanes;
+  Fiber& fiber = self();
+  const u32 lane = thread % kLanes;
   if ((mask >> lane & 1) == 0) fail("is not in its own mask", line);
-  std::vector<Gathering>& gatherings = fiber.home->warps[warp];
+  std::vector<Gathering>& gatherings = fiber.home->warps[thread / kLanes];
   auto here = std::find_if(gatherings.begin(), gatherings.end(),
                            [&](const Gathering& g) { return g.what == what && g.mask == mask; });
   if (here == gatherings.end()) here = gatherings.insert(here, {what, mask, 0});
@@ -527,25 +467,24 @@ u32 Thread::meet(Meeting what, u32 mask, u32 value, u32 b, u32 c, u32 line) {
     gatherings.erase(here);
     std::vector<Fiber*> lanes;
     for (u32 i = 0; i < kLanes; ++i) {
-      if (mask >> i & 1) lanes.push_back(fiber.home->fibers[warp * kLanes + i].get());
+      if (mask >> i & 1) lanes.push_back(&fiber.home->fibers[thread - lane + i]);
     }
-    if (what == k_bar_warp_sync) synchronize(lanes);  // the others order no accesses of memory
+    if (what == bar_warp_sync) synchronize(lanes);  // the others order no accesses of memory
     conclude(what, mask, lanes);
-    for (Fiber* other : lanes) wake(*other);
+    launch->ready.insert(launch->ready.end(), lanes.begin(), lanes.end());
   }
-  yield(fiber);
+  yield();
   return fiber.result;
 }
 
 void Thread::fail(const char* what, u32 line) {
-  Fiber& fiber = *static_cast<Fiber*>(this);
-  complain("failed", name_of(fiber.id) + " " + what + ", at @" + std::to_string(line));
+  complain("failed", text(name_of(static_cast<Fiber*>(this)->id), " ", what, ", at @", line));
   launch->failed = true;
-  yield(fiber);
+  yield();
   __builtin_unreachable();
 }
 
-void division_by_zero() { launch->running->fail("divides an integer by zero", launch->running->line); }
+void division_by_zero() { self().fail("divides an integer by zero", self().line); }
 
 double random_error(u64 bits) {
   u64 x = bits + launch->seed * 0x9e3779b97f4a7c15;
@@ -557,19 +496,12 @@ double random_error(u64 bits) {
 extern "C" {
 
 // Runs a kernel, which may access `count` regions of memory, in ascending order and apart from each other.
-void run_kernel(void (*kernel)(Thread*), u32 blocks, u32 threads, u32 shared_bytes, const u8* parameters,
+void run_kernel(void (*kernel)(Thread*), u32 blocks, u32 threads, u32 shared_bytes, u8* parameters,
                 u32 parameter_bytes, u64 count, const u64* begins, const u64* ends, u64 seed, u64 errors) {
-  Launch own;
-  own.kernel = kernel;
-  own.blocks = blocks;
-  own.threads = threads;
-  own.shared_bytes = shared_bytes;
-  own.parameters = parameters;
-  own.parameter_bytes = parameter_bytes;
+  Launch own{kernel, blocks, threads, shared_bytes, {0, parameter_bytes, parameters, "parameters"}, errors};
   for (u64 i = 0; i < count; ++i)
-    own.regions.push_back({begins[i], ends[i], reinterpret_cast<u8*>(begins[i]), {}});
+    own.regions.push_back({begins[i], ends[i], reinterpret_cast<u8*>(begins[i]), "global memory"});
   own.random.seed(seed);
-  own.seed = errors;
   own.window = 1u << own.random() % 13;
   launch = &own;
   run();

@@ -167,17 +167,15 @@ class CudaDevice(Device):
         self._callback = ctypes.CFUNCTYPE(None, *signature)(self._launch)
         launchers.set_launcher(self._callback)
 
-    def _compiled(self, name: str) -> Kernel:
-        return Kernel(self.of_name[name], name)
-
     def _launch(self, name: bytes, blocks: int, threads: int, arguments: int, size: int) -> None:
         try:
             symbol = name.decode()
-            kernel = self.kernels.get(symbol) or self.kernels.setdefault(symbol, self._compiled(symbol))
+            if symbol not in self.kernels:
+                self.kernels[symbol] = Kernel(self.of_name[symbol], symbol)
             count = self.launchers.memory(None, None)
             addresses, sizes = (ctypes.c_uint64 * count)(), (ctypes.c_uint64 * count)()
             self.launchers.memory(addresses, sizes)
             memory = [*self.memory, *zip(addresses, sizes, strict=True)]
-            self.launch(kernel, blocks, threads, ctypes.string_at(arguments, size), memory)
+            self.launch(self.kernels[symbol], blocks, threads, ctypes.string_at(arguments, size), memory)
         except Exception as error:  # which ctypes would only print
             self.complaints.append(f"{type(error).__name__}: {error}")

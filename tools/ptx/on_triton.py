@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,26 +28,16 @@ class TritonDevice(Device):
     """Takes over all launches of Triton kernels."""
 
     def __init__(self, architecture: int) -> None:
-        super().__init__(architecture, ["stats_kernel", "scale_kernel", "update_kernel", "merge_kernel"])
+        taken = (stats.stats_kernel, scale.scale_kernel, update.update_kernel, update.merge_kernel)
+        super().__init__(architecture, [kernel.__name__ for kernel in taken])
         self.compiled: dict[object, tuple[Kernel, int]] = {}
-        for module, name, kernel, warps in (
-            (stats, "_launch_stats", stats.stats_kernel, stats.WARPS),
-            (scale, "_launch_scale", scale.scale_kernel, scale.WARPS),
-        ):
-            setattr(module, name, functools.partial(self._take_over, kernel, warps))
-        for name in ("update_kernel", "merge_kernel"):
-            setattr(update, name, _Kernel(self, getattr(update, name)))
+        for kernel in taken:
+            kernel.run = functools.partial(self._run, kernel)
         kernels = backends.Kernels(stats.stats, scale.scale_, scale.scale_each_, update.update_sums)
         backends.REGISTRY["triton"] = backends.REGISTRY["triton"]._replace(load=lambda _: kernels)
 
-    def _take_over(
-        self, kernel: Any, warps: int, device: object, programs: int, pointers: tuple[Any, ...], *rest: Any
-    ) -> None:
-        """As `gradstat.kernels._table.Launcher`."""
-        self.run(kernel, programs, *pointers, *rest, num_warps=warps, enable_fp_fusion=_table.FUSE)
-
-    def run(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-        """Runs ``kernel[(programs,)](*arguments, **options)``."""
+    def _run(self, kernel: Any, *arguments: Any, grid: tuple[int], warmup: bool, **options: Any) -> None:
+        """Runs ``kernel[grid](*arguments, **options)``."""
         signature, attributes, constants = {}, {}, {}
         for i, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
             if parameter.is_constexpr:
@@ -73,18 +63,8 @@ class TritonDevice(Device):
             number = argument.data_ptr() if isinstance(argument, torch.Tensor) else int(argument)
             packed[at : at + size] = number.to_bytes(size, "little")
         pointers = [(t.data_ptr(), t.nbytes) for t in given if isinstance(t, torch.Tensor)]
-        self.launch(translated, programs, threads, bytes(packed), [*pointers, *memory_of(named)])
+        self.launch(translated, *grid, threads, bytes(packed), [*pointers, *memory_of(named)])
         self.check()
-
-
-class _Kernel:
-    """A kernel as Triton's ``kernel[grid](...)``."""
-
-    def __init__(self, device: TritonDevice, kernel: Any) -> None:
-        self.device, self.kernel = device, kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return functools.partial(self.device.run, self.kernel, *grid)
 
 
 def memory_of(arguments: dict[str, Any]) -> Iterator[Span]:

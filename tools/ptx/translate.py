@@ -18,44 +18,45 @@ WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 SPECIAL = {"%tid.x": "t->thread", "%ctaid.x": "t->block", "%nctaid.x": "t->blocks", "%ntid.x": "t->threads"}
 
 # Operands of instructions that only compute, the target first. T: of the instruction's last type; D: of its first;
-# W: twice as wide; N: u32; P: a predicate.
-OPERANDS = dict.fromkeys(
-    ["add", "sub", "mul", "mul.lo", "mul.hi", "div", "rem", "min", "max", "and", "or", "xor"], "TTT"
-)
-OPERANDS |= dict.fromkeys(["add.rn", "sub.rn", "mul.rn", "div.rn", "div.full"], "TTT")
-OPERANDS |= dict.fromkeys(["abs", "neg", "not", "rcp.rn", "sqrt.rn"], "TT")
-OPERANDS |= {f"{op}.approx{ftz}": "TT" for op in ("rcp", "sqrt", "rsqrt", "ex2", "lg2") for ftz in ("", ".ftz")}
-OPERANDS |= dict.fromkeys(["fma.rn", "mad.lo", "prmt"], "TTTT")
-OPERANDS |= {"mul.wide": "WTT", "mad.wide": "WTTW", "shl": "TTN", "shr": "TTN", "selp": "TTTP", "popc": "NT"}
-OPERANDS |= {"bfi": "TTTNN", "bfe": "TTNN", "set.eq": "DTT"}
-OPERANDS |= {f"setp.{test}": "PTT" for test in ("eq", "ne", "lt", "le", "gt", "ge", "num", "nan")}
-OPERANDS |= {f"setp.{test}u": "PTT" for test in ("eq", "ne", "lt", "le", "gt", "ge")}
-
+# W: twice as wide; N: u32; P: a predicate. Some instructions take different numbers of operands.
+OPERANDS = {
+    instruction: operands
+    for operands, instructions in {
+        "TT": "abs neg not rcp.rn sqrt.rn rcp.approx rcp.approx.ftz rsqrt.approx.ftz sqrt.approx sqrt.approx.ftz",
+        "TTT": "add sub mul mul.lo mul.hi mul.rn div div.rn div.full rem and or xor",
+        "TTT TTTT": "min max",
+        "TTTT": "mad.lo prmt",
+        "DTD": "add.rn",
+        "DTTD": "fma.rn",
+        "WTT": "mul.wide",
+        "WTTW": "mad.wide",
+        "TTN": "shl shr",
+        "TTNN": "bfe",
+        "TTTNN": "bfi",
+        "TTTP": "selp",
+        "NT": "popc",
+        "DT": "cvt cvt.rzi",
+        "DT DTT": "cvt.rn",
+        "DTT": "set.eq",
+        "PTT": "setp.num setp.nan "
+        + " ".join(f"setp.{test} setp.{test}u" for test in ("eq", "ne", "lt", "le", "gt", "ge")),
+    }.items()
+    for instruction in instructions.split()
+}
 # Some of them on integers, as calls take g++ longer to compile.
 OPERATORS = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
+OPERATORS |= {"setp.eq": "==", "setp.ne": "!=", "setp.lt": "<", "setp.le": "<=", "setp.gt": ">", "setp.ge": ">="}
 
 SPACES = {"global": "kGlobal", "shared": "kShared", "shared::cta": "kShared", "param": "kParameter"}
 CACHING = {"ca", "cg", "L1::no_allocate"}  # results do not depend on it
-MEETINGS = {"shfl.sync.bfly", "shfl.sync.down", "shfl.sync.up", "shfl.sync.idx", "vote.sync.any", "vote.sync.all"}
-MEETINGS |= {"redux.sync.add", "redux.sync.min", "redux.sync.max"}
-ATOMICS = {"add", "inc", "exch"}
+MEETINGS = {"bar.warp.sync", "shfl.sync.bfly.b32", "shfl.sync.down.b32", "vote.sync.any.pred"}
+MEETINGS |= {"redux.sync.add.s32", "redux.sync.min.s32"}
+ATOMICS = {"add", "inc"}
 ORDERS = ("relaxed", "acquire", "release", "acq_rel")
-IGNORED = {"prefetch.global.L2", ".pragma", ".loc"}
 
 
 class UnknownError(ValueError):
     """Something in PTX that is not translated."""
-
-
-@dataclass
-class Kernel:
-    """A translated kernel."""
-
-    name: str
-    code: str  # C++
-    parameters: list[tuple[int, int]]  # offset and size in bytes
-    shared_bytes: int
-    places: dict[int, str]  # for lines of the PTX: line in the source, and instruction
 
 
 def names_of(ptx: str) -> list[str]:
@@ -63,13 +64,13 @@ def names_of(ptx: str) -> list[str]:
     return re.findall(r"\.entry\s+([\w$]+)\s*\(", ptx)
 
 
-def translated(ptx: str, name: str, dynamic_shared_bytes: int = 0) -> Kernel:
+def translated(ptx: str, name: str, dynamic_shared_bytes: int = 0) -> Translation:
     """Translates one kernel of a module."""
     start = re.search(rf"\.entry\s+{re.escape(name)}\s*\(", ptx)
     assert start is not None, f"no kernel {name}"
     end = ptx.index("\n}", start.end())
     parameters, body = ptx[start.end() : end].split("{", 1)
-    kernel = _Translation(name, dynamic_shared_bytes)
+    kernel = Translation(name, dynamic_shared_bytes)
     kernel.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, re.M))
     for declaration in re.findall(r"^(?:\.extern )?\.shared[^;]*", ptx, re.M):
         kernel.declare_shared(declaration)
@@ -80,7 +81,7 @@ def translated(ptx: str, name: str, dynamic_shared_bytes: int = 0) -> Kernel:
             kernel.add(line, text)
     except UnknownError as error:
         raise UnknownError(f"{name}, line {line}: {error}; see tools/ptx/translate.py") from None
-    return kernel.result()
+    return kernel
 
 
 def _statements(body: str, line: int) -> list[tuple[int, str]]:
@@ -100,6 +101,13 @@ def _statements(body: str, line: int) -> list[tuple[int, str]]:
     return found
 
 
+def _matched(pattern: str, text: str, what: str) -> re.Match[str]:
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise UnknownError(f"{what} {text!r}")
+    return match
+
+
 def _split(operands: str) -> list[str]:
     """Splits at commas outside of brackets."""
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|[^,{\[])+", operands)]
@@ -110,31 +118,33 @@ def _label(name: str) -> str:
 
 
 @dataclass
-class _Translation:
+class Translation:
+    """A kernel, to which statements are added."""
+
     name: str
     dynamic_shared_bytes: int
     files: dict[str, str] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)  # of variables in shared memory, and of parameters
     shared_bytes: int = 0
-    parameters: list[tuple[int, int]] = field(default_factory=list)
+    parameters: list[tuple[int, int]] = field(default_factory=list)  # offset and size in bytes
     families: dict[str, int] = field(default_factory=dict)  # bits of registers by prefix
     scopes: list[dict[str, int]] = field(default_factory=lambda: [{}])  # bits of registers by name, innermost last
     tables: dict[str, list[str]] = field(default_factory=dict)  # of labels
-    places: dict[int, str] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)  # for lines of the PTX: line in the source, and instruction
     source: str = "?"
     lines: list[str] = field(default_factory=list)
 
-    def result(self) -> Kernel:
-        registers = "".join(f"  R{bits} {name};\n" for name, bits in self.scopes[0].items())
-        code = f'#include "device.h"\nextern "C" void kernel(Thread* t) {{\n{registers}' + "\n".join(self.lines)
-        return Kernel(self.name, code + "\n}\n", self.parameters, self.shared_bytes, self.places)
+    @property
+    def code(self) -> str:
+        """C++."""
+        registers = [f"  R{bits} {name};" for name, bits in self.scopes[0].items()]
+        begin = '#include "device.h"\nextern "C" void kernel(Thread* t) {'
+        return "\n".join([begin, *registers, *self.lines, "}\n"])
 
     # Declarations
 
     def declare_shared(self, text: str) -> None:
-        match = re.fullmatch(r"(?:\.extern )?\.shared \.align (\d+) \.b8 ([\w$]+)\[(\d*)\]", text)
-        if match is None:
-            raise UnknownError(f"declaration {text!r}")
+        match = _matched(r"(?:\.extern )?\.shared \.align (\d+) \.b8 ([\w$]+)\[(\d*)\]", text, "declaration")
         self.offsets[match[2]] = -(-self.shared_bytes // int(match[1])) * int(match[1])
         self.shared_bytes = self.offsets[match[2]] + int(match[3] or self.dynamic_shared_bytes)
 
@@ -142,9 +152,7 @@ class _Translation:
         end = 0
         for one in filter(None, _split(text)):
             pattern = r"\.param\s+(?:\.align (\d+) )?\.(\w+) (?:\.ptr \.global \.align \d+ )?([\w$]+)(?:\[(\d+)\])?"
-            match = re.fullmatch(pattern, one)
-            if match is None:
-                raise UnknownError(f"parameter {one!r}")
+            match = _matched(pattern, one, "parameter")
             unit = BITS[match[2]] // 8
             align = int(match[1] or unit)
             self.offsets[match[3]] = -(-end // align) * align
@@ -152,9 +160,7 @@ class _Translation:
             self.parameters.append((self.offsets[match[3]], end - self.offsets[match[3]]))
 
     def declare_registers(self, text: str) -> None:
-        match = re.fullmatch(r"\.reg \.(\w+) (.*)", text)
-        if match is None or match[1] not in BITS:
-            raise UnknownError(f"declaration {text!r}")
+        match = _matched(rf"\.reg \.({'|'.join(BITS)}) (.*)", text, "declaration")
         for name in _split(match[2]):
             if family := re.fullmatch(r"(%\w+)<\d+>", name):
                 self.families[family[1]] = BITS[match[1]]
@@ -189,12 +195,8 @@ class _Translation:
             return SPECIAL[operand]
         if operand in self.offsets:
             return f"{self.offsets[operand]}u"
-        if match := re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", operand):
-            bits = int(match[1], 16)
-        elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", operand):
-            bits = int(operand.rstrip("U"), 0)
-        else:
-            raise UnknownError(f"operand {operand!r}")
+        match = _matched(r"0[fFdD]([0-9a-fA-F]+)|(-?(?:0[xX][0-9a-fA-F]+|\d+))U?", operand, "operand")
+        bits = int(match[1], 16) if match[1] else int(match[2], 0)
         if kind == "pred":
             return "true" if bits else "false"
         number = f"{bits % (1 << BITS[kind]):#x}u"
@@ -210,9 +212,7 @@ class _Translation:
         return f"{found[0]}.{kind}"
 
     def address_of(self, operand: str) -> str:
-        match = re.fullmatch(r"\[ ?([%\w$]+) ?(?:\+ ?(-?\d+))? ?\]", operand)
-        if match is None:
-            raise UnknownError(f"address {operand!r}")
+        match = _matched(r"\[ ?([%\w$]+) ?(?:\+ ?(-?\d+))? ?\]", operand, "address")
         found = self.register(match[1])
         base = f"{found[0]}.u{found[1]}" if found else self.source_of(match[1], "u64")
         return f"u64({base}) + {int(match[2] or 0)}"
@@ -220,12 +220,9 @@ class _Translation:
     # Statements
 
     def add(self, line: int, text: str) -> None:
-        if text == "{":
-            self.scopes.append({})
-            self.lines.append("{")
-        elif text == "}":
-            self.scopes.pop()
-            self.lines.append("}")
+        if text in ("{", "}"):
+            self.lines.append(text)
+            self.scopes = [*self.scopes, {}] if text == "{" else self.scopes[:-1]
         elif text.endswith(":"):
             self.label = text[:-1]
             self.lines.append(f"{_label(self.label)}:;")
@@ -241,9 +238,7 @@ class _Translation:
         elif text.startswith(".branchtargets "):
             self.tables[self.label] = _split(text.removeprefix(".branchtargets "))
         else:
-            match = re.fullmatch(r"(?:@(!?%?\w+) )?([\w.:]+) ?(.*)", text)
-            if match is None:
-                raise UnknownError(text)
+            match = _matched(r"(?:@(!?%?\w+) )?([\w.:]+) ?(.*)", text, "statement")
             code = self.instruction(line, match[2], _split(match[3]))
             if "t->" in code:
                 self.places[line] = f"{self.source}, `{text}`"
@@ -254,53 +249,45 @@ class _Translation:
         parts = opcode.split(".")
         types = [part for part in parts if part in BITS]
         kind, base = (types or [""])[-1], ".".join(part for part in parts if part not in BITS)
-        if opcode in IGNORED or parts[0] == "":
-            if opcode not in IGNORED:
-                raise UnknownError(f"directive {opcode}")
-            return ";"
         if base in OPERANDS:
             return self.computation(base, types, operands)
-        if base in MEETINGS:
+        if opcode in MEETINGS:
             return self.meeting(line, base, kind, operands)
-        if parts[0] in ("ld", "st"):
-            return self.access(line, parts, kind, operands)
-        if parts[0] == "atom":
-            return self.atomic(line, parts, kind, operands)
-        match base:
-            case "mov":
+        match parts[0], base:
+            case "ld" | "st", _:
+                return self.access(line, parts, kind, operands)
+            case "atom", _:
+                return self.atomic(line, parts, kind, operands)
+            case _, "mov" | "cvta.to.global":
                 return self.move(kind, operands)
-            case "cvt" | "cvt.rn" | "cvt.rzi":
-                values = ", ".join(self.source_of(operand, types[1]) for operand in operands[1:])
-                return f"{self.target_of(operands[0], types[0])} = {base.replace('.', '_')}<{types[0]}>({values});"
-            case "cvta.to.global":
-                return f"{self.target_of(operands[0], kind)} = {self.source_of(operands[1], kind)};"
-            case "cvta.shared":
+            case _, "cvta.shared":
                 return f"{self.target_of(operands[0], kind)} = kSharedWindow + {self.source_of(operands[1], kind)};"
-            case "bra" | "bra.uni":
+            case _, "bra" | "bra.uni":
                 return f"goto {_label(operands[0])};"
-            case "brx.idx":
+            case _, "brx.idx":
                 cases = "".join(f"case {i}: goto {_label(to)};" for i, to in enumerate(self.tables[operands[1]]))
                 return f'switch ({self.source_of(operands[0], "u32")}) {{{cases}}} t->fail("no such branch", {line});'
-            case "ret" | "exit":
+            case _, "ret":
                 return "return;"
-            case "bar.sync" if len(operands) == 1:
-                return f"t->barrier({self.source_of(operands[0], 'u32')}, {line});"
-            case "bar.warp.sync":
-                return f"t->meet(k_bar_warp_sync, {self.source_of(operands[0], 'u32')}, 0, 0, 0, {line});"
-            case "fence.acq_rel.gpu" | "fence.acq_rel.sys" | "membar.gl" | "membar.sys":
-                return "t->fence();"
+            case _, "bar.sync" if operands == ["0"]:
+                return f"t->barrier({line});"
+            case _ if opcode == ".pragma":
+                return ";"
         raise UnknownError(f"instruction {opcode}")
 
     def computation(self, base: str, types: list[str], operands: list[str]) -> str:
-        kinds = {"T": types[-1], "D": types[0], "W": WIDE.get(types[-1], ""), "N": "u32", "P": "pred"}
-        expected = [kinds[letter] for letter in OPERANDS[base]]
-        if len(operands) != len(expected) or len(types) != 1 + ("D" in OPERANDS[base]):
+        letters = next((letters for letters in OPERANDS[base].split() if len(letters) == len(operands)), "")
+        if not letters or not 1 <= len(types) <= 1 + ("D" in letters):
             raise UnknownError(f"{base} of {operands}")
-        values = [*map(self.source_of, operands[1:], expected[1:])]
-        if base in OPERATORS and types[0][0] in "usbp" and types[0] != "bf16x2":  # integers and predicates
-            return f"{self.target_of(operands[0], types[0])} = {OPERATORS[base].join(values)};"
-        name = base.replace(".", "_") + (f"<{types[0]}>" if "D" in OPERANDS[base] else "")
-        return f"{self.target_of(operands[0], expected[0])} = op_{name}({', '.join(values)});"
+        kinds = {"T": types[-1], "D": types[0], "W": WIDE.get(types[-1], ""), "N": "u32", "P": "pred"}
+        target, *sources = [kinds[letter] for letter in letters]
+        values = [*map(self.source_of, operands[1:], sources)]
+        if base in OPERATORS and types[0][0] in "usbp" and "f" not in types[0]:  # integers and predicates
+            result = OPERATORS[base].join(values)
+        else:  # what cannot be deduced from the operands is given
+            given = f"<{target}>" if letters[0] == "W" or len(types) > 1 else ""
+            result = f"op_{base.replace('.', '_')}{given}({', '.join(values)})"
+        return f"{self.target_of(operands[0], target)} = {result};"
 
     def move(self, kind: str, operands: list[str]) -> str:
         target, source = operands
@@ -334,17 +321,14 @@ class _Translation:
         return f"{{const {kind} m[] = {{{', '.join(self.source_of(v, kind) for v in each)}}}; t->write(m, {where});}}"
 
     def meeting(self, line: int, base: str, kind: str, operands: list[str]) -> str:
-        target, *sources = operands
-        inside = ""
-        if "|" in target:
-            target, inside = target.split("|")
-            inside = f" {self.target_of(inside, 'pred')} = t->is_inside;"
-        mask = self.source_of(sources.pop(), "u32")
-        first = self.source_of(sources[0], kind)
-        others = ", ".join([self.source_of(s, "u32") for s in sources[1:]] + ["0"] * (3 - len(sources)))
-        operation = "k_" + base.replace(".", "_") + ("_" + kind if base.startswith("redux") else "")
-        value = f"t->meet({operation}, {mask}, {first}, {others}, {line})"
-        return f"{self.target_of(target, kind)} = {value};{inside}"
+        *targets, mask = operands
+        target, *values = targets or ["_", "0"]  # that of a barrier
+        target, *inside = target.split("|")
+        first = self.source_of(values[0], kind or "u32")
+        rest = [*(self.source_of(operand, "u32") for operand in values[1:]), "0", "0"][:2]
+        met = f"t->meet({base.replace('.', '_')}, {self.source_of(mask, 'u32')}, {first}, {', '.join(rest)}, {line})"
+        found = "".join(f" {self.target_of(one, 'pred')} = t->is_inside;" for one in inside)
+        return f"{self.target_of(target, kind or 'u32')} = {met};{found}"
 
     def atomic(self, line: int, parts: list[str], kind: str, operands: list[str]) -> str:
         modifiers = [part for part in parts[1:] if part not in BITS]
