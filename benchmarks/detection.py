@@ -15,7 +15,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import faults  # noqa: E402
 from detection_mistakes import MISTAKES, SUBJECTS, applies  # noqa: E402
+from detection_published import HAS_OPERATORS, SILENT_ERRORS, TRANSFORMERS, operators, silent_training  # noqa: E402
+from detection_tools import DETECT_ANOMALY, NAMES, RIVALS, Gradstat, Watcher, anomaly_mode  # noqa: E402
 from small_training import RECORD, Training  # noqa: E402
 
 from gradstat.distributed._ranks import Ranks  # noqa: E402
@@ -40,7 +43,7 @@ WITHIN = 60  # steps after the onset in which a finding is a hit
 HARM = 1.15  # at least by this factor a harmful fault raises the loss, with every seed
 WINDOW = 20  # steps over which losses are averaged
 FLOOR = 0.01  # of the first loss; added to both losses, so that noise of losses near zero is no harm
-SETS = ("mistakes", "repository")
+SETS = ("mistakes", "operators", "silent errors", "repository")
 SEEDS = {"tuning": range(5), "figures": range(5, 10)}
 
 
@@ -105,9 +108,42 @@ def _repository() -> Iterator[Case]:
         )
 
 
+def _operators() -> Iterator[Case]:
+    for model in TRANSFORMERS if HAS_OPERATORS else ():
+        for operator in operators(model.scope):
+            for onset in (ONSET, 0):
+                yield Case(
+                    "operators",
+                    model.half,
+                    model.name,
+                    operator.what,
+                    model.training,
+                    operator.breaks,
+                    operator.place,
+                    onset,
+                )
+
+
+def _silent_errors() -> Iterator[Case]:
+    for error in SILENT_ERRORS:
+        for onset in (ONSET, 0):
+            yield Case(
+                "silent errors",
+                "both",
+                "MLP" if error.ranks == 1 else f"MLP, DDP on {error.ranks} ranks",
+                error.what,
+                silent_training(error),
+                error.breaks,
+                "",
+                onset,
+                ranks=error.ranks,
+                bad_ranks=tuple(range(error.ranks)),
+            )
+
+
 @cache
 def all_cases() -> tuple[Case, ...]:
-    return (*_mistakes(), *_repository())
+    return (*_mistakes(), *_operators(), *_silent_errors(), *_repository())
 
 
 # One run ----------------------------------------------------------------------------------------------------------
@@ -135,53 +171,19 @@ class Arm:
     raised: str = ""
 
 
-class Gradstat:
-    """The monitor at its defaults, as in two lines of a training loop."""
-
-    name = "gradstat"
-
-    def __init__(self, training: Training, policy: Any) -> None:
-        self.monitor = training.monitor(on_anomaly=policy)
-        self._known = 0
-
-    def step(self, training: Training, loss: torch.Tensor) -> Iterable[tuple[int, str, str]]:
-        self.monitor.step(loss)
-        return self.new()
-
-    def new(self) -> list[tuple[int, str, str]]:
-        fresh = self.monitor.findings[self._known :]
-        self._known += len(fresh)
-        return [(finding.step, finding.rule, finding.name) for finding in fresh if finding.severity != "info"]
-
-    def end(self) -> Iterable[tuple[int, str, str]]:
-        self.monitor.flush()
-        fresh = self.new()
-        self.monitor.detach()
-        return fresh
-
-
-class Watcher:
-    """Stands where a training's monitor is: passes every step on to the tools, and keeps losses and norms."""
-
-    def __init__(self, training: Training, tools: Sequence[Any], arm: Arm) -> None:
-        self._training, self._tools, self._arm = training, tools, arm
-
-    def batch(self, batch: Any) -> None:
-        """Batches are not shown: neither do the two lines with which a monitor is added."""
-
-    def step(self, loss: torch.Tensor) -> None:
-        arm = self._arm
-        gradients = [p.grad for p in self._training.model.parameters() if p.grad is not None]
-        arm.norms.append(float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0)
-        step = len(arm.losses)
-        arm.losses.append(float(loss))
-        for tool in self._tools:
-            for flag in tool.step(self._training, loss):
-                arm.flags[tool.name].append(Flag(step, *flag))
-
-
 def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS) -> Arm:
-    """Runs a case or its twin."""
+    """Runs a case or its twin; again under torch's anomaly mode if something was not finite, as that mode raises."""
+    arm = _run(case, seed, is_broken, steps)
+    arm.flags[DETECT_ANOMALY] = []
+    if not all(map(math.isfinite, [*arm.losses, *arm.norms])):
+        raised = _run(case, seed, is_broken, steps, in_anomaly_mode=True)
+        if "returned nan values" in raised.raised:
+            last = len(raised.losses)
+            arm.flags[DETECT_ANOMALY] = [Flag(last, last, "nan", raised.raised.split("'")[1])]
+    return arm
+
+
+def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bool = False) -> Arm:
     torch.set_num_threads(1)
     make = case.broken if is_broken and case.broken is not None else case.twin
     training, arm = make(seed), Arm()
@@ -192,23 +194,25 @@ def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS) -> Arm:
     held = [training.batch() for _ in range(8)]
     if is_broken and case.onset == 0:
         case.breaks(training)
-    tools = [Gradstat(training, case.policy)]
-    arm.flags = {tool.name: [] for tool in tools}
-    watcher: Any = Watcher(training, tools, arm)
+    tools = [] if in_anomaly_mode else [Gradstat(training, case.policy), *(rival() for rival in RIVALS)]
+    watcher = Watcher(training, tools)
+    training.shown = True  # to the rules; the monitor gets no batches
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for step, begins in training.steps(watcher, 0, steps):
-                if begins and is_broken and step == case.onset > 0:
-                    case.breaks(training)
-                if not begins:
-                    arm.weights.append(_norm_of_weights(training) if step % WINDOW == 0 else math.nan)
-            if len(arm.losses) < steps:
+            with anomaly_mode(in_anomaly_mode):
+                for step, begins in training.steps(watcher, 0, steps):  # type: ignore[arg-type]
+                    if begins and is_broken and step == case.onset > 0:
+                        case.breaks(training)
+                    if not begins and step % WINDOW == 0:
+                        arm.weights.append(_norm_of_weights(training))
+            if len(watcher.losses) < steps:
                 arm.raised = "the forward pass raised"
         except Exception as error:  # whatever it is, it tells about itself
             arm.raised = f"{type(error).__name__}: {error}"[:100]
-        for tool in tools:
-            arm.flags[tool.name] += [Flag(len(arm.losses) - 1, *flag) for flag in tool.end()]
+        watcher.end()
+    arm.losses, arm.norms = watcher.losses, watcher.norms
+    arm.flags = {name: [Flag(noticed, *found) for noticed, found in flags] for name, flags in watcher.found.items()}
     if not arm.raised:
         training.model.eval()
         # Gradients stay on, as some faults are hooks on gradients.
@@ -335,8 +339,8 @@ def course(verdict: Verdict) -> str:
             f"norm {_mean(arm.norms[part]):.4g}±{_spread(arm.norms[part]):.2g}"
             for window, part in windows.items()
         ]
-        weights = [value for value in arm.weights if not math.isnan(value)]
-        shown.append(f"|w| {weights[0]:.4g} to {weights[-1]:.4g}" if weights else "")
+        if arm.weights:
+            shown.append(f"|w| {arm.weights[0]:.4g} to {arm.weights[-1]:.4g}")
         parts.append(f"    {name:7} " + "; ".join(shown))
     return "\n".join(parts)
 
@@ -345,28 +349,26 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.pstdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
-def summary(verdicts: Sequence[Verdict], tool: str) -> str:
-    """Recall for every set, mid-run and from step 0, and findings in healthy arms."""
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """For every set, mid-run and from step 0: recall of each tool, and its findings in healthy twins."""
     lines = []
-    for name in dict.fromkeys(verdict.case.set for verdict in verdicts):
-        for when in ("mid-run", "from step 0"):
-            those = [v for v in verdicts if v.case.set == name and v.case.when == when]
-            counted = [v for v in those if v.status == "harmful"]
-            runs = [flags for v in counted for flags in v.hits(tool)]
-            late = [flags for v in counted for flags in v.hits(tool, STEPS)]
-            found, by_end = sum(map(bool, runs)), sum(map(bool, late))
-            others = ", ".join(
-                f"{sum(v.status == status for v in those)} {status}" for status in ("no effect", "harmless", "raises")
-            )
+    for name, when in dict.fromkeys((verdict.case.set, verdict.case.when) for verdict in verdicts):
+        those = [v for v in verdicts if (v.case.set, v.case.when) == (name, when)]
+        counted = [v for v in those if v.status == "harmful"]
+        others = ", ".join(f"{sum(v.status == s for v in those)} {s}" for s in ("no effect", "harmless", "raises"))
+        lines.append(f"{name}, {when}: {len(counted)} harmful ({others})")
+        for tool in NAMES:
+            soon, late = ([bool(f) for v in counted for f in v.hits(tool, within)] for within in (WITHIN, STEPS))
             lines.append(
-                f"{name}, {when}: {found} of {len(runs)} runs of {len(counted)} harmful cases found within {WITHIN} "
-                f"steps, {by_end} by the end ({others})"
+                f"    {tool:24} found {sum(soon):3} of {len(soon)} runs within {WITHIN} steps, {sum(late):3} by the end"
             )
     twins = {id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values()
-    alarms = [flag for twin in twins for flag in twin.flags[tool]]
     steps = sum(len(twin.losses) for twin in twins)
-    lines.append(f"healthy twins: {len(alarms)} findings in {steps:,} steps")
-    lines += [f"    {flag.rule} ({flag.name}), step {flag.step}" for flag in alarms]
+    lines.append(f"healthy twins, {steps:,} steps:")
+    for tool in NAMES:
+        alarms = [flag for twin in twins for flag in twin.flags[tool]]
+        told = Counter(f"{flag.rule} ({flag.name})" for flag in alarms)
+        lines.append(f"    {tool:24} {len(alarms)} findings: {dict(told)}")
     return "\n".join(lines)
 
 
@@ -412,6 +414,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--course", action="store_true", help="also print losses and norms of harmful faults not found")
     arguments = parser.parse_args()
+    if "operators" in arguments.set and not HAS_OPERATORS:
+        parser.error(
+            "the operators need the packages defaultplusplus and transformers: install them with "
+            "pip install --no-deps defaultplusplus==0.4.1 and pip install transformers, or choose other sets with --set"
+        )
     chosen = [
         number
         for number, case in enumerate(all_cases())
@@ -425,7 +432,7 @@ def main() -> int:
         print(line(verdict, "gradstat"), flush=True)
         if arguments.course and verdict.status == "harmful" and not all(verdict.hits("gradstat")):
             print(course(verdict), flush=True)
-    print(summary(verdicts, "gradstat"))
+    print(summary(verdicts))
     return 0
 
 
