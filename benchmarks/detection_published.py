@@ -150,7 +150,7 @@ class Operator:
 
 
 def operators(scope: str) -> Iterator[Operator]:
-    """The operators for encoders or decoders, with the largest of numeric strengths, or with each of several choices."""
+    """The operators for encoders or decoders, with the largest of numeric strengths or each of several choices."""
     from defaultplusplus.deform import OPERATORS, get_injector
 
     for name, operator in OPERATORS.items():
