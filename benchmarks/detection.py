@@ -13,7 +13,6 @@ import math
 import re
 import statistics
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,15 +29,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
+import detection_tables  # noqa: E402
 import faults  # noqa: E402
+import rows as rows_module  # noqa: E402
 from detection_mistakes import MISTAKES, SUBJECTS, applies  # noqa: E402
 from detection_published import HAS_OPERATORS, SILENT_ERRORS, TRANSFORMERS, operators, silent_training  # noqa: E402
-from detection_tools import DETECT_ANOMALY, NAMES, RIVALS, Gradstat, Watcher, anomaly_mode  # noqa: E402
+from detection_tools import DETECT_ANOMALY, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
+from healthy import HEALTHY, Healthy  # noqa: E402
+from rows import Row, row, step_rows  # noqa: E402
 from small_training import RECORD, Training  # noqa: E402
 
+from gradstat.bench.timing import Quartiles, interleaved, progress_bar, quartiles  # noqa: E402
 from gradstat.distributed._ranks import Ranks  # noqa: E402
 
 STEPS, ONSET = 300, 150  # of a run, and the step in which faults in the middle of a run begin
+HEALTHY_STEPS = 1000  # of a healthy training of the tests
 WITHIN = 60  # steps after the onset in which a finding is a hit
 HARM = 1.15  # at least by this factor a harmful fault raises the loss, with every seed
 WINDOW = 20  # steps over which losses are averaged
@@ -141,9 +146,20 @@ def _silent_errors() -> Iterator[Case]:
             )
 
 
+def _healthy() -> Iterator[Case]:
+    """The healthy trainings of the tests, which have no fault."""
+    for each in HEALTHY:
+
+        def training(seed: int, each: Healthy = each) -> Training:
+            return each.training(seed, HEALTHY_STEPS)
+
+        yield Case("healthy", "both", each.name, "none", training, lambda training: None, "", 0)
+
+
 @cache
 def all_cases() -> tuple[Case, ...]:
-    return (*_mistakes(), *_operators(), *_silent_errors(), *_repository())
+    """The cases of all sets, and the healthy trainings."""
+    return (*_mistakes(), *_operators(), *_silent_errors(), *_repository(), *_healthy())
 
 
 # One run ----------------------------------------------------------------------------------------------------------
@@ -236,8 +252,11 @@ def _ranks() -> Ranks:
     return pool
 
 
-def run_job(job: tuple[int, int, bool, int]) -> Arm:
-    """Runs an arm by its case's number."""
+Job = tuple[int, int, bool, int]  # a case's number, a seed, whether it is broken, and steps
+
+
+def run_job(job: Job) -> Arm:
+    """Runs an arm."""
     number, seed, is_broken, steps = job
     case = all_cases()[number]
     if case.ranks > 1:
@@ -317,7 +336,7 @@ def line(verdict: Verdict, tool: str) -> str:
     if hit:
         delay = statistics.median(min(flag.noticed for flag in flags) - case.onset for flags in hit)
         first = hit[0][0]
-        right = sum(re.search(case.place, flags[0].name) is not None for flags in hit)
+        right = sum(is_right(case, flags[0]) for flags in hit)
         text += f"  delay {delay:<4g} {first.rule} ({first.name})  place right {right}/{len(hit)}"
     elif late:
         first = late[0][0]
@@ -349,60 +368,153 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.pstdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
-    """For every set, mid-run and from step 0: recall of each tool, and its findings in healthy twins."""
-    lines = []
-    for name, when in dict.fromkeys((verdict.case.set, verdict.case.when) for verdict in verdicts):
-        those = [v for v in verdicts if (v.case.set, v.case.when) == (name, when)]
-        counted = [v for v in those if v.status == "harmful"]
-        others = ", ".join(f"{sum(v.status == s for v in those)} {s}" for s in ("no effect", "harmless", "raises"))
-        lines.append(f"{name}, {when}: {len(counted)} harmful ({others})")
-        for tool in NAMES:
-            soon, late = ([bool(f) for v in counted for f in v.hits(tool, within)] for within in (WITHIN, STEPS))
-            lines.append(
-                f"    {tool:24} found {sum(soon):3} of {len(soon)} runs within {WITHIN} steps, {sum(late):3} by the end"
-            )
-    twins = {id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values()
-    steps = sum(len(twin.losses) for twin in twins)
-    lines.append(f"healthy twins, {steps:,} steps:")
-    for tool in NAMES:
-        alarms = [flag for twin in twins for flag in twin.flags[tool]]
-        told = Counter(f"{flag.rule} ({flag.name})" for flag in alarms)
-        lines.append(f"    {tool:24} {len(alarms)} findings: {dict(told)}")
-    return "\n".join(lines)
+# Rows -------------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+MOST = 1e6  # what is recorded of a harm that has no limit
+
+
+def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
+    """The rows of faults, each over its models and seeds, and of whole sets."""
+    made = []
+    for when in detection_tables.WHEN:
+        those = [verdict for verdict in verdicts if verdict.case.when == when]
+        for which in dict.fromkeys(verdict.case.set for verdict in those):
+            of_set = [verdict for verdict in those if verdict.case.set == which]
+            made += _rows_of_tools(when, which, detection_tables.ALL, of_set, NAMES)
+            for what in dict.fromkeys(verdict.case.what for verdict in of_set):
+                of_fault = [verdict for verdict in of_set if verdict.case.what == what]
+                made += _rows_of_fault(when, which, what, of_fault)
+    return made
+
+
+def _rows_of_fault(when: str, which: str, what: str, verdicts: Sequence[Verdict]) -> list[Row]:
+    group, case = detection_tables.group_of(when), detection_tables.case_of(which, what)
+    made = [
+        row(group, case, detection_tables.FAULT, status, "", float(number), CPU)
+        for status, number in Counter(verdict.status for verdict in verdicts).items()
+    ]
+    harmful = [verdict for verdict in verdicts if verdict.status == "harmful"]
+    if not harmful:
+        return made
+    harm = min(MOST, statistics.median(harm for verdict in harmful for harm in verdict.harms))
+    made.append(row(group, case, detection_tables.FAULT, "harm", "", harm, CPU))
+    finders = [tool for tool in NAMES if tool == Gradstat.name or any(any(v.hits(tool)) for v in harmful)]
+    return made + _rows_of_tools(when, which, what, harmful, finders)
+
+
+def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict], tools: Sequence[str]) -> list[Row]:
+    harmful = [verdict for verdict in verdicts if verdict.status == "harmful"]
+    made = []
+    for tool in tools:
+        runs = [(verdict, flags) for verdict in harmful for flags in verdict.hits(tool)]
+        hit = [(verdict.case, flags) for verdict, flags in runs if flags]
+        late = sum(bool(flags) for verdict in harmful for flags in verdict.hits(tool, STEPS))
+        values: dict[str, float | Quartiles] = {
+            "runs": float(len(runs)),
+            "found": float(len(hit)),
+            "found later": float(late - len(hit)),
+            "twins flagged": float(sum(has_alarm(v.case, twin, tool) for v in harmful for _, twin in v.arms)),
+        }
+        if hit:
+            values["delay"] = quartiles([min(flag.noticed for flag in flags) - case.onset for case, flags in hit])
+        if tool == Gradstat.name:
+            values["place right"] = float(sum(is_right(case, flags[0]) for case, flags in hit))
+            if what != detection_tables.ALL:
+                rules = Counter(flags[0].rule for _, flags in hit)
+                values |= {f"first: {rule}": float(count) for rule, count in rules.items()}
+        made += [
+            row(detection_tables.group_of(when), detection_tables.case_of(which, what), tool, metric, "", value, CPU)
+            for metric, value in values.items()
+        ]
+    return made
+
+
+def is_right(case: Case, flag: Flag) -> bool:
+    """Whether a flag names the place of the fault."""
+    return re.search(case.place, flag.name) is not None
+
+
+def has_alarm(case: Case, twin: Arm, tool: str) -> bool:
+    """Whether a tool flags the healthy twin in the steps in which it should flag the fault."""
+    return any(case.onset <= flag.noticed <= case.onset + WITHIN for flag in twin.flags[tool])
+
+
+def episodes(flags: Sequence[Flag]) -> int:
+    """The number of findings, where flags with the same name that follow one another soon are one."""
+    last: dict[tuple[str, str], int] = {}
+    count = 0
+    for flag in flags:
+        earlier = last.get((flag.rule, flag.name))
+        count += earlier is None or flag.noticed - earlier > WITHIN
+        last[flag.rule, flag.name] = flag.noticed
+    return count
 
 
 # All of it --------------------------------------------------------------------------------------------------------
 
 
-def measure(numbers: Sequence[int], seeds: Sequence[int], jobs: int, steps: int = STEPS) -> Iterator[Verdict]:
+def healthy_rows(arms: Sequence[Arm]) -> list[Row]:
+    """The rows about findings in healthy arms."""
+    steps = float(sum(len(arm.losses) for arm in arms))
+    made = []
+    for tool in NAMES:
+        found = float(sum(episodes(arm.flags[tool]) for arm in arms))
+        for metric, value in (("steps", steps), ("findings", found)):
+            made.append(row(detection_tables.HEALTHY, "healthy trainings", tool, metric, "", value, CPU))
+    return made
+
+
+def time_rows(rounds: int) -> list[Row]:
+    """What a step costs alone and with each tool, in turns."""
+    made = []
+    for subject in (subject for subject in SUBJECTS if subject.half == "figures"):
+        steppers = {name: _stepper(subject.training, name) for name in ("no tool", *NAMES)}
+        seconds = interleaved(steppers, rounds, warmup=20)
+        for name, taken in seconds.items():
+            made += step_rows(detection_tables.TIME, subject.name, name, taken, seconds["no tool"], CPU)
+    return made
+
+
+def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]:
+    training = make(SEEDS["figures"][0])
+    tools: list[Any] = [Gradstat(training, RECORD)] if name == Gradstat.name else []
+    tools += [rival() for rival in RIVALS if rival.name == name]
+    watcher = Watcher(training, tools) if tools else Unwatched()
+    steps = training.steps(watcher, 0, 1 << 30)  # type: ignore[arg-type]
+
+    def step() -> None:
+        with anomaly_mode(name == DETECT_ANOMALY):
+            next(steps)
+            next(steps)
+
+    return step
+
+
+def arms_of(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Arm]]:
+    """Runs arms, in their order."""
+    pool = ProcessPoolExecutor(processes) if processes > 1 else None
+    with pool or nullcontext(), progress_bar(len(jobs), "trainings") as bar:
+        arms = map(run_job, jobs) if pool is None else pool.map(run_job, jobs)
+        for job, arm in zip(jobs, arms, strict=True):
+            bar.update()
+            yield job, arm
+
+
+def measure(numbers: Sequence[int], seeds: Sequence[int], processes: int, steps: int = STEPS) -> Iterator[Verdict]:
     """Runs cases with their twins, and yields each case's verdict."""
     cases = all_cases()
-    twin_of: dict[Any, int] = {}
+    twin_of: dict[Any, int] = {}  # cases that share a healthy training share its runs
+    wanted: list[list[tuple[Job, Job]]] = []
     for number in numbers:
-        twin_of.setdefault((cases[number].twin, cases[number].ranks), number)
-    twins: dict[tuple[int, int], Any] = {}
-    began = time.monotonic()
-    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
-
-        def started(job: tuple[int, int, bool, int]) -> Callable[[], Arm]:
-            return pool.submit(run_job, job).result if pool is not None else cache(lambda: run_job(job))
-
-        pending = []
-        for number in numbers:
-            twin = twin_of[cases[number].twin, cases[number].ranks]
-            pairs = []
-            for seed in seeds:
-                if (twin, seed) not in twins:
-                    twins[twin, seed] = started((twin, seed, False, steps))
-                pairs.append((started((number, seed, True, steps)), twins[twin, seed]))
-            pending.append((number, pairs))
-        for done, (number, pairs) in enumerate(pending, 1):
-            verdict = Verdict(cases[number], [(broken(), twin()) for broken, twin in pairs])
-            passed = time.monotonic() - began
-            left = passed / done * (len(pending) - done)
-            print(f"[{done}/{len(pending)} {passed:.0f} s, {left:.0f} s left] {verdict.case.what}", file=sys.stderr)
-            yield verdict
+        twin = twin_of.setdefault((cases[number].twin, cases[number].ranks), number)
+        wanted.append([((number, seed, True, steps), (twin, seed, False, steps)) for seed in seeds])
+    jobs = list(dict.fromkeys(job for pairs in wanted for pair in pairs for job in pair))
+    coming, done = arms_of(jobs, processes), dict[Job, Arm]()
+    for number, pairs in zip(numbers, wanted, strict=True):
+        while any(job not in done for pair in pairs for job in pair):
+            done.update([next(coming)])
+        yield Verdict(cases[number], [(done[broken], done[twin]) for broken, twin in pairs])
 
 
 def main() -> int:
@@ -413,12 +525,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only faults and subjects that match this regular expression")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--course", action="store_true", help="also print losses and norms of harmful faults not found")
+    parser.add_argument("--healthy", action="store_true", help="also run the healthy trainings of the tests")
+    parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="also time so many steps with each tool")
+    rows_module.add_arguments(parser)
     arguments = parser.parse_args()
     if "operators" in arguments.set and not HAS_OPERATORS:
         parser.error(
             "the operators need the packages defaultplusplus and transformers: install them with "
             "pip install --no-deps defaultplusplus==0.4.1 and pip install transformers, or choose other sets with --set"
         )
+    if arguments.record and arguments.half != "figures":
+        parser.error("only the half for figures is recorded: add --half figures")
     chosen = [
         number
         for number, case in enumerate(all_cases())
@@ -426,13 +543,27 @@ def main() -> int:
         and case.half in (arguments.half, "both")
         and re.search(arguments.only, f"{case.subject}: {case.what}, {case.when}")
     ]
-    verdicts = []
-    for verdict in measure(chosen, arguments.seeds or SEEDS[arguments.half], arguments.jobs):
+    seeds, verdicts = arguments.seeds or SEEDS[arguments.half], []
+    for verdict in measure(chosen, seeds, arguments.jobs):
         verdicts.append(verdict)
-        print(line(verdict, "gradstat"), flush=True)
-        if arguments.course and verdict.status == "harmful" and not all(verdict.hits("gradstat")):
+        print(line(verdict, Gradstat.name), flush=True)
+        if arguments.course and verdict.status == "harmful" and not all(verdict.hits(Gradstat.name)):
             print(course(verdict), flush=True)
-    print(summary(verdicts))
+    made = rows_of(verdicts)
+    arms = list({id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values())
+    if arguments.healthy:
+        numbers = [number for number, case in enumerate(all_cases()) if case.set == "healthy"]
+        jobs = [(number, seed, False, HEALTHY_STEPS) for number in numbers for seed in seeds]
+        arms += [arm for _, arm in arms_of(jobs, arguments.jobs)]
+    made += healthy_rows(arms)
+    for arm in arms:
+        for flag in arm.flags[Gradstat.name]:
+            print(f"healthy: {flag}")
+    if arguments.time:
+        made += time_rows(arguments.time)
+    print("\n" + detection_tables.everything(made))
+    if arguments.record:
+        print(rows_module.append(made, "detection", arguments.results))
     return 0
 
 

@@ -234,13 +234,15 @@ class Watcher:
         self._labels = batch[1] if isinstance(batch, tuple) and len(batch) > 1 else None
 
     def step(self, loss: Tensor) -> None:
-        gradients = [p.grad for p in self._training.model.parameters() if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        step = Step(len(self.losses), self._training, float(loss), loss, norm, self._accuracy())
+        step = Step(len(self.losses), self._training, float(loss), loss, self._norm(), self._accuracy())
         self.losses.append(step.loss)
-        self.norms.append(norm)
+        self.norms.append(step.norm)
         for tool in self._tools:
             self.found[tool.name] += [(step.number, found) for found in tool.step(step)]
+
+    def _norm(self) -> float:
+        gradients = [p.grad for p in self._training.model.parameters() if p.grad is not None]
+        return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
     def _accuracy(self) -> float | None:
         logits, labels = self._outputs, self._labels
@@ -253,6 +255,16 @@ class Watcher:
         self._hook.remove()
         for tool in self._tools:
             self.found[tool.name] += [(len(self.losses) - 1, found) for found in tool.end()]
+
+
+class Unwatched:
+    """Stands where a training's monitor is, and does nothing."""
+
+    def batch(self, batch: Any) -> None:
+        """Nothing."""
+
+    def step(self, loss: Tensor) -> None:
+        """Nothing."""
 
 
 def anomaly_mode(is_on: bool) -> Any:
