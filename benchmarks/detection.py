@@ -409,11 +409,16 @@ def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict]
     for tool in tools:
         runs = [(verdict, flags) for verdict in harmful for flags in verdict.hits(tool)]
         hit = [(verdict.case, flags) for verdict, flags in runs if flags]
-        late = sum(bool(flags) for verdict in harmful for flags in verdict.hits(tool, STEPS))
+        later = [
+            flags
+            for verdict in harmful
+            for soon, flags in zip(verdict.hits(tool), verdict.hits(tool, STEPS), strict=True)
+            if flags and not soon
+        ]
         values: dict[str, float | Quartiles] = {
             "runs": float(len(runs)),
             "found": float(len(hit)),
-            "found later": float(late - len(hit)),
+            "found later": float(len(later)),
             "twins flagged": float(sum(has_alarm(v.case, twin, tool) for v in harmful for _, twin in v.arms)),
         }
         if hit:
