@@ -124,12 +124,12 @@ def healthy(rows: Sequence[Row]) -> str:
     return tables.grid(header, lines)
 
 
+def every_fault(rows: Sequence[Row]) -> str:
+    """The tables of faults."""
+    return "\n".join(faults(rows, when) for when in WHEN)
+
+
 def everything(rows: Sequence[Row], per_fault: bool = True) -> str:
     """All tables."""
-    present = {row.group for row in rows}
-    parts = [tools(rows, when) for when in WHEN if group_of(when) in present]
-    if HEALTHY in present:
-        parts.append(healthy(rows))
-    if per_fault:
-        parts += [faults(rows, when) for when in WHEN if group_of(when) in present]
-    return "\n".join(parts)
+    parts = [*(tools(rows, when) for when in WHEN), healthy(rows)]
+    return "\n".join([*parts, every_fault(rows)] if per_fault else parts)

@@ -1,10 +1,15 @@
 """The benchmark of detection: what counts as harm, as a hit and as the right place, and one fault from end to end."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import detection
+import detection_tables
 import pytest
+import torch
 from detection import HARM, ONSET, WITHIN, Arm, Case, Flag, Verdict
+from detection_tools import DETECT_ANOMALY, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 
 
 def number_of(what: str, subject: str, when: str) -> int:
@@ -36,6 +41,10 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
     ((broken, twin),) = verdict.arms
     assert len(broken.losses) == len(twin.losses) == 12
     assert not twin.flags["gradstat"]
+    table = detection_tables.tools(detection.rows_of([verdict]), "from step 0")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert cells[2] == ["mistakes, gradstat", "1 of 1", "100%", "100%", "100%", "1.00", "0", "0%"]
+    assert [line[0] for line in cells[3:]] == [f"mistakes, {name}" for name in NAMES[1:]]
 
 
 def test_arms_are_equal_until_the_fault(case: Case) -> None:
@@ -84,3 +93,83 @@ def test_every_mistake_is_made_with_a_model_of_either_half() -> None:
     assert not {case.subject for case in cases if case.half == "tuning"} & {
         case.subject for case in cases if case.half == "figures"
     }
+
+
+def steps_of(
+    losses: list[float], norms: list[float] | None = None, accuracies: list[float] | None = None
+) -> list[Step]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    training: Any = SimpleNamespace(model=model)
+    norms, accuracies = norms or [1.0] * len(losses), accuracies or [0.5] * len(losses)
+    return [
+        Step(number, training, loss, torch.tensor(loss), norms[number], accuracies[number])
+        for number, loss in enumerate(losses)
+    ]
+
+
+def flagged(tool: Tool, steps: list[Step]) -> list[tuple[int, str, str]]:
+    return [found for step in steps for found in tool.step(step)]
+
+
+def test_six_sigma_needs_128_steps_and_takes_loss_or_norm() -> None:
+    noisy = [1.0 + 0.01 * (number % 3) for number in range(140)]
+    assert not flagged(SixSigma(), steps_of([*noisy[:127], 9.0]))
+    assert flagged(SixSigma(), steps_of([*noisy[:128], 9.0])) == [(128, "six-sigma", "loss")]
+    norms = [*noisy[:130], 9.0, *noisy[131:]]
+    assert flagged(SixSigma(), steps_of(noisy, norms)) == [(130, "six-sigma", "norm")]
+
+
+def test_ten_times_compares_with_the_largest_of_the_first_100() -> None:
+    assert flagged(TenTimes(), steps_of([1.0, math.nan])) == [(1, "not-finite", "loss")]
+    assert not flagged(TenTimes(), steps_of([1.0] * 99 + [10.0, 99.0]))
+    assert flagged(TenTimes(), steps_of([1.0] * 100 + [10.0])) == [(100, "ten-times", "loss")]
+
+
+def test_lightning_compares_with_the_mean_of_ten_steps() -> None:
+    losses = [1.0] * 12
+    assert flagged(Lightning(), steps_of([*losses, 3.1])) == [(12, "spike", "loss")]
+    assert not flagged(Lightning(), steps_of([*losses, 2.9]))
+    assert flagged(Lightning(), steps_of([*losses, math.inf])) == [(12, "not-finite", "loss")]
+
+
+def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
+    def rules(steps: list[Step]) -> set[str]:
+        return {rule for _, rule, _ in flagged(AutoTrainer(), steps)}
+
+    losses = [1.0] * 100
+    rising = [0.5 + step / 250 for step in range(100)]
+    assert rules(steps_of(losses)) == {"not-converging"}
+    assert not rules(steps_of(losses, accuracies=rising))
+    swinging = [0.75 + 0.1 * (step // 10 % 2) for step in range(100)]
+    assert rules(steps_of(losses, accuracies=swinging)) == {"unstable"}
+    dead = steps_of(losses)
+    for parameter in dead[0].training.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    assert rules(dead) == {"relu"}
+    assert rules(steps_of([*losses, *[math.nan] * 10])) >= {"explode"}
+
+
+def test_flags_that_follow_one_another_are_one_finding() -> None:
+    noticed = (3, 4, 3 + WITHIN, 5 + 3 * WITHIN)
+    assert detection.episodes([Flag(step, step, "spike", "loss") for step in noticed]) == 2
+    assert detection.episodes([Flag(3, 3, "spike", "loss"), Flag(3, 3, "spike", "norm")]) == 2
+
+
+def test_anomaly_mode_is_a_run_of_its_own() -> None:
+    what = "sqrt of 0 in pairwise distances: infinite derivative"
+    square_root = detection.all_cases()[number_of(what, "MLP", "mid-run")]
+    broken = detection.run(square_root, 0, is_broken=True, steps=ONSET + 3)
+    (flag,) = broken.flags[DETECT_ANOMALY]
+    assert (flag.noticed, flag.name) == (ONSET, "PowBackward0")  # that of the root is infinite
+    assert len(broken.losses) == ONSET + 3
+
+
+def test_silent_errors_run_on_two_ranks() -> None:
+    number = number_of("every other step through the unwrapped module", "MLP, DDP on 2 ranks", "from step 0")
+    (verdict,) = detection.measure([number], [0], 1, steps=6)
+    ((broken, twin),) = verdict.arms
+    assert broken.losses[:1] == twin.losses[:1]
+    assert broken.norms[1] != twin.norms[1]
