@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -31,11 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import detection_tables  # noqa: E402
 import faults  # noqa: E402
+import public_programs  # noqa: E402
 import rows as rows_module  # noqa: E402
 from detection_mistakes import MISTAKES, SUBJECTS, applies  # noqa: E402
 from detection_published import HAS_OPERATORS, SILENT_ERRORS, TRANSFORMERS, operators, silent_training  # noqa: E402
 from detection_tools import DETECT_ANOMALY, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
 from healthy import HEALTHY, Healthy  # noqa: E402
+from public_programs import PROGRAMS  # noqa: E402
 from rows import Row, row, step_rows  # noqa: E402
 from small_training import RECORD, Training  # noqa: E402
 
@@ -209,7 +211,10 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
     loss_of = training.loss
     held = [training.batch() for _ in range(8)]
     if is_broken and case.onset == 0:
-        case.breaks(training)
+        try:
+            case.breaks(training)
+        except Exception as error:
+            return Arm(raised=_told(error), flags={name: [] for name in NAMES})
     tools = [] if in_anomaly_mode else [Gradstat(training, case.policy), *(rival() for rival in RIVALS)]
     watcher = Watcher(training, tools)
     training.shown = True  # to the rules; the monitor gets no batches
@@ -225,7 +230,7 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
             if len(watcher.losses) < steps:
                 arm.raised = "the forward pass raised"
         except Exception as error:  # whatever it is, it tells about itself
-            arm.raised = f"{type(error).__name__}: {error}"[:100]
+            arm.raised = _told(error)
         watcher.end()
     arm.losses, arm.norms = watcher.losses, watcher.norms
     arm.flags = {name: [Flag(noticed, *found) for noticed, found in flags] for name, flags in watcher.found.items()}
@@ -235,6 +240,10 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
         with torch.autocast("cpu", training.autocast) if training.autocast else nullcontext():
             arm.held_out = statistics.fmean(loss_of(training.model, batch).item() for batch in held)
     return arm
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:100]
 
 
 def _norm_of_weights(training: Training) -> float:
@@ -252,6 +261,7 @@ def _ranks() -> Ranks:
     return pool
 
 
+Result = TypeVar("Result")
 Job = tuple[int, int, bool, int]  # a case's number, a seed, whether it is broken, and steps
 
 
@@ -466,8 +476,31 @@ def healthy_rows(arms: Sequence[Arm]) -> list[Row]:
     for tool in NAMES:
         found = float(sum(episodes(arm.flags[tool]) for arm in arms))
         for metric, value in (("steps", steps), ("findings", found)):
-            made.append(row(detection_tables.HEALTHY, "healthy trainings", tool, metric, "", value, CPU))
+            made.append(
+                row(detection_tables.HEALTHY, "trainings of the tests, and twins", tool, metric, "", value, CPU)
+            )
     return made
+
+
+def run_program(job: tuple[int, int]) -> tuple[int, list[str]]:
+    """Runs a healthy program of other projects under gradstat; returns its steps, and what was found."""
+    number, seed = job
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, findings, monitors = public_programs.run(PROGRAMS[number], seed, PROGRAMS[number].steps)
+    return max(monitor.steps for monitor in monitors), [f"{PROGRAMS[number].name}: {found}" for found in findings]
+
+
+def program_rows(results: Sequence[tuple[int, list[str]]]) -> list[Row]:
+    """The rows about findings in healthy programs of other projects."""
+    for _, told in results:
+        print(*(f"healthy: {found}" for found in told), sep="\n", end="\n" * bool(told))
+    values = {"steps": sum(steps for steps, _ in results), "findings": sum(len(told) for _, told in results)}
+    return [
+        row(detection_tables.HEALTHY, "public programs", Gradstat.name, metric, "", float(value), CPU)
+        for metric, value in values.items()
+    ]
 
 
 def time_rows(rounds: int) -> list[Row]:
@@ -496,14 +529,13 @@ def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]
     return step
 
 
-def arms_of(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Arm]]:
-    """Runs arms, in their order."""
+def results_of(function: Callable[[Any], Result], jobs: Sequence[Any], processes: int) -> Iterator[Result]:
+    """What a function returns for each job, in their order; reports progress on stderr."""
     pool = ProcessPoolExecutor(processes) if processes > 1 else None
     with pool or nullcontext(), progress_bar(len(jobs), "trainings") as bar:
-        arms = map(run_job, jobs) if pool is None else pool.map(run_job, jobs)
-        for job, arm in zip(jobs, arms, strict=True):
+        for result in map(function, jobs) if pool is None else pool.map(function, jobs):
             bar.update()
-            yield job, arm
+            yield result
 
 
 def measure(numbers: Sequence[int], seeds: Sequence[int], processes: int, steps: int = STEPS) -> Iterator[Verdict]:
@@ -515,7 +547,7 @@ def measure(numbers: Sequence[int], seeds: Sequence[int], processes: int, steps:
         twin = twin_of.setdefault((cases[number].twin, cases[number].ranks), number)
         wanted.append([((number, seed, True, steps), (twin, seed, False, steps)) for seed in seeds])
     jobs = list(dict.fromkeys(job for pairs in wanted for pair in pairs for job in pair))
-    coming, done = arms_of(jobs, processes), dict[Job, Arm]()
+    coming, done = zip(jobs, results_of(run_job, jobs, processes), strict=True), dict[Job, Arm]()
     for number, pairs in zip(numbers, wanted, strict=True):
         while any(job not in done for pair in pairs for job in pair):
             done.update([next(coming)])
@@ -559,7 +591,9 @@ def main() -> int:
     if arguments.healthy:
         numbers = [number for number, case in enumerate(all_cases()) if case.set == "healthy"]
         jobs = [(number, seed, False, HEALTHY_STEPS) for number in numbers for seed in seeds]
-        arms += [arm for _, arm in arms_of(jobs, arguments.jobs)]
+        arms += results_of(run_job, jobs, arguments.jobs)
+        programs = [(number, seed) for number in range(len(PROGRAMS)) for seed in seeds]
+        made += program_rows(list(results_of(run_program, programs, arguments.jobs)))
     made += healthy_rows(arms)
     for arm in arms:
         for flag in arm.flags[Gradstat.name]:

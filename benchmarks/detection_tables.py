@@ -113,14 +113,22 @@ def healthy(rows: Sequence[Row]) -> str:
     """Findings of every tool in healthy trainings, and what its step costs."""
     of_time = _values(rows, TIME)
     lines = []
-    for by in _values(rows, HEALTHY).values():
+    for case, by in _values(rows, HEALTHY).items():
         for tool, of in by.items():
             steps, found = of["steps"].value, of["findings"].value
             times = [of_tool[tool] for of_tool in of_time.values() if tool in of_tool]
-            added = [f"{each['wall time'].value:.0f}" for each in times]
-            lines.append([tool, f"{found:.0f}", f"{steps:,.0f}", f"{1e4 * found / steps:.2f}", ", ".join(added) or "-"])
+            slower = [f"{each['time ratio'].value:.2f}" for each in times]
+            lines.append(
+                [
+                    f"{tool}, {case}",
+                    f"{found:.0f}",
+                    f"{steps:,.0f}",
+                    f"{1e4 * found / steps:.2f}",
+                    ", ".join(slower) or "-",
+                ]
+            )
     subjects = ", ".join(of_time)
-    header = ["tool", "findings", "healthy steps", "per 10,000", f"µs per step of {subjects}" if subjects else "µs"]
+    header = ["tool, healthy", "findings", "steps", "per 10,000", f"step to that without, {subjects}"]
     return tables.grid(header, lines)
 
 

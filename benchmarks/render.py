@@ -127,7 +127,7 @@ def detection_faults(folder: Path) -> str:
 
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:
     parts = [table(rows.current(device)) + "\n" + tables.where(device) for device in rows.devices(suites=[suite])]
-    return "\n" + "\n\n".join(parts) + "\n"
+    return "\n" + "\n\n".join(parts or ["Not yet measured."]) + "\n"
 
 
 def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:

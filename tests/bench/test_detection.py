@@ -1,5 +1,6 @@
 """The benchmark of detection: what counts as harm, as a hit and as the right place, and one fault from end to end."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from detection import HARM, ONSET, WITHIN, Arm, Case, Flag, Verdict
 from detection_tools import DETECT_ANOMALY, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
+from small_training import Training
 
 
 def number_of(what: str, subject: str, when: str) -> int:
@@ -173,3 +175,13 @@ def test_silent_errors_run_on_two_ranks() -> None:
     ((broken, twin),) = verdict.arms
     assert broken.losses[:1] == twin.losses[:1]
     assert broken.norms[1] != twin.norms[1]
+
+
+def test_a_fault_that_cannot_be_made_is_not_counted(case: Case) -> None:
+    def breaks(training: Training) -> None:
+        raise ValueError("found no compatible parameters")
+
+    for onset in (0, 2):
+        broken = detection.run(dataclasses.replace(case, breaks=breaks, onset=onset), 0, is_broken=True, steps=5)
+        assert broken.raised == "ValueError: found no compatible parameters"
+        assert Verdict(case, [(broken, arm())]).status == "raises"
