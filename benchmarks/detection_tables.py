@@ -53,7 +53,8 @@ def tools(rows: Sequence[Row], when: str) -> str:
             recall = found / runs if runs else 0.0
             precision = found / (found + false) if found + false else 0.0
             f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-            place = f"{_count(of, 'place right') / found:.0%}" if found and "place right" in of else "-"
+            placed = _count(of, "found, with a place")
+            place = f"{_count(of, 'place right') / placed:.0%}" if placed else "-"
             lines.append(
                 [
                     f"{which}, {tool}",
@@ -94,7 +95,7 @@ def faults(rows: Sequence[Row], when: str) -> str:
                 f"{found:.0f} of {runs:.0f}" + (f" (+{later:.0f})" if later else ""),
                 f"{of['delay'].value:.0f}" if "delay" in of else "-",
                 ", ".join(f"`{rule.removeprefix('first: ')}`" for rule in rules[:2]) or "-",
-                f"{_count(of, 'place right'):.0f}" if found else "-",
+                f"{_count(of, 'place right'):.0f}" if _count(of, "found, with a place") else "-",
                 ", ".join(name.split(",")[0] for name in known) or "-",
             ]
         )

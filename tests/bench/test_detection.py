@@ -9,7 +9,8 @@ import detection
 import detection_tables
 import pytest
 import torch
-from detection import HARM, ONSET, WITHIN, Arm, Case, Flag, Verdict
+from detection_cases import ONSET, Case, all_cases
+from detection_judging import HARM, WITHIN, Arm, Flag, Verdict, episodes, harm, hits, line, rows_of
 from detection_tools import DETECT_ANOMALY, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 from small_training import Training
 
@@ -17,7 +18,7 @@ from small_training import Training
 def number_of(what: str, subject: str, when: str) -> int:
     (number,) = [
         number
-        for number, case in enumerate(detection.all_cases())
+        for number, case in enumerate(all_cases())
         if (case.what, case.subject, case.when) == (what, subject, when)
     ]
     return number
@@ -29,7 +30,7 @@ def arm(*flags: Flag, loss: float = 1.0, steps: int = 300) -> Arm:
 
 @pytest.fixture
 def case() -> Case:
-    return detection.all_cases()[number_of("NaN in one batch", "MLP", "mid-run")]
+    return all_cases()[number_of("NaN in one batch", "MLP", "mid-run")]
 
 
 def test_a_fault_is_run_with_its_twin_and_found() -> None:
@@ -39,11 +40,11 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
     assert math.isinf(verdict.harms[0])
     ((first, *_),) = verdict.hits("gradstat")
     assert (first.noticed, first.step) == (0, 0)
-    assert "hit 1/1  delay 0" in detection.line(verdict, "gradstat")
+    assert "hit 1/1  delay 0" in line(verdict, "gradstat")
     ((broken, twin),) = verdict.arms
     assert len(broken.losses) == len(twin.losses) == 12
     assert not twin.flags["gradstat"]
-    table = detection_tables.tools(detection.rows_of([verdict]), "from step 0")
+    table = detection_tables.tools(rows_of([verdict]), "from step 0")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert cells[2] == ["mistakes, gradstat", "1 of 1", "100%", "100%", "100%", "1.00", "0", "0%"]
     assert [line[0] for line in cells[3:]] == [f"mistakes, {name}" for name in NAMES[1:]]
@@ -59,7 +60,7 @@ def test_arms_are_equal_until_the_fault(case: Case) -> None:
 
 def test_a_hit_is_new_and_follows_the_fault_soon(case: Case) -> None:
     def found(*flags: Flag, twin: tuple[Flag, ...] = ()) -> list[Flag]:
-        return detection.hits(case, arm(*flags), arm(*twin), "gradstat")
+        return hits(case, arm(*flags), arm(*twin), "gradstat")
 
     soon = Flag(ONSET + WITHIN, ONSET + 3, "loss-spike", "loss")
     sooner = Flag(ONSET + WITHIN, ONSET, "lr", "lr")
@@ -85,11 +86,11 @@ def test_a_case_counts_if_it_does_harm_with_every_seed(case: Case) -> None:
 def test_noise_of_losses_near_zero_is_no_harm(case: Case) -> None:
     solved, noisy = arm(loss=0.0010), arm(loss=0.0015)
     solved.losses[0] = noisy.losses[0] = 1.4
-    assert detection.harm(case, noisy, solved) < HARM
+    assert harm(case, noisy, solved) < HARM
 
 
 def test_every_mistake_is_made_with_a_model_of_either_half() -> None:
-    cases = [case for case in detection.all_cases() if case.set == "mistakes"]
+    cases = [case for case in all_cases() if case.set == "mistakes"]
     by_half = {half: {case.what for case in cases if case.half == half} for half in ("tuning", "figures")}
     assert by_half["tuning"] == by_half["figures"]
     assert not {case.subject for case in cases if case.half == "tuning"} & {
@@ -156,13 +157,13 @@ def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
 
 def test_flags_that_follow_one_another_are_one_finding() -> None:
     noticed = (3, 4, 3 + WITHIN, 5 + 3 * WITHIN)
-    assert detection.episodes([Flag(step, step, "spike", "loss") for step in noticed]) == 2
-    assert detection.episodes([Flag(3, 3, "spike", "loss"), Flag(3, 3, "spike", "norm")]) == 2
+    assert episodes([Flag(step, step, "spike", "loss") for step in noticed]) == 2
+    assert episodes([Flag(3, 3, "spike", "loss"), Flag(3, 3, "spike", "norm")]) == 2
 
 
 def test_anomaly_mode_is_a_run_of_its_own() -> None:
     what = "sqrt of 0 in pairwise distances: infinite derivative"
-    square_root = detection.all_cases()[number_of(what, "MLP", "mid-run")]
+    square_root = all_cases()[number_of(what, "MLP", "mid-run")]
     broken = detection.run(square_root, 0, is_broken=True, steps=ONSET + 3)
     (flag,) = broken.flags[DETECT_ANOMALY]
     assert (flag.noticed, flag.name) == (ONSET, "PowBackward0")  # that of the root is infinite
