@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # all targets install into one environment
-.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
+.PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks bench-detection numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
 
 demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, then corrupt it and see which module the diagnosis names
 	$(BIN)/python -m gradstat demo
@@ -96,6 +96,12 @@ bench-frameworks: $(VENV)/.for-test $(BUILT) ## Time the integrations and what t
 	$(BIN)/python benchmarks/lightning_step.py
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/wandb_watch.py
+
+# JOBS: processes.
+bench-detection: $(VENV)/.for-test $(BUILT) ## Break small trainings on purpose and count what the monitor and other tools find; record it (JOBS=1, about two hours)
+	$(BIN)/python -m pip install --quiet --no-deps defaultplusplus==0.4.1
+	$(BIN)/python benchmarks/detection.py --half figures --healthy --time 300 --jobs $(or $(JOBS),1) --record
+	$(BIN)/python benchmarks/render.py --write
 
 numerics: $(VENV)/.for-test $(BUILT) ## Compare norms of 100,000 vectors of every dtype with exact ones, by gradstat, torch and numpy
 	$(BIN)/python -W ignore benchmarks/numerics.py --record

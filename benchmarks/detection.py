@@ -13,15 +13,13 @@ import math
 import re
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -29,192 +27,82 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
-import faults  # noqa: E402
-from detection_mistakes import MISTAKES, SUBJECTS, applies  # noqa: E402
+import detection_tables  # noqa: E402
+import public_programs  # noqa: E402
+import rows as rows_module  # noqa: E402
+from detection_cases import HEALTHY_STEPS, SEEDS, SETS, Case, all_cases  # noqa: E402
+from detection_judging import CPU, STEPS, WINDOW, Arm, Flag, Verdict, course, healthy_rows, line, rows_of  # noqa: E402
+from detection_mistakes import SUBJECTS  # noqa: E402
+from detection_published import HAS_OPERATORS  # noqa: E402
+from detection_tools import DETECT_ANOMALY, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
+from public_programs import PROGRAMS  # noqa: E402
+from rows import Row, row, step_rows  # noqa: E402
 from small_training import RECORD, Training  # noqa: E402
 
+from gradstat.bench.timing import interleaved, progress_bar  # noqa: E402
 from gradstat.distributed._ranks import Ranks  # noqa: E402
-
-STEPS, ONSET = 300, 150  # of a run, and the step in which faults in the middle of a run begin
-WITHIN = 60  # steps after the onset in which a finding is a hit
-HARM = 1.15  # at least by this factor a harmful fault raises the loss, with every seed
-WINDOW = 20  # steps over which losses are averaged
-FLOOR = 0.01  # of the first loss; added to both losses, so that noise of losses near zero is no harm
-SETS = ("mistakes", "repository")
-SEEDS = {"tuning": range(5), "figures": range(5, 10)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A fault in a training, which begins in step ``onset``."""
-
-    set: str
-    half: str  # "tuning", "figures" or "both"
-    subject: str
-    what: str
-    twin: Callable[[int], Training]  # the healthy training, from a seed
-    breaks: Callable[[Training], object]
-    place: str  # regular expression for names in findings about the right place
-    onset: int
-    broken: Callable[[int], Training] | None = None  # the training that ``breaks`` gets, if it is not the twin
-    is_held_out: bool = False  # judged by the healthy loss of unseen batches
-    ranks: int = 1
-    bad_ranks: tuple[int, ...] = (0,)
-    policy: Any = field(default_factory=lambda: RECORD)
-
-    @property
-    def when(self) -> str:
-        return "mid-run" if self.onset else "from step 0"
-
-
-def _mistakes() -> Iterator[Case]:
-    for subject in SUBJECTS:
-        for mistake in MISTAKES:
-            if not applies(mistake, subject):
-                continue
-            for when in mistake.onsets:
-                yield Case(
-                    "mistakes",
-                    subject.half,
-                    subject.name,
-                    mistake.what,
-                    subject.training,
-                    lambda training, mistake=mistake, subject=subject: mistake.breaks(training, subject),
-                    mistake.place(subject),
-                    ONSET if when == "mid-run" else 0,
-                    is_held_out=mistake.is_held_out,
-                )
-
-
-def _repository() -> Iterator[Case]:
-    for fault in faults.FAULTS:
-        yield Case(
-            "repository",
-            "both",
-            fault.model,
-            fault.what,
-            fault.twin or fault.training,
-            fault.breaks,
-            f"^{re.escape(fault.name)}",
-            ONSET if fault.step else 0,
-            fault.training,
-            is_held_out="loss" in fault.what,
-            ranks=fault.ranks,
-            bad_ranks=fault.bad_ranks,
-            policy=fault.policy,
-        )
-
-
-@cache
-def all_cases() -> tuple[Case, ...]:
-    return (*_mistakes(), *_repository())
-
 
 # One run ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Flag:
-    """What a tool said in step ``noticed`` about step ``step``."""
-
-    noticed: int
-    step: int
-    rule: str
-    name: str
-
-
-@dataclass
-class Arm:
-    """One run of a training: its losses and norms, what each tool flagged, and how it ended."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    flags: dict[str, list[Flag]] = field(default_factory=dict)
-    held_out: float = math.nan  # the healthy loss of unseen batches at the end
-    raised: str = ""
-
-
-class Gradstat:
-    """The monitor at its defaults, as in two lines of a training loop."""
-
-    name = "gradstat"
-
-    def __init__(self, training: Training, policy: Any) -> None:
-        self.monitor = training.monitor(on_anomaly=policy)
-        self._known = 0
-
-    def step(self, training: Training, loss: torch.Tensor) -> Iterable[tuple[int, str, str]]:
-        self.monitor.step(loss)
-        return self.new()
-
-    def new(self) -> list[tuple[int, str, str]]:
-        fresh = self.monitor.findings[self._known :]
-        self._known += len(fresh)
-        return [(finding.step, finding.rule, finding.name) for finding in fresh if finding.severity != "info"]
-
-    def end(self) -> Iterable[tuple[int, str, str]]:
-        self.monitor.flush()
-        fresh = self.new()
-        self.monitor.detach()
-        return fresh
-
-
-class Watcher:
-    """Stands where a training's monitor is: passes every step on to the tools, and keeps losses and norms."""
-
-    def __init__(self, training: Training, tools: Sequence[Any], arm: Arm) -> None:
-        self._training, self._tools, self._arm = training, tools, arm
-
-    def batch(self, batch: Any) -> None:
-        """Batches are not shown: neither do the two lines with which a monitor is added."""
-
-    def step(self, loss: torch.Tensor) -> None:
-        arm = self._arm
-        gradients = [p.grad for p in self._training.model.parameters() if p.grad is not None]
-        arm.norms.append(float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0)
-        step = len(arm.losses)
-        arm.losses.append(float(loss))
-        for tool in self._tools:
-            for flag in tool.step(self._training, loss):
-                arm.flags[tool.name].append(Flag(step, *flag))
-
-
 def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS) -> Arm:
-    """Runs a case or its twin."""
+    """Runs a case or its twin; again under torch's anomaly mode if something was not finite, as that mode raises."""
+    arm = _run(case, seed, is_broken, steps)
+    arm.flags[DETECT_ANOMALY] = []
+    is_bad = torch.tensor(not all(map(math.isfinite, [*arm.losses, *arm.norms])), dtype=torch.float32)
+    if case.ranks > 1:
+        torch.distributed.all_reduce(is_bad, torch.distributed.ReduceOp.MAX)
+    if is_bad:
+        raised = _run(case, seed, is_broken, steps, in_anomaly_mode=True)
+        if "returned nan values" in raised.raised:
+            last = len(raised.losses)
+            arm.flags[DETECT_ANOMALY] = [Flag(last, last, "nan", raised.raised.split("'")[1])]
+    return arm
+
+
+def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bool = False) -> Arm:
     torch.set_num_threads(1)
+    loss_of = case.twin(seed).loss
     make = case.broken if is_broken and case.broken is not None else case.twin
     training, arm = make(seed), Arm()
     if case.ranks > 1:
         training.model = DistributedDataParallel(training.model)
         is_broken = is_broken and torch.distributed.get_rank() in case.bad_ranks
-    loss_of = training.loss
     held = [training.batch() for _ in range(8)]
     if is_broken and case.onset == 0:
-        case.breaks(training)
-    tools = [Gradstat(training, case.policy)]
-    arm.flags = {tool.name: [] for tool in tools}
-    watcher: Any = Watcher(training, tools, arm)
+        try:
+            case.breaks(training)
+        except Exception as error:
+            return Arm(raised=_told(error), flags={name: [] for name in NAMES})
+    tools = [] if in_anomaly_mode else [Gradstat(training, case.policy), *(rival() for rival in RIVALS)]
+    watcher = Watcher(training, tools)
+    training.shown = True  # to the rules; the monitor gets no batches
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for step, begins in training.steps(watcher, 0, steps):
-                if begins and is_broken and step == case.onset > 0:
-                    case.breaks(training)
-                if not begins:
-                    arm.weights.append(_norm_of_weights(training) if step % WINDOW == 0 else math.nan)
-            if len(arm.losses) < steps:
+            with anomaly_mode(in_anomaly_mode):
+                for step, begins in training.steps(watcher, 0, steps):  # type: ignore[arg-type]
+                    if begins and is_broken and step == case.onset > 0:
+                        case.breaks(training)
+                    if not begins and step % WINDOW == 0:
+                        arm.weights.append(_norm_of_weights(training))
+            if len(watcher.losses) < steps:
                 arm.raised = "the forward pass raised"
         except Exception as error:  # whatever it is, it tells about itself
-            arm.raised = f"{type(error).__name__}: {error}"[:100]
-        for tool in tools:
-            arm.flags[tool.name] += [Flag(len(arm.losses) - 1, *flag) for flag in tool.end()]
+            arm.raised = _told(error)
+        watcher.end()
+    arm.losses, arm.norms = watcher.losses, watcher.norms
+    arm.flags = {name: [Flag(noticed, *found) for noticed, found in flags] for name, flags in watcher.found.items()}
     if not arm.raised:
         training.model.eval()
         # Gradients stay on, as some faults are hooks on gradients.
         with torch.autocast("cpu", training.autocast) if training.autocast else nullcontext():
             arm.held_out = statistics.fmean(loss_of(training.model, batch).item() for batch in held)
     return arm
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:100]
 
 
 def _norm_of_weights(training: Training) -> float:
@@ -232,8 +120,12 @@ def _ranks() -> Ranks:
     return pool
 
 
-def run_job(job: tuple[int, int, bool, int]) -> Arm:
-    """Runs an arm by its case's number."""
+Result = TypeVar("Result")
+Job = tuple[int, int, bool, int]  # a case's number, a seed, whether it is broken, and steps
+
+
+def run_job(job: Job) -> Arm:
+    """Runs an arm."""
     number, seed, is_broken, steps = job
     case = all_cases()[number]
     if case.ranks > 1:
@@ -242,165 +134,79 @@ def run_job(job: tuple[int, int, bool, int]) -> Arm:
     return run(case, seed, is_broken, steps)
 
 
-# Judging ----------------------------------------------------------------------------------------------------------
-
-
-def harm(case: Case, broken: Arm, twin: Arm) -> float:
-    """By how much the fault raises the loss of the steps that follow or of the last ones, whichever is more."""
-    if broken.raised:
-        return math.inf
-    if case.is_held_out:
-        return _ratio(broken.held_out, twin.held_out, twin)
-    parts = (slice(case.onset, case.onset + WINDOW), slice(-WINDOW, None))
-    return max(_ratio(_mean(broken.losses[part]), _mean(twin.losses[part]), twin) for part in parts)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else math.nan
-
-
-def _ratio(loss: float, healthy: float, twin: Arm) -> float:
-    floor = FLOOR * abs(twin.losses[0])
-    # Losses below zero have no ratio; their difference is compared with the healthy loss's size.
-    if not math.isfinite(loss):
-        return math.inf
-    return 1 + (loss - healthy) / (abs(healthy) + floor)
-
-
-def hits(case: Case, broken: Arm, twin: Arm, tool: str, within: int = WITHIN) -> list[Flag]:
-    """The flags of the broken arm soon after the onset that its twin has not; the first in a diagnosis first."""
-    end = case.onset + within
-    known = {(flag.rule, flag.name) for flag in twin.flags[tool] if case.onset <= flag.noticed <= end}
-    found = [
-        flag for flag in broken.flags[tool] if case.onset <= flag.noticed <= end and (flag.rule, flag.name) not in known
-    ]
-    return sorted(found, key=lambda flag: flag.step)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A case, judged over its seeds."""
-
-    case: Case
-    arms: list[tuple[Arm, Arm]]  # broken and healthy, by seed
-
-    @property
-    def harms(self) -> list[float]:
-        return [harm(self.case, *pair) for pair in self.arms]
-
-    @property
-    def status(self) -> str:
-        """Whether it counts: ``"harmful"``, or why not."""
-        if any(broken.raised for broken, _ in self.arms):
-            return "raises"
-        if all(broken.losses == twin.losses and broken.norms == twin.norms for broken, twin in self.arms):
-            return "no effect"
-        return "harmful" if min(self.harms) >= HARM else "harmless"
-
-    def hits(self, tool: str, within: int = WITHIN) -> list[list[Flag]]:
-        """The hits with every seed."""
-        return [hits(self.case, *pair, tool, within) for pair in self.arms]
-
-
-def line(verdict: Verdict, tool: str) -> str:
-    """What became of a case, in a line."""
-    case, found = verdict.case, verdict.hits(tool)
-    hit = [flags for flags in found if flags]
-    late = [flags for flags in verdict.hits(tool, STEPS) if flags]
-    ratio = f"{min(verdict.harms):8.3g}"
-    text = f"{case.set:10} {case.subject[:20]:20} {case.what[:48]:48} {case.when:11} {verdict.status:9} {ratio}"
-    text += f"  hit {len(hit)}/{len(found)}"
-    if hit:
-        delay = statistics.median(min(flag.noticed for flag in flags) - case.onset for flags in hit)
-        first = hit[0][0]
-        right = sum(re.search(case.place, flags[0].name) is not None for flags in hit)
-        text += f"  delay {delay:<4g} {first.rule} ({first.name})  place right {right}/{len(hit)}"
-    elif late:
-        first = late[0][0]
-        text += f"  late: step {first.noticed} {first.rule} ({first.name})"
-    if verdict.status == "raises":
-        text += "  " + verdict.arms[0][0].raised
-    return text
-
-
-def course(verdict: Verdict) -> str:
-    """What the rows of a case show: losses, norms and weights before and after, beside those of its twin."""
-    case, parts = verdict.case, []
-    for name, arm in zip(("broken", "twin"), verdict.arms[0], strict=True):
-        windows = {"next 20": slice(case.onset, case.onset + WINDOW), "last 20": slice(-WINDOW, None)}
-        if case.onset:
-            windows = {"20 before": slice(case.onset - WINDOW, case.onset), **windows}
-        shown = [
-            f"{window}: loss {_mean(arm.losses[part]):.4g}±{_spread(arm.losses[part]):.2g} "
-            f"norm {_mean(arm.norms[part]):.4g}±{_spread(arm.norms[part]):.2g}"
-            for window, part in windows.items()
-        ]
-        weights = [value for value in arm.weights if not math.isnan(value)]
-        shown.append(f"|w| {weights[0]:.4g} to {weights[-1]:.4g}" if weights else "")
-        parts.append(f"    {name:7} " + "; ".join(shown))
-    return "\n".join(parts)
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.pstdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
-
-
-def summary(verdicts: Sequence[Verdict], tool: str) -> str:
-    """Recall for every set, mid-run and from step 0, and findings in healthy arms."""
-    lines = []
-    for name in dict.fromkeys(verdict.case.set for verdict in verdicts):
-        for when in ("mid-run", "from step 0"):
-            those = [v for v in verdicts if v.case.set == name and v.case.when == when]
-            counted = [v for v in those if v.status == "harmful"]
-            runs = [flags for v in counted for flags in v.hits(tool)]
-            late = [flags for v in counted for flags in v.hits(tool, STEPS)]
-            found, by_end = sum(map(bool, runs)), sum(map(bool, late))
-            others = ", ".join(
-                f"{sum(v.status == status for v in those)} {status}" for status in ("no effect", "harmless", "raises")
-            )
-            lines.append(
-                f"{name}, {when}: {found} of {len(runs)} runs of {len(counted)} harmful cases found within {WITHIN} "
-                f"steps, {by_end} by the end ({others})"
-            )
-    twins = {id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values()
-    alarms = [flag for twin in twins for flag in twin.flags[tool]]
-    steps = sum(len(twin.losses) for twin in twins)
-    lines.append(f"healthy twins: {len(alarms)} findings in {steps:,} steps")
-    lines += [f"    {flag.rule} ({flag.name}), step {flag.step}" for flag in alarms]
-    return "\n".join(lines)
-
-
 # All of it --------------------------------------------------------------------------------------------------------
 
 
-def measure(numbers: Sequence[int], seeds: Sequence[int], jobs: int, steps: int = STEPS) -> Iterator[Verdict]:
+def run_program(job: tuple[int, int]) -> tuple[int, list[str]]:
+    """Runs a healthy program of other projects under gradstat; returns its steps, and what was found."""
+    number, seed = job
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, findings, monitors = public_programs.run(PROGRAMS[number], seed, PROGRAMS[number].steps)
+    return max(monitor.steps for monitor in monitors), [f"{PROGRAMS[number].name}: {found}" for found in findings]
+
+
+def program_rows(results: Sequence[tuple[int, list[str]]]) -> list[Row]:
+    """The rows about findings in healthy programs of other projects."""
+    for _, told in results:
+        print(*(f"healthy: {found}" for found in told), sep="\n", end="\n" * bool(told))
+    values = {"steps": sum(steps for steps, _ in results), "findings": sum(len(told) for _, told in results)}
+    return [
+        row(detection_tables.HEALTHY, "public programs", Gradstat.name, metric, "", float(value), CPU)
+        for metric, value in values.items()
+    ]
+
+
+def time_rows(rounds: int) -> list[Row]:
+    """What a step costs alone and with each tool, in turns."""
+    made = []
+    for subject in (subject for subject in SUBJECTS if subject.half == "figures"):
+        steppers = {name: _stepper(subject.training, name) for name in ("no tool", *NAMES)}
+        seconds = interleaved(steppers, rounds, warmup=20)
+        for name, taken in seconds.items():
+            made += step_rows(detection_tables.TIME, subject.name, name, taken, seconds["no tool"], CPU)
+    return made
+
+
+def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]:
+    training = make(SEEDS["figures"][0])
+    tools: list[Any] = [Gradstat(training, RECORD)] if name == Gradstat.name else []
+    tools += [rival() for rival in RIVALS if rival.name == name]
+    watcher = Watcher(training, tools) if tools else Unwatched()
+    steps = training.steps(watcher, 0, 1 << 30)  # type: ignore[arg-type]
+
+    def step() -> None:
+        with anomaly_mode(name == DETECT_ANOMALY):
+            next(steps)
+            next(steps)
+
+    return step
+
+
+def results_of(function: Callable[[Any], Result], jobs: Sequence[Any], processes: int) -> Iterator[Result]:
+    """What a function returns for each job, in their order; reports progress on stderr."""
+    pool = ProcessPoolExecutor(processes) if processes > 1 else None
+    with pool or nullcontext(), progress_bar(len(jobs), "trainings") as bar:
+        for result in map(function, jobs) if pool is None else pool.map(function, jobs):
+            bar.update()
+            yield result
+
+
+def measure(numbers: Sequence[int], seeds: Sequence[int], processes: int, steps: int = STEPS) -> Iterator[Verdict]:
     """Runs cases with their twins, and yields each case's verdict."""
     cases = all_cases()
-    twin_of: dict[Any, int] = {}
+    twin_of: dict[Any, int] = {}  # cases that share a healthy training share its runs
+    wanted: list[list[tuple[Job, Job]]] = []
     for number in numbers:
-        twin_of.setdefault((cases[number].twin, cases[number].ranks), number)
-    twins: dict[tuple[int, int], Any] = {}
-    began = time.monotonic()
-    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
-
-        def started(job: tuple[int, int, bool, int]) -> Callable[[], Arm]:
-            return pool.submit(run_job, job).result if pool is not None else cache(lambda: run_job(job))
-
-        pending = []
-        for number in numbers:
-            twin = twin_of[cases[number].twin, cases[number].ranks]
-            pairs = []
-            for seed in seeds:
-                if (twin, seed) not in twins:
-                    twins[twin, seed] = started((twin, seed, False, steps))
-                pairs.append((started((number, seed, True, steps)), twins[twin, seed]))
-            pending.append((number, pairs))
-        for done, (number, pairs) in enumerate(pending, 1):
-            verdict = Verdict(cases[number], [(broken(), twin()) for broken, twin in pairs])
-            passed = time.monotonic() - began
-            left = passed / done * (len(pending) - done)
-            print(f"[{done}/{len(pending)} {passed:.0f} s, {left:.0f} s left] {verdict.case.what}", file=sys.stderr)
-            yield verdict
+        twin = twin_of.setdefault((cases[number].twin, cases[number].ranks), number)
+        wanted.append([((number, seed, True, steps), (twin, seed, False, steps)) for seed in seeds])
+    jobs = list(dict.fromkeys(job for pairs in wanted for pair in pairs for job in pair))
+    coming, done = zip(jobs, results_of(run_job, jobs, processes), strict=True), dict[Job, Arm]()
+    for number, pairs in zip(numbers, wanted, strict=True):
+        while any(job not in done for pair in pairs for job in pair):
+            done.update([next(coming)])
+        yield Verdict(cases[number], [(done[broken], done[twin]) for broken, twin in pairs])
 
 
 def main() -> int:
@@ -411,7 +217,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only faults and subjects that match this regular expression")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--course", action="store_true", help="also print losses and norms of harmful faults not found")
+    parser.add_argument("--healthy", action="store_true", help="also run the healthy trainings of the tests")
+    parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="also time so many steps with each tool")
+    rows_module.add_arguments(parser)
     arguments = parser.parse_args()
+    if "operators" in arguments.set and not HAS_OPERATORS:
+        parser.error(
+            "the operators need the packages defaultplusplus and transformers: install them with "
+            "pip install --no-deps defaultplusplus==0.4.1 and pip install transformers, or choose other sets with --set"
+        )
+    if arguments.record and arguments.half != "figures":
+        parser.error("only the half for figures is recorded: add --half figures")
     chosen = [
         number
         for number, case in enumerate(all_cases())
@@ -419,13 +235,29 @@ def main() -> int:
         and case.half in (arguments.half, "both")
         and re.search(arguments.only, f"{case.subject}: {case.what}, {case.when}")
     ]
-    verdicts = []
-    for verdict in measure(chosen, arguments.seeds or SEEDS[arguments.half], arguments.jobs):
+    seeds, verdicts = arguments.seeds or SEEDS[arguments.half], []
+    for verdict in measure(chosen, seeds, arguments.jobs):
         verdicts.append(verdict)
-        print(line(verdict, "gradstat"), flush=True)
-        if arguments.course and verdict.status == "harmful" and not all(verdict.hits("gradstat")):
+        print(line(verdict, Gradstat.name), flush=True)
+        if arguments.course and verdict.status == "harmful" and not all(verdict.hits(Gradstat.name)):
             print(course(verdict), flush=True)
-    print(summary(verdicts, "gradstat"))
+    made = rows_of(verdicts)
+    arms = list({id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values())
+    if arguments.healthy:
+        numbers = [number for number, case in enumerate(all_cases()) if case.set == "healthy"]
+        jobs = [(number, seed, False, HEALTHY_STEPS) for number in numbers for seed in seeds]
+        arms += results_of(run_job, jobs, arguments.jobs)
+        programs = [(number, seed) for number in range(len(PROGRAMS)) for seed in seeds]
+        made += program_rows(list(results_of(run_program, programs, arguments.jobs)))
+    made += healthy_rows(arms)
+    for arm in arms:
+        for flag in arm.flags[Gradstat.name]:
+            print(f"healthy: {flag}")
+    if arguments.time:
+        made += time_rows(arguments.time)
+    print("\n" + detection_tables.everything(made))
+    if arguments.record:
+        print(rows_module.append(made, "detection", arguments.results))
     return 0
 
 

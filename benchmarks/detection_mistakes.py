@@ -30,7 +30,7 @@ from small_training import (
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
-ANYTHING = r""  # a fault that is everywhere has no wrong place
+ANYTHING = ""  # a fault that is everywhere has no place
 DATA = r"^(batch|input)"
 LABELS = r"^(batch\[1\]|loss|logits|output)"
 RATE = r"^(lr|param_groups|update|optimizer)"

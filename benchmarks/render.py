@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import detection_tables
 import goals
 import optimizer_steps
 import plots
@@ -25,7 +26,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("in-backward", "noise-scale", "performance", "numerics", "stepping", "testing")
+        for name in ("detection", "in-backward", "noise-scale", "performance", "numerics", "stepping", "testing")
     ),
 ]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
@@ -114,9 +115,19 @@ def guards(folder: Path) -> str:
     return _of_every_device("guards", partial(tables.guards, short=True))
 
 
+def detection(folder: Path) -> str:
+    """For docs/detection.md: recall, precision and delay of every tool, findings in healthy trainings, time."""
+    return _of_every_device("detection", partial(detection_tables.everything, per_fault=False))
+
+
+def detection_faults(folder: Path) -> str:
+    """For docs/detection.md: what is found of every fault."""
+    return _of_every_device("detection", detection_tables.every_fault)
+
+
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:
     parts = [table(rows.current(device)) + "\n" + tables.where(device) for device in rows.devices(suites=[suite])]
-    return "\n" + "\n\n".join(parts) + "\n"
+    return "\n" + "\n\n".join(parts or ["Not yet measured."]) + "\n"
 
 
 def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
@@ -131,6 +142,8 @@ def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
 
 REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
+    "detection": detection,
+    "detection_faults": detection_faults,
     "everything": everything,
     "optimizer_steps": steps_of_optimizers,
     "goals": judged_goals,

@@ -1,16 +1,24 @@
 """The benchmark of detection: what counts as harm, as a hit and as the right place, and one fault from end to end."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import detection
+import detection_tables
 import pytest
-from detection import HARM, ONSET, WITHIN, Arm, Case, Flag, Verdict
+import torch
+from detection_cases import ONSET, Case, all_cases
+from detection_judging import HARM, WITHIN, Arm, Flag, Verdict, episodes, harm, hits, line, rows_of
+from detection_tools import DETECT_ANOMALY, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
+from small_training import Training
 
 
 def number_of(what: str, subject: str, when: str) -> int:
     (number,) = [
         number
-        for number, case in enumerate(detection.all_cases())
+        for number, case in enumerate(all_cases())
         if (case.what, case.subject, case.when) == (what, subject, when)
     ]
     return number
@@ -22,7 +30,7 @@ def arm(*flags: Flag, loss: float = 1.0, steps: int = 300) -> Arm:
 
 @pytest.fixture
 def case() -> Case:
-    return detection.all_cases()[number_of("NaN in one batch", "MLP", "mid-run")]
+    return all_cases()[number_of("NaN in one batch", "MLP", "mid-run")]
 
 
 def test_a_fault_is_run_with_its_twin_and_found() -> None:
@@ -32,10 +40,14 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
     assert math.isinf(verdict.harms[0])
     ((first, *_),) = verdict.hits("gradstat")
     assert (first.noticed, first.step) == (0, 0)
-    assert "hit 1/1  delay 0" in detection.line(verdict, "gradstat")
+    assert "hit 1/1  delay 0" in line(verdict, "gradstat")
     ((broken, twin),) = verdict.arms
     assert len(broken.losses) == len(twin.losses) == 12
     assert not twin.flags["gradstat"]
+    table = detection_tables.tools(rows_of([verdict]), "from step 0")
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert cells[2] == ["mistakes, gradstat", "1 of 1", "100%", "100%", "100%", "1.00", "0", "0%"]
+    assert [line[0] for line in cells[3:]] == [f"mistakes, {name}" for name in NAMES[1:]]
 
 
 def test_arms_are_equal_until_the_fault(case: Case) -> None:
@@ -48,7 +60,7 @@ def test_arms_are_equal_until_the_fault(case: Case) -> None:
 
 def test_a_hit_is_new_and_follows_the_fault_soon(case: Case) -> None:
     def found(*flags: Flag, twin: tuple[Flag, ...] = ()) -> list[Flag]:
-        return detection.hits(case, arm(*flags), arm(*twin), "gradstat")
+        return hits(case, arm(*flags), arm(*twin), "gradstat")
 
     soon = Flag(ONSET + WITHIN, ONSET + 3, "loss-spike", "loss")
     sooner = Flag(ONSET + WITHIN, ONSET, "lr", "lr")
@@ -74,13 +86,103 @@ def test_a_case_counts_if_it_does_harm_with_every_seed(case: Case) -> None:
 def test_noise_of_losses_near_zero_is_no_harm(case: Case) -> None:
     solved, noisy = arm(loss=0.0010), arm(loss=0.0015)
     solved.losses[0] = noisy.losses[0] = 1.4
-    assert detection.harm(case, noisy, solved) < HARM
+    assert harm(case, noisy, solved) < HARM
 
 
 def test_every_mistake_is_made_with_a_model_of_either_half() -> None:
-    cases = [case for case in detection.all_cases() if case.set == "mistakes"]
+    cases = [case for case in all_cases() if case.set == "mistakes"]
     by_half = {half: {case.what for case in cases if case.half == half} for half in ("tuning", "figures")}
     assert by_half["tuning"] == by_half["figures"]
     assert not {case.subject for case in cases if case.half == "tuning"} & {
         case.subject for case in cases if case.half == "figures"
     }
+
+
+def steps_of(
+    losses: list[float], norms: list[float] | None = None, accuracies: list[float] | None = None
+) -> list[Step]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    training: Any = SimpleNamespace(model=model)
+    norms, accuracies = norms or [1.0] * len(losses), accuracies or [0.5] * len(losses)
+    return [
+        Step(number, training, loss, torch.tensor(loss), norms[number], accuracies[number])
+        for number, loss in enumerate(losses)
+    ]
+
+
+def flagged(tool: Tool, steps: list[Step]) -> list[tuple[int, str, str]]:
+    return [found for step in steps for found in tool.step(step)]
+
+
+def test_six_sigma_needs_128_steps_and_takes_loss_or_norm() -> None:
+    noisy = [1.0 + 0.01 * (number % 3) for number in range(140)]
+    assert not flagged(SixSigma(), steps_of([*noisy[:127], 9.0]))
+    assert flagged(SixSigma(), steps_of([*noisy[:128], 9.0])) == [(128, "six-sigma", "loss")]
+    norms = [*noisy[:130], 9.0, *noisy[131:]]
+    assert flagged(SixSigma(), steps_of(noisy, norms)) == [(130, "six-sigma", "norm")]
+
+
+def test_ten_times_compares_with_the_largest_of_the_first_100() -> None:
+    assert flagged(TenTimes(), steps_of([1.0, math.nan])) == [(1, "not-finite", "loss")]
+    assert not flagged(TenTimes(), steps_of([1.0] * 99 + [10.0, 99.0]))
+    assert flagged(TenTimes(), steps_of([1.0] * 100 + [10.0])) == [(100, "ten-times", "loss")]
+
+
+def test_lightning_compares_with_the_mean_of_ten_steps() -> None:
+    losses = [1.0] * 12
+    assert flagged(Lightning(), steps_of([*losses, 3.1])) == [(12, "spike", "loss")]
+    assert not flagged(Lightning(), steps_of([*losses, 2.9]))
+    assert flagged(Lightning(), steps_of([*losses, math.inf])) == [(12, "not-finite", "loss")]
+
+
+def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
+    def rules(steps: list[Step]) -> set[str]:
+        return {rule for _, rule, _ in flagged(AutoTrainer(), steps)}
+
+    losses = [1.0] * 100
+    rising = [0.5 + step / 250 for step in range(100)]
+    assert rules(steps_of(losses)) == {"not-converging"}
+    assert not rules(steps_of(losses, accuracies=rising))
+    swinging = [0.75 + 0.1 * (step // 10 % 2) for step in range(100)]
+    assert rules(steps_of(losses, accuracies=swinging)) == {"unstable"}
+    dead = steps_of(losses)
+    for parameter in dead[0].training.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    assert rules(dead) == {"relu"}
+    assert rules(steps_of([*losses, *[math.nan] * 10])) >= {"explode"}
+
+
+def test_flags_that_follow_one_another_are_one_finding() -> None:
+    noticed = (3, 4, 3 + WITHIN, 5 + 3 * WITHIN)
+    assert episodes([Flag(step, step, "spike", "loss") for step in noticed]) == 2
+    assert episodes([Flag(3, 3, "spike", "loss"), Flag(3, 3, "spike", "norm")]) == 2
+
+
+def test_anomaly_mode_is_a_run_of_its_own() -> None:
+    what = "sqrt of 0 in pairwise distances: infinite derivative"
+    square_root = all_cases()[number_of(what, "MLP", "mid-run")]
+    broken = detection.run(square_root, 0, is_broken=True, steps=ONSET + 3)
+    (flag,) = broken.flags[DETECT_ANOMALY]
+    assert (flag.noticed, flag.name) == (ONSET, "PowBackward0")  # that of the root is infinite
+    assert len(broken.losses) == ONSET + 3
+
+
+def test_silent_errors_run_on_two_ranks() -> None:
+    number = number_of("every other step through the unwrapped module", "MLP, DDP on 2 ranks", "from step 0")
+    (verdict,) = detection.measure([number], [0], 1, steps=6)
+    ((broken, twin),) = verdict.arms
+    assert broken.losses[:1] == twin.losses[:1]
+    assert broken.norms[1] != twin.norms[1]
+
+
+def test_a_fault_that_cannot_be_made_is_not_counted(case: Case) -> None:
+    def breaks(training: Training) -> None:
+        raise ValueError("found no compatible parameters")
+
+    for onset in (0, 2):
+        broken = detection.run(dataclasses.replace(case, breaks=breaks, onset=onset), 0, is_broken=True, steps=5)
+        assert broken.raised == "ValueError: found no compatible parameters"
+        assert Verdict(case, [(broken, arm())]).status == "raises"

@@ -1,0 +1,144 @@
+"""Tables of the benchmark of detection, from rows only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tables
+from rows import Row
+
+MONITOR = "gradstat"
+WHEN = ("mid-run", "from step 0")
+HEALTHY, TIME = "detection, healthy", "detection, time"
+ALL = "all"  # the fault of rows about a whole set
+FAULT = "fault"  # the provider of rows about the fault itself
+
+
+def group_of(when: str) -> str:
+    """The group of rows about faults that begin then."""
+    return f"detection, {when}"
+
+
+def case_of(which: str, fault: str = ALL) -> str:
+    """The case of rows about a fault of a set."""
+    return f"{which} | {fault}"
+
+
+Values = dict[str, dict[str, dict[str, Row]]]  # by case, provider and metric
+
+
+def _values(rows: Sequence[Row], group: str) -> Values:
+    found: Values = {}
+    for row in rows:
+        if row.group == group:
+            found.setdefault(row.case, {}).setdefault(row.provider, {})[row.metric] = row
+    return found
+
+
+def _count(of: dict[str, Row], metric: str) -> float:
+    return of[metric].value if metric in of else 0.0
+
+
+def tools(rows: Sequence[Row], when: str) -> str:
+    """For every set and tool: recall, precision, F1 and delay."""
+    lines = []
+    for case, by in _values(rows, group_of(when)).items():
+        which, fault = case.split(" | ", 1)
+        if fault != ALL:
+            continue
+        for tool, of in by.items():
+            if tool == FAULT:
+                continue
+            runs, found, false = (_count(of, metric) for metric in ("runs", "found", "twins flagged"))
+            recall = found / runs if runs else 0.0
+            precision = found / (found + false) if found + false else 0.0
+            f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+            placed = _count(of, "found, with a place")
+            place = f"{_count(of, 'place right') / placed:.0%}" if placed else "-"
+            lines.append(
+                [
+                    f"{which}, {tool}",
+                    f"{found:.0f} of {runs:.0f}",
+                    f"{recall:.0%}",
+                    f"{(found + _count(of, 'found later')) / runs:.0%}" if runs else "-",
+                    f"{precision:.0%}" if found + false else "-",
+                    f"{f1:.2f}",
+                    f"{of['delay'].value:.0f}" if "delay" in of else "-",
+                    place,
+                ]
+            )
+    header = [f"{when}: set, tool", "runs found", "recall", "by the end", "precision", "F1", "delay", "place right"]
+    return tables.grid(header, lines)
+
+
+def faults(rows: Sequence[Row], when: str) -> str:
+    """For every fault that does harm: what the monitor finds, and what else finds it. The others are listed below."""
+    lines, others = [], {}
+    for case, by in _values(rows, group_of(when)).items():
+        which, fault = case.split(" | ", 1)
+        if fault == ALL:
+            continue
+        of, about = by.get(MONITOR), by[FAULT]
+        if of is None:
+            for status in ("no effect", "harmless", "raises"):
+                if status in about:
+                    others.setdefault((which, status), []).append(fault)
+                    break
+            continue
+        runs, found, later = (_count(of, metric) for metric in ("runs", "found", "found later"))
+        rules = sorted((m for m in of if m.startswith("first: ")), key=lambda m: -of[m].value)
+        known = [tool for tool in by if tool not in (FAULT, MONITOR) and 2 * _count(by[tool], "found") >= runs]
+        lines.append(
+            [
+                f"{which}: {fault}",
+                f"{_harm(about['harm'].value)}",
+                f"{found:.0f} of {runs:.0f}" + (f" (+{later:.0f})" if later else ""),
+                f"{of['delay'].value:.0f}" if "delay" in of else "-",
+                ", ".join(f"`{rule.removeprefix('first: ')}`" for rule in rules[:2]) or "-",
+                f"{_count(of, 'place right'):.0f}" if _count(of, "found, with a place") else "-",
+                ", ".join(name.split(",")[0] for name in known) or "-",
+            ]
+        )
+    header = [f"{when}: fault", "harm", "found", "delay", "by", "place right", "also found by"]
+    text = tables.grid(header, lines, text_columns=1)
+    for (which, status), names in others.items():
+        text += f"\n{which}, {status}: {'; '.join(names)}.\n"
+    return text
+
+
+def _harm(ratio: float) -> str:
+    return "beyond all" if ratio >= 1e6 else f"{ratio:.3g}"
+
+
+def healthy(rows: Sequence[Row]) -> str:
+    """Findings of every tool in healthy trainings, and what its step costs."""
+    of_time = _values(rows, TIME)
+    lines = []
+    for case, by in _values(rows, HEALTHY).items():
+        for tool, of in by.items():
+            steps, found = of["steps"].value, of["findings"].value
+            times = [of_tool[tool] for of_tool in of_time.values() if tool in of_tool]
+            slower = [f"{each['time ratio'].value:.2f}" for each in times]
+            lines.append(
+                [
+                    f"{tool}, {case}",
+                    f"{found:.0f}",
+                    f"{steps:,.0f}",
+                    f"{1e4 * found / steps:.2f}",
+                    ", ".join(slower) or "-",
+                ]
+            )
+    subjects = ", ".join(of_time)
+    header = ["tool, healthy", "findings", "steps", "per 10,000", f"step to that without, {subjects}"]
+    return tables.grid(header, lines)
+
+
+def every_fault(rows: Sequence[Row]) -> str:
+    """The tables of faults."""
+    return "\n".join(faults(rows, when) for when in WHEN)
+
+
+def everything(rows: Sequence[Row], per_fault: bool = True) -> str:
+    """All tables."""
+    parts = [*(tools(rows, when) for when in WHEN), healthy(rows)]
+    return "\n".join([*parts, every_fault(rows)] if per_fault else parts)
