@@ -11,6 +11,7 @@ from gradstat._core.text import count_of, lines_of, printable
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.rules import RULES
+from gradstat.tensor_stats import Judged
 
 # Findings that begin within this many steps of each other form one incident.
 _APART = 50
@@ -31,7 +32,7 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Judged):
     """Findings of a run, ordered by when they began and by how far upstream they are. Made by `Monitor.diagnose`.
 
     Attributes:

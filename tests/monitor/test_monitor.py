@@ -339,6 +339,15 @@ def test_a_rule_without_policies_only_records(recwarn: pytest.WarningsRecorder) 
     assert not [str(warning.message) for warning in recwarn if "nonfinite-gradient" in str(warning.message)]
 
 
+def test_what_to_watch_may_be_one_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    with gradstat.Monitor(model, watch="activations") as monitor:
+        loss = model(torch.randn(4, 3)).sum()
+        loss.backward()
+        monitor.step(loss)
+    assert monitor.recording().tables["activation"].names == ("0", "1")
+
+
 GUARD = gradstat.SpikeGuard()
 STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
 
