@@ -115,6 +115,7 @@ class BuildExtension(build_ext):
         jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
 
         def compile_any(obj, source, extension, cc_args, extra, pp_opts):
+            print(f"compiling {source}", flush=True)
             if not source.endswith(".cu"):
                 compile_one(obj, source, extension, cc_args, extra, pp_opts)
                 return
@@ -124,7 +125,6 @@ class BuildExtension(build_ext):
             command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", str(jobs)]
             command += ["-Werror", "all-warnings"] if STRICT else []
             command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
-            print(" ".join(command), flush=True)
             subprocess.run(command, check=True)
 
         def compile_all(sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,

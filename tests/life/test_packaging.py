@@ -236,23 +236,30 @@ def test_csrc_uses_nothing_of_torch_that_the_oldest_did_not_compile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "gpus", "compiles_cuda"),
+    ("target", "gpus", "wanted", "built"),
     [
-        ("demo", "No devices were found", False),
-        ("demo", "GPU 0: a card", True),
-        ("test", "No devices were found", True),
+        ("demo", "No devices were found", "", "GRADSTAT_CUDA=0 "),
+        ("demo", "8.0\n9.0\n9.0", "", 'GRADSTAT_CUDA_ARCHITECTURES="80 90" '),
+        ("test", "No devices were found", "", 'GRADSTAT_CUDA_ARCHITECTURES="90" '),
+        ("test", "8.6", "", 'GRADSTAT_CUDA_ARCHITECTURES="86" '),
+        ("test", "No devices were found", "0", "GRADSTAT_CUDA=0 "),
+        ("test", "No devices were found", "1", ""),
     ],
 )
-def test_make_compiles_cuda_code_for_tests_and_for_a_gpu(
-    target: str, gpus: str, compiles_cuda: bool, tmp_path: Path
+def test_make_compiles_cuda_code_for_the_gpus_that_are_here_and_for_tests(
+    target: str, gpus: str, wanted: str, built: str, tmp_path: Path
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    printed = run("make", "-n", f"VENV={tmp_path}", target, cwd=ROOT, PATH=path)
+    environment = {"PATH": path, "GRADSTAT_CUDA": wanted, "GRADSTAT_CUDA_ARCHITECTURES": ""}
+    printed = run("make", "-n", f"VENV={tmp_path}", target, cwd=ROOT, **environment)
     (build,) = [line for line in printed.splitlines() if "build_ext" in line]
-    assert build.startswith("GRADSTAT_CUDA=0 ") != compiles_cuda
+    assert build == f"{built}{tmp_path}/bin/python setup.py --quiet build_ext --inplace"
     assert f'-e ".[{target}]"' in printed
+    assert "triton" not in printed
+    stages = [line for line in printed.splitlines() if line.startswith('echo "== ')]
+    assert len(stages) == 5  # each says before it begins what it does: environment, torch, packages, compiler, program
 
 
 def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(wheel: Path, tmp_path: Path) -> None:
