@@ -11,7 +11,7 @@ from torch import nn
 
 from gradstat._core.parameters import Parameters
 from gradstat.adaptive._base import checked_limit
-from gradstat.monitor import POLICIES, Finding, Monitor, MonitorOptions, default_rules
+from gradstat.monitor import POLICIES, Finding, Monitor, default_rules
 from gradstat.monitor.arguments import refuse_unknown
 from gradstat.monitor.kinds import asked_for
 from gradstat.monitor.policies import PolicyTable
@@ -43,8 +43,6 @@ class Options:
             if name in arguments:
                 raise TypeError(f"{name} is taken from the {source}; leave it out")
         refuse_unknown(arguments, caller, Monitor)
-        if runs_steps and MonitorOptions.of(arguments.get("options")).keep_batch:
-            raise TypeError(f"keep_batch is for plain loops; the {source} keeps the inputs of a step; leave it out")
         self.max_norm, self.runs_steps = checked_limit(max_norm), runs_steps
         self.arguments = dict(arguments)
         self.arguments["rules"] = default_rules() if arguments.get("rules") is None else list(arguments["rules"])

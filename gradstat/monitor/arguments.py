@@ -14,6 +14,7 @@ from gradstat._core.engines import Engine
 from gradstat._step.loss_scale import inner_scaler
 from gradstat.guard import SpikeGuard
 from gradstat.monitor.policies import PolicyTable
+from gradstat.monitor.replay.rerun import takes_batch
 from gradstat.monitor.rules import Rule
 
 
@@ -66,6 +67,8 @@ def check_policies(policies: PolicyTable, optimizer: object, replay: object) -> 
         raise TypeError(
             "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
         )
+    if callable(replay):
+        takes_batch(replay)
 
 
 def check_engine_options(

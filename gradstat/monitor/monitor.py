@@ -105,8 +105,9 @@ class Monitor:
         rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none. It is
             tried at once; if it cannot be written later, the recording goes to another folder, with a warning.
-        replay: The function that runs one step, for ``on_anomaly="replay"``; True only keeps what `replay` needs. Costs
-            tens of microseconds per forward pass to save the states of random generators, and a copy of the buffers.
+        replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no argument or
+            of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per forward pass
+            to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
         max_norm: The norm that gradients are clipped to, for the rule on clipping and for predicting updates.
         classes: Number of classes of the integer tensors passed to `batch`; or a mapping by path,
@@ -208,7 +209,7 @@ class Monitor:
             self._lag = 0  # the next step would overwrite what a replay needs
         if replay:
             step_fn = replay if callable(replay) else None
-            self._replayer = Replayer(model, optimizer, scaler, step_fn, options.keep_batch)
+            self._replayer = Replayer(model, optimizer, scaler, step_fn)
         self._lock = threading.RLock()  # protects everything but the acting on findings, which calls users' functions
         self._is_open = True
         endings.remember(self)
@@ -242,13 +243,16 @@ class Monitor:
             The new findings; on a GPU they are about the step before.
 
         Raises:
-            TypeError, ValueError: ``loss`` is not one number.
+            TypeError, ValueError: ``loss`` is not one number, or the function of ``replay`` takes a batch that `batch`
+                did not get.
             AnomalyError: A finding has the policy ``"raise"``. What a callable in ``on_anomaly`` raises is passed on.
             BackendUnavailableError: The requested backend cannot run here. Other internal errors of the monitor are
                 reported once, as a warning, and training goes on.
         """
         if self._paused:
             return self._not_watched("step")
+        if self._replayer is not None:
+            self._replayer.require_batch()
         with self._lock:
             first_new = len(self.findings)
             self._is_open = True
@@ -385,15 +389,15 @@ class Monitor:
         step: it then runs with the current parameters, buffers and random state, and a warning says so.
 
         Args:
-            step_fn: Forward and backward, or a whole training step; called with the batch if it was kept. None takes
-                the function given as ``replay``.
+            step_fn: Forward and backward, or a whole training step; called with the last `batch` if it takes an
+                argument. None takes the function given as ``replay``.
 
         Returns:
             The culprit, also stored in `culprit` and shown in the diagnosis; None if all was finite this time.
 
         Raises:
             RuntimeError: The parameters have changed since the step whose state was kept.
-            TypeError: No function was given.
+            TypeError: No function was given, or one that takes a batch, which `batch` did not get.
         """
         if self._replayer is None and step_fn is None:
             raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")

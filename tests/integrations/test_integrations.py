@@ -593,7 +593,6 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
         ({"histroy": 5}, TypeError, r"Monitor\(\) has no argument 'histroy'; known: model, optimizer"),
         ({"watch": "gradient"}, ValueError, "cannot watch 'gradient'; known: gradients"),
         ({"optimizer": None}, TypeError, "optimizer is taken from the trainer; leave it out"),
-        ({"options": {"keep_batch": True}, "runs_steps": True}, TypeError, "keep_batch is for plain loops; the t"),
         ({"max_norm": -1}, ValueError, "max_norm is -1"),
         ({"max_norm": math.nan}, ValueError, "max_norm is nan"),
         ({"max_norm": "1"}, TypeError, "max_norm: expected a number"),

@@ -203,7 +203,7 @@ def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
 MONITORS: dict[str, dict[str, Any]] = {
     "plain": {},
     "activations": {"watch": {"activations": 1, "outputs": 1}},
-    "replay": {"replay": True, "options": {"keep_batch": True}},
+    "replay": {"replay": True},
     "skip": {"on_anomaly": "skip"},
     "rollback": {"on_anomaly": "rollback"},
 }

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import math
 import pickle
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -692,7 +693,7 @@ def test_a_loss_scale_of_zero_loses_no_step() -> None:
 
 def test_a_batch_is_measured_as_often_as_asked_and_kept_for_a_replay_anyway() -> None:
     for period, steps in ((1, [0, 1, 2, 3]), (2, [0, 2]), (0, [])):
-        model, optimizer, monitor = made(watch={"batch": period}, replay=True, options={"keep_batch": True})
+        model, optimizer, monitor = made(watch={"batch": period}, replay=True)
         for _ in range(4):
             batch = torch.randn(4, 8)
             monitor.batch(batch)
@@ -822,9 +823,7 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
         monitor.step(loss)
         return loss
 
-    monitor = gradstat.Monitor(
-        model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step, options={"keep_batch": True}
-    )
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step)
     torch.manual_seed(1)
 
     def train() -> None:
@@ -843,6 +842,47 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
     assert 1 < monitor.steps == len(batches)
     assert "the root" in str(monitor.diagnose())
     assert monitor.recording().meta["culprit"].startswith(f"replay of step {monitor.steps - 1}: Inf was first")
+
+
+def test_a_replay_that_cannot_run_is_refused_at_once_and_not_at_the_incident() -> None:
+    model = nn.Linear(2, 2)
+    for wrong in (lambda x, y: None, lambda *, batch: None):
+        with pytest.raises(
+            TypeError, match=r"replay: expected a function .* of no argument or of the batch alone, got .*<l"
+        ):
+            gradstat.Monitor(model, replay=wrong)
+    assert not model._forward_pre_hooks
+    monitor = gradstat.Monitor(model, on_anomaly="replay", replay=lambda batch: model(batch).sum().backward())
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TypeError, match=r"which the monitor does not have; call monitor\.batch\(batch\) before"):
+        monitor.step()
+    assert monitor.steps == 0
+
+
+@pytest.mark.parametrize("takes", ["batch", "nothing", "either"])
+def test_the_documented_replay_runs_with_the_batch_if_the_function_takes_one(takes: str) -> None:
+    model = nn.Linear(2, 1)
+    newest = [torch.ones(1, 2)]
+
+    def step(batch: Tensor) -> None:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+
+    functions: dict[str, Any] = {
+        "batch": step,
+        "nothing": lambda: step(newest[0]),
+        "either": lambda batch=None: step(batch),
+    }
+    monitor = gradstat.Monitor(model, replay=functions[takes], on_anomaly="replay")
+    for value in (1.0, math.nan):
+        newest[0] = torch.full((1, 2), value)
+        monitor.batch(newest[0])
+        step(newest[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            monitor.step()
+    assert monitor.culprit is not None
+    assert monitor.culprit.phase == "input"
 
 
 def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone() -> None:
