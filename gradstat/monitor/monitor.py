@@ -105,9 +105,9 @@ class Monitor:
         rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none. It is
             tried at once; if it cannot be written later, the recording goes to another folder, with a warning.
-        replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no argument or
-            of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per forward pass
-            to save the states of random generators, and a copy of the buffers.
+        replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no
+            argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
+            forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
         max_norm: The norm that gradients are clipped to, for the rule on clipping and for predicting updates.
         classes: Number of classes of the integer tensors passed to `batch`; or a mapping by path,

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import math
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -338,6 +339,26 @@ def test_a_rule_without_policies_only_records(recwarn: pytest.WarningsRecorder) 
     trained(model, optimizer, monitor, 3, bad=2)
     assert [finding.rule for finding in monitor.findings] == ["nonfinite-gradient"]
     assert not [str(warning.message) for warning in recwarn if "nonfinite-gradient" in str(warning.message)]
+
+
+def test_a_loss_that_was_not_finite_is_noted_in_its_step_and_all_others_are_told_apart() -> None:
+    model = nn.Linear(2, 1)
+    monitor = gradstat.Monitor(model, on_anomaly="record", options={"review_every": 2})
+    for loss in (1.0, 1.0, 1.0, math.nan, 1.0, math.inf):
+        model(torch.ones(1, 2)).sum().backward()
+        monitor.step(loss)
+    assert monitor.recording().scalars["loss_nonfinite"].tolist() == [0, 0, 0, 1, 0, 2]
+
+
+def test_evidence_is_told_in_words() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+    (model(torch.ones(1, 2)).sum() * math.nan).backward()
+    monitor.step()
+    text = str(monitor.diagnose())
+    assert "evidence: not finite [" in text
+    assert "how many are not finite 4, NaN elements " in text
+    assert not re.search(r"evidence:.*(parameters_bad|all_bad|numel|_count)", text)
 
 
 def test_what_to_watch_may_be_one_name() -> None:
