@@ -22,7 +22,7 @@ from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import Trained
 from gradstat._core.tensors import is_uninitialized
-from gradstat._step import decision
+from gradstat._step import decision, torch_calls
 from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
@@ -97,7 +97,8 @@ class Monitor:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
             DeepSpeed's engine or Megatron-Core's DistributedDataParallel.
         optimizer: Provides the learning rate and the optimizer states; needed to skip; restored by rollback and replay.
-        scaler: The loss scaler, if any: the loss scale is watched and divided out of the statistics.
+        scaler: The loss scaler, if any: the loss scale is watched and divided out of the statistics. None to take the
+            one that has scaled a loss before the first step, if it is the only one, and this the only open monitor.
         on_anomaly: How to respond to findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
             ``"rollback"``, ``"replay"``, ``"record"`` (only add to `findings`), a callable ``(monitor, finding)``, or
             several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
@@ -213,6 +214,9 @@ class Monitor:
         self._lock = threading.RLock()  # protects everything but the acting on findings, which calls users' functions
         self._is_open = True
         endings.remember(self)
+        self._seeks_scaler = scaler is None and engine is None
+        if self._seeks_scaler:
+            torch_calls.seek_scaler(self)
 
     @property
     def scaler(self) -> Any:
@@ -253,6 +257,8 @@ class Monitor:
             return self._not_watched("step")
         if self._replayer is not None:
             self._replayer.require_batch()
+        if self._seeks_scaler:
+            self._find_scaler()
         with self._lock:
             first_new = len(self.findings)
             self._is_open = True
@@ -287,6 +293,19 @@ class Monitor:
                 self._snapshots.take(pending.step)
         # On the CPU nothing is copied, so there is nothing to wait for.
         return self._lag if pending.numbers[0].needs_copy else 0
+
+    def _find_scaler(self) -> None:
+        """In the first step, takes the only scaler in use. With several monitors it could be another's."""
+        found = torch_calls.only_scaler() if self.scaler is None and endings.are_open() == 1 else None
+        if found is not None:
+            check_guard(self.guard, self._optimizer, found)
+            self.scaler = found
+        self._end_seeking()
+
+    def _end_seeking(self) -> None:
+        if self._seeks_scaler:
+            self._seeks_scaler = False
+            torch_calls.end_seeking(self)
 
     def _not_watched(self, call: str) -> list[Finding]:
         """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
@@ -714,6 +733,7 @@ class Monitor:
     def _end(self, why: str) -> None:
         """Reviews what is left and saves the recording. Findings raise nothing any more, but warn."""
         self._is_open = False
+        self._end_seeking()
         if not self._lock.acquire(timeout=_PATIENCE):
             warn("the last steps were not reviewed: another thread is inside of the monitor", RuntimeWarning)
             return

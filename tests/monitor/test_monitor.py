@@ -350,6 +350,28 @@ def test_a_loss_that_was_not_finite_is_noted_in_its_step_and_all_others_are_told
     assert monitor.recording().scalars["loss_nonfinite"].tolist() == [0, 0, 0, 1, 0, 2]
 
 
+def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
+    scale_of_torch = torch.amp.GradScaler.scale
+    for count, norm in ((1, 1.0), (2, 4096.0)):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        monitors = [gradstat.Monitor(model, optimizer, on_anomaly="record") for _ in range(count)]
+        loss = model(torch.ones(1, 1)).sum()
+        scaler.scale(loss).backward()
+        for monitor in monitors:
+            monitor.step(loss)
+        assert [monitor.scaler is scaler for monitor in monitors] == [count == 1] * count
+        assert monitors[0].recording().scalars["norm"].tolist() == [norm]
+        assert torch.amp.GradScaler.scale is scale_of_torch  # it was looked for until the first step only
+        for monitor in monitors:
+            monitor.detach()
+    monitor = gradstat.Monitor(model, optimizer)
+    assert torch.amp.GradScaler.scale is not scale_of_torch
+    del monitor
+    assert torch.amp.GradScaler.scale is scale_of_torch
+
+
 def test_evidence_is_told_in_words() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     monitor = gradstat.Monitor(model, on_anomaly="record")
