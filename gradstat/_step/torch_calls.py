@@ -52,7 +52,7 @@ def leave(listener: announce.Listener) -> None:
 
 
 def seek_scaler(seeker: object) -> None:
-    """Notes which scalers scale losses, for `only_scaler`, until ``seeker``, which is held weakly, calls `end_seeking`."""
+    """Notes which scalers scale losses, for `only_scaler`, until ``seeker``, held weakly, calls `end_seeking`."""
     with lock:
         _seekers.add(seeker)
         _wrap_scalers(GradScaler)
