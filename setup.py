@@ -185,7 +185,30 @@ def extensions():
     return found
 
 
+def repository():
+    """The address of the repository, as the runner of a workflow has it; else an empty string."""
+    name = os.environ.get("GITHUB_REPOSITORY", "")
+    return name and f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}"
+
+
+def long_description():
+    """The README, whose relative links a package index cannot follow."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not repository():
+        return text
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{repository()}/raw/main/", text)
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\1{repository()}/blob/main/", text)
+
+
+def project_urls():
+    places = {"Repository": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md"}
+    return {name: repository() + place for name, place in places.items()} if repository() else {}
+
+
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    project_urls=project_urls(),
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

@@ -21,6 +21,7 @@ import torch
 from abi3info import DATAS, FUNCTIONS
 from abi3info.models import PyVersion, Symbol
 
+import gradstat
 from gradstat import _torch_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +168,43 @@ def test_the_wheel_holds_the_package_and_nothing_else(sources: list[str], wheel:
     assert tag.startswith("cp310-abi3-manylinux_2_")
     assert metadata["Requires-Python"] == ">=3.10"
     assert f"torch>={'.'.join(map(str, _torch_version.LEAST))}" in metadata.get_all("Requires-Dist", [])
+
+
+def test_a_package_index_gets_links_that_lead_to_the_repository() -> None:
+    code = (
+        "from setuptools import Distribution; import distutils.core; "
+        "made = distutils.core.run_setup('setup.py', stop_after='config').metadata; "
+        "print(made.project_urls); print(made.long_description)"
+    )
+    run_setup = [sys.executable, "-W", "ignore", "-c", code]
+    elsewhere = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "owner/name", "GRADSTAT_COMPILE": "0"}
+    urls, _, text = run(*run_setup, cwd=ROOT, **elsewhere).partition("\n")
+    assert "'Repository': 'https://host/owner/name'" in urls
+    assert re.findall(r"!\[[^]]*\]\((.*?)\)", text)[0] == "https://host/owner/name/raw/main/docs/demo.png"
+    links = re.findall(r"\]\((.*?)\)", text)
+    assert len(links) > 10
+    assert all(link.startswith("https://") for link in links)
+    urls, _, text = run(*run_setup, cwd=ROOT, **{**elsewhere, "GITHUB_REPOSITORY": ""}).partition("\n")
+    assert urls == "{}"
+    assert text.strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_a_citation_names_this_version() -> None:
+    (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == gradstat.__version__
+
+
+def test_workflows_run_what_exists() -> None:
+    workflows = {path.name: path.read_text() for path in (ROOT / ".github" / "workflows").iterdir()}
+    assert set(workflows) == {"ci.yml", "wheels.yml"}
+    targets = re.search(r"target: \[(.*)\]", workflows["ci.yml"])
+    assert targets is not None
+    called = {*targets[1].split(", "), *re.findall(r"\.ci/run ([a-z-]+) ([a-z-]+)", workflows["ci.yml"])[0]}
+    everything = re.search(r"@:-(.*)}", (ROOT / ".ci" / "run").read_text())
+    assert everything is not None
+    assert called == set(everything[1].split())  # together they run all of it
+    for target in called:
+        run("make", "-n", target, cwd=ROOT)
 
 
 def test_the_platform_tag_promises_no_older_system_than_the_library_needs(wheel: Path, demands: Demands) -> None:
