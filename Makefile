@@ -1,8 +1,7 @@
 # The two commands are `make demo` and `make test`; `make help` lists the rest.
 #
-# The virtual environment is .venv, with torch pinned and installed first (constraints.txt). On a machine without a GPU,
-# tell pip where to find PyTorch's CPU build if its default index has none, for example through PIP_EXTRA_INDEX_URL; the
-# "Get started" page of pytorch.org gives the address.
+# The virtual environment is .venv, with torch pinned and installed first (constraints.txt). For PyTorch's CPU build, which
+# is smaller by gigabytes of CUDA, set PIP_EXTRA_INDEX_URL to its index, as the README does.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,8 +9,12 @@ BIN    := $(VENV)/bin
 SOURCES := $(wildcard csrc/*) setup.py
 CXX_FILES = $(shell find csrc tests benchmarks tools -name "*.h" -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh")
 
-# The libraries this machine can run: CUDA only with a GPU. Tests compile CUDA code wherever there is nvcc.
-BUILT := $(VENV)/.built$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,-cpu)
+# What is compiled: for the CPU; where there is nvcc, for the GPUs that are here, and for tests of the library, without a GPU,
+# for one architecture. GRADSTAT_CUDA=1 asks for all architectures, GRADSTAT_CUDA_ARCHITECTURES for others, 0 for none.
+GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9.]+$$' | tr -d . | sort -u)
+ARCHITECTURES_HERE := $(or $(GRADSTAT_CUDA_ARCHITECTURES),$(GPUS),90)
+BUILT_FOR_TESTS := $(VENV)/.built$(if $(filter 0 1,$(GRADSTAT_CUDA)),$(if $(filter 0,$(GRADSTAT_CUDA)),-cpu,-all))
+BUILT := $(if $(GPUS)$(filter 1,$(GRADSTAT_CUDA)),$(BUILT_FOR_TESTS),$(VENV)/.built-cpu)
 
 export GRADSTAT_WERROR := 1
 # Where it is set, as in many containers, each of the hundreds of processes of the tests compiles torch's modules anew.
@@ -21,13 +24,18 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL: # all targets install into one environment
 .PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks bench-detection numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
 
+# What a stage does and how long it takes on two idle cores; its own output goes on.
+say = @echo "== $(1)"
+
 demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, then corrupt it and see which module the diagnosis names
+	$(call say,The demo: 300 training steps and what checks cost in one; half a minute)
 	$(BIN)/python -m gradstat demo
 
 # Number of parallel test processes. More than one per core, or a dozen in total, compete for the core or for memory.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
-test: $(VENV)/.for-test $(VENV)/.built ## Run the tests on all cores (WORKERS=1: one after another)
+test: $(VENV)/.for-test $(BUILT_FOR_TESTS) ## Run the tests on all cores (WORKERS=1: one after another; GRADSTAT_CUDA=1: compile for all GPUs)
+	$(call say,The tests in $(WORKERS) processes; some minutes)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Large trainers run in a separate environment, as installing some of them changes how others behave.
@@ -40,7 +48,7 @@ run-frameworks: $(VENV)/.for-frameworks $(BUILT)
 	GRADSTAT_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks
 
 .PHONY: coverage
-coverage: $(VENV)/.for-dev $(VENV)/.built ## Run the tests and report line coverage of Python, in build/coverage/html; fails under 95 %
+coverage: $(VENV)/.for-dev $(BUILT_FOR_TESTS) ## Run the tests and report line coverage of Python, in build/coverage/html; fails under 95 %
 	mkdir -p build/coverage && rm -f build/coverage/data*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal
 	$(BIN)/python -m coverage combine --quiet
@@ -130,7 +138,7 @@ docs: $(VENV)/.for-docs $(BUILT) ## Build the site, searchable and without any n
 # for the oldest architecture and the H100's.
 OLDER_TRITON := 3.6.0
 
-gpu-code: $(VENV)/.for-bench $(VENV)/.triton-$(OLDER_TRITON) ## Compile all GPU code, without a GPU, and check it for spills, stack frames and narrow memory accesses
+gpu-code: $(VENV)/.for-bench $(VENV)/.for-triton $(VENV)/.triton-$(OLDER_TRITON) ## Compile all GPU code, without a GPU, and check it for spills, stack frames and narrow memory accesses
 	$(BIN)/python tools/gpu_gates/check_cuda.py
 	$(BIN)/python tools/gpu_gates/check_triton.py
 	PYTHONPATH=$(VENV)/triton-$(OLDER_TRITON) $(BIN)/python tools/gpu_gates/check_triton.py 80 90
@@ -170,16 +178,19 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/bin/python:
+	$(call say,A virtual environment in $(VENV); ten seconds)
 	$(PYTHON) -m venv $(VENV)
 
 # --no-compile: modules are compiled on first import, and most are never imported.
 $(VENV)/.torch: $(VENV)/bin/python constraints.txt
-	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt torch numpy "setuptools>=77" wheel
+	$(call say,PyTorch and what builds need; a minute and its download)
+	$(BIN)/python -m pip install --no-compile -c constraints.txt torch numpy "setuptools>=77" wheel
 	touch $@
 
-# Installs an extra of pyproject.toml, without compiling, which .built and .built-cpu do.
+# Installs an extra of pyproject.toml, without compiling, which the .built stamps do.
 $(VENV)/.for-%: $(VENV)/.torch pyproject.toml
-	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --no-compile --quiet -c constraints.txt --no-build-isolation -e ".[$*]"
+	$(call say,gradstat from this folder and what its extra [$*] needs; up to a minute and its downloads)
+	GRADSTAT_COMPILE=0 $(BIN)/python -m pip install --no-compile -c constraints.txt --no-build-isolation -e ".[$*]"
 	touch $@
 
 $(VENV)/.triton-%: $(VENV)/.torch
@@ -187,10 +198,17 @@ $(VENV)/.triton-%: $(VENV)/.torch
 	touch $@
 
 # Incremental: does nothing unless a source is newer than the library.
-$(VENV)/.built: $(VENV)/.torch $(SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
+$(VENV)/.built-cpu: $(VENV)/.torch $(SOURCES)
+	$(call say,The C++ code; a minute)
+	GRADSTAT_CUDA=0 $(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-$(VENV)/.built-cpu: $(VENV)/.torch $(SOURCES)
-	GRADSTAT_CUDA=0 $(BIN)/python setup.py --quiet build_ext --inplace
+$(VENV)/.built: $(VENV)/.torch $(SOURCES)
+	$(call say,The C++ code and (if there is nvcc) CUDA code for $(ARCHITECTURES_HERE); two minutes)
+	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES_HERE)" $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+$(VENV)/.built-all: $(VENV)/.torch $(SOURCES)
+	$(call say,The C++ code and CUDA code for all architectures; five minutes)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@

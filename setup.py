@@ -115,6 +115,7 @@ class BuildExtension(build_ext):
         jobs = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
 
         def compile_any(obj, source, extension, cc_args, extra, pp_opts):
+            print(f"compiling {source}", flush=True)
             if not source.endswith(".cu"):
                 compile_one(obj, source, extension, cc_args, extra, pp_opts)
                 return
@@ -124,7 +125,6 @@ class BuildExtension(build_ext):
             command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", str(jobs)]
             command += ["-Werror", "all-warnings"] if STRICT else []
             command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
-            print(" ".join(command), flush=True)
             subprocess.run(command, check=True)
 
         def compile_all(sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,
@@ -185,7 +185,30 @@ def extensions():
     return found
 
 
+def repository():
+    """The address of the repository, as the runner of a workflow has it; else an empty string."""
+    name = os.environ.get("GITHUB_REPOSITORY", "")
+    return name and f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}"
+
+
+def long_description():
+    """The README, whose relative links a package index cannot follow."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not repository():
+        return text
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{repository()}/raw/main/", text)
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\1{repository()}/blob/main/", text)
+
+
+def project_urls():
+    places = {"Repository": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md"}
+    return {name: repository() + place for name, place in places.items()} if repository() else {}
+
+
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    project_urls=project_urls(),
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

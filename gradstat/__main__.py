@@ -1,4 +1,4 @@
-"""The command line: ``python -m gradstat info``, ``demo``, ``bench``, ``norms``, ``view`` and ``diff``."""
+"""The command line, ``gradstat`` or ``python -m gradstat``: ``info`` and the commands below."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gradstat", description=gradstat.__doc__)
+    parser = argparse.ArgumentParser(prog="gradstat", description=gradstat.__doc__)
+    parser.add_argument("--version", action="version", version=f"gradstat {gradstat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="the backends of this machine, and why one is unavailable")
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -11,7 +11,7 @@ from gradstat._core.parameters import named_parameters_of
 from gradstat._core.text import count_of, lines_of
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report, bad_line
-from gradstat.tensor_stats import TensorStats
+from gradstat.tensor_stats import Judged, TensorStats
 
 _NAMED_IN_ERROR = 5
 _NAMED_IN_TEXT = 20
@@ -78,7 +78,7 @@ class MicroBatches:
         self.reset()
 
 
-class AccumulationReport:
+class AccumulationReport(Judged):
     """The reports of one step's micro-batches, and which of them caused NaN or Inf. Micro-batches count from 0.
 
     Returned by `MicroBatches.result`. It describes the accumulated gradients, as they were after each micro-batch.
@@ -102,8 +102,8 @@ class AccumulationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every element was finite after every micro-batch."""
-        return all(report.ok for report in self.reports)
+        """Whether every element was finite after every micro-batch. Not if there was no gradient."""
+        return self.final.ok and not self.first_bad
 
     @functools.cached_property
     def first_bad(self) -> dict[str, int]:
@@ -126,7 +126,9 @@ class AccumulationReport:
 
         The error's ``report`` is the one after the first micro-batch that left a gradient not finite.
         """
-        if not self.ok:
+        if not self.first_bad:
+            self.final.raise_if_nonfinite()
+        else:
             first = next(report for report in self.reports if not report.ok)
             raise NonFiniteGradientError("\n".join(self._summary(_NAMED_IN_ERROR)), first)
 
@@ -140,11 +142,17 @@ class AccumulationReport:
         return [title, *lines_of(bad, limit, lambda one: f"  micro-batch {one[0]}:{bad_line(one[1])[1:]}")]
 
     def __repr__(self) -> str:
-        state = "ok" if self.ok else f"{len(self.first_bad)} not finite, first in {min(self.first_bad.values())}"
+        bad = self.first_bad
+        state = (
+            f"{len(bad)} not finite, first in {min(bad.values())}" if bad else "ok" if self.ok else "nothing checked"
+        )
         return f"AccumulationReport({self._size()}, {state})"
 
     def __str__(self) -> str:
-        lines = [f"{self._size()}, all finite after each"] if self.ok else self._summary(_NAMED_IN_TEXT)
+        if self.first_bad:
+            lines = self._summary(_NAMED_IN_TEXT)
+        else:
+            lines = [f"{self._size()}, {'all finite after each' if self.ok else 'but no gradient'}"]
         return "\n".join([f"gradstat: {lines[0]}", *lines[1:], "after the last micro-batch:", str(self.final)])
 
     def _size(self) -> str:

@@ -25,6 +25,7 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.backward_step import handle_of
 from gradstat.monitor import Monitor
+from gradstat.monitor.arguments import refuse_unknown
 from gradstat.monitor.reporting import not_replacing, warn
 
 if TYPE_CHECKING:
@@ -277,6 +278,7 @@ def auto(
             f"expected a torch.optim.Optimizer, got {type(optimizer).__module__}.{type(optimizer).__qualname__}; for a "
             "wrapped optimizer pass the inner one, for example optimizer.optimizer"
         )
+    refuse_unknown(options, auto, Monitor)
     optimizer, limit = optimizers.unwrapped(optimizer), checked_limit(max_norm)
     monitor = Monitor(Parameters() if model is None else model, optimizer, scaler, max_norm=max_norm, **options)
     earlier = getattr(optimizer, _MARK, None)

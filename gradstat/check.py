@@ -75,9 +75,9 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     the whole tensors and is the same on all ranks, which all have to call this.
 
     Args:
-        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, or one parameter. Or DeepSpeed's
-            engine, between its ``backward`` and ``step``: its shards are merged, its loss scale is divided out. Or
-            Megatron-Core's DistributedDataParallel, between ``finish_grad_sync`` and the step.
+        target: A module, an optimizer, parameters, ``(name, parameter)`` pairs, a mapping of these, or one parameter.
+            Or DeepSpeed's engine, between its ``backward`` and ``step``: its shards are merged, its loss scale is
+            divided out. Or Megatron-Core's DistributedDataParallel, between ``finish_grad_sync`` and the step.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None selects one automatically.
         extra_groups: Further groups of ranks that gradients are spread over, which the tensors do not show, as for
             pipeline stages and experts. A process group or one-dimensional mesh, or several, for all gradients; or
@@ -90,7 +90,7 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     Raises:
         TypeError: ``target`` is none of these, or a gradient's dtype has no statistics (an integer dtype, say).
         ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
-            in training, or ``backend`` is unknown.
+            in training, it is one computed tensor, or ``backend`` is unknown.
         BackendUnavailableError: ``backend`` cannot run here.
         RuntimeError: Gradients are distributed, and another rank could not measure its part, or has other parameters;
             the message then names the rank and the first difference.

@@ -19,7 +19,7 @@ from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
 from gradstat._core.text import and_more, columns, count_of, count_of_bad, lines_of, listed, printable
-from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, RowValues, TensorStats, derived, l2_norm_of
+from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, Judged, RowValues, TensorStats, derived
 
 # Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
@@ -42,10 +42,11 @@ class NonFiniteGradientError(RuntimeError):
         self.report = report
 
 
-class Report(RowValues, ByName[TensorStats]):
+class Report(Judged, RowValues, ByName[TensorStats]):
     """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` returns one.
 
-    Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors.
+    Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors. In a condition it is
+    true only if it is `ok`.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class Report(RowValues, ByName[TensorStats]):
 
     @functools.cached_property
     def ok(self) -> bool:
-        """Whether every element of every tensor is finite."""
+        """Whether every element of every tensor is finite. Not if there was nothing to check: before ``backward()``."""
         rows = self._table if self._total_row is None else self._total_row
-        return not np.count_nonzero(rows[..., _fields.NONFINITE])
+        return bool(len(rows)) and not np.count_nonzero(rows[..., _fields.NONFINITE])
 
     @property
     def loss_scale(self) -> float | None:
@@ -131,14 +132,7 @@ class Report(RowValues, ByName[TensorStats]):
     @property
     def total_norm(self) -> float:
         """L2 norm of all elements together, as torch would compute it: NaN if any is NaN, else Inf if any is."""
-        if self.nan_count:
-            return math.nan
-        return math.inf if self.inf_count else self.finite_norm
-
-    @property
-    def finite_norm(self) -> float:
-        """L2 norm of the finite elements."""
-        return float(l2_norm_of(self._row))
+        return float(self._derived["l2_norm"])
 
     @functools.cached_property
     def missing(self) -> tuple[str, ...]:
@@ -184,7 +178,8 @@ class Report(RowValues, ByName[TensorStats]):
             healthy = [stats for stats in self.worst(n, by="max_abs") if stats.ok]
             return (self.nonfinite[:n] + healthy)[:n]
         values = self.to_numpy()[by].astype(np.float64)
-        order = np.argsort(-np.nan_to_num(values, nan=-math.inf), kind="stable")
+        undefined = math.inf if by == "l2_norm" else -math.inf  # that of a tensor with NaN is no small norm
+        order = np.argsort(-np.nan_to_num(values, nan=undefined, posinf=math.inf, neginf=-math.inf), kind="stable")
         return [self._at(int(i)) for i in order[:n]]
 
     # Output formats; the text lists bad tensors first, then the extremes ---------------------------------------
@@ -251,9 +246,11 @@ class Report(RowValues, ByName[TensorStats]):
 
     @never_traced
     def raise_if_nonfinite(self) -> None:
-        """Raises `NonFiniteGradientError`, which names the worst tensors, if any element is NaN or Inf."""
+        """Raises `NonFiniteGradientError`, which names the worst tensors, unless `ok`."""
         if self.ok:
             return
+        if self._is_empty:
+            raise NonFiniteGradientError(self._headline(), self)
         title = (
             f"{len(self.nonfinite)} of {count_of(len(self), self._what)} not finite "
             f"({self.nan_count:,} NaN, {self.inf_count:,} Inf){_at_scale(self.loss_scale)}:"
@@ -261,8 +258,13 @@ class Report(RowValues, ByName[TensorStats]):
         lines = lines_of(self.nonfinite, 5, bad_line) or ["  all of them on other ranks"]
         raise NonFiniteGradientError("\n".join([title, *lines]), self)
 
+    @property
+    def _is_empty(self) -> bool:
+        """Whether there was nothing to check, here and on other ranks."""
+        return not len(self._table) and self._total_row is None
+
     def __repr__(self) -> str:
-        state = "ok" if self.ok else f"{len(self.nonfinite)} not finite"
+        state = "ok" if self.ok else "nothing checked" if self._is_empty else f"{len(self.nonfinite)} not finite"
         return f"Report({len(self)} {self._what}s, {state}, total_norm={self.total_norm:.6g})"
 
     @never_traced
@@ -286,8 +288,9 @@ class Report(RowValues, ByName[TensorStats]):
 
     def _headline(self) -> str:
         count, what = len(self), self._what
-        if not count:
-            return f"gradstat: no {what} to check"
+        if self._is_empty:
+            hint = f": none of {count_of(len(self.missing), 'parameter')} has one. Call backward() first"
+            return f"gradstat: no {what} to check{hint * bool(self.missing)}"
         things = count_of(count, what)
         if self.ok:
             return (
@@ -351,7 +354,7 @@ def _cells(stats: TensorStats) -> tuple[str, ...]:
         f"{stats.nan_count:,}" if stats.nan_count else "-",
         f"{stats.inf_count:,}" if stats.inf_count else "-",
         _place(stats),
-        _short(stats.l2_norm),
+        f"{stats.l2_norm:.3g}",
         _short(stats.min),
         _short(stats.max),
         f"{stats.zero_fraction:.1%}" if stats.zero_count else "-",

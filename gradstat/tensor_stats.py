@@ -22,6 +22,19 @@ FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 T = TypeVar("T")
 
 
+class Judged:
+    """What is true in a condition only if it is `ok`, so that ``assert gradstat.check(model)`` means what it says."""
+
+    __slots__ = ()
+
+    @property
+    def ok(self) -> bool:
+        raise NotImplementedError
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
 class ByName(Generic[T]):
     """Entries by name or position: made by ``_at`` when asked for; ``_absent`` says why there is none of a name."""
 
@@ -65,14 +78,16 @@ def derived(rows: Array, numel: Any, parts: Any = 1) -> dict[str, Array]:
     with np.errstate(all="ignore"):  # sums may have overflowed float64
         low, high = (np.where(low <= high, extreme, np.nan) for extreme in (low, high))
         finite = (numel - columns["nan_count"] - columns["inf_count"]) * parts
-        l2_norm, mean = l2_norm_of(rows), np.where(finite > 0, columns["sum"] / finite, np.nan)
+        norm, mean = l2_norm_of(rows), np.where(finite > 0, columns["sum"] / finite, np.nan)
+        of_bad = np.where(columns["nan_count"] > 0, np.nan, np.inf)
         return {
-            "l2_norm": l2_norm,
+            "l2_norm": np.where(columns["nan_count"] + columns["inf_count"] > 0, of_bad, norm),
+            "finite_norm": norm,
             "min": low,
             "max": high,
             "max_abs": np.maximum(abs(low), abs(high)),
             "mean": mean,
-            "std": _fields.std(np, l2_norm / np.sqrt(finite), mean),
+            "std": _fields.std(np, norm / np.sqrt(finite), mean),
             "zero_fraction": columns["zero_count"] / np.where(numel, numel, np.nan),
         }
 
@@ -109,6 +124,11 @@ class RowValues:
         return float(self._derived["zero_fraction"])
 
     @property
+    def finite_norm(self) -> float:
+        """L2 norm of the finite elements."""
+        return float(self._derived["finite_norm"])
+
+    @property
     def max_abs(self) -> float:
         """Largest magnitude of a finite element; NaN when there is none."""
         return float(self._derived["max_abs"])
@@ -119,11 +139,11 @@ class RowValues:
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-class TensorStats(RowValues):
+class TensorStats(Judged, RowValues):
     """The statistics of one tensor. All values are Python numbers, computed when read.
 
     Counts are of elements; an element of a complex tensor is NaN if either part is, else Inf if either part is, and
-    zero if both are. ``sum``, ``l2_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` are over the finite
+    zero if both are. ``sum``, ``finite_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` are over the finite
     elements, for complex ones over their real and imaginary parts. Norms have a relative error of at most 1e-7;
     counts, extremes and indices are exact.
 
@@ -183,7 +203,7 @@ class TensorStats(RowValues):
 
     @property
     def l2_norm(self) -> float:
-        """Square root of the sum of squares of the finite elements."""
+        """L2 norm of all elements, as torch would compute it: NaN if any is NaN, else Inf if any is."""
         return float(self._derived["l2_norm"])
 
     @property
@@ -250,7 +270,7 @@ class TensorStats(RowValues):
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
-            **self._json(*INTEGERS, *FLOATS),
+            **self._json(*INTEGERS, *FLOATS, "finite_norm"),
             "first_nonfinite": list(first) if first is not None else None,
             **({} if self._info.shards is None else {"rank": self.rank, "bad_ranks": self.bad_ranks}),
         }

@@ -63,7 +63,13 @@ def judge_check(batch: Batch, source: random.Random, backend: str) -> None:
 
 def assert_report(report: Report, batch: Batch, exact_stats: Sequence[ExactStats], names: Sequence[str]) -> None:
     expect(report.names == tuple(names), "names", "the report", report.names, names)
-    expect(report.ok == all(exact.is_finite for exact in exact_stats), "ok", "the report", report.ok, None)
+    expect(
+        report.ok == (bool(exact_stats) and all(exact.is_finite for exact in exact_stats)),
+        "ok",
+        "the report",
+        report.ok,
+        None,
+    )
     for name in ("nan_count", "inf_count", "zero_count"):
         total = sum(getattr(exact, name) for exact in exact_stats)
         expect(getattr(report, name) == total, name, "the report", getattr(report, name), total)
@@ -74,13 +80,17 @@ def assert_report(report: Report, batch: Batch, exact_stats: Sequence[ExactStats
         expect(stats.numel == recipe.numel, "numel", recipe, stats.numel, recipe.numel)
         expect(stats.ok == exact.is_finite, "ok", recipe, stats.ok, exact.is_finite)
         norm = float(exact.norm)
-        expect(is_close(stats.l2_norm, norm, tolerance_of([recipe.dtype]) * norm), "norm", recipe, stats.l2_norm, norm)
+        found = stats.finite_norm
+        expect(is_close(found, norm, tolerance_of([recipe.dtype]) * norm), "norm", recipe, found, norm)
+        whole = math.nan if stats.nan_count else math.inf if stats.inf_count else found
+        expect(is_close(stats.l2_norm, whole, 0.0), "norm of all", recipe, stats.l2_norm, whole)
         if exact.min <= exact.max:
             expect((stats.min, stats.max) == (exact.min, exact.max), "range", recipe, stats, exact.min)
         else:
             expect(all(map(math.isnan, (stats.min, stats.max, stats.mean))), "range", recipe, stats, "NaN")
         assert_first(stats.first_nonfinite, exact, batch, i)
-    expect(report.to_numpy()["l2_norm"].tolist() == [stats.l2_norm for stats in report], "norms", "it", report, None)
+    norms = np.array([stats.l2_norm for stats in report])
+    expect(np.array_equal(report.to_numpy()["l2_norm"], norms, equal_nan=True), "norms", "it", report, None)
     str(report), report.to_dict()
 
 

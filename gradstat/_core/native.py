@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.machinery
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,13 +89,10 @@ class CudaModule(DeviceModule, Protocol):
     def load_kernels(self, device: int, /) -> None: ...
 
 
-def library_path(name: str) -> Path | None:
+def library_path(name: str, package: Path = _PACKAGE) -> Path | None:
     """The path of the compiled library ``name`` in this installation, None if it was not built."""
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = _PACKAGE / f"{name}{suffix}"
-        if path.exists():
-            return path
-    return None
+    paths = (package / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in paths if path.exists()), None)
 
 
 @functools.cache
@@ -164,6 +162,16 @@ def check_fingerprint(built: str, path: Path) -> None:
 def _load(name: str) -> Any:
     path = library_path(name)
     if path is None:
+        # A clone's folder comes before installed packages on the path of programs that are started in it.
+        elsewhere = next(
+            (found for folder in sys.path if (found := library_path(name, Path(folder) / "gradstat"))), None
+        )
+        if elsewhere is not None:
+            raise BackendUnavailableError(
+                f"the sources in {_PACKAGE} were imported, which are not compiled, instead of the compiled gradstat in "
+                f"{elsewhere.parent.absolute()}. Run the program outside of {_PACKAGE.parent}, or compile the sources: "
+                f"`pip install --no-build-isolation -e {_PACKAGE.parent}`"
+            )
         raise BackendUnavailableError(
             f"gradstat was installed without its compiled extension {name}: no C++ compiler was found at installation, "
             f"no Python headers, or GRADSTAT_COMPILE=0 was set. Install both (g++ or clang++, python3-dev). {_REBUILD}"

@@ -82,21 +82,28 @@ def _has_standard_traversal(module: Module) -> bool:
 
 
 def named_parameters_of(target: object) -> NamedParameters:
-    """Named parameters of a module, an optimizer, an iterable, or a single parameter. TypeError for anything else."""
+    """Named parameters of a module, an optimizer, an iterable, a mapping, or a single parameter; else TypeError.
+
+    ValueError for a single tensor that was computed and so never gets a gradient, as a loss.
+    """
     if isinstance(target, Module):
         engine = engine_of(target)
         return _of_module(target) if engine is None else _of_module(engine.module)._replace(engine=engine)
     if isinstance(target, Optimizer):
         return _of_optimizer(target)
     if isinstance(target, Tensor):
+        if not (target.is_leaf or target.retains_grad):
+            raise ValueError(
+                f"expected parameters, got a tensor that is no leaf: it was computed, by {target.grad_fn}, so "
+                "backward() leaves no gradient in it. Pass the model; check_tensors() checks the tensor's own values"
+            )
         return NamedParameters([target], lambda: ["parameter"])
-    if isinstance(target, Mapping) or not isinstance(target, Iterable):
+    if not isinstance(target, Iterable):
         raise TypeError(
             f"expected a torch.nn.Module, an Optimizer, parameters or (name, parameter) pairs, got "
             f"{type(target).__name__}"
-            + ("; use check_tensors() for a mapping of tensors" * isinstance(target, Mapping))
         )
-    return _of_iterable(target)
+    return _of_iterable(target.items() if isinstance(target, Mapping) else target)
 
 
 def _of_optimizer(optimizer: Optimizer) -> NamedParameters:

@@ -24,6 +24,7 @@ from gradstat.patch import Layer, lock
 _layers: list[Layer] = []
 _hooks: list[Any] = []
 _scaler_kinds: set[type[GradScaler]] = set()  # those whose methods are wrapped
+_seekers: weakref.WeakSet[Any] = weakref.WeakSet()
 # Losses scaled by each scaler since they were last asked for.
 _losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
 
@@ -32,7 +33,7 @@ def listen(listener: announce.Listener) -> None:
     """Announces to ``listener``, which is held weakly, what torch and gradstat do to gradients, until `leave`."""
     announce.add(listener)
     with lock:
-        if _layers:
+        if _hooks:
             return
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             # torch looks up the second half of its own clip by the private name, also for callers who imported the
@@ -47,8 +48,26 @@ def listen(listener: announce.Listener) -> None:
 def leave(listener: announce.Listener) -> None:
     """The inverse of `listen`."""
     announce.discard(listener)
+    _restore_if_unused()
+
+
+def seek_scaler(seeker: object) -> None:
+    """Notes which scalers scale losses, for `only_scaler`, until ``seeker``, held weakly, calls `end_seeking`."""
     with lock:
-        if announce.listeners():
+        _seekers.add(seeker)
+        _wrap_scalers(GradScaler)
+
+
+def end_seeking(seeker: object) -> None:
+    """The inverse of `seek_scaler`; does nothing for one that does not seek."""
+    if seeker in _seekers:
+        _seekers.discard(seeker)
+        _restore_if_unused()
+
+
+def _restore_if_unused() -> None:
+    with lock:
+        if announce.listeners() or _seekers:
             return
         for part in (*_layers, *_hooks):
             part.remove()

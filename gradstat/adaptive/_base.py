@@ -72,6 +72,10 @@ class AdaptiveClip(ABC):
         self._options = {**options, "window": window}
         self._state_tensor: Tensor | None = None
 
+    def __float__(self) -> float:
+        # Asked for by clips, gradstat's and torch's, that got this in place of ``max_norm``.
+        raise TypeError(f"expected a number, got {self!r}, which clips by itself: call its clip_(parameters)")
+
     @never_traced
     def clip_(self, parameters: Tensor | Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         """Clips the gradients of ``parameters`` in place by this clip's method. No host sync.

@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gradstat bench",
+        prog="gradstat bench",
         description="Time a training step of your model, plain and with gradstat, torch's clip, a naive .item() loop\n"
         "and detect_anomaly, and measure the memory each adds.",
         epilog=FACTORY_HELP,

@@ -23,7 +23,7 @@ from gradstat.monitor.recording import save, write_page
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m gradstat demo",
+        prog="gradstat demo",
         description="Train a small byte-level GPT on the Python standard library's sources with every gradient checked "
         "on every step, corrupt one activation, see which layer is named and what the checks cost.",
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradstat._core.collectives import device_of, format_ranks, gather, require_member
 from gradstat._core.nested import leaves_in
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
+from gradstat.tensor_stats import Judged
 
 _CALLER = "verify_batches"
 _COMPARED_BY_REPR = (str, bytes, int, float, complex, type(None))
@@ -22,7 +23,7 @@ class RepeatedBatchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class BatchReport:
+class BatchReport(Judged):
     """The result of `verify_batches`, the same on every rank that took part.
 
     Attributes:

@@ -25,6 +25,7 @@ from gradstat._core.importing import UsageError, attribute_of
 from gradstat.distributed._ranks import LostRankError, RankError, Ranks
 from gradstat.distributed.layouts import LAYOUTS, Layout, make_layout_and_reference
 from gradstat.patch import importable_version
+from gradstat.tensor_stats import Judged
 
 WORLD = 4
 ORDERS = (2.0, math.inf, 1.0)
@@ -35,7 +36,7 @@ _OK = "ok"
 
 
 @dataclass(frozen=True)
-class LayoutResult:
+class LayoutResult(Judged):
     """The effect of a clip in one layout.
 
     Attributes:
@@ -59,7 +60,7 @@ class LayoutResult:
 
 
 @dataclass(frozen=True)
-class ClipReport:
+class ClipReport(Judged):
     """The result of `verify_clip`.
 
     Attributes:
@@ -378,7 +379,7 @@ def _ratio(values: Sequence[float], expected: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``norms``; returns 0 if everything is as in one process, else 1."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradstat norms",
+        prog="gradstat norms",
         description="Run a clip function on a small model distributed over four processes of this machine, in the "
         "layouts of DDP, FSDP2, HSDP, tensor and sequence parallelism, pipeline stages, experts and ZeRO, and report "
         "where norm, scaling and gradients differ from those of a single process.",

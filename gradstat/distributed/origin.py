@@ -23,6 +23,7 @@ from gradstat._core.text import count_of, count_of_bad, lines_of, printable
 from gradstat._core.wrappers import uncompiled
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
+from gradstat.tensor_stats import Judged
 
 _CALLER = "OriginTracker.result"
 _COUNTS = [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]
@@ -291,7 +292,7 @@ class BadGradient(NamedTuple):
     counts: dict[int, tuple[int, int]]
 
 
-class OriginReport:
+class OriginReport(Judged):
     """Which rank caused NaN or Inf in which gradient, the same on every rank. Ranks are global.
 
     Returned by `OriginTracker.result`. A bad gradient that was reduced or accumulated stays bad everywhere, so each

@@ -19,6 +19,7 @@ from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, 
 from gradstat._core.parameters import named_parameters_of
 from gradstat._core.text import count_of, lines_of, printable
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
+from gradstat.tensor_stats import Judged
 
 _CALLER = "verify_replicas"
 _NAMED_IN_ERROR = 5
@@ -57,7 +58,7 @@ class ReplicaMismatchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class ReplicaReport:
+class ReplicaReport(Judged):
     """The result of `verify_replicas`, the same on every rank that took part.
 
     Attributes:

@@ -74,9 +74,9 @@ class RankReductions:
 def _describe(number: int, report: AccumulationReport, losses: list[float]) -> str:
     total = report.micro_batches
     bad_losses = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-    if report.ok and not bad_losses:
+    if not report.first_bad and not bad_losses:
         return f"step {number}: none of the {total} micro-batches was bad by itself"
-    if report.ok:
+    if not report.first_bad:
         first, names = bad_losses[0], []
     else:
         first = min(report.first_bad.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from gradstat._core.parameters import Parameters
 from gradstat.adaptive._base import checked_limit
-from gradstat.monitor import POLICIES, Finding, Monitor, MonitorOptions, default_rules
+from gradstat.monitor import POLICIES, Finding, Monitor, default_rules
+from gradstat.monitor.arguments import refuse_unknown
+from gradstat.monitor.kinds import asked_for
 from gradstat.monitor.policies import PolicyTable
 
 COLLECTIVE_POLICIES = ("replay", "checkpoint")
@@ -22,8 +24,8 @@ class Options:
     """Arguments of `gradstat.Monitor`, except for model, optimizer and scaler, which come from ``source``.
 
     ``runs_steps``: the framework's own step can be run again, so a replay needs no function; ``saves``: the policy
-    ``"checkpoint"`` exists; ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy. Raises
-    TypeError or ValueError as `gradstat.Monitor` does.
+    ``"checkpoint"`` exists; ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy; ``caller``:
+    whose arguments they are, for errors. Raises TypeError or ValueError as `gradstat.Monitor` does.
     """
 
     def __init__(
@@ -34,13 +36,13 @@ class Options:
         runs_steps: bool = False,
         saves: bool = False,
         healthy_checkpoints: bool = False,
+        caller: Callable[..., Any] = Monitor,
     ) -> None:
         self.healthy_checkpoints = healthy_checkpoints
         for name in ("model", "optimizer", "scaler"):
             if name in arguments:
                 raise TypeError(f"{name} is taken from the {source}; leave it out")
-        if runs_steps and MonitorOptions.of(arguments.get("options")).keep_batch:
-            raise TypeError(f"keep_batch is for plain loops; the {source} keeps the inputs of a step; leave it out")
+        refuse_unknown(arguments, caller, Monitor)
         self.max_norm, self.runs_steps = checked_limit(max_norm), runs_steps
         self.arguments = dict(arguments)
         self.arguments["rules"] = default_rules() if arguments.get("rules") is None else list(arguments["rules"])
@@ -49,8 +51,7 @@ class Options:
             arguments.get("on_anomaly"), [getattr(rule, "name", "") for rule in self.arguments["rules"]], policies
         )
         self.policies = {name for name in policies if self.table.uses(name)}
-        watch = arguments.get("watch")
-        watch = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
+        watch = asked_for(arguments.get("watch"))
         self.tracks_origin = bool(watch.get("origin"))
         # A monitor of a stand-in model raises for invalid arguments now; making the model draws no random numbers.
         model = Parameters([("weight", nn.Parameter(torch.zeros(1, device="cpu")))])

@@ -73,7 +73,7 @@ def install(
             "after accelerator.prepare(model, optimizer, ...)"
         )
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    options = Options(arguments, "accelerator", max_norm, healthy_checkpoints=healthy_checkpoints)
+    options = Options(arguments, "accelerator", max_norm, healthy_checkpoints=healthy_checkpoints, caller=install)
     if isinstance(max_norm, AdaptiveClip) and len(models) > 1:
         raise ValueError(
             f"expected a number as max_norm for {len(models)} models, got {type(max_norm).__name__}, which "

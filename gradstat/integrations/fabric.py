@@ -69,7 +69,7 @@ def install(
             raise TypeError(f"{what}: expected what fabric.setup() returned, got {type(thing).__name__}")
     if type(micro_batches) is not int or micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches!r}; expected the number of fabric.backward calls per step")
-    options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "fabric", max_norm)
+    options = Options({"on_anomaly": on_anomaly, "watch": watch, **monitor_options}, "fabric", max_norm, caller=install)
     return FabricHandle(fabric, model, optimizer, options, micro_batches)
 
 

@@ -99,7 +99,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         arguments = {"on_anomaly": on_anomaly, **options}
         super().__init__(
             Options(
-                arguments, "trainer", max_norm, runs_steps=True, saves=True, healthy_checkpoints=healthy_checkpoints
+                arguments,
+                "trainer",
+                max_norm,
+                runs_steps=True,
+                saves=True,
+                healthy_checkpoints=healthy_checkpoints,
+                caller=GradstatCallback,
             )
         )
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()

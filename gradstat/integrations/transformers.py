@@ -81,7 +81,9 @@ def install(
     if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    options = Options(arguments, "trainer", max_norm, runs_steps=True, healthy_checkpoints=healthy_checkpoints)
+    options = Options(
+        arguments, "trainer", max_norm, runs_steps=True, healthy_checkpoints=healthy_checkpoints, caller=install
+    )
     max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
     if options.max_norm is not None and max_grad_norm > 0 and options.max_norm != max_grad_norm:
         raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,7 @@ from gradstat._core.engines import Engine
 from gradstat._step.loss_scale import inner_scaler
 from gradstat.guard import SpikeGuard
 from gradstat.monitor.policies import PolicyTable
+from gradstat.monitor.replay.rerun import takes_batch
 from gradstat.monitor.rules import Rule
 
 
@@ -25,6 +28,17 @@ def check_arguments(model: object, optimizer: object, rules: list[Any] | None) -
         if not isinstance(rule, Rule):
             hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
             raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
+
+
+def refuse_unknown(names: Iterable[str], caller: Callable[..., Any], monitor: Callable[..., Any]) -> None:
+    """Raises TypeError for an argument that neither ``caller`` nor the monitor it makes takes."""
+    parameters = [p for made in (caller, monitor) for p in inspect.signature(made).parameters.values()]
+    known = list(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise TypeError(f"{caller.__name__}() has no argument {name!r}; {hint}")
 
 
 def check_guard(guard: object, optimizer: object, scaler: Any) -> None:
@@ -53,6 +67,8 @@ def check_policies(policies: PolicyTable, optimizer: object, replay: object) -> 
         raise TypeError(
             "on_anomaly='replay' needs the function that runs a step: gradstat.Monitor(..., replay=step_fn)"
         )
+    if callable(replay):
+        takes_batch(replay)
 
 
 def check_engine_options(

@@ -396,7 +396,8 @@ class Collector:
         included = {"parameters": True, "buffers": False, "optimizer": bool(self._periods["optimizer"])}
         segments = self.states(self._local_parameters(named), tuple(named.names()), included.__getitem__)
         plain = [part.detach() for _, some in segments for tensor in some for _, part in plain_parts(shard_of(tensor))]
-        return check_tensors([part for part in plain if observers.measurable(part)], backend=self._backend).ok
+        measurable = [part for part in plain if observers.measurable(part)]
+        return not check_tensors(measurable, backend=self._backend).nonfinite
 
     def _switch_hooks(self, step: int) -> None:
         if self._outputs is not None:

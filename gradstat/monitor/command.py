@@ -34,7 +34,7 @@ def describe(recording: Recording) -> str:
 def view_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``view``; returns 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradstat view",
+        prog="gradstat view",
         description="Print a summary of a recording and write it as one self-contained HTML page.",
         epilog='The page needs plotly: pip install "gradstat[view]". Exit status: 0, or 2 if a file cannot be read or '
         "written.",
@@ -54,7 +54,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
 def diff_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``diff``; returns 0 for no relevant difference, 1 for some, 2 if the recordings cannot be compared."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradstat diff",
+        prog="gradstat diff",
         description="Find the first step in which two runs diverge, bitwise and beyond a tolerance, and what is first.",
         epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
         "cannot be read or have no step in common.",

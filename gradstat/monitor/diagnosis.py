@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstat._core.text import count_of, lines_of, printable
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, in_words
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.rules import RULES
+from gradstat.tensor_stats import Judged
 
 # Findings that begin within this many steps of each other form one incident.
 _APART = 50
@@ -31,7 +32,7 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Judged):
     """Findings of a run, ordered by when they began and by how far upstream they are. Made by `Monitor.diagnose`.
 
     Attributes:
@@ -165,8 +166,9 @@ def _when(incident: Incident) -> str:
 def _entry(number: int, finding: Finding) -> list[str]:
     lines = [f"{number}. {finding.rule} ({finding.severity}), since step {finding.step}", f"   {finding.text}"]
     if finding.evidence:
-        values = [f"{key} {_formatted(value)}" for key, value in finding.evidence.items() if value is not None]
-        lines.append(f"   evidence: {', '.join(values)}")
+        lines.append(
+            f"   evidence: {', '.join(f'{key} {_formatted(value)}' for key, value in in_words(finding.evidence))}"
+        )
     for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
         if items:
             lines += [f"   {title}:", *(f"     - {item}" for item in items)]

@@ -34,6 +34,11 @@ def _all() -> list[Endable]:
     return [monitor for reference in list(_known) if (monitor := reference()) is not None]
 
 
+def are_open() -> int:
+    """How many monitors are open."""
+    return sum(monitor._is_open for monitor in _all())
+
+
 @atexit.register
 def _end_with_the_program() -> None:
     for monitor in _all():

@@ -22,6 +22,29 @@ _TYPES: dict[str, Any] = dict.fromkeys(("rule", "severity", "name", "text", "abo
 }
 
 
+# What evidence is called where it is shown, if its key says it only to a program.
+_WORDS = {
+    "all": "not finite",
+    "all_bad": "how many are not finite",
+    "parameters_bad": "how many are not finite",
+    "nan_count": "NaN elements",
+    "inf_count": "Inf elements",
+    "numel": "elements",
+    "first": "index of the first",
+    "lr": "learning rate",
+}
+
+
+def in_words(evidence: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The evidence of a finding as it is shown: what each value is, and the value; without those that are None."""
+
+    def words(key: str, value: Any) -> str:
+        is_listed = key == "parameters" and isinstance(value, list | tuple)  # elsewhere it is a number of them
+        return _WORDS["all"] if is_listed else _WORDS.get(key, key.replace("_", " "))
+
+    return [(words(str(key), value), value) for key, value in evidence.items() if value is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One problem that a rule found.

@@ -69,11 +69,17 @@ def name_of_state(key: str) -> str:
     return f"optimizer {key}" if key in _PLACES or key == "scalars" else key
 
 
+def asked_for(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
+    """``watch`` as a dictionary of periods: what is given by name only, one or several, is for every step."""
+    if isinstance(watch, Mapping):
+        return dict(watch)
+    return dict.fromkeys([watch] if isinstance(watch, str) else watch or (), 1)
+
+
 def periods(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
-    """`DEFAULT_WATCH` updated with ``watch``; in a sequence of names, each is measured in every step."""
+    """`DEFAULT_WATCH` updated with ``watch``."""
     chosen = dict(DEFAULT_WATCH)
-    wanted = dict(watch) if isinstance(watch, Mapping) else dict.fromkeys(watch or (), 1)
-    for name, period in wanted.items():
+    for name, period in asked_for(watch).items():
         if name not in chosen:
             raise ValueError(f"cannot watch {name!r}; known: {', '.join(chosen)}")
         if isinstance(period, bool) or not isinstance(period, int):

@@ -27,8 +27,9 @@ _SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
 _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 
-# Scalars that are 0 in steps that do not have them.
+# Scalars that are 0 in steps that do not have them: counts, in every series, and what is noted in bad steps only.
 _COUNTS = {"nonfinite": 0.0, "missing": 0.0}
+_ABSENT = {**_COUNTS, "loss_nonfinite": 0.0}
 
 # Up to this many bytes, rows are kept unconverted: most are dropped before anyone asks for a series.
 _MAX_RAW_BYTES = 16 * 2**20
@@ -269,7 +270,9 @@ class StepLog:
         first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
         recent = steps >= first
         scalars = {
-            name: np.concatenate([columns.get(name, np.full(len(s), math.nan)) for s, columns, _ in blocks])[recent]
+            name: np.concatenate(
+                [columns.get(name, np.full(len(s), _ABSENT.get(name, math.nan))) for s, columns, _ in blocks]
+            )[recent]
             for name in dict.fromkeys(name for _, columns, _ in blocks for name in columns)
         }
         self._condense()
@@ -302,10 +305,10 @@ def _rows(steps: npt.NDArray[np.int64], raw: Floats, by_row: list[TensorSet], is
 
 
 def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
-    """The scalars of some steps, each as an array; missing values are NaN, or 0 for counts."""
+    """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
     if not steps:
         return {}
-    absent = [(name, _COUNTS.get(name, math.nan)) for name in dict.fromkeys(itertools.chain(_COUNTS, *steps))]
+    absent = [(name, _ABSENT.get(name, math.nan)) for name in dict.fromkeys(itertools.chain(_COUNTS, *steps))]
     numbers = (one.get(name, value) for name, value in absent for one in steps)
     values = np.fromiter(numbers, np.float64, len(absent) * len(steps)).reshape(len(absent), len(steps))
     return dict(zip((name for name, _ in absent), values, strict=True))

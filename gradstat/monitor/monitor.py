@@ -22,7 +22,7 @@ from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import Trained
 from gradstat._core.tensors import is_uninitialized
-from gradstat._step import decision
+from gradstat._step import decision, torch_calls
 from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
@@ -97,7 +97,8 @@ class Monitor:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
             DeepSpeed's engine or Megatron-Core's DistributedDataParallel.
         optimizer: Provides the learning rate and the optimizer states; needed to skip; restored by rollback and replay.
-        scaler: The loss scaler, if any: the loss scale is watched and divided out of the statistics.
+        scaler: The loss scaler, if any: the loss scale is watched and divided out of the statistics. None to take the
+            one that has scaled a loss before the first step, if it is the only one, and this the only open monitor.
         on_anomaly: How to respond to findings: ``"warn"``, ``"raise"``, ``"skip"``, ``"stop"``, ``"snapshot"``,
             ``"rollback"``, ``"replay"``, ``"record"`` (only add to `findings`), a callable ``(monitor, finding)``, or
             several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
@@ -105,8 +106,9 @@ class Monitor:
         rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
         save_to: A file for the flight recording, written after errors and at the end of the run; None for none. It is
             tried at once; if it cannot be written later, the recording goes to another folder, with a warning.
-        replay: The function that runs one step, for ``on_anomaly="replay"``; True only keeps what `replay` needs. Costs
-            tens of microseconds per forward pass to save the states of random generators, and a copy of the buffers.
+        replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no
+            argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
+            forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
         max_norm: The norm that gradients are clipped to, for the rule on clipping and for predicting updates.
         classes: Number of classes of the integer tensors passed to `batch`; or a mapping by path,
@@ -208,10 +210,13 @@ class Monitor:
             self._lag = 0  # the next step would overwrite what a replay needs
         if replay:
             step_fn = replay if callable(replay) else None
-            self._replayer = Replayer(model, optimizer, scaler, step_fn, options.keep_batch)
+            self._replayer = Replayer(model, optimizer, scaler, step_fn)
         self._lock = threading.RLock()  # protects everything but the acting on findings, which calls users' functions
         self._is_open = True
         endings.remember(self)
+        self._seeks_scaler = scaler is None and engine is None
+        if self._seeks_scaler:
+            torch_calls.seek_scaler(self)
 
     @property
     def scaler(self) -> Any:
@@ -242,13 +247,18 @@ class Monitor:
             The new findings; on a GPU they are about the step before.
 
         Raises:
-            TypeError, ValueError: ``loss`` is not one number.
+            TypeError, ValueError: ``loss`` is not one number, or the function of ``replay`` takes a batch that `batch`
+                did not get.
             AnomalyError: A finding has the policy ``"raise"``. What a callable in ``on_anomaly`` raises is passed on.
             BackendUnavailableError: The requested backend cannot run here. Other internal errors of the monitor are
                 reported once, as a warning, and training goes on.
         """
         if self._paused:
             return self._not_watched("step")
+        if self._replayer is not None:
+            self._replayer.require_batch()
+        if self._seeks_scaler:
+            self._find_scaler()
         with self._lock:
             first_new = len(self.findings)
             self._is_open = True
@@ -283,6 +293,19 @@ class Monitor:
                 self._snapshots.take(pending.step)
         # On the CPU nothing is copied, so there is nothing to wait for.
         return self._lag if pending.numbers[0].needs_copy else 0
+
+    def _find_scaler(self) -> None:
+        """In the first step, takes the only scaler in use. With several monitors it could be another's."""
+        found = torch_calls.only_scaler() if self.scaler is None and endings.are_open() == 1 else None
+        if found is not None:
+            check_guard(self.guard, self._optimizer, found)
+            self.scaler = found
+        self._end_seeking()
+
+    def _end_seeking(self) -> None:
+        if self._seeks_scaler:
+            self._seeks_scaler = False
+            torch_calls.end_seeking(self)
 
     def _not_watched(self, call: str) -> list[Finding]:
         """What calls return during a replay, and after `detach`, when one warning says that nothing is watched."""
@@ -385,15 +408,15 @@ class Monitor:
         step: it then runs with the current parameters, buffers and random state, and a warning says so.
 
         Args:
-            step_fn: Forward and backward, or a whole training step; called with the batch if it was kept. None takes
-                the function given as ``replay``.
+            step_fn: Forward and backward, or a whole training step; called with the last `batch` if it takes an
+                argument. None takes the function given as ``replay``.
 
         Returns:
             The culprit, also stored in `culprit` and shown in the diagnosis; None if all was finite this time.
 
         Raises:
             RuntimeError: The parameters have changed since the step whose state was kept.
-            TypeError: No function was given.
+            TypeError: No function was given, or one that takes a batch, which `batch` did not get.
         """
         if self._replayer is None and step_fn is None:
             raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
@@ -712,6 +735,7 @@ class Monitor:
     def _end(self, why: str) -> None:
         """Reviews what is left and saves the recording. Findings raise nothing any more, but warn."""
         self._is_open = False
+        self._end_seeking()
         if not self._lock.acquire(timeout=_PATIENCE):
             warn("the last steps were not reviewed: another thread is inside of the monitor", RuntimeWarning)
             return

@@ -21,7 +21,6 @@ class MonitorOptions:
         review_every: Maximum number of healthy steps between two reviews.
         rollback_every: For ``"rollback"``: every how many steps the state is copied to host memory; less often if the
             numbers of a step are read later than that.
-        keep_batch: Whether `Monitor.batch` keeps the batch, so that a replay calls the function with it.
         ignore_index: A label value that marks positions without a label.
         backend: As in `gradstat.check`.
         extra_groups: As in `gradstat.check`, in lists, not iterators, since they are read in every step: norms and
@@ -36,7 +35,6 @@ class MonitorOptions:
     lag: int = 1
     review_every: int = 64
     rollback_every: int = 100
-    keep_batch: bool = False
     ignore_index: int = -100
     backend: str | None = None
     extra_groups: ExtraGroups | None = None

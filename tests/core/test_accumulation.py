@@ -102,6 +102,18 @@ def test_a_step_starts_over_behind_its_result_and_when_it_is_given_up() -> None:
         micro_batches.result()
 
 
+def test_micro_batches_without_any_gradient_are_not_ok() -> None:
+    model = make_model()
+    micro_batches = gradstat.MicroBatches(model)
+    micro_batches.check()
+    report = micro_batches.result()
+    assert not report
+    assert repr(report) == "AccumulationReport(1 micro-batch, nothing checked)"
+    assert "but no gradient" in str(report)
+    with pytest.raises(gradstat.NonFiniteGradientError, match="no gradient to check: none of 4 parameters has one"):
+        report.raise_if_nonfinite()
+
+
 def test_a_gradient_may_appear_late_and_be_freed() -> None:
     model = make_model()
     micro_batches = gradstat.MicroBatches(model)

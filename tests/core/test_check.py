@@ -65,7 +65,7 @@ def test_missing_gradients_are_reported_and_frozen_parameters_are_not() -> None:
     model[3].weight.requires_grad_(False)
     report = gradstat.check(model)
     assert len(report) == 0
-    assert report.ok
+    assert not report.ok
     assert report.missing == tuple(name for name in NAMES if name != "3.weight")
     trained(model)
     model[0].bias.grad = None
@@ -76,6 +76,14 @@ def test_missing_gradients_are_reported_and_frozen_parameters_are_not() -> None:
         pending.result()["0.bias"]
     del model[:]
     assert gradstat.check(model).names == gradstat.check(model).missing == ()
+
+
+def test_a_mapping_of_parameters_is_checked_by_its_gradients() -> None:
+    model = trained(make_model())
+    model[0].bias.grad[1] = math.nan
+    report = gradstat.check(dict(model.named_parameters()))
+    assert report.names == gradstat.check(model).names
+    assert [stats.name for stats in report.nonfinite] == ["0.bias"]
 
 
 def test_tied_parameters_appear_once_in_a_module_and_twice_in_a_list() -> None:
@@ -163,7 +171,7 @@ def test_what_has_no_statistics_is_refused_by_name(
             gradstat.check([("fine", parameter_with(torch.ones(3))), ("w", parameter_with(gradient))], backend=backend)
 
 
-@pytest.mark.parametrize("target", [3, None, {"a": torch.ones(2)}, "model"], ids=repr)
+@pytest.mark.parametrize("target", [3, None, {"a": 1}, "model"], ids=repr)
 def test_other_targets_are_refused(target: object) -> None:
     for call in (gradstat.check, gradstat.MicroBatches):
         with pytest.raises(TypeError, match=r"expected|neither"):
@@ -171,8 +179,13 @@ def test_other_targets_are_refused(target: object) -> None:
 
 
 def test_tensors_that_take_no_part_in_training_are_not_called_healthy() -> None:
-    with pytest.raises(ValueError, match="check_tensors"):
-        gradstat.check([torch.full((2,), math.nan)])
+    for tensors in ([torch.full((2,), math.nan)], {"a": torch.ones(2)}):
+        with pytest.raises(ValueError, match="check_tensors"):
+            gradstat.check(tensors)
+    loss = nn.Linear(2, 1)(torch.ones(2)).sum()
+    loss.backward()
+    with pytest.raises(ValueError, match=r"no leaf: it was computed, by <SumBackward0.*Pass the model"):
+        gradstat.check(loss)
     with pytest.raises(TypeError, match="item 1 is neither"):
         gradstat.check([nn.Parameter(torch.ones(2)), 5])
 

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -43,7 +44,8 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
         assert stats.zero_count == (x == 0).sum()
         assert stats.zero_fraction == pytest.approx(stats.zero_count / (stats.numel or math.nan), nan_ok=True)
         assert stats.ok == bool(x.isfinite().all())
-        assert stats.l2_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
+        assert stats.finite_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
+        assert stats.l2_norm == pytest.approx(x.norm().item(), rel=1e-7, abs=0.0, nan_ok=True)
         expected = [math.nan] * 5
         if len(finite):
             values = finite.min(), finite.max(), finite.abs().max(), finite.mean(), finite.std(correction=0)
@@ -85,7 +87,8 @@ def test_worst_first(report: gradstat.Report) -> None:
     assert [stats.name for stats in report.worst(4)][:3] == ["bad", "layer3.weight", "layer5.weight"]
     assert report.worst(1, by="zero_count")[0].name == "layer6.weight"
     norms = [stats.l2_norm for stats in report.worst(99, by="l2_norm")]
-    assert norms == sorted(norms, reverse=True)
+    assert [math.isfinite(norm) for norm in norms[:3]] == [False] * 3
+    assert norms[3:] == sorted(norms[3:], reverse=True)
     assert len(norms) == len(report)
     with pytest.raises(ValueError, match=r"cannot order by 'median'.*l2_norm"):
         report.worst(by="median")
@@ -138,7 +141,7 @@ def test_text_shows_the_bad_ones_first_then_the_extremes(report: gradstat.Report
     lines = str(report).splitlines()
     assert lines[0] == "gradstat: 3 of 12 tensors NOT FINITE: 4 NaN and 2 Inf in 184 elements"
     assert lines[1] == "not finite, worst first:"
-    assert lines[3].split()[:5] == ["bad", "3", "3", "-", "[0]"]
+    assert lines[3].split()[:6] == ["bad", "3", "3", "-", "[0]", "nan"]
     assert any(line.startswith("largest norm") for line in lines)
     assert all(len(line) < 110 for line in lines)
     assert "not finite" in repr(report)
@@ -150,10 +153,31 @@ def test_text_shows_the_bad_ones_first_then_the_extremes(report: gradstat.Report
     assert "no gradient (2): weight, bias" in str(gradstat.check(torch.nn.Linear(2, 2)))
 
 
+def test_a_report_is_true_only_if_everything_was_checked_and_finite() -> None:
+    model = torch.nn.Linear(2, 2)
+    nothing = gradstat.check(model)  # before backward()
+    assert not nothing
+    assert not nothing.ok
+    assert nothing.to_dict()["ok"] is False
+    assert repr(nothing) == "Report(0 gradients, nothing checked, total_norm=0)"
+    message = "no gradient to check: none of 2 parameters has one. Call backward() first"
+    with pytest.raises(gradstat.NonFiniteGradientError, match=re.escape(message)):
+        nothing.raise_if_nonfinite()
+    assert message in str(nothing)
+    model(torch.ones(1, 2)).sum().backward()
+    healthy = gradstat.check(model)
+    assert healthy
+    assert healthy[0]
+    model.bias.grad[1] = math.nan
+    bad = gradstat.check(model)
+    assert not bad
+    assert [bool(stats) for stats in bad] == [True, False]
+
+
 def test_complex_runs_over_parts() -> None:
     stats = gradstat.check_tensors([torch.tensor([3 + 4j, 0j, complex(math.nan, 1)])])[0]
     assert isinstance(stats, TensorStats)
-    assert (stats.numel, stats.nan_count, stats.zero_count, stats.l2_norm) == (3, 1, 1, 5.0)
+    assert (stats.numel, stats.nan_count, stats.zero_count, stats.finite_norm) == (3, 1, 1, 5.0)
     assert (stats.mean, stats.max) == (7 / 4, 4.0)
     assert stats.std == pytest.approx(np.std([3, 4, 0, 0]))
 

@@ -105,3 +105,7 @@ def test_info_lists_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert '"backends"' in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["info", "--wrong"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"gradstat {gradstat.__version__}\n")

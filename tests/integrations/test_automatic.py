@@ -528,6 +528,8 @@ def test_a_closure_need_not_return_a_loss() -> None:
 
 
 def test_wrong_types_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"auto\(\) has no argument 'maxnorm'; did you mean 'max_norm'\?"):
+        gradstat.auto(torch.optim.SGD(nn.Linear(2, 2).parameters()), maxnorm=1.0)
     model, optimizer = made()
     native = SimpleNamespace(_scaler=torch.amp.GradScaler("cpu"))  # as trainers wrap torch's
     assert gradstat.Monitor(model, optimizer, native).scaler is native._scaler

@@ -342,6 +342,11 @@ def test_a_negative_clip_of_the_trainer_is_none() -> None:
         assert callback.monitor._max_norm == own
 
 
+def test_a_wrong_argument_names_the_callback() -> None:
+    with pytest.raises(TypeError, match=r"GradstatCallback\(\) has no argument 'maxnorm'; did you mean 'max_norm'\?"):
+        GradstatCallback(maxnorm=1.0)
+
+
 def test_duplicate_clips_and_callbacks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"):
         fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)

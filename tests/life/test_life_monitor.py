@@ -284,7 +284,7 @@ class Program:
         newest = self.monitor.latest()
         if newest is not None:
             for name, norm in self.seen[newest.step].gradients.items():
-                assert is_close(newest.report[name].l2_norm, norm), (newest.step, name)
+                assert is_close(newest.report[name].finite_norm, norm), (newest.step, name)
 
     def compare(self) -> None:
         recording = self.monitor.recording()

@@ -21,6 +21,7 @@ import torch
 from abi3info import DATAS, FUNCTIONS
 from abi3info.models import PyVersion, Symbol
 
+import gradstat
 from gradstat import _torch_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -169,6 +170,43 @@ def test_the_wheel_holds_the_package_and_nothing_else(sources: list[str], wheel:
     assert f"torch>={'.'.join(map(str, _torch_version.LEAST))}" in metadata.get_all("Requires-Dist", [])
 
 
+def test_a_package_index_gets_links_that_lead_to_the_repository() -> None:
+    code = (
+        "from setuptools import Distribution; import distutils.core; "
+        "made = distutils.core.run_setup('setup.py', stop_after='config').metadata; "
+        "print(made.project_urls); print(made.long_description)"
+    )
+    run_setup = [sys.executable, "-W", "ignore", "-c", code]
+    elsewhere = {"GITHUB_SERVER_URL": "https://host", "GITHUB_REPOSITORY": "owner/name", "GRADSTAT_COMPILE": "0"}
+    urls, _, text = run(*run_setup, cwd=ROOT, **elsewhere).partition("\n")
+    assert "'Repository': 'https://host/owner/name'" in urls
+    assert re.findall(r"!\[[^]]*\]\((.*?)\)", text)[0] == "https://host/owner/name/raw/main/docs/demo.png"
+    links = re.findall(r"\]\((.*?)\)", text)
+    assert len(links) > 10
+    assert all(link.startswith("https://") for link in links)
+    urls, _, text = run(*run_setup, cwd=ROOT, **{**elsewhere, "GITHUB_REPOSITORY": ""}).partition("\n")
+    assert urls == "{}"
+    assert text.strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_a_citation_names_this_version() -> None:
+    (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == gradstat.__version__
+
+
+def test_workflows_run_what_exists() -> None:
+    workflows = {path.name: path.read_text() for path in (ROOT / ".github" / "workflows").iterdir()}
+    assert set(workflows) == {"ci.yml", "wheels.yml"}
+    targets = re.search(r"target: \[(.*)\]", workflows["ci.yml"])
+    assert targets is not None
+    called = {*targets[1].split(", "), *re.findall(r"\.ci/run ([a-z-]+) ([a-z-]+)", workflows["ci.yml"])[0]}
+    everything = re.search(r"@:-(.*)}", (ROOT / ".ci" / "run").read_text())
+    assert everything is not None
+    assert called == set(everything[1].split())  # together they run all of it
+    for target in called:
+        run("make", "-n", target, cwd=ROOT)
+
+
 def test_the_platform_tag_promises_no_older_system_than_the_library_needs(wheel: Path, demands: Demands) -> None:
     promised = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)
     needed = [re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", version) for version in set(demands.symbols.values())]
@@ -236,23 +274,30 @@ def test_csrc_uses_nothing_of_torch_that_the_oldest_did_not_compile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "gpus", "compiles_cuda"),
+    ("target", "gpus", "wanted", "built"),
     [
-        ("demo", "No devices were found", False),
-        ("demo", "GPU 0: a card", True),
-        ("test", "No devices were found", True),
+        ("demo", "No devices were found", "", "GRADSTAT_CUDA=0 "),
+        ("demo", "8.0\n9.0\n9.0", "", 'GRADSTAT_CUDA_ARCHITECTURES="80 90" '),
+        ("test", "No devices were found", "", 'GRADSTAT_CUDA_ARCHITECTURES="90" '),
+        ("test", "8.6", "", 'GRADSTAT_CUDA_ARCHITECTURES="86" '),
+        ("test", "No devices were found", "0", "GRADSTAT_CUDA=0 "),
+        ("test", "No devices were found", "1", ""),
     ],
 )
-def test_make_compiles_cuda_code_for_tests_and_for_a_gpu(
-    target: str, gpus: str, compiles_cuda: bool, tmp_path: Path
+def test_make_compiles_cuda_code_for_the_gpus_that_are_here_and_for_tests(
+    target: str, gpus: str, wanted: str, built: str, tmp_path: Path
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    printed = run("make", "-n", f"VENV={tmp_path}", target, cwd=ROOT, PATH=path)
+    environment = {"PATH": path, "GRADSTAT_CUDA": wanted, "GRADSTAT_CUDA_ARCHITECTURES": ""}
+    printed = run("make", "-n", f"VENV={tmp_path}", target, cwd=ROOT, **environment)
     (build,) = [line for line in printed.splitlines() if "build_ext" in line]
-    assert build.startswith("GRADSTAT_CUDA=0 ") != compiles_cuda
+    assert build == f"{built}{tmp_path}/bin/python setup.py --quiet build_ext --inplace"
     assert f'-e ".[{target}]"' in printed
+    assert "triton" not in printed
+    stages = [line for line in printed.splitlines() if line.startswith('echo "== ')]
+    assert len(stages) == 5  # each says before it begins what it does: environment, torch, packages, compiler, program
 
 
 def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(wheel: Path, tmp_path: Path) -> None:

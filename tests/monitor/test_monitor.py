@@ -5,6 +5,8 @@ import dataclasses
 import gc
 import math
 import pickle
+import re
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -337,6 +339,57 @@ def test_a_rule_without_policies_only_records(recwarn: pytest.WarningsRecorder) 
     trained(model, optimizer, monitor, 3, bad=2)
     assert [finding.rule for finding in monitor.findings] == ["nonfinite-gradient"]
     assert not [str(warning.message) for warning in recwarn if "nonfinite-gradient" in str(warning.message)]
+
+
+def test_a_loss_that_was_not_finite_is_noted_in_its_step_and_all_others_are_told_apart() -> None:
+    model = nn.Linear(2, 1)
+    monitor = gradstat.Monitor(model, on_anomaly="record", options={"review_every": 2})
+    for loss in (1.0, 1.0, 1.0, math.nan, 1.0, math.inf):
+        model(torch.ones(1, 2)).sum().backward()
+        monitor.step(loss)
+    assert monitor.recording().scalars["loss_nonfinite"].tolist() == [0, 0, 0, 1, 0, 2]
+
+
+def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
+    scale_of_torch = torch.amp.GradScaler.scale
+    for count, norm in ((1, 1.0), (2, 4096.0)):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        monitors = [gradstat.Monitor(model, optimizer, on_anomaly="record") for _ in range(count)]
+        loss = model(torch.ones(1, 1)).sum()
+        scaler.scale(loss).backward()
+        for monitor in monitors:
+            monitor.step(loss)
+        assert [monitor.scaler is scaler for monitor in monitors] == [count == 1] * count
+        assert monitors[0].recording().scalars["norm"].tolist() == [norm]
+        assert torch.amp.GradScaler.scale is scale_of_torch  # it was looked for until the first step only
+        for monitor in monitors:
+            monitor.detach()
+    monitor = gradstat.Monitor(model, optimizer)
+    assert torch.amp.GradScaler.scale is not scale_of_torch
+    del monitor
+    assert torch.amp.GradScaler.scale is scale_of_torch
+
+
+def test_evidence_is_told_in_words() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+    (model(torch.ones(1, 2)).sum() * math.nan).backward()
+    monitor.step()
+    text = str(monitor.diagnose())
+    assert "evidence: not finite [" in text
+    assert "how many are not finite 4, NaN elements " in text
+    assert not re.search(r"evidence:.*(parameters_bad|all_bad|numel|_count)", text)
+
+
+def test_what_to_watch_may_be_one_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    with gradstat.Monitor(model, watch="activations") as monitor:
+        loss = model(torch.randn(4, 3)).sum()
+        loss.backward()
+        monitor.step(loss)
+    assert monitor.recording().tables["activation"].names == ("0", "1")
 
 
 GUARD = gradstat.SpikeGuard()
@@ -683,7 +736,7 @@ def test_a_loss_scale_of_zero_loses_no_step() -> None:
 
 def test_a_batch_is_measured_as_often_as_asked_and_kept_for_a_replay_anyway() -> None:
     for period, steps in ((1, [0, 1, 2, 3]), (2, [0, 2]), (0, [])):
-        model, optimizer, monitor = made(watch={"batch": period}, replay=True, options={"keep_batch": True})
+        model, optimizer, monitor = made(watch={"batch": period}, replay=True)
         for _ in range(4):
             batch = torch.randn(4, 8)
             monitor.batch(batch)
@@ -813,9 +866,7 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
         monitor.step(loss)
         return loss
 
-    monitor = gradstat.Monitor(
-        model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step, options={"keep_batch": True}
-    )
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("replay", "raise")}, replay=step)
     torch.manual_seed(1)
 
     def train() -> None:
@@ -834,6 +885,47 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
     assert 1 < monitor.steps == len(batches)
     assert "the root" in str(monitor.diagnose())
     assert monitor.recording().meta["culprit"].startswith(f"replay of step {monitor.steps - 1}: Inf was first")
+
+
+def test_a_replay_that_cannot_run_is_refused_at_once_and_not_at_the_incident() -> None:
+    model = nn.Linear(2, 2)
+    for wrong in (lambda x, y: None, lambda *, batch: None):
+        with pytest.raises(
+            TypeError, match=r"replay: expected a function .* of no argument or of the batch alone, got .*<l"
+        ):
+            gradstat.Monitor(model, replay=wrong)
+    assert not model._forward_pre_hooks
+    monitor = gradstat.Monitor(model, on_anomaly="replay", replay=lambda batch: model(batch).sum().backward())
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TypeError, match=r"which the monitor does not have; call monitor\.batch\(batch\) before"):
+        monitor.step()
+    assert monitor.steps == 0
+
+
+@pytest.mark.parametrize("takes", ["batch", "nothing", "either"])
+def test_the_documented_replay_runs_with_the_batch_if_the_function_takes_one(takes: str) -> None:
+    model = nn.Linear(2, 1)
+    newest = [torch.ones(1, 2)]
+
+    def step(batch: Tensor) -> None:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+
+    functions: dict[str, Any] = {
+        "batch": step,
+        "nothing": lambda: step(newest[0]),
+        "either": lambda batch=None: step(batch),
+    }
+    monitor = gradstat.Monitor(model, replay=functions[takes], on_anomaly="replay")
+    for value in (1.0, math.nan):
+        newest[0] = torch.full((1, 2), value)
+        monitor.batch(newest[0])
+        step(newest[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            monitor.step()
+    assert monitor.culprit is not None
+    assert monitor.culprit.phase == "input"
 
 
 def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone() -> None:

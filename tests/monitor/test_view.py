@@ -168,7 +168,7 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Page:
 def page(opened: Page) -> Iterator[Page]:
     """The page at the incident, opened once; only the table's sort order persists between tests."""
     opened.choose("kind", "gradient")
-    opened.choose("column", "L2 norm")
+    opened.choose("column", "L2 norm, finite part")
     opened.click("#close")
     opened.click("#incident")
     yield opened
@@ -339,6 +339,9 @@ def test_lines_mark_what_is_not_finite_and_what_was_found(page: Page) -> None:
     assert page(f"{loss}[1].text") == ["step 30: NaN"]
     assert page(f"{loss}[2].text") == ["The loss tripled."]
     assert page(f"{loss}[0].y[30]") is None
+    noted = "$('[data-series=loss_nonfinite] .plot').data"
+    assert page(f"{noted}[1].x") == []  # a series of bad steps only says nothing about the others
+    assert page(f"{noted}[0].y.filter((y) => y !== null)") == [1]
     assert page.text("constant") == ("The same in every step: loss scale 65,536 · gradients missing 0.")
 
 

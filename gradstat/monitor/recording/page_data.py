@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._version import __version__
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import Finding, in_words
 from gradstat.monitor.kinds import GRADIENT, in_order
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, headline, nonfinite_cells, scalar_rows
@@ -113,7 +113,7 @@ def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
     return {
         **finding.to_dict(),
         "at": _place(steps, finding.step) if len(steps) else -1,
-        "evidence": [[str(key), _formatted(value)] for key, value in finding.evidence.items()],
+        "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
     }
 
 

@@ -59,8 +59,9 @@ class Recording:
         steps: ``[k]`` int64, rising, counted from 0 at the start of the run.
         scalars: By name, ``[k]`` float64, NaN where there was none: ``"norm"`` (total norm of the gradients, NaN or Inf
             if an element is), ``"finite_norm"``, ``"nonfinite"`` (elements), ``"missing"`` (gradients that are None),
-            and if given ``"loss"``, ``"loss_nonfinite"`` (1: it is NaN, 2: Inf), ``"lr"``, ``"loss_scale"``, and
-            ``"refused"`` (of a `gradstat.SpikeGuard`: above 1 if it refused the last guarded step before).
+            and if given ``"loss"``, ``"loss_nonfinite"`` (1: it is NaN, 2: Inf, else 0 or NaN), ``"lr"``,
+            ``"loss_scale"``, and ``"refused"`` (of a `gradstat.SpikeGuard`: above 1 if it refused the last guarded step
+            before).
         tables: By kind, as in ``gradstat.monitor.kinds.KINDS``; optimizer states by their keys in the optimizer,
             ``"exp_avg"`` and so on.
         findings: Findings of the rules, in the order in which they were found.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -175,8 +176,30 @@ def _restoring_states(model: Module, states: list[StepState], watch: NonfiniteMo
     return model.register_forward_pre_hook(before_forward, prepend=True)
 
 
+def takes_batch(step_fn: Callable[..., Any]) -> bool:
+    """Whether a replay calls ``step_fn`` with the batch, not without arguments. TypeError if neither is possible."""
+    if _binds(step_fn, None):
+        return True
+    if not _binds(step_fn):
+        raise TypeError(
+            "replay: expected a function that runs a step, of no argument or of the batch alone, got "
+            f"{getattr(step_fn, '__qualname__', step_fn)}{inspect.signature(step_fn)}; wrap it: lambda batch: ..."
+        )
+    return False
+
+
+def _binds(step_fn: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        inspect.signature(step_fn).bind(*arguments)
+    except ValueError:  # a builtin without a signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 class Replayer:
-    """Keeps what a replay of the newest step needs; the batch only with ``keep_batch``."""
+    """Keeps what a replay of the newest step needs: the batch too, unless the function takes none."""
 
     def __init__(
         self,
@@ -184,19 +207,27 @@ class Replayer:
         optimizer: Optimizer | None,
         scaler: Any,
         step_fn: Callable[..., Any] | None,
-        keep_batch: bool,
     ) -> None:
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
         self._step_fn = step_fn
-        self._keep_batch = keep_batch
+        self._keeps_batch = step_fn is None or takes_batch(step_fn)
         self._states = StepStateKeeper(model)
         self._batch: Any = None
         self._versions: list[int] = []
 
     def keep_batch(self, batch: Any) -> None:
-        """Keeps the batch of the coming step, if asked to."""
-        if self._keep_batch:
+        """Keeps the batch of the coming step, if a function may take it."""
+        if self._keeps_batch:
             self._batch = batch
+
+    def require_batch(self, step_fn: Callable[..., Any] | None = None) -> None:
+        """Raises TypeError if the function needs a batch and none has been given: it would fail in the replay."""
+        chosen = step_fn or self._step_fn
+        if self._batch is None and chosen is not None and not _binds(chosen):
+            raise TypeError(
+                "replay: the function takes the batch, which the monitor does not have; call monitor.batch(batch) "
+                "before each forward pass"
+            )
 
     def end_step(self, parameters: list[Tensor]) -> None:
         """Marks a step as complete: its gradients are there, and the optimizer has not stepped."""
@@ -215,7 +246,9 @@ class Replayer:
                 "the parameters have changed since that step, so it cannot be replayed. Call replay() "
                 "before optimizer.step(); or let on_anomaly='replay' do it; or skip bad steps: on_anomaly='skip'"
             )
-        held = {"batch": self._batch, "optimizer": self._optimizer, "scaler": self.scaler}
+        batch = self._batch if takes_batch(chosen) else None
+        self.require_batch(chosen)
+        held = {"batch": batch, "optimizer": self._optimizer, "scaler": self.scaler}
         return find_culprit(self._model, chosen, state=self._states.states, **held)
 
     def remove(self) -> None:

@@ -110,12 +110,16 @@ const FIRST = ["loss", "norm", "lr", "loss_scale"];
 
 // Draws the scalars of the run: a chart for each that changes, a sentence about the others.
 function drawScalars(data, onStep) {
+  const notFinite = data.scalars.find(({ name }) => name === "loss_nonfinite");
   const place = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   const series = [...data.scalars].sort((a, b) => place(a) - place(b));
   const constant = [];
   clearCharts(byId("series"));
   for (const { name, values, there } of series) {
     const label = LABELS[name] ?? name;
+    // NaN is a value of the norm, and of the loss where it is noted; elsewhere it says that there was none.
+    const isValue = (i) => !Number.isNaN(values[i]) || name === "norm" || (name === "loss" && notFinite?.values[i] > 0);
+    const missing = (i) => !there[i] || !isValue(i);
     const here = Array.from(values).filter((_, i) => there[i]);
     const marks = data.findings.filter((f) => f.about === "series" && f.name === name && f.at >= 0);
     if (here.every(Number.isNaN)) {
@@ -125,7 +129,7 @@ function drawScalars(data, onStep) {
     } else if (!(name === "finite_norm" && sameWhereFinite(data, values))) {
       const box = element("div");
       byId("series").append(box);
-      drawSeries(box, { name, label, steps: data.steps, values, missing: (i) => !there[i], marks, onStep });
+      drawSeries(box, { name, label, steps: data.steps, values, missing, marks, onStep });
     }
   }
   byId("constant").textContent = constant.length ? `The same in every step: ${constant.join(" \u00b7 ")}.` : "";

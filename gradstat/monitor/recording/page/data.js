@@ -1,7 +1,7 @@
 // Unpacks the recording that gradstat/monitor/recording/page_data.py packed, and formats its names and numbers.
 
 const COLUMN_LABELS = {
-  l2_norm: "L2 norm", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
+  l2_norm: "L2 norm, finite part", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
   zero_fraction: "fraction of zeros", nan_count: "NaN elements", inf_count: "Inf elements",
 };
 const MAGNITUDES = new Set(["l2_norm", "std", "max_abs"]);

@@ -29,7 +29,7 @@ function drawFindings(data, { onStep, onName }) {
     const where = element("div", { className: "where" });
     if (finding.at >= 0) where.append(button("name", `Go to step ${finding.step}`, () => onStep(finding.at)));
     if (data.tables.some((t) => t.kind === finding.about && t.names.includes(finding.name))) {
-      where.append(button("name", `Show ${finding.name}`, () => onName(finding.about, finding.name)));
+      where.append(button("name", `Show ${finding.about} ${finding.name}`, () => onName(finding.about, finding.name)));
     }
     box.append(body, where);
     return box;
@@ -45,7 +45,7 @@ function drawFindings(data, { onStep, onName }) {
 
 // The columns of the table of the worst tensors, and their headings.
 const WORST = {
-  name: "Tensor", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 median norm", l2_norm: "L2 norm", max_abs: "Largest |x|",
+  name: "Tensor", nan_count: "NaN", inf_count: "Inf", usual: "\u00d7 median norm", l2_norm: "Finite norm", max_abs: "Largest |x|",
   mean: "Mean", std: "Std", zero_fraction: "Zeros",
 };
 
