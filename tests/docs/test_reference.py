@@ -3,27 +3,22 @@
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 from public_names import public_names
+from trainers import OF_FRAMEWORKS
 
-REFERENCE = sorted((Path(__file__).resolve().parents[2] / "docs" / "api").glob("*.rst"))
+pytestmark = OF_FRAMEWORKS
 PUBLIC = public_names()
+TEXT = "\n".join(page.read_text() for page in reference.PAGES)
+IN_REFERENCE = re.findall(r"^### `([\w.]+)`$", TEXT, re.MULTILINE)
 
 
-def entries(text: str) -> Iterator[str]:
-    """The full names that a page of the reference describes."""
-    module = ""
-    for directive, argument in re.findall(r"^\.\. (\S+):: ([\w.]+)", text, re.MULTILINE):
-        if directive in ("currentmodule", "py:module"):
-            module = argument
-        elif directive.startswith("auto") or directive == "data":
-            yield argument if argument.startswith("gradstat.") else f"{module}.{argument}"
-
-
-IN_REFERENCE = [name for page in REFERENCE for name in entries(page.read_text())]
+def test_the_reference_says_what_signatures_and_docstrings_say() -> None:
+    differing = [page.name for page, text in reference.rendered().items() if page.read_text() != text]
+    assert not differing, "run `python tools/reference.py --write`"
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
@@ -66,11 +61,7 @@ def test_every_public_thing_has_a_docstring(thing: object) -> None:
 
 
 # Made by gradstat alone: the reference shows them without arguments.
-NOT_CALLED = {
-    name
-    for page in REFERENCE
-    for name in re.findall(r"^\.\. auto\w+:: (?:gradstat\.)?([\w.]+)\(\)", page.read_text(), re.MULTILINE)
-}
+NOT_CALLED = {name.rpartition(".")[2] for name in re.findall(r"^<!-- ([\w.]+)\(\)", TEXT, re.MULTILINE)}
 # What frameworks call, with arguments of theirs.
 HOOK = re.compile(r"on_|load_state_dict$|setup$|teardown$|begin|before_|after_|stops$|save$")
 
