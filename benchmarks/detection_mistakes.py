@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -386,5 +387,9 @@ def _noise() -> torch.Generator:
 
 def applies(mistake: Mistake, subject: Subject) -> bool:
     """Whether a mistake can be made with a subject's inputs."""
-    kind = "float" if subject.training(0).batch()[0].is_floating_point() else "tokens"
-    return mistake.inputs in ("any", kind)
+    return mistake.inputs in ("any", _inputs_of(subject))
+
+
+@cache
+def _inputs_of(subject: Subject) -> str:
+    return "float" if subject.training(0).batch()[0].is_floating_point() else "tokens"

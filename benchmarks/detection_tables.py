@@ -133,6 +133,21 @@ def healthy(rows: Sequence[Row]) -> str:
     return tables.grid(header, lines)
 
 
+def in_a_sentence(rows: Sequence[Row]) -> str:
+    """What the monitor finds of the faults of others and of ordinary mistakes, and in healthy trainings."""
+    parts = []
+    for when in WHEN:
+        runs = found = 0.0
+        for case, by in _values(rows, group_of(when)).items():
+            which, fault = case.split(" | ", 1)
+            if fault == ALL and which != "repository":
+                runs, found = runs + _count(by[MONITOR], "runs"), found + _count(by[MONITOR], "found")
+        parts.append(f"{found:.0f} of {runs:.0f} that begin {when.replace('from', 'at')}")
+    healthy = [by[MONITOR] for by in _values(rows, HEALTHY).values()]
+    steps, alarms = (sum(_count(of, metric) for of in healthy) for metric in ("steps", "findings"))
+    return f"{' and '.join(parts)}; {alarms:.0f} findings in {steps:,.0f} healthy steps.\n"
+
+
 def every_fault(rows: Sequence[Row]) -> str:
     """The tables of faults."""
     return "\n".join(faults(rows, when) for when in WHEN)

@@ -115,6 +115,11 @@ def guards(folder: Path) -> str:
     return _of_every_device("guards", partial(tables.guards, short=True))
 
 
+def detected(folder: Path) -> str:
+    """For the README: how many faults the monitor finds."""
+    return _of_every_device("detection", detection_tables.in_a_sentence)
+
+
 def detection(folder: Path) -> str:
     """For docs/detection.md: recall, precision and delay of every tool, findings in healthy trainings, time."""
     return _of_every_device("detection", partial(detection_tables.everything, per_fault=False))
@@ -142,6 +147,7 @@ def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
 
 REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
+    "detected": detected,
     "detection": detection,
     "detection_faults": detection_faults,
     "everything": everything,

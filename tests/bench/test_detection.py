@@ -10,7 +10,7 @@ import detection_tables
 import pytest
 import torch
 from detection_cases import ONSET, Case, all_cases
-from detection_judging import HARM, WITHIN, Arm, Flag, Verdict, episodes, harm, hits, line, rows_of
+from detection_judging import HARM, WITHIN, Arm, Flag, Verdict, episodes, harm, healthy_rows, hits, line, rows_of
 from detection_tools import DETECT_ANOMALY, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 from small_training import Training
 
@@ -47,6 +47,10 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
     table = detection_tables.tools(rows_of([verdict]), "from step 0")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert cells[2] == ["mistakes, gradstat", "1 of 1", "100%", "100%", "100%", "1.00", "0", "0%"]
+    found = "0 of 0 that begin mid-run and 1 of 1 that begin at step 0"
+    assert detection_tables.in_a_sentence(rows_of([verdict]) + healthy_rows([twin])) == (
+        f"{found}; 0 findings in 12 healthy steps.\n"
+    )
     assert [line[0] for line in cells[3:]] == [f"mistakes, {name}" for name in NAMES[1:]]
 
 
