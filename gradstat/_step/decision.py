@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,17 +89,17 @@ def take(optimizer: Optimizer) -> SkipRequest | None:
     step.requests.clear()
     guards = {id(one.guard): one for one in requests if one.guard is not None}
     if len(guards) > 1:
-        raise RuntimeError(f"two guards have judged one step of this optimizer: {two_guards(guards.values())}")
+        both = two_guards(one.guard for one in guards.values())
+        raise RuntimeError(f"two guards have judged one step of this optimizer: {both}")
     judged = next(iter(guards.values()), requests[0])
     home = judged.flag.device
     flags = [to_device(one.flag, home) for one in requests]
     return judged._replace(flag=flags[0] if len(flags) == 1 else torch.stack(flags).amax())
 
 
-def two_guards(guards: Any) -> str:
+def two_guards(guards: Iterable[SpikeGuard | None]) -> str:
     """A text that names two guards and says what to do."""
-    named = " and ".join(repr(one.guard if isinstance(one, SkipRequest) else one) for one in guards)
-    return f"{named}; use one of them, or pass the same guard to both"
+    return f"{' and '.join(map(repr, guards))}; use one of them, or pass the same guard to both"
 
 
 def _carry_out(optimizer: Optimizer, step: _Step) -> None:

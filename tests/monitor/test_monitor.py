@@ -136,8 +136,9 @@ def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
 ) -> None:
     """On a CPU they are read at once, whatever the lag."""
     asked: set[PendingRows] = set()
-    table = PendingRows.table
-    monkeypatch.setattr(PendingRows, "table", lambda self: (asked.add(self), table(self))[1])
+    for name in ("total_of_first", "table"):
+        read = getattr(PendingRows, name)
+        monkeypatch.setattr(PendingRows, name, lambda self, read=read: (asked.add(self), read(self))[1])
     monkeypatch.setattr(PendingRows, "needs_copy", needs_copy)
     model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
