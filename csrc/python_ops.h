@@ -212,7 +212,8 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
   return {view, dl.dtype};
 }
 
-// Tables in host memory, for a monitor's step log: numpy's calls take some 6 us a step, mostly because they are cold.
+// Tables in host memory, for a monitor's step log: numpy's calls take some 6 us a step, mostly because they are
+// cold.
 
 // The first `count` rows of a table: where they begin, and from one to the next.
 inline std::pair<const double*, int64_t> host_rows(PyObject* table, int64_t count) {
@@ -250,7 +251,8 @@ inline PyObject* by_field(PyObject*, PyObject* arguments) {
   return translating_exceptions([&]() -> PyObject* {
     if (exchange().api == nullptr) throw UseDispatcher();
     const auto [view, type] = ordinary_view(block, kDLCPU);
-    if (type.code != kDLFloat || type.bits != 64 || view.dims != 3 || view.sizes[0] != kFields) throw UseDispatcher();
+    if (type.code != kDLFloat || type.bits != 64 || view.dims != 3 || view.sizes[0] != kFields)
+      throw UseDispatcher();
     if (view.strides[2] != 1 || step < 0 || step >= view.sizes[1]) throw UseDispatcher();
     const auto [rows, stride] = host_rows(table, view.sizes[2]);
     for (int field = 0; field < kFields; ++field) {
