@@ -212,6 +212,57 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
   return {view, dl.dtype};
 }
 
+// Tables in host memory, for a monitor's step log: numpy's calls take some 6 us a step, mostly because they are
+// cold.
+
+// The first `count` rows of a table: where they begin, and from one to the next.
+inline std::pair<const double*, int64_t> host_rows(PyObject* table, int64_t count) {
+  if (exchange().api == nullptr || table == nullptr) throw UseDispatcher();
+  const auto [view, type] = ordinary_view(table, kDLCPU);
+  if (type.code != kDLFloat || type.bits != 64 || view.dims != 2) throw UseDispatcher();
+  if (view.sizes[0] < count || view.sizes[1] < kFields || view.strides[1] != 1) throw UseDispatcher();
+  return {static_cast<const double*>(view.data), view.strides[0]};
+}
+
+// total_of(table, n) -> tuple | None: the first n rows, merged.
+inline PyObject* total_of(PyObject*, PyObject* arguments) {
+  PyObject* table = nullptr;
+  Py_ssize_t count = 0;
+  if (!PyArg_ParseTuple(arguments, "On", &table, &count)) return nullptr;
+  return translating_exceptions([&]() -> PyObject* {
+    const auto [rows, stride] = host_rows(table, count);
+    Row total = identity_row();
+    for (Py_ssize_t i = 0; i < count; ++i) merge_into(total, *reinterpret_cast<const Row*>(rows + i * stride));
+    double values[kFields];
+    std::memcpy(values, &total, sizeof(total));
+    Ref result = owned(PyTuple_New(kFields));
+    for (int field = 0; field < kFields; ++field) {
+      PyTuple_SetItem(result.get(), field, owned(PyFloat_FromDouble(values[field])).release());
+    }
+    return result.release();
+  });
+}
+
+// by_field(table, block, step) -> True | None: copies the first n rows into a block [fields, steps, n].
+inline PyObject* by_field(PyObject*, PyObject* arguments) {
+  PyObject *table = nullptr, *block = nullptr;
+  Py_ssize_t step = 0;
+  if (!PyArg_ParseTuple(arguments, "OOn", &table, &block, &step)) return nullptr;
+  return translating_exceptions([&]() -> PyObject* {
+    if (exchange().api == nullptr) throw UseDispatcher();
+    const auto [view, type] = ordinary_view(block, kDLCPU);
+    if (type.code != kDLFloat || type.bits != 64 || view.dims != 3 || view.sizes[0] != kFields)
+      throw UseDispatcher();
+    if (view.strides[2] != 1 || step < 0 || step >= view.sizes[1]) throw UseDispatcher();
+    const auto [rows, stride] = host_rows(table, view.sizes[2]);
+    for (int field = 0; field < kFields; ++field) {
+      double* out = static_cast<double*>(view.data) + field * view.strides[0] + step * view.strides[1];
+      for (int64_t i = 0; i < view.sizes[2]; ++i) out[i] = rows[i * stride + field];
+    }
+    Py_RETURN_TRUE;
+  });
+}
+
 // A device that releases the GIL while it works.
 template <class Device>
 struct ReleasingGil : Device {

@@ -79,12 +79,16 @@ class HostCopy:
         """Whether `wait` would return at once. Never waits itself."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> Any:
-        """The values as a NumPy array; waits for the copy."""
+    def on_host(self) -> Tensor:
+        """The values as a tensor on the host; waits for the copy."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         # Without a pinned copy, .cpu() waits for the device.
-        return (self._host if self._host.device.type == "cpu" else self._host.cpu()).numpy()
+        return self._host if self._host.is_cpu else self._host.cpu()
+
+    def wait(self) -> Any:
+        """`on_host` as a NumPy array."""
+        return self.on_host().numpy()
 
 
 class Mirror:

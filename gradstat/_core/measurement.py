@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.norms import Decision
 from gradstat._core.tensors import TensorInfo, to_device
 
-_NEEDS_COPY = operator.attrgetter("needs_copy")
 _NAN_COUNT = _fields.INDEX["nan_count"]
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
 
@@ -78,7 +76,10 @@ class HostRows:
     @property
     def needs_copy(self) -> bool:
         """Whether anything has to be copied: False if everything is on the CPU."""
-        return any(map(_NEEDS_COPY, self._copies))
+        for copy in self._copies:  # noqa: SIM110 - a generator takes longer, in every step
+            if copy.needs_copy:
+                return True
+        return False
 
     def done(self) -> bool:
         """Whether everything has arrived. Never waits."""

@@ -169,9 +169,27 @@ class Trained:
         self._of_optimizer_now: list[Tensor] = []  # all of the optimizer's
         self._waiting: dict[str, Tensor] = {}  # those that are not the model's and have had no gradient
         self._all_names: tuple[str, ...] = ()
+        self._newest: NamedParameters | None = None  # the last result, which ``_places`` tells to be up to date
+        self._places: object = None
 
     def named_parameters(self) -> NamedParameters:
-        """All parameters now; while nothing changes, ``names()`` returns the same object."""
+        """All parameters now; while nothing changes, mostly the same object, and ``names()`` returns the same one."""
+        helpers = native.helpers()
+        if (
+            self._newest is not None
+            and helpers is not None
+            and helpers.planned_parameters(self._places) is not None
+            and (self._optimizer is None or helpers.holds_exactly(self._optimizer.param_groups, self._of_optimizer_now))
+        ):
+            return self._newest
+        named = self._looked_up()
+        plan = _plans.get(id(self.model))
+        is_kept = plan is not None and plan.module() is self.model and named.engine is None and not self._waiting
+        # The parameters that it holds make sure that no other has the address of one.
+        self._newest, self._places = (named, plan.places) if plan is not None and is_kept else (None, None)
+        return named
+
+    def _looked_up(self) -> NamedParameters:
         named = named_parameters_of(self.model)
         if self._optimizer is None or named.engine is not None:
             return named

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradstat._core import announce
 from gradstat._core.tensors import to_device
 from gradstat._step import optimizers
 from gradstat.guard import SpikeGuard
@@ -38,7 +39,6 @@ class _Step:
     def __init__(self) -> None:
         # By who asks, whose later request replaces the earlier.
         self.requests: weakref.WeakKeyDictionary[object, SkipRequest] = weakref.WeakKeyDictionary()
-        self.is_running = False
         self.is_taken = False  # `guarded_step` carries out the requests
         self.found_inf: list[Tensor | None] = []  # what the attribute was before the flag of a request replaced it
 
@@ -49,7 +49,7 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary(
 def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
     """Asks for the coming step to be skipped, or (None) withdraws what ``by`` has asked for.
 
-    During a step, whose closure computes the gradients, the request is carried out at once.
+    A request made within the closure of a step, which computes the gradients, is carried out after it.
     """
     optimizer = optimizers.unwrapped(optimizer)  # the one that torch's hooks get
     step = _step_of(optimizer)
@@ -57,8 +57,6 @@ def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
         step.requests.pop(by, None)
         return
     step.requests[by] = wish
-    if step.is_running and not step.is_taken:
-        _carry_out(optimizer, step)
 
 
 @contextlib.contextmanager
@@ -73,7 +71,7 @@ def taking(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _step_of(optimizer: Optimizer) -> _Step:
-    _install_hooks()
+    install_hooks()
     return _steps.setdefault(optimizer, _Step())
 
 
@@ -89,22 +87,22 @@ def take(optimizer: Optimizer) -> SkipRequest | None:
     step.requests.clear()
     guards = {id(one.guard): one for one in requests if one.guard is not None}
     if len(guards) > 1:
-        raise RuntimeError(f"two guards have judged one step of this optimizer: {two_guards(guards.values())}")
+        both = two_guards(one.guard for one in guards.values())
+        raise RuntimeError(f"two guards have judged one step of this optimizer: {both}")
     judged = next(iter(guards.values()), requests[0])
     home = judged.flag.device
     flags = [to_device(one.flag, home) for one in requests]
     return judged._replace(flag=flags[0] if len(flags) == 1 else torch.stack(flags).amax())
 
 
-def two_guards(guards: Any) -> str:
+def two_guards(guards: Iterable[SpikeGuard | None]) -> str:
     """A text that names two guards and says what to do."""
-    named = " and ".join(repr(one.guard if isinstance(one, SkipRequest) else one) for one in guards)
-    return f"{named}; use one of them, or pass the same guard to both"
+    return f"{' and '.join(map(repr, guards))}; use one of them, or pass the same guard to both"
 
 
 def _carry_out(optimizer: Optimizer, step: _Step) -> None:
     """Skips the step of an optimizer that is about to begin, or whose closure has just computed the gradients."""
-    wish = take(optimizer)
+    wish = None if step.is_taken else take(optimizer)
     if wish is None:
         return
     if optimizers.honors_found_inf(optimizer) and not optimizers.first_momentum_is_at_risk(optimizer):
@@ -118,19 +116,42 @@ def _carry_out(optimizer: Optimizer, step: _Step) -> None:
                 parameter.grad = None
 
 
-def _begin(optimizer: Optimizer, *_: object) -> None:
+def _begin(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Announces the step, so that who watches it may make requests, and carries these out."""
+    if torch.compiler.is_compiling():
+        return None
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)  # torch passes the optimizer itself first
+    closure = given if callable(given) else None
+    chosen = announce.step_begins(optimizer, closure)
     step = _steps.get(optimizer)
-    if step is not None and not torch.compiler.is_compiling():
+    if step is not None:
         _restore(optimizer, step)  # of a step that failed
-        step.is_running = True
         _carry_out(optimizer, step)
+        if chosen is not None:
+            chosen = _carrying_out(optimizer, step, chosen)
+    if chosen is closure:
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": chosen}
+    return (args[0], chosen, *args[2:]), kwargs
+
+
+def _carrying_out(optimizer: Optimizer, step: _Step, closure: announce.Closure) -> announce.Closure:
+    def evaluated() -> Any:
+        loss = closure()
+        _carry_out(optimizer, step)
+        return loss
+
+    return evaluated
 
 
 def _end(optimizer: Optimizer, *_: object) -> None:
     step = _steps.get(optimizer)
     if step is not None:
-        step.is_running = False
         _restore(optimizer, step)
+    announce.step_ended(optimizer)
 
 
 def _restore(optimizer: Optimizer, step: _Step) -> None:
@@ -143,7 +164,7 @@ def _restore(optimizer: Optimizer, step: _Step) -> None:
 
 
 @functools.cache
-def _install_hooks() -> None:
+def install_hooks() -> None:
     """Once per process: torch has no hooks of an optimizer that survive neither copies nor pickles of it."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)

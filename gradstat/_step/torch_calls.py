@@ -1,7 +1,7 @@
 """Makes torch's clips, loss scalers and optimizers announce what they do, as gradstat's own functions do.
 
-While somebody listens, torch's functions are wrapped and hooks of all optimizers are installed; the last listener to
-leave restores everything.
+While somebody listens, torch's functions are wrapped; the last listener to leave restores them. The hooks of optimizers
+are those of `gradstat._step.decision`, and stay.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradstat._core import announce
 from gradstat._core.parameters import as_list
+from gradstat._step import decision
 from gradstat.patch import Layer, lock
 
-_layers: list[Layer] = []
-_hooks: list[Any] = []
+_clips: list[Layer] = []
+_layers: list[Layer] = []  # of scalers
 _scaler_kinds: set[type[GradScaler]] = set()  # those whose methods are wrapped
 _seekers: weakref.WeakSet[Any] = weakref.WeakSet()
 # Losses scaled by each scaler since they were last asked for.
@@ -33,16 +33,16 @@ def listen(listener: announce.Listener) -> None:
     """Announces to ``listener``, which is held weakly, what torch and gradstat do to gradients, until `leave`."""
     announce.add(listener)
     with lock:
-        if _hooks:
+        if _clips:
             return
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             # torch looks up the second half of its own clip by the private name, also for callers who imported the
             # clip by name before.
             for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_"):
                 if hasattr(module, name):
-                    _layers.append(Layer(module, name, _clip, watches=True))
+                    _clips.append(Layer(module, name, _clip, watches=True))
         _wrap_scalers(GradScaler)
-        _hooks.extend([register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)])
+    decision.install_hooks()
 
 
 def leave(listener: announce.Listener) -> None:
@@ -69,9 +69,9 @@ def _restore_if_unused() -> None:
     with lock:
         if announce.listeners() or _seekers:
             return
-        for part in (*_layers, *_hooks):
+        for part in (*_clips, *_layers):
             part.remove()
-        for patched in (_layers, _hooks, _scaler_kinds, _losses):
+        for patched in (_clips, _layers, _scaler_kinds, _losses):
             patched.clear()
 
 
@@ -134,22 +134,3 @@ def _scale(layer: Layer, scaler: GradScaler, outputs: Any, *args: Any, **kwargs:
                 _wrap_scalers(type(scaler))
         _losses.setdefault(scaler, deque(maxlen=64)).append(outputs.detach().reshape(()))
     return layer.below(scaler, outputs, *args, **kwargs)
-
-
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling():
-        return None
-    argument = kwargs.get("closure", args[1] if len(args) > 1 else None)  # torch passes the optimizer itself first
-    closure = argument if callable(argument) else None
-    chosen = announce.step_begins(optimizer, closure)
-    if chosen is closure:
-        return None
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": chosen}
-    return (args[0], chosen, *args[2:]), kwargs
-
-
-def _after_step(optimizer: Optimizer, *_: object) -> None:
-    announce.step_ended(optimizer)

@@ -320,7 +320,4 @@ class Attachment(AutoHandle):
         """Ends the watching and saves the recording; ``error`` is the exception that ended the training, if any."""
         self._losses = []
         self._leave()
-        try:
-            self.monitor.__exit__(None if error is None else type(error), error, None)
-        except (OSError, ValueError) as failure:  # a full disk must not mask the exception that ended the training
-            warn(f"{type(failure).__name__}: {failure}", RuntimeWarning)
+        self.monitor.__exit__(None if error is None else type(error), error, None)

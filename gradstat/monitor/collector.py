@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradstat._core import norms
+from gradstat._core import native, norms
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import NamedParameters, Trained, gradients_of
+from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
@@ -82,7 +83,9 @@ class Collector:
             raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
         self.classes: int | None = max(counts, default=None)
         self._ignore_index = options.ignore_index
-        self._sampled = sorted({p for kind, p in periods.items() if p and kind not in ("gradients", "batch", "origin")})
+        # Only in multiples of this number is something due besides gradients and batches.
+        sampled = [period for kind, period in periods.items() if kind not in ("gradients", "batch", "origin")]
+        self._sampled = math.gcd(*sampled) or sys.maxsize
         self._origin = _track_origin(model, options.backend) if periods["origin"] else None
         if self._origin is not None:
             weakref.finalize(self, self._origin.remove).atexit = False
@@ -91,10 +94,11 @@ class Collector:
         inner = model if named.engine is None else named.engine.module
         self.backward_order: tuple[str, ...] = ()
         self._order_recorder: observers.BackwardOrder | None = _order_of(named)
-        self._buffers = observers.Buffers(inner)
+        self._buffers, self._states = observers.Buffers(inner), observers.States()
         self._outputs = observers.Outputs(inner) if periods["outputs"] else None
         self._activations = observers.Activations(inner, options.backend) if periods["activations"] else None
         self._segments = [Segment("gradient", ())]
+        self._named: NamedParameters | None = None  # of the last step
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._old_parameters: dict[str, Tensor] | None = None  # copies of parameters before the update
@@ -106,28 +110,38 @@ class Collector:
         named = self._trained.named_parameters()
         stepper = handle_of(self._optimizer)
         stepped = None if stepper is None else stepper._rows_for(named.parameters)
-        gradients = gradients_of(named.parameters, named.engine) if stepped is None else stepped[0]
+        helpers = native.helpers()
+        if stepped is not None:
+            tensors, positions, missing = stepped[0]
+        elif helpers is None or named.engine is not None:
+            tensors, positions, missing = gradients_of(named.parameters, named.engine)
+        else:
+            tensors, positions, missing = helpers.gradients_of(named.parameters)
+        gradients = tensors
         engine_scale = None if named.engine is None else named.engine.loss_scale
         if engine_scale is not None:
             scalars["loss_scale"] = engine_scale
         observations: list[Observation] = []
-        if gradients.missing:
-            scalars["missing"] = float(len(gradients.missing))
+        if missing:
+            scalars["missing"] = float(len(missing))
             # Rows cannot tell a missing gradient from a frozen parameter.
-            observations.append(Observation("missing", step, gradients.missing))
-        tensors = [*gradients.tensors, *on_device.values()]
-        names = named.names()
-        segments = self._segments
-        last = segments[0]
-        if names is not last.names or gradients.positions != last.positions or list(on_device) != self._on_device:
+            observations.append(Observation("missing", step, missing))
+        if on_device:
+            tensors = [*tensors, *on_device.values()]
+        segments, first = self._segments, self._segments[0]
+        names = first.names if named is self._named else named.names()
+        if names is not first.names or positions != first.positions or [*on_device] != self._on_device:
             self._on_device = list(on_device)
-            segments = self._segments = [Segment("gradient", tuple(names), gradients.positions)]
+            segments = self._segments = [Segment("gradient", tuple(names), positions)]
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
+        if named is not self._named:
+            self._notice_change(step, named.parameters, segments[0].names, observations)
+            self._named = named
         others: list[PendingRows] = []
-        self._notice_change(step, named.parameters, segments[0].names, observations)
-        if self._batch or self._old_parameters is not None or 0 in [step % n for n in self._sampled]:
-            segments = [*segments]
+        is_sampled = step % self._sampled == 0
+        if self._batch or self._old_parameters is not None or is_sampled:
+            segments, tensors = [*segments], [*tensors]
             # Gradients are measured even if this fails: other ranks wait in their collectives.
             with self._unwatched.suppress_errors(step, "parameters, buffers or optimizer states could not be measured"):
                 for segment, more in self._due(step, self._local_parameters(named), segments[0].names, observations):
@@ -140,7 +154,7 @@ class Collector:
         if self._predicts_updates and self.is_due("updates", step):
             with self._unwatched.suppress_errors(step, "the coming update could not be predicted"):
                 scale = on_device["loss_scale"] if is_scaled else None
-                others += self._updates(named.parameters, segments[0].names, gradients.tensors, scale)
+                others += self._updates(named.parameters, segments[0].names, gradients, scale)
         left_out = self._unwatched.left_out
         if stepped is None:
             numbers = measure_segments(
@@ -161,7 +175,8 @@ class Collector:
             is_partial = self._order_recorder.is_partial
             self.backward_order = self._order_recorder.end()
             self._order_recorder = _order_of(named) if is_partial else None
-        self._switch_hooks(step + 1)
+        if is_sampled or (step + 1) % self._sampled == 0:
+            self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
     @property
@@ -233,9 +248,11 @@ class Collector:
         on_device: dict[str, Tensor] = {}
         named: list[tuple[str, Any]] = [("loss", loss), ("lr", lr)]
         if lr is None and self._optimizer is not None:
-            first, *others = [group.get("lr") for group in self._optimizer.param_groups]
+            groups = self._optimizer.param_groups
+            first = groups[0].get("lr")
             named[1] = ("lr", first)
-            for number, rate in enumerate(others, 1):
+            for number, group in enumerate(groups):
+                rate = group.get("lr") if number else first
                 if rate is not first and (isinstance(rate, Tensor) or isinstance(first, Tensor) or rate != first):
                     named.append((rate_name(number), rate))
         for name, value in named:
@@ -247,6 +264,12 @@ class Collector:
                         f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating-"
                         f"point number, such as {name}.mean()"
                     )
+                if value.is_cpu and type(value) in PLAIN_TYPES:
+                    try:
+                        on_host[name] = value.item()
+                        continue
+                    except RuntimeError:  # inside a torch.func transform, which `collect` reports
+                        pass
                 on_device[name] = value.detach()
             elif value is not None:
                 if not isinstance(value, Real):
@@ -369,7 +392,7 @@ class Collector:
             if buffers:
                 yield segment, buffers
         if includes("optimizer") and self._optimizer is not None:
-            yield from observers.states_of(self._optimizer, parameters, names)
+            yield from self._states.take(self._optimizer, parameters, names)
 
     def measure_state(self, step: int, measured: set[str]) -> list[PendingRows]:
         """Measures parameters, buffers and optimizer states now, except the kinds in ``measured``; no collectives."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradstat import _fields
+from gradstat._core import native
 from gradstat._core.measurement import without_scale
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
@@ -25,6 +28,8 @@ from gradstat.tensor_stats import l2_norm_of
 _NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]
 _SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
 _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
+# Fields that are not 0, or infinite, in all plain rows.
+_VARIED = [_fields.INDEX[name] for name in ("zero_count", "sum", "sq_sum", "min", "max")]
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 
 # Scalars that are 0 in steps that do not have them: counts, in every series, and what is noted in bad steps only.
@@ -56,7 +61,7 @@ class LatestStep(NamedTuple):
         numbers = pending.numbers[0]
         names, positions = numbers.segments[0].names, numbers.segments[0].positions
         count = numbers.segments[0].measured
-        rows, total = numbers.table()[:count], numbers.rows.total()
+        rows, total = numbers.table()[:count], numbers.total()
         scale = pending.scalars.get("loss_scale")
         if pending.is_scaled and scale:
             rows, total = without_scale(rows, scale), without_scale(total, scale)
@@ -64,12 +69,34 @@ class LatestStep(NamedTuple):
         report = Report(
             lambda: names if positions is None else [names[position] for position in positions],
             rows,
-            numbers.rows.infos[:count],
+            numbers.infos[:count],
             lambda: [names[position] for position in missing],
             loss_scale=scale,
             total=total,
         )
         return cls(pending.step, report, dict(pending.scalars))
+
+
+class _KeptRows(NamedTuple):
+    """Rows that may be asked for as a series; of plain rows only the fields that differ."""
+
+    rows: tuple[TensorSet, npt.NDArray[np.int64], Sequence[TensorSet] | None]
+    fields: Floats  # [fields, steps, tensors]
+
+    @classmethod
+    def of(cls, rows: Rows) -> _KeptRows:
+        fields = rows.raw.transpose(2, 0, 1)
+        return cls((rows.tensors, rows.steps, rows.by_row), fields[_VARIED] if rows.is_plain else fields.copy())
+
+    def series(self) -> Series:
+        """The series of the rows."""
+        tensors, steps, by_row = self.rows
+        fields = self.fields
+        if is_plain := len(fields) < _fields.COUNT:
+            fields = np.zeros((_fields.COUNT, *fields.shape[1:]))
+            fields[_VARIED] = self.fields
+            fields[_fields.INDEX["first_nonfinite"]] = math.inf
+        return Rows(tensors, steps, fields.transpose(1, 2, 0), by_row, is_plain or None).series()
 
 
 class StepLog:
@@ -86,10 +113,10 @@ class StepLog:
     ) -> None:
         self._length, self._max_bytes, self._check_labels = length, max_bytes, check_labels
         self._last_tensors: dict[str, tuple[Any, Any, TensorSet | None]] = {}
-        self._ones = np.ones(0)
         self._names: tuple[str, ...] = ()
+        self._only_gradients: list[Segment] | None = None  # segments of a step without other tensors
         self._reads_plain = True  # as `Rows.is_plain`, of the step that was read, as far as its total tells
-        self._gradient_rows = _block(0, 0)  # rows of gradients by step
+        self._reserve(1, 0)
         self.clear()
         self.load(None)
 
@@ -111,21 +138,15 @@ class StepLog:
     def read(self, pending: Pending) -> bool:
         """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
         numbers, scalars = pending.numbers[0], pending.scalars
-        table, total = numbers.table(), numbers.rows.total()
-        count = numbers.segments[0].measured
-        if total is None:
-            if len(self._ones) != count:
-                self._ones = np.ones(count)
-            total = self._ones @ table[:count]  # the fastest sum of few rows
-        else:
-            numbers.rows.raise_if_others_failed()
-        sums = total.tolist()
-        norm = float(l2_norm_of(total)) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
-        is_nonfinite = bool(sums[_NAN] or sums[_INF])
+        sums = numbers.total_of_first()
+        norm = float(l2_norm_of(np.array(sums))) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
+        is_nonfinite = sums[_NAN] != 0 or sums[_INF] != 0
         self._reads_plain = not (is_nonfinite or sums[_LARGE] or sums[_SMALL]) and numbers.segments[0].positions is None
         if pending.on_device:
             # If gradients are distributed, every segment has a table of its own.
-            rows, first = (table, count) if len(numbers.segments) > 1 else (pending.numbers[1].table(), 0)
+            rows, first = numbers.table(), numbers.segments[0].measured
+            if len(numbers.segments) == 1:
+                rows, first = pending.numbers[1].table(), 0
             for i, name in enumerate(pending.on_device, first):
                 scalars[name] = _value(rows[i].tolist())
         if pending.is_scaled:
@@ -136,27 +157,29 @@ class StepLog:
             scalars["norm"] = math.nan if sums[_NAN] else math.inf
             scalars["nonfinite"] = sums[_NAN] + sums[_INF]
         loss = scalars.get("loss", 0.0)
-        if not math.isfinite(loss):
+        if not -math.inf < loss < math.inf:
             scalars["loss_nonfinite"] = 1.0 if math.isnan(loss) else 2.0
             is_nonfinite = True
         return is_nonfinite
 
     def take(self, pending: Pending, review: Callable[[], None]) -> None:
         """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
-        names = pending.numbers[0].segments[0].names
+        segments = pending.numbers[0].segments
+        names = segments[0].names
         is_other = names is not self._names and names != self._names
         others: list[tuple[Segment, Floats, TensorSet]] = []
-        if len(pending.numbers[0].segments) + len(pending.numbers) > 2 + bool(pending.on_device):
+        if segments is not self._only_gradients or len(pending.numbers) > 1:
             for numbers, (segment, start) in ((n, split) for n in pending.numbers for split in n.split()):
                 if segment.kind not in ("gradient", "scalars"):
                     rows = numbers.table()[start : start + segment.measured]
-                    others.append((segment, rows, self._tensors_of(segment, numbers.rows.infos, start)))
+                    others.append((segment, rows, self._tensors_of(segment, numbers.infos, start)))
                     earlier = self._others.get(segment.kind)
                     is_other = is_other or (earlier is not None and earlier[-1][1].names != segment.names)
+            self._only_gradients = None if others else segments
         if is_other:
             review()
         self._names = names
-        self._is_plain &= self._reads_plain
+        self._is_plain = self._is_plain and self._reads_plain
         self.newest = pending
         self._steps.append((pending.step, pending.scalars, self._add_gradients(pending)))
         if pending.observations:
@@ -173,33 +196,35 @@ class StepLog:
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
+    def _reserve(self, steps: int, tensors: int) -> None:
+        """Makes memory for the rows of gradients. Each field is contiguous, since rules read one at a time."""
+        self._block = torch.empty(_fields.COUNT, steps, tensors, dtype=torch.float64, device="cpu")
+        self._gradient_rows: Floats = self._block.numpy().transpose(1, 2, 0)  # [steps, tensors, fields]
+
     def _add_gradients(self, pending: Pending) -> TensorSet:
         """Adds the rows of gradients to those of earlier steps, while they are in the cache."""
         numbers, at = pending.numbers[0], len(self._steps)
         segment = numbers.segments[0]
-        if at >= len(self._gradient_rows) or self._gradient_rows.shape[1] != len(segment.names):
-            longer = _block(2 * at or 1, len(segment.names))
+        capacity, count, _ = self._gradient_rows.shape
+        if at >= capacity or count != len(segment.names):
+            earlier = self._gradient_rows[:at]
+            self._reserve(2 * at or 1, len(segment.names))
             if at:
-                longer[:at] = self._gradient_rows
-            self._gradient_rows = longer
-        rows, table = self._gradient_rows[at], numbers.table()[: segment.measured]
-        if pending.is_scaled:
-            table = without_scale(table, pending.scalars["loss_scale"])
-        if segment.positions is None:
-            rows[:] = table
-        else:
-            rows.fill(math.nan)
-            rows[segment.positions] = table
-        return self._tensors_of(segment, numbers.rows.infos, 0)
+                self._gradient_rows[:at] = earlier
+        helpers = native.helpers() if self._reads_plain and not pending.is_scaled else None
+        table = None if helpers is None else numbers.tensor()
+        if helpers is None or table is None or not helpers.by_field(table, self._block, at):
+            _write(pending, self._gradient_rows[at])
+        return self._tensors_of(segment, numbers.infos, 0)
 
     def _tensors_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> TensorSet:
-        """The cached set of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
-        last_every, positions, tensors = self._last_tensors.get(segment.kind, _UNKNOWN)
+        """The cached tensors of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""
+        same, known, tensors = self._last_tensors.get(segment.kind, _UNKNOWN)
+        # ``every`` stays the same object while shapes, dtypes and devices do not change.
+        if tensors is not None and same is segment and known is every:
+            return tensors
         if tensors is not None and tensors.names is not segment.names and tensors.names != segment.names:
             tensors = None
-        # ``every`` stays the same object while shapes, dtypes and devices do not change.
-        if tensors is not None and last_every is every and positions == segment.positions:
-            return tensors
         measured = every[start : start + segment.measured]
         infos: list[Any] = list(measured)
         if segment.positions is not None:
@@ -209,7 +234,7 @@ class StepLog:
                 infos[position] = info
         if tensors is None or list(tensors.infos) != infos:  # else only other tensors have changed
             tensors = TensorSet.of(segment.names, infos)
-        self._last_tensors[segment.kind] = (every, segment.positions, tensors)
+        self._last_tensors[segment.kind] = (segment, every, tensors)
         return tensors
 
     # From new steps to kept ones -------------------------------------------------------------------------
@@ -241,24 +266,27 @@ class StepLog:
         self.latest |= {kind: rows.newest for kind, rows in tables.items()}
         if not self._length or not len(steps):  # none if a batch was reviewed before the first step
             return
+        while self._blocks and steps[-1] - self._blocks[0][0][-1] >= self._length:
+            self._drop_oldest()
         parts: dict[str, Any] = {}
         for kind, rows in tables.items():
             is_small = self._bytes + rows.raw.nbytes <= _MAX_RAW_BYTES
             # A copy, while it is in the cache, is no dearer than new memory for the coming steps.
-            parts[kind] = Rows(rows.tensors, rows.steps, rows.raw.copy("K"), rows.by_row) if is_small else rows.series()
+            parts[kind] = _KeptRows.of(rows) if is_small else rows.series()
             self._bytes += _bytes_of(parts[kind])
         self._blocks.append((steps, scalars, parts))
         if self._bytes > self._max_bytes:
             self._condense()
-        while steps[-1] - self._blocks[0][0][-1] >= self._length or (
-            self._bytes > self._max_bytes and len(self._blocks) > 1
-        ):
-            self._bytes -= sum(map(_bytes_of, self._blocks.popleft()[2].values()))
+        while self._bytes > self._max_bytes and len(self._blocks) > 1:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._bytes -= sum(map(_bytes_of, self._blocks.popleft()[2].values()))
 
     def _condense(self) -> None:
         """Converts all kept rows to series."""
         for _, _, tables in self._blocks:
-            tables |= {kind: rows.series() for kind, rows in tables.items() if isinstance(rows, Rows)}
+            tables |= {kind: rows.series() for kind, rows in tables.items() if isinstance(rows, _KeptRows)}
         self._bytes = sum(_bytes_of(chunk) for _, _, tables in self._blocks for chunk in tables.values())
 
     # Kept steps ------------------------------------------------------------------------------------------
@@ -282,7 +310,7 @@ class StepLog:
 
     def load(self, recording: Recording | None) -> None:
         """Replaces what is kept by the history of another run."""
-        # Of a review each: steps, scalars, and by kind a `Series`, or `Rows` to be converted when needed.
+        # Of a review each: steps, scalars, and by kind a `Series`, or rows to be converted when needed.
         self._blocks: deque[tuple[npt.NDArray[np.int64], Mapping[str, Floats], dict[str, Any]]] = deque()
         self._bytes = 0  # bytes of the tables
         self.latest: dict[str, Rows] = {}
@@ -292,11 +320,6 @@ class StepLog:
             self._bytes = sum(map(_bytes_of, tables.values()))
 
 
-def _block(steps: int, tensors: int) -> Floats:
-    """Memory for rows, ``[steps, tensors, fields]``. Each field is contiguous, since rules read one at a time."""
-    return np.empty((_fields.COUNT, steps, tensors)).transpose(1, 2, 0)
-
-
 def _rows(steps: npt.NDArray[np.int64], raw: Floats, by_row: list[TensorSet], is_plain: bool | None = None) -> Rows:
     newest = by_row[-1]
     if all(tensors is newest for tensors in by_row):
@@ -304,14 +327,34 @@ def _rows(steps: npt.NDArray[np.int64], raw: Floats, by_row: list[TensorSet], is
     return Rows(newest, steps, raw, by_row)
 
 
+def _write(pending: Pending, rows: Floats) -> None:
+    """Writes the rows of a step's gradients into ``rows``, ``[n, fields]``."""
+    positions = pending.numbers[0].segments[0].positions
+    table = pending.numbers[0].table()[: len(rows) if positions is None else len(positions)]
+    if pending.is_scaled:
+        table = without_scale(table, pending.scalars["loss_scale"])
+    if positions is None:
+        rows[:] = table
+    else:
+        rows.fill(math.nan)
+        rows[positions] = table
+
+
 def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
     """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
     if not steps:
         return {}
-    absent = [(name, _ABSENT.get(name, math.nan)) for name in dict.fromkeys(itertools.chain(_COUNTS, *steps))]
-    numbers = (one.get(name, value) for name, value in absent for one in steps)
-    values = np.fromiter(numbers, np.float64, len(absent) * len(steps)).reshape(len(absent), len(steps))
-    return dict(zip((name for name, _ in absent), values, strict=True))
+    names: Iterable[str] = steps[0]
+    try:
+        rows: list[Any] = list(map(operator.itemgetter(*names), steps))
+        have_same_names = sum(map(len, steps)) == len(steps[0]) * len(steps) and len(steps[0]) > 1
+    except KeyError:
+        have_same_names = False
+    if not have_same_names:
+        names = dict.fromkeys(itertools.chain.from_iterable(steps))
+        rows = [[one.get(name, _ABSENT.get(name, math.nan)) for name in names] for one in steps]
+    columns = dict(zip(names, np.ascontiguousarray(np.array(rows, np.float64).T), strict=True))
+    return columns | {name: np.full(len(steps), value) for name, value in _COUNTS.items() if name not in columns}
 
 
 def _value(row: list[float]) -> float:
@@ -321,8 +364,8 @@ def _value(row: list[float]) -> float:
     return row[_SUM]
 
 
-def _bytes_of(chunk: Series | Rows) -> int:
-    return chunk.raw.nbytes if isinstance(chunk, Rows) else chunk.values.nbytes
+def _bytes_of(chunk: Series | _KeptRows) -> int:
+    return chunk.fields.nbytes if isinstance(chunk, _KeptRows) else chunk.values.nbytes
 
 
 def _joined(chunks: list[Series], first: int) -> Series:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import named_parameters_of
+from gradstat._core.parameters import PLAIN_TYPES, named_parameters_of
 from gradstat._core.tensors import TensorInfo, by_device, is_uninitialized, why_not_measured
 from gradstat._step.updates import update_sums
 from gradstat.check import stats
@@ -55,25 +55,37 @@ class Buffers:
         return Segment("buffer", tuple(name for name, _ in named)), [buffer for _, buffer in named]
 
 
-def states_of(
-    optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str]
-) -> Iterator[tuple[Segment, list[Tensor]]]:
-    """The tensors in an optimizer's state that have the shape of their parameter, a segment for each state key."""
-    by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
-    # Keyed by id, because hashing a tensor is slow.
-    state_of = {id(parameter): state for parameter, state in optimizer.state.items()}
-    for name, parameter in zip(names, parameters, strict=True):
-        state = state_of.get(id(parameter))
-        shape = parameter.shape if state else None
-        for key, value in state.items() if state else ():
-            if key != "step" and isinstance(value, Tensor) and value.shape == shape:
-                if key not in by_key:
-                    by_key[key] = [], []
-                of_key, tensors = by_key[key]
-                of_key.append(name)
-                tensors.append(value)
-    for key, (of_key, tensors) in by_key.items():
-        yield Segment(name_of_state(key), tuple(of_key)), tensors
+class States:
+    """The tensors in an optimizer's state that have the shape of their parameter; their places are remembered."""
+
+    def __init__(self) -> None:
+        # What the places depend on: no references to states, which may be large and replaced.
+        self._for: tuple[tuple[str, ...], list[int], int] | None = None
+        self._places: dict[str, tuple[Segment, list[int]]] = {}  # by key: whose, and positions among all states
+
+    def take(
+        self, optimizer: Optimizer, parameters: Sequence[Tensor], names: tuple[str, ...]
+    ) -> list[tuple[Segment, list[Tensor]]]:
+        """The current ones, a segment for each state key."""
+        states = list(optimizer.state.values())
+        current = names, list(map(id, states)), sum(map(len, states))
+        if current == self._for:
+            taken = [(one, [states[at].get(key) for at in places]) for key, (one, places) in self._places.items()]
+            if all(PLAIN_TYPES.issuperset(map(type, tensors)) for _, tensors in taken):
+                return taken
+        # Keyed by id, because hashing a tensor is slow.
+        at_of = {id(parameter): at for at, parameter in enumerate(optimizer.state)}
+        by_key: dict[str, tuple[list[str], list[int]]] = {}
+        for name, parameter in zip(names, parameters, strict=True):
+            at = at_of.get(id(parameter), -1)
+            for key, value in states[at].items() if at >= 0 else ():
+                if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                    of_key, places = by_key.setdefault(key, ([], []))
+                    of_key.append(name)
+                    places.append(at)
+        self._for = current
+        self._places = {key: (Segment(name_of_state(key), tuple(n)), places) for key, (n, places) in by_key.items()}
+        return [(one, [states[at][key] for at in places]) for key, (one, places) in self._places.items()]
 
 
 def updates_of(

@@ -18,7 +18,8 @@ class MonitorOptions:
         max_bytes: Memory limit of the history; fewer steps are kept if needed.
         lag: On a GPU the numbers of a step are read this many steps later, when their copy has finished. 0 reads them
             at once, with a host sync in every step. On the CPU nothing is copied and they are always read at once.
-        review_every: Maximum number of healthy steps between two reviews.
+        review_every: Maximum number of healthy steps between two reviews. Before step 4,096 they are more frequent: at
+            least every sixteenth of the run or every 64 steps.
         rollback_every: For ``"rollback"``: every how many steps the state is copied to host memory; less often if the
             numbers of a step are read later than that.
         ignore_index: A label value that marks positions without a label.
@@ -33,7 +34,7 @@ class MonitorOptions:
     history: int = 1000
     max_bytes: int = 256 * 2**20
     lag: int = 1
-    review_every: int = 64
+    review_every: int = 256
     rollback_every: int = 100
     ignore_index: int = -100
     backend: str | None = None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradstat import _fields
-from gradstat._core import norms
+from gradstat._core import native, norms
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
@@ -36,32 +37,46 @@ class Segment(NamedTuple):
         return len(self.names if self.positions is None else self.positions)
 
 
-class PendingRows:
+class PendingRows(HostRows):
     """Rows of some segments, while they are copied to the host."""
 
-    __slots__ = ("_table", "flag", "norm", "rows", "segments")
+    __slots__ = ("_table", "flag", "norm", "segments")
 
     def __init__(self, segments: list[Segment], measured: Measurement, reduce_to: ReduceTo = None) -> None:
         """``reduce_to`` is made on the device: ``flag``, 1 if the first segment has NaN or Inf; and its ``norm``."""
+        super().__init__(measured)
         self.segments = segments
         self.flag = self.norm = None
         if reduce_to is not None and measured.tables:
             first = _first(segments[0].measured, measured)
             self.flag = norms.any_nonfinite(first).to(torch.float32)
             self.norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
-        self.rows = HostRows(measured)
         self._table: Floats | None = None
-
-    @property
-    def needs_copy(self) -> bool:
-        """Whether they have to be copied; not if they are on the CPU."""
-        return self.rows.needs_copy
 
     def table(self) -> Floats:
         """The rows of all segments, concatenated; waits for them, once per device."""
         if self._table is None:
-            self._table = self.rows.table()[:, : _fields.COUNT]  # distributed tensors have one more column
+            table = super().table()
+            # Distributed tensors have one more column.
+            self._table = table if table.shape[1] == _fields.COUNT else table[:, : _fields.COUNT]
         return self._table
+
+    def tensor(self) -> Tensor | None:
+        """The table as a tensor on the host, waited for; None if it has to be put together."""
+        return self._copies[0].on_host() if self._order is None and len(self._copies) == 1 else None
+
+    def total_of_first(self) -> Sequence[float]:
+        """The merged rows of the first segment, on all ranks; waits, and raises if another rank failed."""
+        total = self.total()
+        if total is not None:
+            self.raise_if_others_failed()
+            merged: list[float] = total.tolist()
+            return merged
+        count, helpers, table = self.segments[0].measured, native.helpers(), self.tensor()
+        direct = None if helpers is None or table is None else helpers.total_of(table, count)
+        if direct is not None:
+            return direct
+        return _fields.merge(np, self.table()[:count]).tolist() if count else _fields.IDENTITY
 
     def split(self) -> Iterator[tuple[Segment, int]]:
         """Each segment, and where its rows begin in the table."""
@@ -102,12 +117,11 @@ def measure_segments(
     first segment is gradients, ``parameters`` are all of the model, so that ranks without some gradients take part.
     Tensors that cannot be measured are in no segment of the result; ``left_out`` gets the reasons, by kind.
     """
-    name_of = _namer(segments)
     # Other ranks may have gradients and wait for this one.
     is_awaited = extra_groups is not None or (
-        parameters is not None and not segments[0].measured and is_distributed(parameters)
+        parameters is not None and segments[0].positions == [] and is_distributed(parameters)
     )
-    measured = None if is_awaited else measure_directly(tensors, name_of, backend)
+    measured = None if is_awaited else measure_directly(tensors, lambda i: _name_of(segments, i), backend)
     if measured is not None:
         return [PendingRows(segments, measured, reduce_to)]
     parts = []
@@ -119,15 +133,16 @@ def measure_segments(
         parts += [(segment, some)] if is_kept else _measurable(segment, some, left_out)
     if not is_awaited and not any(is_distributed(some) for _, some in parts):
         segments, tensors = [segment for segment, _ in parts], [tensor for _, some in parts for tensor in some]
-        return [PendingRows(segments, measure(tensors, _namer(segments), backend), reduce_to)]
+        return [PendingRows(segments, measure(tensors, lambda i: _name_of(segments, i), backend), reduce_to)]
     numbers, error = [], None  # the error of the gradients, without which nothing is known
     for i, (segment, some) in enumerate(parts):
         try:
             extra = extra_groups if i == 0 else None
+            name_of = functools.partial(_name_of, [segment])
             of = parameters if i == 0 and (is_awaited or is_distributed(some)) else None
             # Without their extra groups, tensors that only some ranks have, such as experts, cannot be told apart.
             names = None if i and extra_groups is not None else functools.partial(tuple, segment.names)
-            rows = measure(some, _namer([segment]), backend, parameters=of, names=names, extra_groups=extra)
+            rows = measure(some, name_of, backend, parameters=of, names=names, extra_groups=extra)
         except UnreachableRankError:  # noqa: PERF203 - a collective takes longer than a try
             raise
         except Exception as raised:  # other ranks wait in collectives of later segments
@@ -187,14 +202,10 @@ def plain_parts(tensor: Any) -> Iterator[tuple[str, Tensor]]:
             yield f".{attribute}{part}", plain
 
 
-def _namer(segments: list[Segment]) -> Callable[[int], str]:
-    """A function that returns the name of the i-th tensor, for error messages."""
-
-    def name_of(i: int) -> str:
-        for segment in segments:
-            if i < segment.measured:
-                return segment.names[i if segment.positions is None else segment.positions[i]]
-            i -= segment.measured
-        raise IndexError(i)
-
-    return name_of
+def _name_of(segments: list[Segment], i: int) -> str:
+    """The name of the i-th tensor, for error messages."""
+    for segment in segments:
+        if i < segment.measured:
+            return segment.names[i if segment.positions is None else segment.positions[i]]
+        i -= segment.measured
+    raise IndexError(i)

@@ -1,5 +1,6 @@
 """`Monitor`: what it measures, when it reads and reviews, its policies, its memory, and what it must not do."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -136,8 +137,9 @@ def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
 ) -> None:
     """On a CPU they are read at once, whatever the lag."""
     asked: set[PendingRows] = set()
-    table = PendingRows.table
-    monkeypatch.setattr(PendingRows, "table", lambda self: (asked.add(self), table(self))[1])
+    for name in ("total_of_first", "table"):
+        read = getattr(PendingRows, name)
+        monkeypatch.setattr(PendingRows, name, lambda self, read=read: (asked.add(self), read(self))[1])
     monkeypatch.setattr(PendingRows, "needs_copy", needs_copy)
     model, optimizer, monitor = made(options={"lag": lag})
     found = trained(model, optimizer, monitor, 12, bad=10)
@@ -1025,3 +1027,42 @@ def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_
     for key in ("gradient", "update", "label", "scalars"):
         assert (tables[f"optimizer {key}"].column("max_abs") == 1e6).all()
     assert set(tables) & {"label", "scalars"} == set()
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_request_after_a_step_that_failed_waits_for_the_next_step(with_closure: bool) -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            loss = None if closure is None else closure()
+            if self.fails:
+                raise RuntimeError("no memory left")
+            super().step()
+            return loss
+
+    model = nn.Linear(3, 2)
+    optimizer = Failing(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="skip")
+
+    def backward(factor: float = 1.0) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 3)).square().mean() * factor
+        loss.backward()
+        monitor.step(loss)
+        return loss
+
+    for optimizer.fails in (False, True):
+        if not with_closure:
+            backward()
+        with pytest.raises(RuntimeError, match="no memory") if optimizer.fails else contextlib.nullcontext():
+            optimizer.step(backward if with_closure else None)
+    optimizer.fails = False
+    before = model.weight.detach().clone()
+    backward(math.nan)
+    assert model.weight.grad is not None
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)

@@ -226,9 +226,9 @@ def out_of_memory(*_: object, **__: object) -> Any:
 @pytest.mark.parametrize(
     ("target", "name", "lost"),
     [
-        ("gradstat.monitor.collector", "gradients_of", "a step could not be measured"),
+        ("gradstat.monitor.collector.Collector", "_notice_change", "a step could not be measured"),
         ("gradstat.monitor.collector", "measure_segments", "a step could not be measured"),
-        ("gradstat.monitor.observers", "states_of", "buffers or optimizer states could not be measured"),
+        ("gradstat.monitor.observers.States", "take", "buffers or optimizer states could not be measured"),
         ("gradstat.monitor.observers.Buffers", "take", "buffers or optimizer states could not be measured"),
         ("gradstat.monitor.observers", "update_sums", "the coming update could not be predicted"),
         ("gradstat.monitor.log.StepLog", "read", "could not be read"),

@@ -55,7 +55,7 @@ class Rule:
     def review(self, window: Window) -> Iterable[Finding]:
         """Finds problems in the steps of ``window``.
 
-        Every step is reviewed once, in order, up to 64 at a time. A rule keeps what it needs of earlier steps in
+        Every step is reviewed once, in order, up to 256 at a time. A rule keeps what it needs of earlier steps in
         attributes that begin with an underscore, which `state_dict` saves. A rule that raises is switched off.
 
         Args:

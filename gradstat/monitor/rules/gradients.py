@@ -134,19 +134,17 @@ class VanishingGradient(Rule):
             yield from self._layer_by_layer(rows)
 
     def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
-        weights = np.flatnonzero(rows.tensors.matrices)
-        if len(weights) < self.layers:
-            return
         # Only the last of these steps is examined, since the decay does not come and go.
-        sizes = rows.newest.rms[0, weights]
-        is_positive = np.isfinite(sizes) & (sizes > 0)
-        if is_positive.sum() < self.layers:
+        sizes = rows.newest.rms[0]
+        is_positive = rows.tensors.matrices & np.isfinite(sizes) & (sizes > 0)
+        sizes, weights = sizes[is_positive], np.flatnonzero(rows.tensors.matrices)
+        if len(sizes) < self.layers:
             return
-        logs, depth = np.log(sizes[is_positive]), np.flatnonzero(is_positive)
-        smallest, largest = int(logs.argmin()), int(logs.argmax())
-        if logs[smallest] - logs[largest] > math.log(self.ratio):
+        if sizes.min() > self.ratio * sizes.max():
             self._decaying = 0
             return
+        logs, depth = np.log(sizes), np.flatnonzero(is_positive[weights])
+        smallest, largest = int(logs.argmin()), int(logs.argmax())
         correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
         self._decaying = self._decaying + len(rows) if correlation >= self.correlation else 0
         step = int(rows.steps[-1])

@@ -13,6 +13,9 @@ from gradstat.monitor.rows import Window
 from gradstat.monitor.rules import Rule
 from gradstat.monitor.rules.base import Band, Episodes
 
+# Number of rows that may wait for a review, unless they are of less than 64 steps: 16 MB.
+_MAX_ROWS = 200_000
+
 
 class RuleRunner:
     """Runs the rules; at most ``every`` healthy steps are between two reviews."""
@@ -31,9 +34,8 @@ class RuleRunner:
 
     def is_out_of_band(self, scalars: Mapping[str, float]) -> bool:
         """Whether one of ``scalars`` is outside of a rule's band, so that the step is reviewed at once."""
-        for name, low, high in self._bands:
-            value = scalars.get(name)
-            if value is not None and not low <= value <= high:
+        for name, low, high in self._bands:  # noqa: SIM110 - a generator takes longer, in every step
+            if name in scalars and not low <= scalars[name] <= high:
                 return True
         return False
 
@@ -49,7 +51,8 @@ class RuleRunner:
                     findings += list(rule.review(window))
                 except Exception:
                     self._switch_off(rule)
-        self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None)
+        rows = window.rows("gradient")
+        self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
         return findings
 
@@ -58,12 +61,17 @@ class RuleRunner:
         recorded = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
         return [step for episodes in recorded if isinstance(episodes, Episodes) for step in episodes.values()]
 
-    def refresh(self, steps: int | None) -> None:
-        """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review."""
+    def refresh(self, steps: int | None, tensors: int = 0) -> None:
+        """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review.
+
+        ``tensors`` are measured in every step: rows that wait for the review take memory.
+        """
         joined: dict[str, Band] = {}
         for rule in self.rules:
+            if type(rule).bands is Rule.bands or id(rule) in self._failed:
+                continue
             try:
-                bands = {} if id(rule) in self._failed else {n: (low, high) for n, (low, high) in rule.bands().items()}
+                bands = {n: (low, high) for n, (low, high) in rule.bands().items()}
             except Exception:
                 self._switch_off(rule)
                 continue
@@ -72,8 +80,10 @@ class RuleRunner:
                 joined[name] = (max(low, band[0]), min(high, band[1]))
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
-            # The first steps are reviewed soon, so that problems from the start are reported early.
-            self._next = steps + min(max(steps, 1), self._every)
+            # The first steps are reviewed soon, so that problems from the start are reported early. Later a review may
+            # be late by a sixteenth of the run: its cost per step falls with the number of steps.
+            later = min(steps // 16, _MAX_ROWS // max(tensors, 1))
+            self._next = steps + min(max(steps, 1), max(later, 64), self._every)
 
     def _switch_off(self, rule: Rule) -> None:
         """Monitoring must not end the training: after the exception being handled, ``rule`` does not run again."""

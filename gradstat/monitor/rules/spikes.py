@@ -69,20 +69,26 @@ class SpikeRule(Rule):
         self._episodes = Episodes(quiet)
 
     def calm_below(self) -> float:
-        """A value up to here is no finding and moves no limit, before the next `set_limits`; -Inf if not known."""
+        """A value up to here is no finding, before the next `set_limits`; -Inf if not known."""
         is_known = len(self._values) > max(_FEW, self.window // 2) and len(self._first) == _BEGINNING
-        if not is_known or self._beyond <= 0 or self.single_factor <= 0:
-            return -math.inf
-        return min(self._high, self._beyond, self._beyond / self.single_factor * (1 - 1e-9))
+        return min(self._high, self._beyond) if is_known and self.single_factor > 0 else -math.inf
 
     def not_calm(self, window: Window, name: str) -> Iterator[tuple[int, int, float]]:
-        """Rows, steps and values of the scalar ``name`` in ``window`` above `calm_below`; adds the others itself."""
+        """Rows, steps and values of the scalar ``name`` in ``window`` that need a look; adds the others itself."""
         column = window.scalars.get(name, np.empty(0))
         steps, values = window.steps.tolist(), column.tolist()
         row = 0
         while row < len(values):
-            calm = column[row : row + _EVERY - self._new] <= self.calm_below()
+            block = column[row : row + _EVERY - self._new]
+            calm = block <= self.calm_below()
             count = len(calm) if calm.all() else int(calm.argmin())
+            if count and self.single_factor * (highest := float(block[:count].max())) > self._beyond:
+                # Growth so steady that each value may raise the limit, as in `detect_jump`: the last of them tells.
+                least = min(*values[row : row + count], *self._values[-self.within_steps :])
+                if highest <= self.factor * least:
+                    self._beyond = self.single_factor * highest
+                else:
+                    count = int((self.single_factor * block > self._beyond).argmax())
             self._values += values[row : row + count]
             self._new += count
             row += count

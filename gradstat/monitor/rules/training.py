@@ -150,15 +150,16 @@ class LearningRateJump(Rule):
             if name != "lr":
                 rates = np.where(np.isnan(rates), first, rates)  # a group that is not there has the rate of the first
             listed = rates.tolist()
-            previous = [self._before.get(name, before_first), *listed[:-1]]
+            before = self._before.get(name, before_first)
             self._largest.setdefault(name, 0.0)
             self._before[name] = listed[-1]
-            low, high = float(rates.min()), float(rates.max())
+            low, high = (min(listed), max(listed)) if not math.isnan(sum(listed)) else (math.nan, math.nan)
             # All of them and the one before are so close together that none can be a jump.
-            if low > 0 and high <= self.up * min(low, previous[0]) and low >= max(high, previous[0]) / self.down:
+            if low > 0 and high <= self.up * min(low, before) and low >= max(high, before) / self.down:
                 self._zero_for[name] = 0
                 self._largest[name] = max(self._largest[name], high)
             else:
+                previous = [before, *listed[:-1]]
                 yield from self._review_one(name, zip(window.steps.tolist(), previous, listed, strict=True))
 
     def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]]) -> Iterable[Finding]:

@@ -247,9 +247,9 @@ class UnchangedParameter(Rule):
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
             still = np.flatnonzero((counts >= self.measurements) & (step - since >= self.steps))
-            fresh = [rows.names[i] for i in still if self._episodes.record(rows.names[i], step)]
+            fresh = [names[i] for i in still if self._episodes.record(names[i], step)]
             if fresh:
-                began = int(since[rows.names.index(fresh[0])])
+                began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
                 text += f"; nor have {len(fresh) - 1} others" * (len(fresh) > 1)
                 yield self.found(began, fresh[0], text, about="parameter", parameters=fresh[:20])
