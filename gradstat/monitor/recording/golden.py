@@ -1,0 +1,443 @@
+"""`Golden`: a few healthy runs, of which only what a comparison needs is kept, and how another run deviates from them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat._core.files import replacing
+from gradstat._core.text import lines_of, listed, plain_fields, printable
+from gradstat._version import __version__
+from gradstat.monitor.kinds import kind_of, place_of, plural_of
+from gradstat.monitor.recording import archive
+from gradstat.monitor.recording.alignment import one_sided, sizes, unwrapped
+from gradstat.monitor.recording.explanation import Unlike, explained
+from gradstat.monitor.recording.file import load, opened
+from gradstat.monitor.recording.golden_statistics import (
+    PACKED,
+    Averages,
+    Floats,
+    Group,
+    Key,
+    averages,
+    features_of,
+    fitted,
+    inflation_of,
+    noise_in,
+    packed,
+    places,
+    taken,
+    unpacked,
+    window_starts,
+)
+from gradstat.monitor.recording.recording import Recording
+
+FEWEST = 3
+FORMAT = "gradstat golden"
+VERSION = (1, 0)
+_SHOWN = 8
+_MOST_NAMES = 5
+LIMIT = 64 << 20
+
+
+def _as_it_is(value: float) -> float:
+    return value
+
+
+# How the averages of features are told: those of logarithms are geometric means.
+_TOLD: dict[str, Callable[[float], float]] = {
+    "norm": math.exp,
+    "log": math.exp,
+    "peak": lambda value: 1 / max(-value, 1e-6),
+}
+
+
+class Tensors(NamedTuple):
+    """The tensors of one kind: ``[n]`` names and numbers of elements."""
+
+    names: tuple[str, ...]
+    numel: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Where one tensor or series is first unlike the golden runs.
+
+    Attributes:
+        kind: As in `Recording.tables`, or ``"series"``.
+        name: Name of the tensor or series.
+        feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"`` (over
+            the root mean square), ``"value"``, or ``"absent"``: there is no such tensor, and in all golden runs there is.
+        step, last: The first and last step of the window over which it is averaged.
+        value: Its average there.
+        expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
+        z: How far it is from them, as a deviate of the normal distribution; infinite if it is absent.
+    """
+
+    kind: str
+    name: str
+    feature: str
+    step: int
+    last: int
+    value: float
+    expected: float
+    low: float
+    high: float
+    z: float
+
+    def __str__(self) -> str:
+        what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
+        what += f", {self.feature}" if self.feature not in ("value", "absent") else ""
+        if self.feature == "absent":
+            return printable(f"{what}: absent, and present in all golden runs")
+        numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
+        return printable(f"{what}: {numbers}, z = {self.z:.1f}")
+
+
+class Shown(NamedTuple):
+    """What a page shows: the run; where windows begin; by scalar ``[windows, 2]``, the interval in which it is like the
+    golden runs; by kind ``[windows, n]``, how far tensors are from them: above 1 they are unlike.
+    """
+
+    recording: Recording
+    starts: npt.NDArray[np.int64]
+    bands: Mapping[str, Floats]
+    deviation: Mapping[str, Floats]
+
+
+@dataclass(frozen=True)
+class GoldenComparison:
+    """How a run compares with golden runs.
+
+    Attributes:
+        runs: Number of golden runs.
+        steps: First and last step that were compared.
+        findings: What is unlike: the earliest first, then what is nearest to the cause.
+        where: Where, in words: ``"everywhere"``, a module, or a kind of modules.
+        what: What kind of change it is, in words; empty if not known.
+        share: The share of the compared tensors and series that are unlike.
+        structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
+        left_out: Parameters that are not compared, because their gradients are rounding noise.
+    """
+
+    runs: int
+    steps: tuple[int, int]
+    findings: tuple[Deviation, ...]
+    where: str
+    what: str
+    share: float
+    structure: tuple[str, ...]
+    left_out: tuple[str, ...]
+    shown: Shown = field(repr=False, compare=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run is like the golden ones in all that both have."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values; NaN and Inf as text."""
+        values = {"ok": self.ok, **plain_fields(self), "findings": [plain_fields(found) for found in self.findings]}
+        del values["shown"]
+        return dict(archive.encoded(values, tagged=False))
+
+    def to_html(self, title: str = "Compared with golden runs") -> str:
+        """The page of the recording, with bands behind its series and deviations as a field. Needs plotly."""
+        from gradstat.monitor.recording.view import page_of  # type: ignore
+
+        return page_of(self.shown.recording, title, diagnosis_text=str(self), golden=self.shown)
+
+    def __str__(self) -> str:
+        first, last = self.steps
+        lines = [printable(f"Structure: {line}") for line in self.structure]
+        if self.ok:
+            lines.append(f"Like the {self.runs} golden runs in steps {first} to {last}")
+        else:
+            at = self.findings[0]
+            when = f"step {at.step}" if at.step == at.last else f"steps {at.step} to {at.last}"
+            lines.append(
+                f"Unlike the {self.runs} golden runs since {when}, {printable(self.where)}: {printable(self.what)}"
+            )
+            same = [found for found in self.findings if found.step == at.step]
+            later = [found for found in self.findings if found.step != at.step]
+            lines += lines_of(same, _SHOWN, "  {}".format, "  ... and {} more in these steps")
+            lines += lines_of(
+                later, 3, lambda found: f"  later, in step {found.step}: {found}", "  ... and {} more later"
+            )
+        if self.left_out:
+            lines.append(f"Left out as rounding noise: {listed(self.left_out, _MOST_NAMES)}")
+        return "\n".join(lines)
+
+
+class Golden:
+    """What a comparison with golden runs needs: no run is kept. Made by `of` or `load`.
+
+    Attributes:
+        runs: Number of golden runs.
+        steps: Number of steps that are compared.
+        left_out: Parameters that are never compared, because their gradients are rounding noise.
+        meta: The ``meta`` of the first golden run.
+    """
+
+    def __init__(
+        self,
+        runs: int,
+        starts: npt.NDArray[np.int64],
+        tensors: Mapping[str, Tensors],
+        groups: Mapping[Key, Group],
+        inflation: float,
+        left_out: tuple[str, ...],
+        meta: Mapping[str, Any],
+    ) -> None:
+        self.runs, self.left_out, self.meta = runs, left_out, dict(meta)
+        self._starts, self._tensors, self._groups, self._inflation = starts, dict(tensors), dict(groups), inflation
+        self._names = {kind: one.names for kind, one in self._tensors.items()}
+        self._names |= {kind: (kind,) for kind, _ in self._groups if kind not in self._names}
+
+    @property
+    def steps(self) -> int:
+        return int(self._starts[-1])
+
+    @classmethod
+    def of(cls, recordings: Iterable[Recording | str | os.PathLike[str]]) -> Golden:
+        """What at least three healthy runs have in common, and how much they differ; five are advised.
+
+        Args:
+            recordings: Of runs that differ in nothing but the seed, or their files. What all have is compared.
+
+        Raises:
+            ValueError: There are fewer than three, or they have no window of steps in common.
+            RecordingFileError, OSError: A file cannot be read.
+        """
+        given = [unwrapped(_recording(one)) for one in recordings]
+        if len(given) < FEWEST:
+            raise ValueError(f"recordings: expected at least {FEWEST} golden runs (5 are advised), got {len(given)}")
+        starts = window_starts(min(int(one.steps[-1]) + 1 if len(one.steps) else 0 for one in given))
+        tensors: dict[str, Tensors] = {}
+        for kind, series in given[0].tables.items():
+            if features_of(kind) and all(kind in one.tables for one in given):
+                common = set.intersection(*(set(one.tables[kind].names) for one in given))
+                at = [i for i, name in enumerate(series.names) if name in common]
+                tensors[kind] = Tensors(tuple(series.names[i] for i in at), series.numel[at])
+        made = [averages(one, starts) for one in given]
+        names = {kind: (kind,) for kind in made[0].names if kind not in given[0].tables}
+        runs = [one.of(names | {kind: one.names for kind, one in tensors.items()}) for one in made]
+        left_out = tuple(dict.fromkeys(name for run in runs for name in run.rounding_noise()[0]))
+        values = [run.without(left_out).values for run in runs]
+        for name in names:  # the logarithm of a loss that is never negative, else the loss
+            is_signed = any(bool((one.scalars[name] <= 0).any()) for one in given) and name == "loss"
+            for value in values:
+                value.pop((name, "log" if is_signed else "value"), None)
+        numels = {kind: one.numel.astype(np.float64) for kind, one in tensors.items()}
+        groups = {
+            key: unpacked(packed(group), group.mean.shape, group.freedom, group.limit)
+            for key, group in fitted(values, numels).items()
+        }
+        if not groups:
+            raise ValueError("recordings: the golden runs have no steps in common; record all from the same step on")
+        return cls(len(runs), starts, tensors, groups, inflation_of(values, numels), left_out, given[0].meta)
+
+    def compare(self, recording: Recording | str | os.PathLike[str]) -> GoldenComparison:
+        """Where a run is unlike the golden runs, in the steps and tensors that both have.
+
+        At most one healthy run in 20 is called unlike. Tensors are matched as by `gradstat.monitor.recording.compare`.
+
+        Args:
+            recording: The run, or its file.
+
+        Raises:
+            ValueError: It has no window of steps of the golden runs as a whole.
+            RecordingFileError, OSError: The file cannot be read.
+        """
+        given = _recording(recording)
+        bare = unwrapped(given)
+        run = averages(bare, self._starts).of(self._names)
+        seen = np.flatnonzero(run.covered)
+        if not len(seen):
+            raise ValueError(
+                f"recording: {_extent(given)}, which holds no window of the golden runs as a whole; record the run "
+                f"from step 0 on, as they were, for at most {self.steps:,} steps"
+            )
+        # What is rounding noise only in this run is in a higher precision, if it is small in the golden runs as well.
+        left_out: tuple[str, ...] = ()
+        if ("gradient", "norm") in self._groups:
+            expected = self._groups["gradient", "norm"].mean[run.covered]
+            small = noise_in(self._names["gradient"], expected)[1]
+            left_out = tuple(name for name in run.rounding_noise()[0] if name in small)
+            run = run.without(left_out)
+        z = {key: group.z(run.values[key], self._inflation) for key, group in self._groups.items() if key in run.values}
+        unlike = {kind: one for kind in self._names if (one := self._unlike(kind, run, z)) is not None}
+        findings = [
+            self._deviation(kind, j, one, run, z)
+            for kind, one in unlike.items()
+            for j in np.flatnonzero((one.excess > 1).any(0)).tolist()
+        ]
+        findings.sort(key=_order)
+        where, what = "", ""
+        if findings:
+            where, what = explained(unlike, int(np.searchsorted(self._starts, findings[0].step)))
+        compared = sum(int((~np.isnan(one.excess)).any(0).sum()) for one in unlike.values())
+        return GoldenComparison(
+            self.runs,
+            (int(self._starts[seen[0]]), int(self._starts[seen[-1] + 1]) - 1),
+            tuple(findings),
+            where,
+            what,
+            len(findings) / max(1, compared),
+            tuple(self._structure(bare)),
+            (*self.left_out, *left_out),
+            self._shown(given, bare, unlike),
+        )
+
+    def _keys(self, kind: str, values: Mapping[Key, Floats]) -> list[Key]:
+        return [key for key in self._groups if key[0] == kind and key in values]
+
+    def _unlike(self, kind: str, run: Averages, z: Mapping[Key, Floats]) -> Unlike | None:
+        keys = self._keys(kind, z)
+        if not keys:
+            return None
+        expected = self._groups[keys[0]].mean
+        features = [np.abs(z[key]) / self._groups[key].limit for key in keys]
+        largest = functools.reduce(np.fmax, features)
+        if kind in run.absent:
+            largest = np.where(run.absent[kind] & np.isfinite(expected), np.inf, largest)
+        return Unlike(self._names[kind], largest, run.values[keys[0]] - expected)
+
+    def _deviation(self, kind: str, j: int, one: Unlike, run: Averages, z: Mapping[Key, Floats]) -> Deviation:
+        """What is told of tensor ``j`` of a kind, which deviates: what deviates most in the first window."""
+        window = int(np.argmax(one.excess[:, j] > 1))
+        step, last = int(self._starts[window]), int(self._starts[window + 1]) - 1
+        kind_told = kind if kind in self._tensors else "series"
+        keys = self._keys(kind, z)
+        if np.isinf(one.excess[window, j]) and np.isnan(run.values[keys[0]][window, j]):
+            return Deviation(kind_told, one.names[j], "absent", step, last, *[math.nan] * 4, math.inf)
+        key = max(keys, key=lambda key: float(np.nan_to_num(np.abs(z[key][window, j]) / self._groups[key].limit)))
+        group = self._groups[key]
+        told = _TOLD.get(key[1], _as_it_is)
+        expected, half = float(group.mean[window, j]), float(group.half_width(self._inflation)[window, j])
+        numbers = map(told, (float(run.values[key][window, j]), expected, expected - half, expected + half))
+        feature = "value" if kind_told == "series" else key[1]
+        return Deviation(kind_told, one.names[j], feature, step, last, *numbers, float(z[key][window, j]))
+
+    def _structure(self, run: Recording) -> Iterator[str]:
+        """Sentences about tensors that only one side has, or that have another size."""
+        for kind, one in self._tensors.items():
+            if kind in run.tables:
+                series, plural = run.tables[kind], plural_of(kind)
+                yield from one_sided(plural, one.names, series.names, ("golden runs", "run"))
+                yield from sizes(kind, one, series)
+
+    def _shown(self, given: Recording, bare: Recording, unlike: Mapping[str, Unlike]) -> Shown:
+        bands = {}
+        for kind, feature in self._groups:
+            if kind not in self._tensors:
+                group, told = self._groups[kind, feature], _TOLD.get(feature, _as_it_is)
+                half = group.half_width(self._inflation)
+                bands[kind] = np.vectorize(told)(np.concatenate([group.mean - half, group.mean + half], 1))
+        deviation = {}
+        for kind, one in unlike.items():
+            if kind in bare.tables:
+                deviation[kind] = taken(one.excess, places(one.names, bare.tables[kind].names), np.nan)
+        return Shown(given, self._starts, bands, deviation)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes what a comparison needs as one file; replaces an existing file atomically.
+
+        Args:
+            path: Where, by convention ``golden.gradstat``. Missing folders are made.
+
+        Returns:
+            ``path``.
+
+        Raises:
+            OSError: The file cannot be written; nothing is left behind.
+        """
+        header = {
+            "format": FORMAT,
+            "version": list(VERSION),
+            "gradstat": __version__,
+            "runs": self.runs,
+            "starts": self._starts.tolist(),
+            "inflation": self._inflation,
+            "left_out": list(self.left_out),
+            "tensors": [{"kind": kind, "names": list(one.names)} for kind, one in self._tensors.items()],
+            "groups": [
+                {"kind": kind, "feature": feature, "freedom": group.freedom, "limit": group.limit}
+                for (kind, feature), group in self._groups.items()
+            ],
+            "meta": self.meta,
+        }
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for i, one in enumerate(self._tensors.values()):
+            arrays[f"tensors/{i}/numel"] = np.asarray(one.numel, "<i8")
+        for i, group in enumerate(self._groups.values()):
+            arrays |= {f"groups/{i}/{name}": array for name, array in packed(group).items()}
+        target = Path(path)
+        with replacing(target) as file:
+            archive.write(file, header, arrays)
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Golden:
+        """Reads what `save` wrote. The file may be untrusted, as that of a recording.
+
+        Args:
+            path: The file.
+
+        Raises:
+            RecordingFileError: It holds no golden runs, is damaged, or a newer gradstat wrote it.
+            OSError: It cannot be opened.
+        """
+        return opened(path, FORMAT, "gradstat.monitor.Golden.save", VERSION, LIMIT, cls._read)
+
+    @classmethod
+    def _read(cls, reader: archive.Reader, header: dict[str, Any]) -> Golden:
+        starts = np.array(header["starts"], np.int64)
+        if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+            raise ValueError("the steps in which its windows begin are not 0 and rising")
+        runs, inflation = int(header["runs"]), float(header["inflation"])
+        if runs < FEWEST or not 1 <= inflation < math.inf:
+            raise ValueError(f"it is of {runs} runs, with an inflation of {inflation}")
+        tensors, groups = {}, {}
+        for i, one in enumerate(header["tensors"]):
+            kind, names = *archive.texts([one["kind"]]), archive.texts(one["names"])
+            tensors[kind] = Tensors(names, reader.array(f"tensors/{i}/numel", "<i8"))
+            if tensors[kind].numel.shape != (len(names),):
+                raise ValueError(f"the sizes of its {kind} are not one for each name")
+        for i, one in enumerate(header["groups"]):
+            kind, feature = archive.texts([one["kind"], one["feature"]])
+            shape = len(starts) - 1, len(tensors[kind].names) if kind in tensors else 1
+            read = {name: reader.array(f"groups/{i}/{name}", dtype) for name, dtype in PACKED.items()}
+            groups[kind, feature] = unpacked(read, shape, float(one["freedom"]), float(one["limit"]))
+        return cls(runs, starts, tensors, groups, inflation, archive.texts(header["left_out"]), dict(header["meta"]))
+
+    def __repr__(self) -> str:
+        return f"Golden({self.runs} runs, {self.steps} steps)"
+
+
+def _recording(given: Recording | str | os.PathLike[str]) -> Recording:
+    return given if isinstance(given, Recording) else load(given)
+
+
+def _extent(recording: Recording) -> str:
+    steps = recording.steps
+    return f"it has steps {steps[0]} to {steps[-1]}" if len(steps) else "it has no steps"
+
+
+def _order(found: Deviation) -> tuple[int, float, float]:
+    """Findings by step; within a step causes before effects, then what deviates most."""
+    if found.kind == "series":
+        place = place_of("gradient") - 0.5 if found.name == "loss" else -1.0
+    elif found.step and kind_of(found.kind).name in ("parameter", "buffer"):
+        place = place_of("update") + 1.0  # what a parameter is after the first step is an effect of gradients
+    else:
+        place = float(place_of(found.kind))
+    return found.step, place, -abs(found.z)
