@@ -37,13 +37,14 @@ def explained(unlike: Mapping[str, Unlike], window: int) -> tuple[str, str]:
     is_unlike = {kind: bool(one.any()) for kind, one in at.items()}
     rates = [kind for kind in unlike if kind.startswith("lr") and is_unlike[kind]]
     if rates:
-        return "the learning rate", f"it is × {np.exp(unlike[rates[0]].change[window, 0]):.4g}"
+        return "the learning rate", f"times {np.exp(unlike[rates[0]].change[window, 0]):.4g}"
     if is_unlike.get("batch"):
         return "the batch", "the inputs are distributed otherwise"
     for kind in ("parameter", "buffer"):
         if window == 0 and is_unlike.get(kind):
             factor = _factor(unlike[kind].change[0][at[kind]])
-            return _place(unlike[kind], 0), f"the initial {kind}s" + f", norms × {factor:.3g}" * (factor is not None)
+            times = "" if factor is None else f", norms times {factor:.3g}"
+            return _place(unlike[kind], 0), f"the initial {kind}s{times}"
     loss = is_unlike.get("loss", False)
     gradient = unlike.get("gradient")
     if gradient is None or not is_unlike["gradient"]:
@@ -54,7 +55,7 @@ def explained(unlike: Mapping[str, Unlike], window: int) -> tuple[str, str]:
     factor = _factor(gradient.change[window])
     where = _place(gradient, window)
     if factor is not None and where == "everywhere":
-        return where, f"all norms × {factor:.3g}: " + (
+        return where, f"all norms times {factor:.3g}: " + (
             "the loss is scaled" if loss else "gradients are scaled, the loss is not"
         )
     if where == "everywhere" and window == 0:

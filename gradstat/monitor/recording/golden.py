@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import html
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from gradstat._core.files import replacing
 from gradstat._core.text import lines_of, listed, plain_fields, printable
 from gradstat._version import __version__
+from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import kind_of, place_of, plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.alignment import one_sided, sizes, unwrapped
@@ -28,6 +30,7 @@ from gradstat.monitor.recording.golden_statistics import (
     Group,
     Key,
     averages,
+    covered_windows,
     features_of,
     fitted,
     inflation_of,
@@ -38,8 +41,10 @@ from gradstat.monitor.recording.golden_statistics import (
     unpacked,
     window_starts,
 )
+from gradstat.monitor.recording.page_data import GoldenBands
 from gradstat.monitor.recording.recording import Recording
 
+RULE = "unlike-golden"
 FEWEST = 3
 FORMAT = "gradstat golden"
 VERSION = (1, 0)
@@ -102,17 +107,6 @@ class Deviation:
         return printable(f"{what}: {numbers}, z = {self.z:.1f}")
 
 
-class Shown(NamedTuple):
-    """What a page shows: the run; where windows begin; by scalar ``[windows, 2]``, the interval in which it is like the
-    golden runs; by kind ``[windows, n]``, how far tensors are from them: above 1 they are unlike.
-    """
-
-    recording: Recording
-    starts: npt.NDArray[np.int64]
-    bands: Mapping[str, Floats]
-    deviation: Mapping[str, Floats]
-
-
 @dataclass(frozen=True)
 class GoldenComparison:
     """How a run compares with golden runs.
@@ -136,38 +130,50 @@ class GoldenComparison:
     share: float
     structure: tuple[str, ...]
     left_out: tuple[str, ...]
-    shown: Shown = field(repr=False, compare=False)
+    recording: Recording = field(repr=False, compare=False)
+    bands: GoldenBands = field(repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
         """Whether the run is like the golden ones in all that both have."""
         return not self.findings
 
+    @property
+    def headline(self) -> str:
+        """Since when and where the run is unlike the golden ones, and what kind of change it is, or that it is not."""
+        first, last = self.steps
+        if self.ok:
+            return f"Like the {self.runs} golden runs in steps {first} to {last}"
+        at = self.findings[0]
+        when = f"step {at.step}" if at.step == at.last else f"steps {at.step} to {at.last}"
+        return printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}")
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
-        values = {"ok": self.ok, **plain_fields(self), "findings": [plain_fields(found) for found in self.findings]}
-        del values["shown"]
-        return dict(archive.encoded(values, tagged=False))
+        told = plain_fields(replace(self, recording=None, bands=None))  # type: ignore[arg-type]
+        del told["recording"], told["bands"]
+        told["findings"] = list(map(plain_fields, self.findings))
+        return dict(archive.encoded({"ok": self.ok, **told}, tagged=False))
 
     def to_html(self, title: str = "Compared with golden runs") -> str:
-        """The page of the recording, with bands behind its series and deviations as a field. Needs plotly."""
-        from gradstat.monitor.recording.view import page_of  # type: ignore
+        """The page of the recording, with bands behind its series and the deviation as a field. Needs plotly."""
+        from gradstat.monitor.recording.view import page_of
 
-        return page_of(self.shown.recording, title, diagnosis_text=str(self), golden=self.shown)
+        found = tuple(
+            Finding(RULE, "warning", one.step, one.name, plain_fields(one), text=str(one), about=one.kind)
+            for one in self.findings
+        )
+        shown = replace(self.recording, findings=found)
+        return page_of(shown, title, f"<pre>{html.escape(str(self))}</pre>", self.bands)
 
     def __str__(self) -> str:
-        first, last = self.steps
         lines = [printable(f"Structure: {line}") for line in self.structure]
         if self.ok:
-            lines.append(f"Like the {self.runs} golden runs in steps {first} to {last}")
+            lines.append(self.headline)
         else:
-            at = self.findings[0]
-            when = f"step {at.step}" if at.step == at.last else f"steps {at.step} to {at.last}"
-            lines.append(
-                f"Unlike the {self.runs} golden runs since {when}, {printable(self.where)}: {printable(self.what)}"
-            )
-            same = [found for found in self.findings if found.step == at.step]
-            later = [found for found in self.findings if found.step != at.step]
+            lines.append(self.headline)
+            same = [found for found in self.findings if found.step == self.findings[0].step]
+            later = [found for found in self.findings if found.step != self.findings[0].step]
             lines += lines_of(same, _SHOWN, "  {}".format, "  ... and {} more in these steps")
             lines += lines_of(
                 later, 3, lambda found: f"  later, in step {found.step}: {found}", "  ... and {} more later"
@@ -245,6 +251,14 @@ class Golden:
             raise ValueError("recordings: the golden runs have no steps in common; record all from the same step on")
         return cls(len(runs), starts, tensors, groups, inflation_of(values, numels), left_out, given[0].meta)
 
+    def last_complete(self, steps: int) -> int:
+        """The end of the last window that is complete after so many steps."""
+        return int(self._starts[np.searchsorted(self._starts, steps, "right") - 1])
+
+    def covers(self, recording: Recording) -> bool:
+        """Whether the recording has any window of steps as a whole."""
+        return bool(covered_windows(recording.steps, self._starts).any())
+
     def compare(self, recording: Recording | str | os.PathLike[str]) -> GoldenComparison:
         """Where a run is unlike the golden runs, in the steps and tensors that both have.
 
@@ -259,7 +273,7 @@ class Golden:
         """
         given = _recording(recording)
         bare = unwrapped(given)
-        run = averages(bare, self._starts).of(self._names)
+        run = averages(bare, self._starts).of({kind: self._comparable(kind, bare) for kind in self._names})
         seen = np.flatnonzero(run.covered)
         if not len(seen):
             raise ValueError(
@@ -281,6 +295,8 @@ class Golden:
             for j in np.flatnonzero((one.excess > 1).any(0)).tolist()
         ]
         findings.sort(key=_order)
+        own = {kind: dict(zip(bare.tables[kind].names, one.names, strict=True)) for kind, one in given.tables.items()}
+        named = tuple(replace(one, name=own.get(one.kind, {}).get(one.name, one.name)) for one in findings)
         where, what = "", ""
         if findings:
             where, what = explained(unlike, int(np.searchsorted(self._starts, findings[0].step)))
@@ -288,13 +304,14 @@ class Golden:
         return GoldenComparison(
             self.runs,
             (int(self._starts[seen[0]]), int(self._starts[seen[-1] + 1]) - 1),
-            tuple(findings),
+            named,
             where,
             what,
             len(findings) / max(1, compared),
             tuple(self._structure(bare)),
             (*self.left_out, *left_out),
-            self._shown(given, bare, unlike),
+            given,
+            self._bands(bare, unlike),
         )
 
     def _keys(self, kind: str, values: Mapping[Key, Floats]) -> list[Key]:
@@ -318,14 +335,16 @@ class Golden:
         kind_told = kind if kind in self._tensors else "series"
         keys = self._keys(kind, z)
         if np.isinf(one.excess[window, j]) and np.isnan(run.values[keys[0]][window, j]):
-            return Deviation(kind_told, one.names[j], "absent", step, last, *[math.nan] * 4, math.inf)
+            nan = math.nan
+            return Deviation(kind_told, one.names[j], "absent", step, last, nan, nan, nan, nan, math.inf)
         key = max(keys, key=lambda key: float(np.nan_to_num(np.abs(z[key][window, j]) / self._groups[key].limit)))
         group = self._groups[key]
         told = _TOLD.get(key[1], _as_it_is)
         expected, half = float(group.mean[window, j]), float(group.half_width(self._inflation)[window, j])
-        numbers = map(told, (float(run.values[key][window, j]), expected, expected - half, expected + half))
+        value, *interval = map(told, (float(run.values[key][window, j]), expected, expected - half, expected + half))
         feature = "value" if kind_told == "series" else key[1]
-        return Deviation(kind_told, one.names[j], feature, step, last, *numbers, float(z[key][window, j]))
+        deviate = float(z[key][window, j])
+        return Deviation(kind_told, one.names[j], feature, step, last, value, *interval, deviate)  # type: ignore[call-arg]
 
     def _structure(self, run: Recording) -> Iterator[str]:
         """Sentences about tensors that only one side has, or that have another size."""
@@ -335,7 +354,17 @@ class Golden:
                 yield from one_sided(plural, one.names, series.names, ("golden runs", "run"))
                 yield from sizes(kind, one, series)
 
-    def _shown(self, given: Recording, bare: Recording, unlike: Mapping[str, Unlike]) -> Shown:
+    def _comparable(self, kind: str, run: Recording) -> tuple[str, ...]:
+        """The names of a kind, without those of tensors that have another size in the run."""
+        names, series = self._names[kind], run.tables.get(kind)
+        if series is None or kind not in self._tensors or kind_of(kind).sizes_vary:
+            return names
+        numel = dict(zip(series.names, series.numel.tolist(), strict=True))
+        expected = self._tensors[kind].numel.tolist()
+        pairs = zip(names, expected, strict=True)
+        return tuple(name if numel.get(name, 0) in (0, n) else "" for name, n in pairs)
+
+    def _bands(self, bare: Recording, unlike: Mapping[str, Unlike]) -> GoldenBands:
         bands = {}
         for kind, feature in self._groups:
             if kind not in self._tensors:
@@ -346,7 +375,7 @@ class Golden:
         for kind, one in unlike.items():
             if kind in bare.tables:
                 deviation[kind] = taken(one.excess, places(one.names, bare.tables[kind].names), np.nan)
-        return Shown(given, self._starts, bands, deviation)
+        return GoldenBands(self._starts, bands, deviation)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes what a comparison needs as one file; replaces an existing file atomically.

@@ -48,7 +48,7 @@ _FLOOR = 1e-3
 _ZERO = 1e-8
 _WINDOWS = 16
 # How many windows on each side share their variance, and the most degrees of freedom, also for each of a run's own.
-_NEAR = 3
+_NEAR = 2
 _MOST_FREEDOM = 10.0
 _MOST_PER_OWN = 3.0
 _WHOLE = ("norm", "peak", "mean")
@@ -129,10 +129,16 @@ def taken(values: npt.NDArray[Any], at: npt.NDArray[np.int64], fill: float) -> n
     return found
 
 
+def covered_windows(steps: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Bools:
+    """``[windows]``: which windows have all of their steps."""
+    covered: Bools = np.diff(np.searchsorted(steps, starts)) == np.diff(starts)
+    return covered
+
+
 def averages(recording: Recording, starts: npt.NDArray[np.int64]) -> Averages:
     """The averages of a run over the windows that it covers as a whole."""
     steps = recording.steps
-    covered = np.diff(np.searchsorted(steps, starts)) == np.diff(starts)
+    covered = covered_windows(steps, starts)
     made = Averages({}, {}, {}, covered)
     for name in recording.scalars:
         if name.partition("[")[0] in _SCALARS:
