@@ -1,37 +1,57 @@
 """Golden runs: how often healthy runs are called unlike, and which mistakes and harmless changes are noticed.
 
-Two small models are trained with many seeds. Of each, golden sets of 3, 5 and 8 runs are drawn at random and held-out
-healthy runs are compared with them; then runs with one mistake of refactoring, and with one harmless change each, are
-compared with five golden runs. ::
+Two small models are trained with many seeds. Of each, golden sets of 3, 5 and 8 runs are drawn at random, and held-out
+healthy runs are compared with them; then runs with one mistake of refactoring, or one harmless change, are compared
+with sets of five. ::
 
-    python benchmarks/golden.py
-    python benchmarks/golden.py --held-out 120 --record
+    python benchmarks/golden.py --keep /tmp/runs      # recordings are kept there, and made only once
+    python benchmarks/golden.py --keep /tmp/runs --record
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import random
+import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
-from small_training import CLASSES, RECORD, TOKENS, Clusters, Sentences  # noqa: E402
+import tables  # noqa: E402
+from rows import Row, add_arguments, append, microseconds, row  # noqa: E402
+from small_training import CLASSES, RECORD, TOKENS, Clusters  # noqa: E402
 
-from gradstat.monitor import Monitor, Recording  # noqa: E402
+from gradstat.distributed._ranks import Ranks  # noqa: E402
+from gradstat.monitor import Golden, Monitor, Recording, Series  # noqa: E402
+from gradstat.monitor.recording import GoldenComparison, load, save  # noqa: E402
 
 STEPS = 160
+CPU = torch.device("cpu")
+HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP, COST_GROUP = (
+    f"golden, {what}" for what in ("healthy", "mistakes", "harmless", "cost")
+)
+POOL = 40  # seeds from which golden runs are drawn; the next ones are held out
+SEEDS = (900, 901)  # of runs with a mistake
 Batch = tuple[Tensor, Tensor]
 
 
@@ -65,6 +85,8 @@ class Settings:
     wrap: Callable[[nn.Module], Any] | None = None
     kernel: SDPBackend | None = None
     threads: int = 1
+    ranks: str = ""  # "ddp" or "fsdp": on two ranks, each with half of every batch
+    trainer: bool = False  # the Trainer of transformers instead of the loop
     # Of the transformer.
     causal: bool = True
     scaled: bool = True
@@ -159,10 +181,10 @@ class Transformer(nn.Module):
 
 def perceptron(settings: Settings) -> nn.Sequential:
     """Two hidden layers with batch norm, so that the biases before it have no effect."""
-    drop = [nn.Dropout(settings.dropout)] if settings.dropout else []
+    drop = nn.Dropout(settings.dropout)
     return nn.Sequential(
-        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), *drop,
-        nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), *drop, nn.Linear(32, CLASSES),
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), drop,
+        nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), drop, nn.Linear(32, CLASSES),
     )  # fmt: skip
 
 
@@ -174,7 +196,24 @@ HEALTHY = {
 
 def run(settings: Settings, seed: int, **options: Any) -> Recording:
     """The recording of one training. The task is always the same; weights and samples depend on the seed."""
+    if settings.ranks:
+        import golden  # by this name, which other processes can import
+
+        with Ranks(2) as ranks:
+            recordings = ranks.run(2, golden.on_a_rank, settings, seed, timeout=120.0, limit=300.0)
+        made: Recording = recordings[0]
+        return made
     torch.set_num_threads(settings.threads)
+    model = initialised(settings, seed)
+    if settings.trainer:
+        return by_trainer(settings, seed, model)
+    made = train(settings, seed, model if settings.wrap is None else settings.wrap(model), **options)
+    torch.set_num_threads(1)
+    return made
+
+
+def initialised(settings: Settings, seed: int) -> nn.Module:
+    """The model before the first step."""
     torch.manual_seed(1000 + seed)
     model: nn.Module = Transformer(settings) if settings.model == "transformer" else perceptron(settings)
     with torch.no_grad():
@@ -183,22 +222,74 @@ def run(settings: Settings, seed: int, **options: Any) -> Recording:
                 parameter *= settings.init
         if settings.change_model is not None:
             settings.change_model(model)
-    called = model if settings.wrap is None else settings.wrap(model)
+    return model
+
+
+def optimizer_of(settings: Settings, model: nn.Module) -> Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1 or settings.decays_all]},
         {"params": [p for p in trained if p.dim() <= 1 and not settings.decays_all], "weight_decay": 0.0},
     ]
-    optimizer = settings.optimizer(
+    return settings.optimizer(
         [group for group in groups if group["params"]],
         **{"lr": settings.lr, "weight_decay": settings.weight_decay, **settings.optimizer_options},
     )
-    scaler = torch.amp.GradScaler("cpu") if settings.autocast == torch.float16 else None
-    monitor = Monitor(called, optimizer, scaler, on_anomaly=RECORD, **options)
-    train(settings, seed, called, optimizer, scaler, monitor)
-    monitor.detach()
+
+
+def on_a_rank(settings: Settings, seed: int) -> Recording:
+    """As `run`, on one of several ranks."""
     torch.set_num_threads(1)
-    return monitor.recording()
+    model: Any = initialised(settings, seed)
+    if settings.ranks == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
+    return train(settings, seed, model)
+
+
+def by_trainer(settings: Settings, seed: int, model: nn.Module) -> Recording:
+    """As `train`, with the Trainer of transformers."""
+    from transformers import Trainer, TrainingArguments
+
+    from gradstat.integrations.transformers import install
+
+    class Samples(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            draw = batches(settings, seed)
+            while True:
+                inputs, labels = draw()
+                yield from ({"tokens": x, "labels": y} for x, y in zip(inputs, labels, strict=True))
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.model(tokens).flatten(0, -2), labels.flatten())}
+
+    optimizer = optimizer_of(settings, model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / settings.warmup))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=settings.steps, per_device_train_batch_size=settings.size, use_cpu=True,
+            max_grad_norm=settings.max_norm, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Trainer(WithLoss(), arguments, train_dataset=Samples(), optimizers=(optimizer, schedule))
+        handle = install(trainer, on_anomaly="record", log=False)
+        trainer.train()
+        made: Recording = handle.monitor.recording()
+        handle.remove()
+    without = {
+        kind: Series(tuple(name.removeprefix("model.") for name in one.names), one.numel, one.steps, one.values)
+        for kind, one in made.tables.items()
+    }
+    return replace(made, tables=without)
 
 
 class Phrases:
@@ -230,33 +321,39 @@ def batches(settings: Settings, seed: int) -> Callable[[], Batch]:
     return make
 
 
-def train(
-    settings: Settings, seed: int, model: Any, optimizer: Optimizer, scaler: Any, monitor: Monitor
-) -> None:
-    """Trains ``model``."""
-    draw, random = batches(settings, seed), torch.Generator().manual_seed(seed)
-    held: list[Batch] = []
+def train(settings: Settings, seed: int, model: Any, **options: Any) -> Recording:
+    """Trains ``model`` and returns the recording."""
+    optimizer = optimizer_of(settings, model)
+    scaler = torch.amp.GradScaler("cpu") if settings.autocast == torch.float16 else None
+    monitor = Monitor(model, optimizer, scaler, on_anomaly=RECORD, **options)
+    draw, samples = batches(settings, seed), torch.Generator().manual_seed(seed)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if settings.ranks else (0, 1)
+    micro_batches: list[Batch] = []
     for step in range(settings.steps):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, (step + 1) / max(1, settings.warmup))
-        total = 0.0
         if step % settings.repeats == 0:
-            held = [draw() for _ in range(settings.accumulate)]
+            micro_batches = [draw() for _ in range(settings.accumulate)]
             if settings.change_batch is not None:
-                held = [settings.change_batch(batch, random) for batch in held]
-        for batch in held:
+                micro_batches = [settings.change_batch(batch, samples) for batch in micro_batches]
+        total = torch.zeros(())
+        for inputs, labels in micro_batches:
+            inputs, labels = inputs[rank::world], labels[rank::world].flatten()
             with torch.autocast("cpu", settings.autocast or torch.bfloat16, enabled=settings.autocast is not None):
-                logits = model(batch[0]).flatten(0, -2)
+                logits = model(inputs).flatten(0, -2)
             if settings.loss is not None:
-                loss = settings.loss(logits.float(), batch[1].flatten())
+                loss = settings.loss(logits.float(), labels)
             else:
                 loss = F.cross_entropy(
-                    logits.float(), batch[1].flatten(), label_smoothing=settings.smoothing, reduction=settings.reduction
+                    logits.float(), labels, label_smoothing=settings.smoothing, reduction=settings.reduction
                 )
             if settings.divided:
                 loss = loss / settings.accumulate
             (loss if scaler is None else scaler.scale(loss)).backward()
-            total += float(loss.detach())
+            total += loss.detach()
+        if settings.ranks:
+            dist.all_reduce(total)
+            total /= world
         monitor.step(total)
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -268,6 +365,8 @@ def train(
             scaler.update()
         if settings.clears:
             optimizer.zero_grad()
+    monitor.detach()
+    return monitor.recording()
 
 
 # Mistakes and harmless changes -----------------------------------------------------------------------------------
@@ -373,53 +472,53 @@ SGD = {"optimizer": torch.optim.SGD, "optimizer_options": {"momentum": 0.9}}
 
 MISTAKES = (
     Case("loss not divided under accumulation", {"accumulate": 2, "divided": False}, names="everywhere"),
-    Case("half a batch", {"size": 8}),
+    Case("half a batch", {"size": 8}, names="everywhere"),
     Case("one matrix frozen", {"change_model": _frozen("blocks.1.up.weight")}, names="blocks.1.up"),
     Case("dropout 0.2 added", {"dropout": 0.2}),
     Case("not causal", {"causal": False}, names="everywhere"),
-    Case("SGD for AdamW", SGD),
+    Case("SGD for AdamW", SGD, names="everywhere"),
     Case("post-norm for pre-norm", {"pre_norm": False}, names="everywhere"),
     Case("scores not scaled", {"scaled": False}, names="attention"),
-    Case("learning rate × 1.5", {"lr": 1.5e-2}, names="learning rate"),
-    Case("learning rate × 1.1", {"lr": 1.1e-2}, names="learning rate"),
+    Case("learning rate times 1.5", {"lr": 1.5e-2}, names="learning rate"),
+    Case("learning rate times 1.1", {"lr": 1.1e-2}, names="learning rate"),
     Case("no warm-up", {"warmup": 0}, names="learning rate"),
     Case("β1 = 0", _options(betas=(0.0, 0.999)), names="optimizer"),
     Case("β2 = 0.95", _options(betas=(0.9, 0.95)), names="optimizer"),
-    Case("eps 1e-3", _options(eps=1e-3)),
-    Case("eps 1e-5", _options(eps=1e-5)),
-    Case("weight decay 0", {"weight_decay": 0.0}),
-    Case("decay on norms and biases", {"decays_all": True}),
-    Case("label smoothing 0.1", {"smoothing": 0.1}),
-    Case("initial weights × 0.5", {"init": 0.5}, names="initial parameters"),
-    Case("initial weights × 1.2", {"init": 1.2}, names="initial parameters"),
-    Case("each batch four times", {"repeats": 4}),
-    Case("one batch for ever", {"repeats": STEPS}),
+    Case("eps 1e-3", _options(eps=1e-3), names="optimizer"),
+    Case("eps 1e-5", _options(eps=1e-5), names="optimizer"),
+    Case("weight decay 0", {"weight_decay": 0.0}, names="optimizer"),
+    Case("decay on norms and biases", {"decays_all": True}, names="optimizer"),
+    Case("label smoothing 0.1", {"smoothing": 0.1}, names="the loss"),
+    Case("initial weights times 0.5", {"init": 0.5}, names="initial parameters"),
+    Case("initial weights times 1.2", {"init": 1.2}, names="initial parameters"),
+    Case("each batch four times", {"repeats": 4}, names="batches"),
+    Case("one batch for ever", {"repeats": STEPS}, names="everywhere"),
     Case("ReLU for GELU", {"activation": F.relu}),
     Case("labels shuffled", {"change_batch": _shuffled}, names="everywhere"),
     Case("labels not shifted", {"change_batch": _unshifted}, names="everywhere"),
     Case("sequences reversed", {"change_batch": _reversed_tokens}, names="everywhere"),
     Case("one sample in all places of a batch", {"change_batch": _constant_sample}, names="everywhere"),
     Case("no residual connections", {"residual": False}, names="everywhere"),
-    Case("no final norm", {"final_norm": False}, names="everywhere"),
+    Case("no final norm", {"final_norm": False}, names="norm"),
     Case("no positions", {"positions": False}, names="places"),
     Case("heads mixed by view()", {"mixes_heads": True}, names="attention"),
     Case("loss summed", {"reduction": "sum"}, names="everywhere"),
     Case("softmax before the cross-entropy", {"loss": _softmax_twice}, names="everywhere"),
-    Case("clip at 0.1", {"max_norm": 0.1}),
+    Case("clip at 0.1", {"max_norm": 0.1}, names="optimizer"),
     Case("gradients not cleared", {"clears": False}, names="everywhere"),
     Case("head of zeros", {"change_model": _zero_head}, names="head"),
     Case("half of the head zeros", {"change_model": _half_zero_head}, names="head"),
-    Case("head tied to the embedding", {"change_model": _tied}, names="head"),
-    Case("first block detached", {"change_model": _detached}, names="blocks.0"),
+    Case("head tied to the embedding", {"change_model": _tied}, names="tokens|head"),
+    Case("first block detached", {"change_model": _detached}, names="tokens|blocks.0"),
     Case("second block skipped", {"change_model": _skipped_block}, names="blocks.1"),
     Case("gradient of the head halved", {"change_model": _noisy_gradient}, names="head"),
-    Case("inputs not normalised", {"change_batch": _unnormalised}, "MLP", "0"),
+    Case("inputs not normalised", {"change_batch": _unnormalised}, "MLP", "buffers"),
     Case("one input feature missing", {"change_batch": _missing_feature}, "MLP", "0"),
     Case("labels shuffled, MLP", {"change_batch": _shuffled}, "MLP", "everywhere"),
-    Case("batch norm in evaluation mode", {"change_model": _evaluates}, "MLP"),
+    Case("batch norm in evaluation mode", {"change_model": _evaluates}, "MLP", "buffers"),
     Case("dropout 0.5 added, MLP", {"dropout": 0.5}, "MLP"),
-    Case("half a batch, MLP", {"size": 16}, "MLP"),
-    Case("learning rate × 1.5, MLP", {"lr": 3e-3}, "MLP", "learning rate"),
+    Case("half a batch, MLP", {"size": 16}, "MLP", "everywhere"),
+    Case("learning rate times 1.5, MLP", {"lr": 3e-3}, "MLP", "learning rate"),
 )
 
 HARMLESS = (
@@ -440,7 +539,135 @@ HARMLESS = (
     Case("two micro-batches, divided", {"accumulate": 2}),
     Case("cross-entropy by hand", {"loss": _by_hand}),
     Case("tokens renamed", {"change_batch": _renamed}),
+    Case("DDP on two ranks", {"ranks": "ddp"}),
+    Case("FSDP2 on two ranks", {"ranks": "fsdp"}),
+    Case("the Trainer of transformers for a loop", {"trainer": True}),
     Case("fused AdamW, MLP", _options(fused=True), "MLP"),
     Case("bf16 autocast, MLP", {"autocast": torch.bfloat16}, "MLP"),
     Case("fp16 autocast, MLP", {"autocast": torch.float16}, "MLP"),
 )
+
+
+# What is measured --------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """Makes recordings, and keeps them in a folder if there is one."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._made: dict[str, Recording] = {}
+
+    def of(self, name: str, settings: Settings, seed: int) -> Recording:
+        key = f"{name.replace('/', ' ')}-{seed}"
+        if key not in self._made:
+            file = None if self._folder is None else self._folder / f"{key}.gradstat"
+            if file is not None and file.exists():
+                self._made[key] = load(file)
+            else:
+                self._made[key] = run(settings, seed)
+                if file is not None:
+                    save(self._made[key], file)
+        return self._made[key]
+
+
+def healthy_rows(runs: Runs, held_out: int, sets: int) -> Iterator[Row]:
+    """How many held-out healthy runs are called unlike."""
+    for name, settings in HEALTHY.items():
+        pool = [runs.of(name, settings, seed) for seed in range(POOL)]
+        others = [runs.of(name, settings, seed) for seed in range(POOL, POOL + held_out)]
+        chosen = random.Random(0)
+        for count in (3, 5, 8):
+            golden = [Golden.of(chosen.sample(pool, count)) for _ in range(sets)]
+            shares = [statistics.fmean(not one.compare(other).ok for other in others) for one in golden]
+            case = f"{name}, {held_out} held-out runs"
+            yield row(
+                HEALTHY_GROUP, case, f"{count} golden runs", "called unlike", "%", 100 * statistics.fmean(shares), CPU
+            )
+            yield row(
+                HEALTHY_GROUP, case, f"{count} golden runs", "called unlike, worst set", "%", 100 * max(shares), CPU
+            )
+            yield row(HEALTHY_GROUP, case, f"{count} golden runs", "golden sets", "", sets, CPU)
+
+
+def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int) -> Iterator[Row]:
+    """How many runs with a change are called unlike, since when, and what is named."""
+    golden = {
+        name: [
+            Golden.of(runs.of(name, settings, seed) for seed in range(5 * i, 5 * i + 5))
+            for i in range(min(sets, POOL // 5))
+        ]
+        for name, settings in HEALTHY.items()
+    }
+    for case in cases:
+        settings = replace(HEALTHY[case.model], **case.changes)
+        made = [runs.of(case.what, settings, seed) for seed in SEEDS]
+        compared = [one.compare(recording) for one in golden[case.model] for recording in made]
+        unlike = [comparison for comparison in compared if not comparison.ok]
+        told = Counter(f"{comparison.where}: {comparison.what}" for comparison in unlike)
+        provider = told.most_common(1)[0][0] if told else ""
+        yield row(group, case.what, provider, "called unlike", "%", 100 * len(unlike) / len(compared), CPU)
+        if unlike:
+            first = statistics.median(comparison.findings[0].step for comparison in unlike)
+            yield row(group, case.what, provider, "first step", "", first, CPU)
+        if unlike and case.names:
+            right = statistics.fmean(is_right(case, comparison) for comparison in unlike)
+            yield row(group, case.what, provider, "right place", "%", 100 * right, CPU)
+
+
+def is_right(case: Case, comparison: GoldenComparison) -> bool:
+    """Whether the comparison names what is changed."""
+    return any(name in f"{comparison.where}: {comparison.what}" for name in case.names.split("|"))
+
+
+def cost_rows() -> Iterator[Row]:
+    """The time of a comparison, the size of a file, and what the rule of a monitor costs."""
+    runs = [_long(seed) for seed in range(6)]
+    golden = Golden.of(runs[:5])
+    case = "2,000 steps, 300 tensors"
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        golden.compare(runs[5])
+        seconds.append(time.perf_counter() - start)
+    yield row(COST_GROUP, case, "Golden.compare", "wall time", "us", microseconds(seconds), CPU, tensors=300)
+    with tempfile.TemporaryDirectory() as folder:
+        size = golden.save(Path(folder) / "golden.gradstat").stat().st_size
+    yield row(COST_GROUP, case, "file", "size", "B", size, CPU, tensors=300)
+
+
+def _long(seed: int) -> Recording:
+    """A long made-up run with all that a monitor watches by default."""
+    level, noise, steps = np.random.default_rng(0), np.random.default_rng(seed), np.arange(2000)
+    run_to_run = level.normal(size=(300, 8)) + 0.05 * noise.normal(size=(1, 300, 8))
+    values = np.exp(run_to_run + 0.2 * noise.normal(size=(2000, 300, 8))).astype(np.float32)
+    names, numel = tuple(f"blocks.{i}.weight" for i in range(300)), np.full(300, 4096)
+    made = {"gradient": Series(names, numel, steps, values)}
+    for kind in ("parameter", "exp_avg", "exp_avg_sq"):
+        made[kind] = Series(names, numel, steps[::50], values[::50])
+    return Recording(steps, {"loss": np.exp(noise.normal(size=2000)), "lr": np.full(2000, 1e-3)}, made)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--held-out", type=int, default=100, help="healthy runs of each model (default %(default)s)")
+    parser.add_argument("--sets", type=int, default=20, help="golden sets of each size (default %(default)s)")
+    parser.add_argument("--keep", type=Path, help="a folder for recordings, which are then made only once")
+    add_arguments(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = Runs(options.keep)
+    rows = [
+        *healthy_rows(runs, options.held_out, options.sets),
+        *case_rows(runs, MISTAKE_GROUP, MISTAKES, 4),
+        *case_rows(runs, HARMLESS_GROUP, HARMLESS, 4),
+        *cost_rows(),
+    ]
+    print(tables.golden(rows))
+    if options.record:
+        append(rows, "golden", options.results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -74,8 +74,10 @@ def test_windows_double_and_then_stay_and_cover_every_step() -> None:
     assert statistics.window_starts(2).tolist() == [0, 1, 2]
     for steps in (2, 3, 17, 160, 2000, 100_000):
         sizes = np.diff(statistics.window_starts(steps))
-        assert sizes.sum() == steps and len(sizes) < 40
-        assert (sizes > 0).all() and (np.diff(sizes[:-1]) >= 0).all()
+        assert sizes.sum() == steps
+        assert len(sizes) < 40
+        assert (sizes > 0).all()
+        assert (np.diff(sizes[:-1]) >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,8 @@ def test_a_scaled_loss_is_named(golden: Golden) -> None:
     found = golden.compare(made)
     assert not found.ok
     assert (found.where, found.findings[0].step, found.findings[0].name) == ("everywhere", 0, "loss")
-    assert "times" in found.what and "the loss is scaled" in found.what
+    assert "times" in found.what
+    assert "the loss is scaled" in found.what
     assert found.findings[0].value == pytest.approx(20 * found.findings[0].expected, rel=0.5)
     made.scalars["loss"] /= 20
     assert "the loss is not" in golden.compare(made).what
@@ -150,7 +153,8 @@ def test_one_module_is_named_and_the_others_are_not(golden: Golden) -> None:
     found = golden.compare(changed(30, ALL, "blocks.2.up"))
     assert found.where == "blocks.2.up"
     assert {deviation.name for deviation in found.findings} <= {"blocks.2.up.weight", "blocks.2.up.bias"}
-    assert found.findings[0].feature == "norm" and found.findings[0].z > 4
+    assert found.findings[0].feature == "norm"
+    assert found.findings[0].z > 4
     assert golden.compare(changed(30, ALL, "down")).where == "blocks.*.down"
 
 
@@ -163,8 +167,10 @@ def test_the_shape_of_a_gradient_counts_as_well(golden: Golden) -> None:
 
 def test_a_late_change_is_found_when_it_comes(golden: Golden) -> None:
     found = golden.compare(changed(30, ALL, "", since=63))
-    assert found.findings[0].step == 63 and found.findings[0].last == 78
-    assert found.where == "everywhere" and "times 3" in found.what
+    assert found.findings[0].step == 63
+    assert found.findings[0].last == 78
+    assert found.where == "everywhere"
+    assert "times 3" in found.what
 
 
 def test_another_learning_rate_is_named_first(golden: Golden) -> None:
@@ -178,7 +184,8 @@ def test_other_initial_weights_are_named(golden: Golden) -> None:
     made = run(50)
     made.tables["parameter"].values[:] *= 2
     found = golden.compare(made)
-    assert found.findings[0].kind == "parameter" and found.what.startswith("the initial parameters")
+    assert found.findings[0].kind == "parameter"
+    assert found.what.startswith("the initial parameters")
 
 
 def test_what_only_parameters_show_is_the_optimizer(golden: Golden) -> None:
@@ -233,8 +240,8 @@ def test_a_shorter_run_is_compared_in_what_it_has(golden: Golden) -> None:
         {"gradient": Series(NAMES, SIZES, resumed.steps[at], resumed.tables["gradient"].values[at])},
     )
     assert golden.compare(part).steps == (63, 99)
-    with pytest.raises(ValueError, match="recording: it has steps 100 to 102, .*at most 100 steps"):
-        late = Recording(np.arange(100, 103), {"loss": np.ones(3)}, {})
+    late = Recording(np.arange(100, 103), {"loss": np.ones(3)}, {})
+    with pytest.raises(ValueError, match=r"recording: it has steps 100 to 102, .*at most 100 steps"):
         golden.compare(late)
 
 
@@ -250,7 +257,8 @@ def test_rounding_noise_is_left_out_whatever_its_size() -> None:
     in_half = Golden.of([with_key(seed, 1e-3) for seed in range(5)])
     assert in_half.left_out == ()
     found = in_half.compare(with_key(50, 1e-8))
-    assert found.ok and found.left_out == ("blocks.0.up.bias",)
+    assert found.ok
+    assert found.left_out == ("blocks.0.up.bias",)
     assert not Golden.of([with_key(seed, 0.5) for seed in range(5)]).compare(with_key(50, 1e-8)).ok
 
 
@@ -295,13 +303,13 @@ def test_a_file_of_a_long_run_is_small(tmp_path: Path) -> None:
 
 
 def test_too_few_runs_and_runs_without_a_common_window_are_refused() -> None:
-    with pytest.raises(ValueError, match="recordings: expected at least 3 golden runs .5 are advised., got 2"):
+    with pytest.raises(ValueError, match=r"recordings: expected at least 3 golden runs .5 are advised., got 2"):
         Golden.of([run(0), run(1)])
     late = run(2)
     late.steps = late.steps + 100
     for table in late.tables.values():
         table.steps = table.steps + 100
-    with pytest.raises(ValueError, match="recordings: .* no steps in common"):
+    with pytest.raises(ValueError, match=r"recordings: .* no steps in common"):
         Golden.of([run(0), run(1), late])
 
 
@@ -311,7 +319,7 @@ def test_damaged_and_other_files_are_refused(golden: Golden, tmp_path: Path) -> 
         load(path)
     with pytest.raises(RecordingFileError, match=r"is not a gradstat golden, .*Golden\.save"):
         Golden.load(save(run(0), tmp_path / "run.gradstat"))
-    with pytest.raises(RecordingFileError, match="in version 2.0 of the format.*Upgrade gradstat"):
+    with pytest.raises(RecordingFileError, match=r"in version 2\.0 of the format.*Upgrade gradstat"):
         Golden.load(rewritten(path, version=[2, 0]))
     for wrong in (
         {"starts": [0, 5, 3]},
@@ -403,7 +411,8 @@ def test_a_test_fails_with_the_explanation_and_can_rewrite_the_file(
     assert assert_golden(train(9), path).ok
     with pytest.raises(UnlikeGoldenError, match="the learning rate: times 2") as error:
         assert_golden(lambda seed: train(seed, lr=2e-2).recording(), path)
-    assert error.value.comparison is not None and not error.value.comparison.ok
+    assert error.value.comparison is not None
+    assert not error.value.comparison.ok
     with pytest.raises(TypeError, match="pass a function of a seed"):
         plain_assert_golden(train(0), path, rewrite=True)
     with pytest.raises(TypeError, match="run is a int; expected a Monitor"):

@@ -1,19 +1,24 @@
-"""Where a run deviates from golden ones, and what kind of change that is, in words: from what is unlike first."""
+"""Where a run deviates from golden ones, and what kind of change that is, in words."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gradstat._core.text import count_of
 from gradstat.monitor.recording.golden_statistics import Floats
 
-_MOST = 0.5
-"""A share of tensors above which it is everywhere."""
-# Norms that are multiplied by one factor differ by less than this part of its logarithm.
-_ALIKE = 0.2
+# A share of the gradients above which it is everywhere.
+_EVERYWHERE = 0.4
+# All norms have a factor in common if it is no smaller than this, and those of tensors, and of the first window, differ
+# from it by no more than these parts, on a logarithmic scale.
+_LEAST_FACTOR = math.log(1.15)
+_OF_TENSORS, _OF_WINDOWS = 0.2, 0.4
 
 
 @dataclass(frozen=True)
@@ -31,65 +36,91 @@ class Unlike:
     change: Floats
 
 
-def explained(unlike: Mapping[str, Unlike], window: int) -> tuple[str, str]:
-    """Where the run deviates in ``window``, the first in which it does, and what kind of change that is."""
-    at = {kind: one.excess[window] > 1 for kind, one in unlike.items()}
-    is_unlike = {kind: bool(one.any()) for kind, one in at.items()}
-    rates = [kind for kind in unlike if kind.startswith("lr") and is_unlike[kind]]
-    if rates:
-        return "the learning rate", f"times {np.exp(unlike[rates[0]].change[window, 0]):.4g}"
-    if is_unlike.get("batch"):
-        return "the batch", "the inputs are distributed otherwise"
-    for kind in ("parameter", "buffer"):
-        if window == 0 and is_unlike.get(kind):
-            factor = _factor(unlike[kind].change[0][at[kind]])
-            times = "" if factor is None else f", norms times {factor:.3g}"
-            return _place(unlike[kind], 0), f"the initial {kind}s{times}"
-    loss = is_unlike.get("loss", False)
+def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
+    """Where the run deviates, and what kind of change it is; ``first`` is the first window in which it deviates."""
+    at_first = {kind: bool((one.excess[first] > 1).any()) for kind, one in unlike.items()}
+    for kind, one in unlike.items():
+        if kind.startswith("lr") and at_first[kind]:
+            return "the learning rate", f"times {math.exp(one.change[first, 0]):.4g}"
+    if at_first.get("batch"):
+        return "the batch", "its values are distributed otherwise"
+    for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
+        if first == 0 and at_first.get(kind):
+            one = unlike[kind]
+            factor = _factor(one.change[:1, one.excess[0] > 1])
+            return _place(one, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
     gradient = unlike.get("gradient")
-    if gradient is None or not is_unlike["gradient"]:
-        others = [kind for kind, one in is_unlike.items() if one and kind != "loss"]
-        if others:
-            return _place(unlike[others[0]], window), "not the gradients: the optimizer, its settings or its state"
-        return "the loss", "not the gradients: how the loss is reduced, averaged or reported"
-    factor = _factor(gradient.change[window])
-    where = _place(gradient, window)
-    if factor is not None and where == "everywhere":
-        return where, f"all norms times {factor:.3g}: " + (
-            "the loss is scaled" if loss else "gradients are scaled, the loss is not"
-        )
-    if where == "everywhere" and window == 0:
-        return where, "from the first step on" + ", and the loss" * loss + ": data, labels, loss or forward pass"
-    if where == "everywhere" or any(is_unlike.get(kind) for kind in ("parameter", "update")):
-        return where, "not in the first step" + ", and the loss" * loss + ": updates, or data that vary otherwise"
-    return where, "its gradients" + ", and the loss" * loss
+    if gradient is not None and np.isinf(gradient.excess[first]).any():
+        absent = replace(gradient, excess=np.where(np.isinf(gradient.excess), np.inf, np.nan))
+        return _place(absent, first), "gradients are absent"
+    loss = bool("loss" in unlike and (unlike["loss"].excess > 1).any())
+    if gradient is not None:
+        change, deviates = gradient.change[first:], gradient.excess[first:] > 1
+        factor = _factor(change)
+        if factor is not None and (loss or deviates.any()):
+            return (
+                "everywhere",
+                f"all norms of gradients times {factor:.3g}, {_scaled(unlike.get('loss'), first, factor)}",
+            )
+        if deviates.any() and (at_first["gradient"] or at_first.get("loss", False)):
+            place = _place(gradient, first + int(np.argmax(deviates.any(1))))
+            also = ", and the loss" * loss
+            if deviates.any(0).sum() > _EVERYWHERE * (~np.isnan(gradient.excess)).any(0).sum():
+                place = "everywhere" + f", first in {place}" * (place != "everywhere")
+                return place, f"gradients{also}: data, labels, loss or forward pass" + ", or updates" * (first > 0)
+            return place, f"its gradients{also}"
+    for kind, one in unlike.items():
+        if at_first[kind] and kind != "loss":
+            return _place(
+                one, first
+            ), f"{kind}, before gradients: the optimizer, its settings, clipping, or how batches repeat"
+    return "the loss", "not the gradients: how it is reduced, smoothed or reported"
 
 
 def _factor(change: Floats) -> float | None:
-    """The factor that all norms have in common, None if there is none."""
-    known = change[np.isfinite(change)]
-    middle = float(np.median(known)) if known.size else 0.0
-    spread = float(np.median(np.abs(known - middle))) if known.size else 0.0
-    return float(np.exp(middle)) if abs(middle) > 0.1 and spread < _ALIKE * abs(middle) else None
+    """The factor that the norms have in common over ``[windows, n]`` changes of logarithms, None if there is none."""
+    by_tensor = _means(change)
+    if not by_tensor.size:
+        return None
+    middle, now = (
+        float(np.median(by_tensor)),
+        float(np.median(_means(change[:1]) if np.isfinite(change[0]).any() else by_tensor)),
+    )
+    spread = float(np.median(np.abs(by_tensor - middle)))
+    is_common = abs(middle) > _LEAST_FACTOR and spread < _OF_TENSORS * abs(middle)
+    return math.exp(middle) if is_common and abs(now - middle) < _OF_WINDOWS * abs(middle) else None
+
+
+def _means(change: Floats) -> Floats:
+    """``[n]``: means over the windows that are known, without tensors of which none is."""
+    known = np.isfinite(change)
+    count = known.sum(0)
+    means: Floats = (np.where(known, change, 0.0).sum(0) / np.maximum(count, 1))[count > 0]
+    return means
+
+
+def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
+    own = _means(loss.change[first:]) if loss is not None else np.empty(0)
+    is_scaled = own.size and abs(float(own[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor))
+    return (
+        "as the loss: it is scaled"
+        if is_scaled
+        else "the loss not: the size of batches, their variety, or a scale after it"
+    )
 
 
 def _place(one: Unlike, window: int) -> str:
     """``"everywhere"``, a module, a kind of modules, or the module that deviates most and how many others do."""
     excess = one.excess[window]
     found = np.flatnonzero(excess > 1)
-    if len(found) > max(1, _MOST * np.isfinite(excess).sum()):
+    if len(found) > max(1, _EVERYWHERE * len(excess)):
         return "everywhere"
     found = found[np.argsort(-excess[found], kind="stable")]
-    modules = list(dict.fromkeys(_module(one.names[j]) for j in found))
-    kinds = _kinds(modules)
-    if len(kinds) == 1:
-        return kinds[0] if len(modules) > 1 else modules[0]
-    return f"{modules[0]} and {len(modules) - 1} other modules"
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0] or name
-
-
-def _kinds(modules: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) for module in modules))
+    modules = list(dict.fromkeys(one.names[j].rpartition(".")[0] or one.names[j] for j in found))
+    shared = os.path.commonprefix([module.split(".") for module in modules])
+    kinds = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) for module in modules}
+    if len(shared) > 1 or len(modules) == 1:
+        return ".".join(shared)
+    if len(kinds) == 1 and any(map(str.isalpha, *kinds)):
+        return kinds.pop()
+    return f"{modules[0]} and {count_of(len(modules) - 1, 'other module')}"

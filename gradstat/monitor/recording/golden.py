@@ -1,4 +1,4 @@
-"""`Golden`: a few healthy runs, of which only what a comparison needs is kept, and how another run deviates from them."""
+"""`Golden`: what is kept of a few healthy runs for comparisons, and how another run deviates from them."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Deviation:
     Attributes:
         kind: As in `Recording.tables`, or ``"series"``.
         name: Name of the tensor or series.
-        feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"`` (over
-            the root mean square), ``"value"``, or ``"absent"``: there is no such tensor, and in all golden runs there is.
+        feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
+            (over the root mean square), ``"value"`` of a series, or ``"absent"``: in all golden runs there is one.
         step, last: The first and last step of the window over which it is averaged.
         value: Its average there.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.

@@ -15,8 +15,8 @@ degrees of freedom: too few to judge by. So the cells of one kind and feature, a
    training are heavier than normal ones. The normal deviate ``z`` has the same tail as ``t`` (G. W. Hill, "Algorithm
    395: Student's t-distribution", CACM 13, 1970).
 4. The run is unlike if ``|z|`` of any cell is above the limit of its group: the normal quantile at
-   ``1 - rate / (2 G N)`` for ``G`` groups and ``N`` cells in this one. By Bonferroni's inequality the rate is that of the
-   whole run, however its cells depend on each other.
+   ``1 - rate / (2 G N)`` for ``G`` groups and ``N`` cells in this one. By Bonferroni's inequality the rate is that of
+   the whole run, however its cells depend on each other.
 5. In case that tails are heavier still, each golden run is left out in turn and judged by the others; if one of them
    would be unlike, all intervals are widened until it is not.
 """
@@ -176,9 +176,7 @@ def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[tuple[str, ...], tu
 
 
 def _features(kind: str, series: Series) -> Iterable[Floats]:
-    """Of each tensor ``[m, n]``: the logarithms of its norm, and of its largest element over its root mean square; the
-    mean over that.
-    """
+    """``[m, n]`` each: the logarithm of the norm, minus the root mean square over the peak, and the mean over that."""
     mean = series.column("mean").astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         if kind_of(kind).sizes_vary:  # then the norm says how large the tensor is
