@@ -32,5 +32,9 @@ def assert_healthy() -> Callable[..., Any]:
 
 @pytest.fixture
 def assert_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`gradstat.monitor.assert_golden`; with ``--rewrite-golden`` it makes the file first."""
+    """`gradstat.monitor.assert_golden`; with ``--rewrite-golden`` it makes the file first.
+
+    Args:
+        request: Of the test.
+    """
     return functools.partial(_assert_golden, rewrite=request.config.getoption("--rewrite-golden"))

@@ -143,10 +143,10 @@ def test_a_scaled_loss_is_named(golden: Golden) -> None:
     assert not found.ok
     assert (found.where, found.findings[0].step, found.findings[0].name) == ("everywhere", 0, "loss")
     assert "times" in found.what
-    assert "the loss is scaled" in found.what
+    assert "as the loss" in found.what
     assert found.findings[0].value == pytest.approx(20 * found.findings[0].expected, rel=0.5)
     made.scalars["loss"] /= 20
-    assert "the loss is not" in golden.compare(made).what
+    assert "the loss not" in golden.compare(made).what
 
 
 def test_one_module_is_named_and_the_others_are_not(golden: Golden) -> None:
@@ -170,7 +170,7 @@ def test_a_late_change_is_found_when_it_comes(golden: Golden) -> None:
     assert found.findings[0].step == 63
     assert found.findings[0].last == 78
     assert found.where == "everywhere"
-    assert "times 3" in found.what
+    assert "times" in found.what
 
 
 def test_another_learning_rate_is_named_first(golden: Golden) -> None:

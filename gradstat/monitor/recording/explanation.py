@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,29 +52,31 @@ def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
     gradient = unlike.get("gradient")
     if gradient is not None and np.isinf(gradient.excess[first]).any():
         absent = replace(gradient, excess=np.where(np.isinf(gradient.excess), np.inf, np.nan))
-        return _place(absent, first), "gradients are absent"
+        place = _place(absent, first)
+        if place == "everywhere":  # those from which a part of the graph is cut off
+            where = np.flatnonzero(absent.excess[first] > 1)
+            place = f"{_module_of(absent.names[where[0]])} to {_module_of(absent.names[where[-1]])}"
+        return place, "gradients are absent"
     loss = bool("loss" in unlike and (unlike["loss"].excess > 1).any())
     if gradient is not None:
         change, deviates = gradient.change[first:], gradient.excess[first:] > 1
         factor = _factor(change)
         if factor is not None and (loss or deviates.any()):
-            return (
-                "everywhere",
-                f"all norms of gradients times {factor:.3g}, {_scaled(unlike.get('loss'), first, factor)}",
-            )
+            scaled = _scaled(unlike.get("loss"), first, factor)
+            return "everywhere", f"all norms of gradients times {factor:.3g}, {scaled}"
         if deviates.any() and (at_first["gradient"] or at_first.get("loss", False)):
             place = _place(gradient, first + int(np.argmax(deviates.any(1))))
-            also = ", and the loss" * loss
-            if deviates.any(0).sum() > _EVERYWHERE * (~np.isnan(gradient.excess)).any(0).sum():
+            what = "gradients and the loss" if loss else "gradients"
+            overall = replace(gradient, excess=np.fmax.reduce(gradient.excess[first:], 0)[None])
+            if _place(overall, 0) == "everywhere":
                 place = "everywhere" + f", first in {place}" * (place != "everywhere")
-                return place, f"gradients{also}: data, labels, loss or forward pass" + ", or updates" * (first > 0)
-            return place, f"its gradients{also}"
+                what += " (data, labels, loss or forward pass" + ", or updates)" * (first > 0) + ")" * (first == 0)
+            return place, what
     for kind, one in unlike.items():
         if at_first[kind] and kind != "loss":
-            return _place(
-                one, first
-            ), f"{kind}, before gradients: the optimizer, its settings, clipping, or how batches repeat"
-    return "the loss", "not the gradients: how it is reduced, smoothed or reported"
+            why = "the optimizer, its settings, clipping, or how batches repeat"
+            return _place(one, first), f"{kind}, not the gradients before ({why})"
+    return "the loss", "not the gradients (how it is reduced, smoothed or reported)"
 
 
 def _factor(change: Floats) -> float | None:
@@ -103,24 +105,34 @@ def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
     own = _means(loss.change[first:]) if loss is not None else np.empty(0)
     is_scaled = own.size and abs(float(own[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor))
     return (
-        "as the loss: it is scaled"
+        "as the loss (it is scaled)"
         if is_scaled
-        else "the loss not: the size of batches, their variety, or a scale after it"
+        else "the loss not (the size or variety of batches, or a scale after the loss)"
     )
 
 
 def _place(one: Unlike, window: int) -> str:
-    """``"everywhere"``, a module, a kind of modules, or the module that deviates most and how many others do."""
+    """The module of all that deviates, ``"everywhere"``, the kind of modules, or those that deviate most."""
     excess = one.excess[window]
     found = np.flatnonzero(excess > 1)
-    if len(found) > max(1, _EVERYWHERE * len(excess)):
-        return "everywhere"
     found = found[np.argsort(-excess[found], kind="stable")]
-    modules = list(dict.fromkeys(one.names[j].rpartition(".")[0] or one.names[j] for j in found))
-    shared = os.path.commonprefix([module.split(".") for module in modules])
-    kinds = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) for module in modules}
-    if len(shared) > 1 or len(modules) == 1:
+    modules = list(dict.fromkeys(map(_module_of, (one.names[j] for j in found))))
+    shared = _shared(modules)
+    if len(modules) == 1 or len(shared) > len(_shared(list(map(_module_of, one.names)))):
         return ".".join(shared)
+    kinds = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) for module in modules}
     if len(kinds) == 1 and any(map(str.isalpha, *kinds)):
         return kinds.pop()
-    return f"{modules[0]} and {count_of(len(modules) - 1, 'other module')}"
+    if len(found) > _EVERYWHERE * len(excess):
+        return "everywhere"
+    return " and ".join([*modules[:2], *([count_of(len(modules) - 2, "other module")] if len(modules) > 2 else [])])
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def _shared(modules: Sequence[str]) -> list[str]:
+    """The levels that the names have in common."""
+    levels = zip(*(module.split(".") for module in modules), strict=False)
+    return [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]

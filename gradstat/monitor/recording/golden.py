@@ -156,7 +156,14 @@ class GoldenComparison:
         return dict(archive.encoded({"ok": self.ok, **told}, tagged=False))
 
     def to_html(self, title: str = "Compared with golden runs") -> str:
-        """The page of the recording, with bands behind its series and the deviation as a field. Needs plotly."""
+        """The page of the recording, with bands behind its series and the deviation as a field.
+
+        Args:
+            title: The title of the page.
+
+        Raises:
+            ViewerMissingError: plotly is not installed.
+        """
         from gradstat.monitor.recording.view import page_of
 
         found = tuple(

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.kinds import kind_of
-from gradstat.monitor.recording.recording import Recording, Series
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -47,6 +47,7 @@ _FLOOR = 1e-3
 # Below this share of the norm of all tensors of its kind, a tensor counts as zero.
 _ZERO = 1e-8
 _WINDOWS = 16
+_USED = [COLUMNS.index(name) for name in ("l2_norm", "mean", "std", "min", "max")]
 # How many windows on each side share their variance, and the most degrees of freedom, also for each of a run's own.
 _NEAR = 2
 _MOST_FREEDOM = 10.0
@@ -163,11 +164,10 @@ def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[tuple[str, ...], tu
     """
     count = np.isfinite(norms).sum(0)
     level = np.where(count > 0, np.nansum(norms, 0) / np.maximum(count, 1), np.nan)
-    modules = [name.rpartition(".")[0] for name in names]
-    largest: dict[str, float] = {}
-    for module, value in zip(modules, level.tolist(), strict=True):
-        largest[module] = max(largest.get(module, -math.inf), value)
-    below = level - np.array([largest[module] for module in modules])
+    _, module = np.unique([name.rpartition(".")[0] for name in names], return_inverse=True)
+    largest = np.full(len(names), -np.inf)
+    np.fmax.at(largest, module, level)
+    below = level - largest[module]
 
     def at(share: float) -> tuple[str, ...]:
         return tuple(names[j] for j in np.flatnonzero(below < math.log(share)))
@@ -177,18 +177,18 @@ def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[tuple[str, ...], tu
 
 def _features(kind: str, series: Series) -> Iterable[Floats]:
     """``[m, n]`` each: the logarithm of the norm, minus the root mean square over the peak, and the mean over that."""
-    mean = series.column("mean").astype(np.float64)
+    # One copy, by column: a column of the rows is scattered in memory.
+    l2_norm, mean, std, low, high = np.moveaxis(series.values[..., _USED], -1, 0).astype(np.float64, order="C")
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         if kind_of(kind).sizes_vary:  # then the norm says how large the tensor is
-            norm = rms = np.hypot(mean, series.column("std").astype(np.float64))
+            norm = rms = np.hypot(mean, std)
         else:
-            norm = series.column("l2_norm").astype(np.float64)
-            rms = norm / np.sqrt(np.maximum(series.numel, 1))
+            norm, rms = l2_norm, l2_norm / np.sqrt(np.maximum(series.numel, 1))
         least = np.sqrt(np.nansum(norm**2, 1, keepdims=True)) * _ZERO
         yield np.log(np.maximum(norm, np.maximum(least, np.finfo(np.float32).tiny)))
-        tiny = norm <= least
-        yield np.where(tiny, np.nan, -rms / series.column("max_abs"))
-        yield np.where(tiny, np.nan, mean / rms)
+        rms = np.where(norm <= least, np.nan, rms)
+        yield -rms / np.maximum(-low, high)
+        yield mean / rms
 
 
 def _over_windows(
