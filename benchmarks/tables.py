@@ -136,10 +136,16 @@ def golden_cases(rows: Sequence[Row], group: str) -> str:
             cells.setdefault(row.case, {})[row.metric] = row.value
             told[row.case] = row.provider
     lines = [
-        [case, f"{of['called unlike']:.0f} %", f"{of['first step']:.0f}" if "first step" in of else "", told[case]]
+        [
+            case,
+            f"{of['called unlike']:.0f} %",
+            f"{of['first step']:.0f}" if "first step" in of else "",
+            f"{of['right place']:.0f} %" if "right place" in of else "",
+            told[case],
+        ]
         for case, of in cells.items()
     ]
-    return grid(["change", "called unlike", "first step", "what is named"], lines)
+    return grid(["change", "called unlike", "first step", "rightly named", "what is named most often"], lines)
 
 
 def golden_cost(rows: Sequence[Row]) -> str:
