@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import SEVERITIES
 from gradstat.monitor.monitor import Monitor
-from gradstat.monitor.recording.golden import Golden, GoldenComparison
+from gradstat.monitor.recording.golden import Golden
+from gradstat.monitor.recording.golden_comparison import GoldenComparison
 from gradstat.monitor.recording.recording import Recording
 
 

@@ -41,7 +41,7 @@ def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
     at_first = {kind: bool((one.excess[first] > 1).any()) for kind, one in unlike.items()}
     for kind, one in unlike.items():
         if kind.startswith("lr") and at_first[kind]:
-            return "the learning rate", f"times {math.exp(one.change[first, 0]):.4g}"
+            return "the learning rate" + f" {kind}" * (kind != "lr"), f"times {math.exp(one.change[first, 0]):.4g}"
     if at_first.get("batch"):
         return "the batch", "its values are distributed otherwise"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):

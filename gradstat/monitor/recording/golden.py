@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import html
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.files import replacing
-from gradstat._core.text import lines_of, listed, plain_fields, printable
 from gradstat._version import __version__
-from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import kind_of, place_of, plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.alignment import one_sided, sizes, unwrapped
 from gradstat.monitor.recording.explanation import Unlike, explained
 from gradstat.monitor.recording.file import load, opened
+from gradstat.monitor.recording.golden_comparison import Deviation, GoldenComparison
 from gradstat.monitor.recording.golden_statistics import (
     PACKED,
     Averages,
@@ -31,12 +29,15 @@ from gradstat.monitor.recording.golden_statistics import (
     Key,
     averages,
     covered_windows,
+    exponential,
     features_of,
     fitted,
     inflation_of,
+    noise_cells,
     noise_in,
     packed,
     places,
+    rounded,
     taken,
     unpacked,
     window_starts,
@@ -44,12 +45,9 @@ from gradstat.monitor.recording.golden_statistics import (
 from gradstat.monitor.recording.page_data import GoldenBands
 from gradstat.monitor.recording.recording import Recording
 
-RULE = "unlike-golden"
 FEWEST = 3
 FORMAT = "gradstat golden"
 VERSION = (1, 0)
-_SHOWN = 8
-_MOST_NAMES = 5
 LIMIT = 64 << 20
 
 
@@ -59,8 +57,8 @@ def _as_it_is(value: float) -> float:
 
 # How the averages of features are told: those of logarithms are geometric means.
 _TOLD: dict[str, Callable[[float], float]] = {
-    "norm": math.exp,
-    "log": math.exp,
+    "norm": exponential,
+    "log": exponential,
     "peak": lambda value: 1 / max(-value, 1e-6),
 }
 
@@ -70,124 +68,6 @@ class Tensors(NamedTuple):
 
     names: tuple[str, ...]
     numel: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """Where one tensor or series is first unlike the golden runs.
-
-    Attributes:
-        kind: As in `Recording.tables`, or ``"series"``.
-        name: Name of the tensor or series.
-        feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
-            (over the root mean square), ``"value"`` of a series, or ``"absent"``: in all golden runs there is one.
-        step, last: The first and last step of the window over which it is averaged.
-        value: Its average there.
-        expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
-        z: How far it is from them, as a deviate of the normal distribution; infinite if it is absent.
-    """
-
-    kind: str
-    name: str
-    feature: str
-    step: int
-    last: int
-    value: float
-    expected: float
-    low: float
-    high: float
-    z: float
-
-    def __str__(self) -> str:
-        what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
-        what += f", {self.feature}" if self.feature not in ("value", "absent") else ""
-        if self.feature == "absent":
-            return printable(f"{what}: absent, and present in all golden runs")
-        numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
-        return printable(f"{what}: {numbers}, z = {self.z:.1f}")
-
-
-@dataclass(frozen=True)
-class GoldenComparison:
-    """How a run compares with golden runs.
-
-    Attributes:
-        runs: Number of golden runs.
-        steps: First and last step that were compared.
-        findings: What is unlike: the earliest first, then what is nearest to the cause.
-        where: Where, in words: ``"everywhere"``, a module, or a kind of modules.
-        what: What kind of change it is, in words; empty if not known.
-        share: The share of the compared tensors and series that are unlike.
-        structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
-        left_out: Parameters that are not compared, because their gradients are rounding noise.
-    """
-
-    runs: int
-    steps: tuple[int, int]
-    findings: tuple[Deviation, ...]
-    where: str
-    what: str
-    share: float
-    structure: tuple[str, ...]
-    left_out: tuple[str, ...]
-    recording: Recording = field(repr=False, compare=False)
-    bands: GoldenBands = field(repr=False, compare=False)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the run is like the golden ones in all that both have."""
-        return not self.findings
-
-    @property
-    def headline(self) -> str:
-        """Since when and where the run is unlike the golden ones, and what kind of change it is, or that it is not."""
-        first, last = self.steps
-        if self.ok:
-            return f"Like the {self.runs} golden runs in steps {first} to {last}"
-        at = self.findings[0]
-        when = f"step {at.step}" if at.step == at.last else f"steps {at.step} to {at.last}"
-        return printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-able values; NaN and Inf as text."""
-        told = plain_fields(replace(self, recording=None, bands=None))  # type: ignore[arg-type]
-        del told["recording"], told["bands"]
-        told["findings"] = list(map(plain_fields, self.findings))
-        return dict(archive.encoded({"ok": self.ok, **told}, tagged=False))
-
-    def to_html(self, title: str = "Compared with golden runs") -> str:
-        """The page of the recording, with bands behind its series and the deviation as a field.
-
-        Args:
-            title: The title of the page.
-
-        Raises:
-            ViewerMissingError: plotly is not installed.
-        """
-        from gradstat.monitor.recording.view import page_of
-
-        found = tuple(
-            Finding(RULE, "warning", one.step, one.name, plain_fields(one), text=str(one), about=one.kind)
-            for one in self.findings
-        )
-        shown = replace(self.recording, findings=found)
-        return page_of(shown, title, f"<pre>{html.escape(str(self))}</pre>", self.bands)
-
-    def __str__(self) -> str:
-        lines = [printable(f"Structure: {line}") for line in self.structure]
-        if self.ok:
-            lines.append(self.headline)
-        else:
-            lines.append(self.headline)
-            same = [found for found in self.findings if found.step == self.findings[0].step]
-            later = [found for found in self.findings if found.step != self.findings[0].step]
-            lines += lines_of(same, _SHOWN, "  {}".format, "  ... and {} more in these steps")
-            lines += lines_of(
-                later, 3, lambda found: f"  later, in step {found.step}: {found}", "  ... and {} more later"
-            )
-        if self.left_out:
-            lines.append(f"Left out as rounding noise: {listed(self.left_out, _MOST_NAMES)}")
-        return "\n".join(lines)
 
 
 class Golden:
@@ -206,12 +86,11 @@ class Golden:
         starts: npt.NDArray[np.int64],
         tensors: Mapping[str, Tensors],
         groups: Mapping[Key, Group],
-        inflation: float,
         left_out: tuple[str, ...],
         meta: Mapping[str, Any],
     ) -> None:
         self.runs, self.left_out, self.meta = runs, left_out, dict(meta)
-        self._starts, self._tensors, self._groups, self._inflation = starts, dict(tensors), dict(groups), inflation
+        self._starts, self._tensors, self._groups = starts, dict(tensors), dict(groups)
         self._names = {kind: one.names for kind, one in self._tensors.items()}
         self._names |= {kind: (kind,) for kind, _ in self._groups if kind not in self._names}
 
@@ -246,17 +125,16 @@ class Golden:
         left_out = tuple(dict.fromkeys(name for run in runs for name in run.rounding_noise()[0]))
         values = [run.without(left_out).values for run in runs]
         for name in names:  # the logarithm of a loss that is never negative, else the loss
-            is_signed = any(bool((one.scalars[name] <= 0).any()) for one in given) and name == "loss"
+            is_signed = name == "loss" and any((np.asarray(one.scalars.get(name, 1)) <= 0).any() for one in given)
             for value in values:
                 value.pop((name, "log" if is_signed else "value"), None)
         numels = {kind: one.numel.astype(np.float64) for kind, one in tensors.items()}
-        groups = {
-            key: unpacked(packed(group), group.mean.shape, group.freedom, group.limit)
-            for key, group in fitted(values, numels).items()
-        }
+        groups = fitted(values, numels)
         if not groups:
             raise ValueError("recordings: the golden runs have no steps in common; record all from the same step on")
-        return cls(len(runs), starts, tensors, groups, inflation_of(values, numels), left_out, given[0].meta)
+        inflation = inflation_of(values, numels)
+        groups = {key: rounded(replace(group, scale=group.scale * inflation)) for key, group in groups.items()}
+        return cls(len(runs), starts, tensors, groups, left_out, given[0].meta)
 
     def last_complete(self, steps: int) -> int:
         """The end of the last window that is complete after so many steps."""
@@ -294,10 +172,13 @@ class Golden:
             small = noise_in(self._names["gradient"], expected)[1]
             left_out = tuple(name for name in run.rounding_noise()[0] if name in small)
             run = run.without(left_out)
-        z = {key: group.z(run.values[key], self._inflation) for key, group in self._groups.items() if key in run.values}
-        unlike = {kind: one for kind in self._names if (one := self._unlike(kind, run, z)) is not None}
+            if ("gradient", "norm") in run.values:
+                cells = noise_cells(self._groups["gradient", "norm"].mean, run.values["gradient", "norm"])
+                for key in self._keys("gradient", run):
+                    run.values[key][cells] = np.nan
+        unlike = {kind: one for kind in self._names if (one := self._unlike(kind, run)) is not None}
         findings = [
-            self._deviation(kind, j, one, run, z)
+            self._deviation(kind, j, int(np.argmax(one.excess[:, j] > 1)), run)
             for kind, one in unlike.items()
             for j in np.flatnonzero((one.excess > 1).any(0)).tolist()
         ]
@@ -321,37 +202,46 @@ class Golden:
             self._bands(bare, unlike),
         )
 
-    def _keys(self, kind: str, values: Mapping[Key, Floats]) -> list[Key]:
-        return [key for key in self._groups if key[0] == kind and key in values]
+    def _keys(self, kind: str, run: Averages) -> list[Key]:
+        return [key for key in self._groups if key[0] == kind and key in run.values]
 
-    def _unlike(self, kind: str, run: Averages, z: Mapping[Key, Floats]) -> Unlike | None:
-        keys = self._keys(kind, z)
+    def _unlike(self, kind: str, run: Averages) -> Unlike | None:
+        """How the tensors of a kind deviate; None if it is not known."""
+        keys = self._keys(kind, run)
         if not keys:
             return None
         expected = self._groups[keys[0]].mean
-        features = [np.abs(z[key]) / self._groups[key].limit for key in keys]
-        largest = functools.reduce(np.fmax, features)
-        if kind in run.absent:
-            largest = np.where(run.absent[kind] & np.isfinite(expected), np.inf, largest)
-        return Unlike(self._names[kind], largest, run.values[keys[0]] - expected)
+        excess = functools.reduce(np.fmax, (self._groups[key].excess(run.values[key]) for key in keys))
+        excess = np.where(run.absent[kind] & np.isfinite(expected), np.inf, excess)
+        return Unlike(self._names[kind], excess, run.values[keys[0]] - expected)
 
-    def _deviation(self, kind: str, j: int, one: Unlike, run: Averages, z: Mapping[Key, Floats]) -> Deviation:
-        """What is told of tensor ``j`` of a kind, which deviates: what deviates most in the first window."""
-        window = int(np.argmax(one.excess[:, j] > 1))
-        step, last = int(self._starts[window]), int(self._starts[window + 1]) - 1
-        kind_told = kind if kind in self._tensors else "series"
-        keys = self._keys(kind, z)
-        if np.isinf(one.excess[window, j]) and np.isnan(run.values[keys[0]][window, j]):
-            nan = math.nan
-            return Deviation(kind_told, one.names[j], "absent", step, last, nan, nan, nan, nan, math.inf)
-        key = max(keys, key=lambda key: float(np.nan_to_num(np.abs(z[key][window, j]) / self._groups[key].limit)))
-        group = self._groups[key]
-        told = _TOLD.get(key[1], _as_it_is)
-        expected, half = float(group.mean[window, j]), float(group.half_width(self._inflation)[window, j])
-        value, *interval = map(told, (float(run.values[key][window, j]), expected, expected - half, expected + half))
-        feature = "value" if kind_told == "series" else key[1]
-        deviate = float(z[key][window, j])
-        return Deviation(kind_told, one.names[j], feature, step, last, value, *interval, deviate)  # type: ignore[call-arg]
+    def _deviation(self, kind: str, j: int, window: int, run: Averages) -> Deviation:
+        """What is told of tensor ``j`` of a kind: the feature that deviates most in ``window``."""
+
+        def column(values: Floats) -> Floats:
+            return values[window : window + 1, j]
+
+        def excess(key: Key) -> float:
+            group, value = self._groups[key], column(run.values[key])
+            part = replace(group, mean=column(group.mean), scale=column(group.scale))
+            return float(np.nan_to_num(part.excess(value))[0])
+
+        key = max(self._keys(kind, run), key=excess)
+        group, told = self._groups[key], _TOLD.get(key[1], _as_it_is)
+        value, expected, half = (float(column(x)[0]) for x in (run.values[key], group.mean, group.scale * group.reach))
+        is_absent, is_tensor = bool(run.absent[kind][window, j]), kind in self._tensors
+        return Deviation(
+            kind if is_tensor else "series",
+            self._names[kind][j],
+            "absent" if is_absent else key[1] if is_tensor else "value",
+            int(self._starts[window]),
+            int(self._starts[window + 1]) - 1,
+            told(value),
+            told(expected),
+            told(expected - half),
+            told(expected + half),
+            math.inf if is_absent else math.copysign(excess(key) * group.limit, value - expected),
+        )
 
     def _structure(self, run: Recording) -> Iterator[str]:
         """Sentences about tensors that only one side has, or that have another size."""
@@ -373,11 +263,11 @@ class Golden:
 
     def _bands(self, bare: Recording, unlike: Mapping[str, Unlike]) -> GoldenBands:
         bands = {}
-        for kind, feature in self._groups:
+        for (kind, feature), group in self._groups.items():
             if kind not in self._tensors:
-                group, told = self._groups[kind, feature], _TOLD.get(feature, _as_it_is)
-                half = group.half_width(self._inflation)
-                bands[kind] = np.vectorize(told)(np.concatenate([group.mean - half, group.mean + half], 1))
+                half = group.scale * group.reach
+                ends = np.concatenate([group.mean - half, group.mean + half], 1)
+                bands[kind] = np.vectorize(_TOLD.get(feature, _as_it_is))(ends)
         deviation = {}
         for kind, one in unlike.items():
             if kind in bare.tables:
@@ -402,7 +292,6 @@ class Golden:
             "gradstat": __version__,
             "runs": self.runs,
             "starts": self._starts.tolist(),
-            "inflation": self._inflation,
             "left_out": list(self.left_out),
             "tensors": [{"kind": kind, "names": list(one.names)} for kind, one in self._tensors.items()],
             "groups": [
@@ -439,9 +328,9 @@ class Golden:
         starts = np.array(header["starts"], np.int64)
         if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
             raise ValueError("the steps in which its windows begin are not 0 and rising")
-        runs, inflation = int(header["runs"]), float(header["inflation"])
-        if runs < FEWEST or not 1 <= inflation < math.inf:
-            raise ValueError(f"it is of {runs} runs, with an inflation of {inflation}")
+        runs = int(header["runs"])
+        if runs < FEWEST:
+            raise ValueError(f"it is of {runs} runs")
         tensors, groups = {}, {}
         for i, one in enumerate(header["tensors"]):
             kind, names = *archive.texts([one["kind"]]), archive.texts(one["names"])
@@ -453,7 +342,7 @@ class Golden:
             shape = len(starts) - 1, len(tensors[kind].names) if kind in tensors else 1
             read = {name: reader.array(f"groups/{i}/{name}", dtype) for name, dtype in PACKED.items()}
             groups[kind, feature] = unpacked(read, shape, float(one["freedom"]), float(one["limit"]))
-        return cls(runs, starts, tensors, groups, inflation, archive.texts(header["left_out"]), dict(header["meta"]))
+        return cls(runs, starts, tensors, groups, archive.texts(header["left_out"]), dict(header["meta"]))
 
     def __repr__(self) -> str:
         return f"Golden({self.runs} runs, {self.steps} steps)"

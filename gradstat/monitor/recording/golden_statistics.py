@@ -23,6 +23,7 @@ degrees of freedom: too few to judge by. So the cells of one kind and feature, a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ RATE = 0.05
 """The share of healthy runs that may be called unlike."""
 # Differences of a thousandth are no concern, even of what is the same in all golden runs.
 _FLOOR = 1e-3
-# Below this share of the norm of all tensors of its kind, a tensor counts as zero.
+# Below this share of the median norm of its kind, a tensor counts as zero.
 _ZERO = 1e-8
 _WINDOWS = 16
 _USED = [COLUMNS.index(name) for name in ("l2_norm", "mean", "std", "min", "max")]
@@ -145,7 +146,7 @@ def averages(recording: Recording, starts: npt.NDArray[np.int64]) -> Averages:
         if name.partition("[")[0] in _SCALARS:
             column = np.asarray(recording.scalars[name], np.float64)[:, None]
             made.names[name] = (name,)
-            made.values[name, "value"], _ = _over_windows(column, steps, starts, covered)
+            made.values[name, "value"], made.absent[name] = _over_windows(column, steps, starts, covered)
             made.values[name, "log"], _ = _over_windows(np.log(np.maximum(column, _TINY)), steps, starts, covered)
     for kind, series in recording.tables.items():
         if features_of(kind):
@@ -175,6 +176,29 @@ def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[tuple[str, ...], tu
     return at(_NOISE), at(_NOISE_OF_HALF)
 
 
+def exponential(logarithm: float) -> float:
+    """The geometric mean of norms that the mean of their logarithms stands for."""
+    return 0.0 if logarithm <= math.log(_TINY) + 1 else math.exp(logarithm)
+
+
+def noise_cells(golden: Floats, run: Floats) -> Bools:
+    """``[windows, n]``: where gradients are small beside the others in both, and rounding noise in one of them.
+
+    Such are the gradients in the first steps, if a later layer begins with zeros. Zeros are noise in golden runs, and
+    judged in others. Both are logarithms of norms.
+    """
+
+    def below(norms: Floats, share: float) -> Bools:
+        others = (row[row > math.log(_TINY)] for row in norms)
+        middle = np.array([np.median(row) if row.size else np.nan for row in others])
+        small: Bools = norms - middle[:, None] < math.log(share)
+        return small
+
+    is_noise = below(run, _NOISE) & (run > math.log(_TINY))
+    found: Bools = (below(golden, _NOISE) & below(run, _NOISE_OF_HALF)) | (is_noise & below(golden, _NOISE_OF_HALF))
+    return found
+
+
 def _features(kind: str, series: Series) -> Iterable[Floats]:
     """``[m, n]`` each: the logarithm of the norm, minus the root mean square over the peak, and the mean over that."""
     # One copy, by column: a column of the rows is scattered in memory.
@@ -184,9 +208,9 @@ def _features(kind: str, series: Series) -> Iterable[Floats]:
             norm = rms = np.hypot(mean, std)
         else:
             norm, rms = l2_norm, l2_norm / np.sqrt(np.maximum(series.numel, 1))
-        least = np.sqrt(np.nansum(norm**2, 1, keepdims=True)) * _ZERO
-        yield np.log(np.maximum(norm, np.maximum(least, np.finfo(np.float32).tiny)))
-        rms = np.where(norm <= least, np.nan, rms)
+        least = np.median(np.nan_to_num(norm), 1, keepdims=True) * _ZERO
+        yield np.log(np.where(norm <= least, _TINY, norm))
+        rms = np.where((norm <= least) | (series.numel == 1), np.nan, rms)  # one element has a sign, but no shape
         yield -rms / np.maximum(-low, high)
         yield mean / rms
 
@@ -230,15 +254,31 @@ class Group:
     freedom: float
     limit: float
 
-    def z(self, values: Floats, inflation: float = 1.0) -> Floats:
-        """The normal deviates of ``values``, ``[windows, n]``; NaN where there is nothing to compare."""
-        t = (values - self.mean) / (self.scale * inflation)
-        return np.sign(t) * normal_deviate(np.abs(t), self.freedom)
+    def z(self, values: Floats) -> Floats:
+        """The sizes of the normal deviates of ``values``, ``[windows, n]``; NaN where there is nothing to compare."""
+        return normal_deviate(np.abs(values - self.mean) / self.scale, self.freedom)
 
-    def half_width(self, inflation: float = 1.0) -> Floats:
-        """Half the width of the prediction interval of each cell."""
+    def excess(self, values: Floats) -> Floats:
+        """The same, over the limit: above 1 a value is unlike."""
+        return self.z(values) / self.limit
+
+    @functools.cached_property
+    def reach(self) -> float:
+        """Half the width of the interval of a cell, over its scale."""
         grid = np.geomspace(0.1, 1e4, 2000)
-        return self.scale * inflation * float(np.interp(self.limit, normal_deviate(grid, self.freedom), grid))
+        return float(np.interp(self.limit, normal_deviate(grid, self.freedom), grid))
+
+
+def normal_deviate(t: Floats, freedom: float) -> Floats:
+    """What exceeds ``t`` of Student's distribution as rarely, under the normal one; for values of at least 0."""
+    if not freedom < 1e6:
+        return t
+    a = freedom - 0.5
+    b = 48 * a * a
+    y = a * np.log1p(t * t / freedom)
+    inner = (((-0.4 * y - 3.3) * y - 24) * y - 85.5) / (0.8 * y * y + 100 + b)
+    result: Floats = ((inner + y + 3) / b + 1) * np.sqrt(y)
+    return result
 
 
 # The dtypes of a group in a file, where it is rounded: scales to a sixteenth octave, means to a part of the smallest
@@ -260,6 +300,11 @@ def packed(group: Group) -> dict[str, npt.NDArray[Any]]:
     return {"unit": unit, "scale": np.ascontiguousarray(scale.T), "mean": mean}
 
 
+def rounded(group: Group) -> Group:
+    """As a file holds it."""
+    return unpacked(packed(group), group.mean.shape, group.freedom, group.limit)
+
+
 def unpacked(arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, ...], freedom: float, limit: float) -> Group:
     """The inverse of `packed`, up to rounding; ValueError if the arrays are not of this shape."""
     windows, count = shape
@@ -272,18 +317,6 @@ def unpacked(arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, ...], fre
     known = scale.T != _UNKNOWN
     scales = np.where(known, np.exp2(scale.T / _FINE), np.nan)
     return Group(np.where(known, steps * np.exp2(unit.astype(np.float64)), np.nan), scales, freedom, limit)
-
-
-def normal_deviate(t: Floats, freedom: float) -> Floats:
-    """What exceeds ``|t|`` as rarely under the normal distribution as ``t`` under Student's."""
-    if not freedom < 1e6:
-        return t
-    a = freedom - 0.5
-    b = 48 * a * a
-    y = a * np.log1p(t * t / freedom)
-    inner = (((-0.4 * y - 3.3) * y - 24) * y - 85.5) / (0.8 * y * y + 100 + b)
-    result: Floats = ((inner + y + 3) / b + 1) * np.sqrt(y)
-    return result
 
 
 def fitted(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Floats]) -> dict[Key, Group]:
@@ -302,8 +335,7 @@ def inflation_of(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Float
     largest = 1.0
     for i, run in enumerate(runs):
         for key, group in fitted([*runs[:i], *runs[i + 1 :]], sizes).items():
-            z = np.abs(group.z(run[key]))
-            largest = max(largest, float(np.fmax.reduce(z, axis=None, initial=0.0)) / group.limit)
+            largest = max(largest, float(np.fmax.reduce(group.excess(run[key]), axis=None, initial=0.0)))
     return largest
 
 

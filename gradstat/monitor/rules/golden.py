@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording.golden import RULE, Golden
+from gradstat.monitor.recording.golden import Golden
+from gradstat.monitor.recording.golden_comparison import RULE
 from gradstat.monitor.recording.golden_statistics import features_of
 from gradstat.monitor.recording.recording import Recording, Series
 from gradstat.monitor.rows import Window
