@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.golden import Golden
 from gradstat.monitor.recording.golden_comparison import RULE
 from gradstat.monitor.recording.golden_statistics import features_of
-from gradstat.monitor.recording.recording import Recording, Series
+from gradstat.monitor.recording.recording import Recording, joined
 from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Rule
 
@@ -48,8 +45,8 @@ class UnlikeGolden(Rule):
         end = self.golden.last_complete(int(window.steps[-1]) + 1)
         if end <= self._unjudged[0].steps[0]:
             return
-        run = joined(self._unjudged)
-        self._unjudged = [part for part in [since(run, end)] if len(part.steps)]
+        run = joined(self._unjudged, 0)
+        self._unjudged = [joined([run], end)] if window.steps[-1] >= end else []
         if not self.golden.covers(run):
             return
         comparison = self.golden.compare(run)
@@ -79,28 +76,3 @@ class UnlikeGolden(Rule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict({key: value for key, value in state.items() if key == "_episodes"})
         self._unjudged = []
-
-
-def joined(parts: Sequence[Recording]) -> Recording:
-    """Consecutive recordings as one. Of a kind whose tensors changed, only the steps since then."""
-    scalars = {
-        name: np.concatenate([part.scalars.get(name, np.full(len(part.steps), math.nan)) for part in parts])
-        for name in dict.fromkeys(name for part in parts for name in part.scalars)
-    }
-    tables = {}
-    for kind in dict.fromkeys(kind for part in parts for kind in part.tables):
-        series = [part.tables[kind] for part in parts if kind in part.tables]
-        same = [one for one in series if one.names == series[-1].names]
-        steps, values = (np.concatenate([getattr(one, name) for one in same]) for name in ("steps", "values"))
-        tables[kind] = Series(series[-1].names, series[-1].numel, steps, values)
-    return Recording(np.concatenate([part.steps for part in parts]), scalars, tables)
-
-
-def since(recording: Recording, step: int) -> Recording:
-    """The steps from ``step`` on."""
-    kept = recording.steps >= step
-    tables = {
-        kind: Series(one.names, one.numel, one.steps[one.steps >= step], one.values[one.steps >= step])
-        for kind, one in recording.tables.items()
-    }
-    return Recording(recording.steps[kept], {name: one[kept] for name, one in recording.scalars.items()}, tables)
