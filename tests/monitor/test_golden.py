@@ -2,6 +2,7 @@
 
 import copy
 import math
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,18 @@ def test_a_loss_may_be_negative() -> None:
     assert (found.where, found.findings[0].value < -2) == ("the loss", True)
 
 
+def test_what_not_all_golden_runs_have_is_not_compared() -> None:
+    made = [run(seed) for seed in range(3)]
+    del made[1].scalars["loss"]
+    del made[2].tables["parameter"]
+    made[1].tables["gradient"].values[:, 4] = np.nan
+    golden = Golden.of(made)
+    other = changed(100, ALL, "blocks.1.up.weight")
+    other.scalars["loss"] *= 100
+    assert golden.compare(other).ok
+    assert golden.compare(changed(100, ALL, "blocks.1.up.bias")).where == "blocks.1.up"
+
+
 # Files -------------------------------------------------------------------------------------------------------------
 
 
@@ -479,6 +492,22 @@ def test_a_monitor_compares_while_it_runs(tmp_path: Path) -> None:
     assert "the learning rate: times 2" in found[0].text
     with pytest.raises(gradstat.monitor.AnomalyError, match="unlike"):
         train(50, lr=2e-2, golden=golden, on_anomaly={"unlike-golden": "raise"})
+
+
+@pytest.mark.parametrize(("mistake", "status", "told"), [("none", 0, "Like the 5"), ("undivided", 1, "it is scaled")])
+def test_the_example_tells_a_mistake(
+    mistake: str,
+    status: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["golden_example.py", "--mistake", mistake])
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "golden_example.py"))
+    assert example["main"]() == status
+    assert told in capsys.readouterr().out
 
 
 def test_a_resumed_run_is_judged_from_the_next_window_on(golden: Golden) -> None:

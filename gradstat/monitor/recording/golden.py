@@ -128,6 +128,7 @@ class Golden:
             is_signed = name == "loss" and any((np.asarray(one.scalars.get(name, 1)) <= 0).any() for one in given)
             for value in values:
                 value.pop((name, "log" if is_signed else "value"), None)
+        values = [{key: value[key] for key in value if all(key in other for other in values)} for value in values]
         numels = {kind: one.numel.astype(np.float64) for kind, one in tensors.items()}
         groups = fitted(values, numels)
         if not groups:
@@ -256,9 +257,11 @@ class Golden:
         names, series = self._names[kind], run.tables.get(kind)
         if series is None or kind not in self._tensors or kind_of(kind).sizes_vary:
             return names
+        expected = self._tensors[kind].numel
+        if series.names == names and np.array_equal(series.numel, expected):
+            return names
         numel = dict(zip(series.names, series.numel.tolist(), strict=True))
-        expected = self._tensors[kind].numel.tolist()
-        pairs = zip(names, expected, strict=True)
+        pairs = zip(names, expected.tolist(), strict=True)
         return tuple(name if numel.get(name, 0) in (0, n) else "" for name, n in pairs)
 
     def _bands(self, bare: Recording, unlike: Mapping[str, Unlike]) -> GoldenBands:

@@ -120,6 +120,8 @@ class Averages:
 
 def places(own: tuple[str, ...], names: tuple[str, ...]) -> npt.NDArray[np.int64]:
     """Where the ``names`` are in ``own``, -1 for those that are not."""
+    if own == names:  # nearly always
+        return np.arange(len(names))
     place = {name: i for i, name in enumerate(own)}
     return np.array([place.get(name, -1) for name in names], np.int64)
 
@@ -320,9 +322,10 @@ def unpacked(arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, ...], fre
 
 
 def fitted(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Floats]) -> dict[Key, Group]:
-    """The groups of the golden ``runs``, which must have the same names."""
-    keys = [key for key in runs[0] if all(key in run for run in runs)]
-    groups = {key: _fitted(np.stack([run[key] for run in runs]), sizes.get(key[0], np.full(1, np.inf))) for key in keys}
+    """The groups of the golden ``runs``, which must have the same kinds, features and names."""
+    groups = {
+        key: _fitted(np.stack([run[key] for run in runs]), sizes.get(key[0], np.full(1, np.inf))) for key in runs[0]
+    }
     groups = {key: group for key, group in groups.items() if np.isfinite(group.mean).any()}
     for group in groups.values():
         cells = int(np.isfinite(group.mean).sum())
