@@ -1,6 +1,6 @@
 """Golden runs: how often healthy runs are called unlike, and which mistakes and harmless changes are noticed.
 
-Two small models are trained with many seeds. Of each, golden sets of 3, 5 and 8 runs are drawn at random, and held-out
+Small models are trained with many seeds. Of each, golden sets of 3, 5 and 8 runs are drawn at random, and held-out
 healthy runs are compared with them; then runs with one mistake of refactoring, or one harmless change, are compared
 with sets of five. ::
 
@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import tables  # noqa: E402
 from rows import Row, add_arguments, append, microseconds, row  # noqa: E402
-from small_training import CLASSES, RECORD, TOKENS, Clusters  # noqa: E402
+from small_training import (  # noqa: E402
+    CLASSES,
+    RECORD,
+    TOKENS,
+    Clusters,
+    Recurrent,
+    Sentences,
+    Training,
+    cnn,
+    factory,
+)
+from small_training import train as train_model  # noqa: E402
 
 from gradstat.distributed._ranks import Ranks  # noqa: E402
 from gradstat.monitor import Finding, Golden, Monitor, Recording, Series  # noqa: E402
@@ -195,6 +207,32 @@ HEALTHY = {
     "transformer": Settings(),
     "MLP": Settings("mlp", size=32, lr=2e-3, warmup=0, max_norm=math.inf, weight_decay=0.01),
 }
+
+
+def _watched(made: Training, seed: int) -> Recording:
+    """The recording of a training of the tests' models."""
+    monitor = made.monitor()
+    made.batch.random = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
+    for _ in made.steps(monitor, 0, STEPS):
+        pass
+    monitor.detach()
+    return monitor.recording()
+
+
+def cnn_run(seed: int) -> Recording:
+    """A CNN with batch norm, with SGD and momentum."""
+    optimize = factory(torch.optim.SGD, 0.05, momentum=0.9, weight_decay=5e-4)
+    return _watched(train_model(seed, cnn, optimize, Clusters(0, 1, 8, 8, size=16, noise=2.0)), seed)
+
+
+def lstm_run(seed: int) -> Recording:
+    """An LSTM, with Adam and clipping."""
+    optimize = factory(torch.optim.Adam, 5e-3)
+    return _watched(train_model(seed, lambda: Recurrent(nn.LSTM), optimize, Sentences(0), max_norm=1.0), seed)
+
+
+# Models that nothing was tuned on: only for healthy runs.
+OTHERS: dict[str, Callable[[int], Recording]] = {"CNN": cnn_run, "LSTM": lstm_run}
 
 
 def run(settings: Settings, seed: int, **options: Any) -> Recording:
@@ -561,14 +599,14 @@ class Runs:
         self._folder = folder
         self._made: dict[str, Recording] = {}
 
-    def of(self, name: str, settings: Settings, seed: int) -> Recording:
+    def of(self, name: str, make: Callable[[int], Recording], seed: int) -> Recording:
         key = f"{name.replace('/', ' ')}-{seed}"
         if key not in self._made:
             file = None if self._folder is None else self._folder / f"{key}.gradstat"
             if file is not None and file.exists():
                 self._made[key] = load(file)
             else:
-                self._made[key] = run(settings, seed)
+                self._made[key] = make(seed)
                 if file is not None:
                     save(self._made[key], file)
         return self._made[key]
@@ -576,9 +614,9 @@ class Runs:
 
 def healthy_rows(runs: Runs, held_out: int, sets: int) -> Iterator[Row]:
     """How many held-out healthy runs are called unlike."""
-    for name, settings in HEALTHY.items():
-        pool = [runs.of(name, settings, seed) for seed in range(POOL)]
-        others = [runs.of(name, settings, seed) for seed in range(POOL, POOL + held_out)]
+    for name, make in ({name: partial(run, settings) for name, settings in HEALTHY.items()} | OTHERS).items():
+        pool = [runs.of(name, make, seed) for seed in range(POOL)]
+        others = [runs.of(name, make, seed) for seed in range(POOL, POOL + held_out)]
         chosen = random.Random(0)
         for count in (3, 5, 8):
             golden = [Golden.of(chosen.sample(pool, count)) for _ in range(sets)]
@@ -597,14 +635,14 @@ def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int) -> Itera
     """How many runs with a change are called unlike, since when, and what is named."""
     golden = {
         name: [
-            Golden.of(runs.of(name, settings, seed) for seed in range(5 * i, 5 * i + 5))
+            Golden.of(runs.of(name, partial(run, settings), seed) for seed in range(5 * i, 5 * i + 5))
             for i in range(min(sets, POOL // 5))
         ]
         for name, settings in HEALTHY.items()
     }
     for case in cases:
-        settings = replace(HEALTHY[case.model], **case.changes)
-        made = [runs.of(case.what, settings, seed) for seed in SEEDS]
+        make = partial(run, replace(HEALTHY[case.model], **case.changes))
+        made = [runs.of(case.what, make, seed) for seed in SEEDS]
         compared = [one.compare(recording) for one in golden[case.model] for recording in made]
         unlike = [comparison for comparison in compared if not comparison.ok]
         told = Counter(re.sub(r" \(.*\)$", "", f"{one.where}: {one.what}") for one in unlike)
@@ -686,7 +724,7 @@ def _long(seed: int) -> Recording:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--held-out", type=int, default=100, help="healthy runs of each model (default %(default)s)")
-    parser.add_argument("--sets", type=int, default=20, help="golden sets of each size (default %(default)s)")
+    parser.add_argument("--sets", type=int, default=30, help="golden sets of each size (default %(default)s)")
     parser.add_argument("--keep", type=Path, help="a folder for recordings, which are then made only once")
     add_arguments(parser)
     options = parser.parse_args()

@@ -11,7 +11,7 @@ degrees of freedom: too few to judge by. So the cells of one kind and feature, a
    the mean and the spread of ``log v`` in the group (G. K. Smyth, "Linear models and empirical Bayes methods for
    assessing differential expression in microarray experiments", Stat. Appl. Genet. Mol. Biol. 3:3, 2004, section 6).
 3. ``t = (x - mean) / (s sqrt(1 + 1/K))`` of one more run has Student's distribution with ``d0 + d`` degrees of freedom.
-   No more than ``3 (K - 1)`` are assumed, since tensors of a run deviate together, and no more than 10, since tails of
+   No more than ``3 (K - 1)`` are assumed, since tensors of a run deviate together, and no more than 8, since tails of
    training are heavier than normal ones. The normal deviate ``z`` has the same tail as ``t`` (G. W. Hill, "Algorithm
    395: Student's t-distribution", CACM 13, 1970).
 4. The run is unlike if ``|z|`` of any cell is above the limit of its group: the normal quantile at
@@ -51,7 +51,7 @@ _WINDOWS = 16
 _USED = [COLUMNS.index(name) for name in ("l2_norm", "mean", "std", "min", "max")]
 # How many windows on each side share their variance, and the most degrees of freedom, also for each of a run's own.
 _NEAR = 2
-_MOST_FREEDOM = 10.0
+_MOST_FREEDOM = 8.0
 _MOST_PER_OWN = 3.0
 _WHOLE = ("norm", "peak", "mean")
 # Not compared: verdicts about labels and predictions rather than tensors.
