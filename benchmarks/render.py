@@ -26,7 +26,16 @@ DOCUMENTS = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("detection", "in-backward", "noise-scale", "performance", "numerics", "stepping", "testing")
+        for name in (
+            "detection",
+            "golden",
+            "in-backward",
+            "noise-scale",
+            "performance",
+            "numerics",
+            "stepping",
+            "testing",
+        )
     ),
 ]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
@@ -110,6 +119,26 @@ def noise_scale(folder: Path) -> str:
     return _of_every_device("noise_scale", shares)
 
 
+def golden_healthy(folder: Path) -> str:
+    """For docs/golden.md: how often healthy runs are called unlike."""
+    return _of_every_device("golden", tables.golden_healthy)
+
+
+def golden_mistakes(folder: Path) -> str:
+    """For docs/golden.md: which mistakes are noticed, and what is named."""
+    return _of_every_device("golden", partial(tables.golden_cases, group="mistakes"))
+
+
+def golden_harmless(folder: Path) -> str:
+    """For docs/golden.md: whether harmless changes are called unlike."""
+    return _of_every_device("golden", partial(tables.golden_cases, group="harmless"))
+
+
+def golden_cost(folder: Path) -> str:
+    """For docs/golden.md: the time of a comparison, and the size of a file."""
+    return _of_every_device("golden", tables.golden_cost)
+
+
 def guards(folder: Path) -> str:
     """For docs/stepping.md: how guards handle faults."""
     return _of_every_device("guards", partial(tables.guards, short=True))
@@ -157,6 +186,10 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "numerics": numerics,
     "backward_step": backward_steps,
     "fuzz": fuzzed,
+    "golden_healthy": golden_healthy,
+    "golden_mistakes": golden_mistakes,
+    "golden_harmless": golden_harmless,
+    "golden_cost": golden_cost,
     "guards": guards,
     "leaks": leaks,
 }

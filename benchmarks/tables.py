@@ -112,6 +112,53 @@ def guards(rows: Sequence[Row], short: bool = False) -> str:
     return "\n".join([grid(["fault" if short else "model, fault", plain, *others], lines), grid(headers, rates)])
 
 
+def golden_healthy(rows: Sequence[Row]) -> str:
+    """How many held-out healthy runs each golden set calls unlike: on average, and by the worst set."""
+    cells: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row.group == "golden, healthy":
+            cells.setdefault(row.case, {}).setdefault(row.provider, {})[row.metric] = row.value
+    providers = list(dict.fromkeys(provider for case in cells.values() for provider in case))
+
+    def cell(of: dict[str, float]) -> str:
+        return f"{of['called unlike']:.1f} % ({of['called unlike, worst set']:.0f} %)"
+
+    lines = [[case, *(cell(by[provider]) for provider in providers)] for case, by in cells.items()]
+    return grid(["called unlike, on average (by the worst of the sets)", *providers], lines)
+
+
+def golden_cases(rows: Sequence[Row], group: str) -> str:
+    """By change, how many runs are called unlike, the median first step, and what is named most often."""
+    cells: dict[str, dict[str, float]] = {}
+    told: dict[str, str] = {}
+    for row in rows:
+        if row.group == f"golden, {group}":
+            cells.setdefault(row.case, {})[row.metric] = row.value
+            told[row.case] = row.provider
+    lines = [
+        [
+            case,
+            f"{of['called unlike']:.0f} %",
+            f"{of['first step']:.0f}" if "first step" in of else "",
+            f"{of['right place']:.0f} %" if "right place" in of else "",
+            told[case],
+        ]
+        for case, of in cells.items()
+    ]
+    return grid(["change", "called unlike", "first step", "rightly named", "what is named most often"], lines)
+
+
+def golden_cost(rows: Sequence[Row]) -> str:
+    """The time of a comparison, the size of a file, and what the rule adds to a step."""
+    return table_of_rows([row for row in rows if row.group == "golden, cost"])
+
+
+def golden(rows: Sequence[Row]) -> str:
+    """All tables of golden runs."""
+    groups = [golden_cases(rows, group) for group in ("mistakes", "harmless")]
+    return "\n".join([golden_healthy(rows), *groups, golden_cost(rows)])
+
+
 def where(rows: Sequence[Row]) -> str:
     """A line about machine, versions and date."""
     last = rows[-1]

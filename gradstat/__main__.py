@@ -23,6 +23,11 @@ COMMANDS = {
     "demo": ("gradstat.demo", "main", "train a small GPT with every step checked, then inject a fault"),
     "bench": ("gradstat.bench", "main", "the cost of checks, clips and detect_anomaly on your own model and machine"),
     "view": ("gradstat.monitor.command", "view_main", "the findings of a recorded run, and a page that shows it"),
+    "golden": (
+        "gradstat.monitor.command",
+        "golden_main",
+        "whether a recorded run is like a few healthy ones, or where not",
+    ),
     "norms": ("gradstat.distributed.norms", "main", "whether a clip matches a single process, in thirteen layouts"),
     "diff": ("gradstat.monitor.command", "diff_main", "the first step at which two recorded runs diverge, and in what"),
 }

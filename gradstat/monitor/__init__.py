@@ -7,11 +7,11 @@ from gradstat.monitor.log import LatestStep
 from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, AnomalyError
-from gradstat.monitor.recording import Recording, Series
+from gradstat.monitor.recording import Golden, Recording, Series
 from gradstat.monitor.replay import Culprit, Schedule, find_culprit
 from gradstat.monitor.reporting import AnomalyWarning
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
-from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
+from gradstat.monitor.testing import UnhealthyTrainingError, UnlikeGoldenError, assert_golden, assert_healthy
 
 __all__ = [
     "DEFAULT_WATCH",
@@ -22,6 +22,7 @@ __all__ = [
     "Culprit",
     "Diagnosis",
     "Finding",
+    "Golden",
     "Incident",
     "LatestStep",
     "Monitor",
@@ -31,6 +32,8 @@ __all__ = [
     "Schedule",
     "Series",
     "UnhealthyTrainingError",
+    "UnlikeGoldenError",
+    "assert_golden",
     "assert_healthy",
     "default_rules",
     "find_culprit",

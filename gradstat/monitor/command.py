@@ -1,4 +1,4 @@
-"""``python -m gradstat view`` and ``diff``: shows a recording, and compares two."""
+"""``python -m gradstat view``, ``diff`` and ``golden``: shows a recording, compares two, or one with golden runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from gradstat._core.importing import UsageError
-from gradstat._core.text import printable
+from gradstat._core.text import listed, printable
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.kinds import plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import load
+from gradstat.monitor.recording.golden import Golden
 from gradstat.monitor.recording.recording import Recording, headline
-from gradstat.monitor.recording.view import write_page
+from gradstat.monitor.recording.view import write_page, write_text
 
 
 def describe(recording: Recording) -> str:
@@ -70,6 +71,58 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
     return _diff(options)
+
+
+def golden_main(arguments: Sequence[str] | None = None) -> int:
+    """Runs ``golden``; returns 0 if a run is like the golden ones, 1 if not, 2 if it cannot be compared."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradstat golden",
+        description="Keep what a few healthy runs have in common, and tell where another run is unlike them.",
+        epilog="Exit status of check: 0 if the run is like the golden ones, 1 if not, 2 if a file cannot be read or "
+        "written or the run has none of their steps.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    make = actions.add_parser("make", help="write the file of golden runs")
+    make.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="recordings of healthy runs: three, better five"
+    )
+    make.add_argument("-o", "--output", type=Path, default=Path("golden.gradstat"), help="default: %(default)s")
+    check = actions.add_parser("check", help="compare a run with golden runs")
+    check.add_argument("run", type=Path, metavar="RUN", help="the recording of a run")
+    check.add_argument("golden", type=Path, metavar="GOLDEN", help="the file of golden runs")
+    check.add_argument(
+        "--html", type=Path, metavar="PAGE.html", help='write a page, too; needs plotly: "gradstat[view]"'
+    )
+    check.add_argument("--json", action="store_true", help="print JSON instead of text")
+    options = parser.parse_args(arguments)
+    try:
+        return _make_golden(options) if options.action == "make" else _check_golden(options)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _make_golden(options: argparse.Namespace) -> int:
+    golden = Golden.of(options.runs)
+    golden.save(options.output)
+    print(f"{golden.runs} golden runs, steps 0 to {golden.steps - 1}: {printable(str(options.output))}")
+    if golden.left_out:
+        print(f"left out as rounding noise: {listed(golden.left_out, 5)}")
+    return 0
+
+
+def _check_golden(options: argparse.Namespace) -> int:
+    comparison = Golden.load(options.golden).compare(options.run)
+    if options.json:
+        _print_json(comparison.to_dict())
+    else:
+        print(comparison)
+    if options.html is not None:
+        write_text(comparison.to_html(f"{options.run.name} and {options.golden.name}"), options.html)
+        if not options.json:
+            print(f"\npage: {options.html}")
+    return 0 if comparison.ok else 1
 
 
 def _view(options: argparse.Namespace) -> int:

@@ -18,8 +18,7 @@ from gradstat._core import native
 from gradstat._core.measurement import without_scale
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
-from gradstat.monitor.kinds import in_order
-from gradstat.monitor.recording.recording import Recording, Series
+from gradstat.monitor.recording.recording import Recording, Series, joined
 from gradstat.monitor.rows import Floats, Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.monitor.segments import Segment
 from gradstat.report import Report
@@ -293,20 +292,10 @@ class StepLog:
 
     def recording(self) -> Recording:
         """Everything that is kept, without findings."""
-        blocks = self._blocks
-        steps = np.concatenate([np.empty(0, np.int64), *(steps for steps, _, _ in blocks)])
-        first = max(0, int(steps[-1]) - self._length + 1) if len(steps) else 0
-        recent = steps >= first
-        scalars = {
-            name: np.concatenate(
-                [columns.get(name, np.full(len(s), _ABSENT.get(name, math.nan))) for s, columns, _ in blocks]
-            )[recent]
-            for name in dict.fromkeys(name for _, columns, _ in blocks for name in columns)
-        }
         self._condense()
-        kinds = in_order(dict.fromkeys(kind for _, _, tables in blocks for kind in tables))
-        joined = {kind: _joined([tables[kind] for _, _, tables in blocks if kind in tables], first) for kind in kinds}
-        return Recording(steps[recent], scalars, {kind: series for kind, series in joined.items() if len(series.steps)})
+        parts = [Recording(steps, dict(columns), tables) for steps, columns, tables in self._blocks]
+        last = int(parts[-1].steps[-1]) if parts else 0
+        return joined(parts, max(0, last - self._length + 1), _ABSENT)
 
     def load(self, recording: Recording | None) -> None:
         """Replaces what is kept by the history of another run."""
@@ -366,22 +355,3 @@ def _value(row: list[float]) -> float:
 
 def _bytes_of(chunk: Series | _KeptRows) -> int:
     return chunk.fields.nbytes if isinstance(chunk, _KeptRows) else chunk.values.nbytes
-
-
-def _joined(chunks: list[Series], first: int) -> Series:
-    """Joins ``chunks`` from step ``first`` on; every tensor that is in any of them gets a column."""
-    orders = dict.fromkeys(chunk.names for chunk in reversed(chunks))
-    names = tuple(dict.fromkeys(itertools.chain.from_iterable(orders)))
-    column = {name: i for i, name in enumerate(names)}
-    numel = np.zeros(len(names), dtype=np.int64)
-    steps = np.concatenate([chunk.steps for chunk in chunks])
-    values = np.full((len(steps), len(names), chunks[0].values.shape[2]), math.nan, dtype=np.float32)
-    row = 0
-    for chunk in chunks:
-        at = np.array([column[name] for name in chunk.names], dtype=np.int64)
-        values[row : row + len(chunk.steps), at] = chunk.values
-        seen = chunk.numel > 0
-        numel[at[seen]] = chunk.numel[seen]
-        row += len(chunk.steps)
-    recent = steps >= first
-    return Series(names, numel, steps[recent], values[recent])

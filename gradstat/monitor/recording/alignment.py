@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,15 @@ _MOST_NAMES = 5
 # What torch.compile, FSDP and activation checkpointing insert into names.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _DDP = "module."  # the prefix that DDP adds to all names
+
+
+class Sized(Protocol):
+    """Names of tensors and their numbers of elements."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def numel(self) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,8 @@ def unwrapped(recording: Recording) -> Recording:
 
 def _bare_names(recording: Recording) -> Callable[[str], str]:
     def bare(name: str) -> str:
+        if not any(map(name.__contains__, _WRAPPERS)):  # nearly always
+            return name
         return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
     of_parameters = [s.names for kind, s in recording.tables.items() if kind_of(kind).names == "parameter"]
@@ -72,8 +83,8 @@ def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
 
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
     """What both have, in the order in which a step computes it, and sentences about what only one of them has."""
-    structure = _one_sided("series", tuple(a.scalars), tuple(b.scalars))
-    structure += _one_sided("tables", tuple(a.tables), tuple(b.tables))
+    structure = one_sided("series", tuple(a.scalars), tuple(b.scalars))
+    structure += one_sided("tables", tuple(a.tables), tuple(b.tables))
     gradient = place_of("gradient")
     rest = tuple(name for name in a.scalars if name not in (*_FIRST_SERIES, _LOSS))
     by_place: list[tuple[float, Measured]] = []
@@ -81,8 +92,8 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
         by_place.append((place, _scalars(a, b, [name for name in a.scalars if name in names and name in b.scalars])))
     for kind in in_order(kind for kind in a.tables if kind in b.tables):
         by_place.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
-        structure += _one_sided(plural_of(kind), a.tables[kind].names, b.tables[kind].names)
-        structure += _sizes(kind, a.tables[kind], b.tables[kind])
+        structure += one_sided(plural_of(kind), a.tables[kind].names, b.tables[kind].names)
+        structure += sizes(kind, a.tables[kind], b.tables[kind])
     by_place.sort(key=lambda pair: pair[0])
     return [measured for _, measured in by_place if measured.names], tuple(structure)
 
@@ -132,13 +143,17 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
     return Measured(kind, tuple(a.names[i] for i, _ in pairs), steps, COLUMNS, x, y, scale, beyond)
 
 
-def _one_sided(what: str, a: tuple[str, ...], b: tuple[str, ...]) -> list[str]:
-    in_a, in_b = set(a), set(b)
-    only = {"first": [name for name in a if name not in in_b], "second": [name for name in b if name not in in_a]}
-    return [f"{what} only in the {which}: {listed(names, _MOST_NAMES)}" for which, names in only.items() if names]
+def one_sided(
+    what: str, a: tuple[str, ...], b: tuple[str, ...], which: tuple[str, str] = ("first", "second")
+) -> list[str]:
+    """Sentences about names that only one of two runs has."""
+    here, there = set(a), set(b)
+    only = zip(which, ([n for n in a if n not in there], [n for n in b if n not in here]), strict=True)
+    return [f"{what} only in the {one}: {listed(names, _MOST_NAMES)}" for one, names in only if names]
 
 
-def _sizes(kind: str, a: Series, b: Series) -> list[str]:
+def sizes(kind: str, a: Sized, b: Sized) -> list[str]:
+    """A sentence about tensors of one kind that have different sizes in two runs."""
     if kind_of(kind).sizes_vary:
         return []
     size = dict(zip(b.names, b.numel.tolist(), strict=True))

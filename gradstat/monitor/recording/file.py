@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from gradstat._version import __version__
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, check, scalar_rows
+
+_T = TypeVar("_T")
 
 SUFFIX = ".gradstat"
 FORMAT = "gradstat recording"
@@ -85,32 +88,49 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
         RecordingFileError: It is not a recording, is damaged, exceeds ``limit``, or a newer gradstat wrote it.
         OSError: It cannot be opened.
     """
+    return opened(path, FORMAT, "gradstat.monitor.recording.save", VERSION, limit, _read)
+
+
+def opened(
+    path: str | os.PathLike[str],
+    form: str,
+    writer: str,
+    version: tuple[int, int],
+    limit: int,
+    read: Callable[[archive.Reader, dict[str, Any]], _T],
+) -> _T:
+    """What ``read`` makes of the file, after a look at its header; raises as `load`."""
     target = printable(os.fspath(path))
     with open(path, "rb") as file:
         try:
-            return _read(archive.Reader(file, limit))
+            reader = archive.Reader(file, limit)
+            return read(reader, _header(reader, form, version))
         except RecordingFileError as error:
             raise RecordingFileError(f"{target}: {error}") from None
         except Exception as error:
             # Hostile bytes may raise any exception in zipfile, zlib, json, ast and numpy; callers get one kind.
             reason = str(error) or type(error).__name__
             raise RecordingFileError(
-                f"{target} is not a gradstat recording, or is damaged: {reason}. Expected a file written "
-                "by gradstat.monitor.recording.save; if it was copied, copy it again"
+                f"{target} is not a {form}, or is damaged: {reason}. Expected a file written by "
+                f"{writer}; if it was copied, copy it again"
             ) from error
 
 
-def _read(reader: archive.Reader) -> Recording:
+def _header(reader: archive.Reader, form: str, version: tuple[int, int]) -> dict[str, Any]:
     header = reader.header()
-    if header.get("format") != FORMAT:
-        raise ValueError(f"its header does not say {FORMAT!r}")
+    if header.get("format") != form:
+        raise ValueError(f"its header does not say {form!r}")
     major, minor = map(int, header["version"])
-    if major != VERSION[0]:
+    if major != version[0]:
         raise RecordingFileError(
             f"written by gradstat {header.get('gradstat', 'unknown')!s:.40} in version {major}.{minor} of the format; "
-            f"this is gradstat {__version__}, which reads version {VERSION[0]}. "
+            f"this is gradstat {__version__}, which reads version {version[0]}. "
             "Upgrade gradstat: pip install -U gradstat"
         )
+    return header
+
+
+def _read(reader: archive.Reader, header: dict[str, Any]) -> Recording:
     columns = [str(name) for name in header["columns"]]
     order = [columns.index(name) for name in COLUMNS]
     scalars, tables = archive.texts(header["scalars"]), dict[str, Series]()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,42 @@ def _check_steps(what: str, steps: npt.NDArray[np.int64]) -> None:
         raise ValueError(f"{what} must be a list of integers, not {values.dtype} of shape {values.shape}")
     if values.size and (values[0] < 0 or np.any(values[1:] <= values[:-1])):
         raise ValueError(f"{what} must be at least 0 and strictly increasing")
+
+
+def joined(parts: Sequence[Recording], first: int, absent: Mapping[str, float] | None = None) -> Recording:
+    """Consecutive parts of a run as one recording, from step ``first`` on.
+
+    Every tensor that is in any of them gets a column. ``absent``: by scalar, what it is where there was none, if not
+    NaN.
+    """
+    steps = np.concatenate([np.empty(0, np.int64), *(part.steps for part in parts)])
+    recent = steps >= first
+    scalars = {}
+    for name in dict.fromkeys(name for part in parts for name in part.scalars):
+        fill = (absent or {}).get(name, np.nan)
+        columns = [part.scalars.get(name, np.full(len(part.steps), fill)) for part in parts]
+        scalars[name] = np.concatenate(columns)[recent]
+    kinds = in_order(dict.fromkeys(kind for part in parts for kind in part.tables))
+    tables = {kind: _joined([part.tables[kind] for part in parts if kind in part.tables], first) for kind in kinds}
+    return Recording(steps[recent], scalars, {kind: series for kind, series in tables.items() if len(series.steps)})
+
+
+def _joined(chunks: Sequence[Series], first: int) -> Series:
+    orders = dict.fromkeys(chunk.names for chunk in reversed(chunks))
+    names = tuple(dict.fromkeys(itertools.chain.from_iterable(orders)))
+    column = {name: i for i, name in enumerate(names)}
+    numel = np.zeros(len(names), dtype=np.int64)
+    steps = np.concatenate([chunk.steps for chunk in chunks])
+    values = np.full((len(steps), len(names), len(COLUMNS)), np.nan, dtype=np.float32)
+    row = 0
+    for chunk in chunks:
+        at = np.array([column[name] for name in chunk.names], dtype=np.int64)
+        values[row : row + len(chunk.steps), at] = chunk.values
+        seen = chunk.numel > 0
+        numel[at[seen]] = chunk.numel[seen]
+        row += len(chunk.steps)
+    recent = steps >= first
+    return Series(names, numel, steps[recent], values[recent])
 
 
 def scalar_rows(recording: Recording, names: Collection[str]) -> npt.NDArray[np.float64]:

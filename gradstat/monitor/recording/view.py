@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from gradstat._core.files import replacing
-from gradstat.monitor.recording.page_data import page_data
+from gradstat.monitor.recording.page_data import GoldenBands, page_data
 from gradstat.monitor.recording.recording import Recording
 
 _FOLDER = Path(__file__).parent / "page"
@@ -46,16 +46,21 @@ def write_page(
         ViewerMissingError: plotly is not installed.
         OSError: The page cannot be written.
     """
-    target = Path(path)
     diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
-    page = _page(recording, title or "Flight recording", diagnosis + (diagnosis_html or ""))
-    with replacing(target) as file:
+    page = page_of(recording, title or "Flight recording", diagnosis + (diagnosis_html or ""))
+    return write_text(page, path)
+
+
+def write_text(page: str, path: str | os.PathLike[str]) -> Path:
+    """Writes a ``page`` as `write_page` does."""
+    with replacing(path) as file:
         # Names may contain lone surrogates, which UTF-8 cannot encode.
         file.write(page.encode("utf-8", "replace"))
-    return target
+    return Path(path)
 
 
-def _page(recording: Recording, title: str, diagnosis: str) -> str:
+def page_of(recording: Recording, title: str, diagnosis: str, golden: GoldenBands | None = None) -> str:
+    """The page; ``diagnosis`` is HTML."""
     plotly = _plotly()
     code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     code = f'(() => {{\n"use strict";\n{code}\n}})();'
@@ -63,7 +68,9 @@ def _page(recording: Recording, title: str, diagnosis: str) -> str:
     # escaping would still be harmless.
     allowed = " ".join(f"'sha256-{_hash(script)}'" for script in (plotly, code))
     # "<" is the only character with which the JSON could end its script element.
-    data = json.dumps(page_data(recording), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(page_data(recording, golden=golden), allow_nan=False, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     parts = {
         "@POLICY@": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
         "@TITLE@": html.escape(title),

@@ -20,6 +20,7 @@ from gradstat.monitor.rules.finite import (
     NonfiniteParameter,
     SporadicNonfinite,
 )
+from gradstat.monitor.rules.golden import UnlikeGolden
 from gradstat.monitor.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.monitor.rules.optimizer import MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.monitor.rules.precision import LossScale, Underflow
@@ -82,4 +83,4 @@ def default_rules() -> list[Rule]:
     return [kind() for kind in RULES]
 
 
-__all__ = ["RULES", "Rule", "default_rules", "rule", *(kind.__name__ for kind in RULES)]
+__all__ = ["RULES", "Rule", "UnlikeGolden", "default_rules", "rule", *(kind.__name__ for kind in RULES)]

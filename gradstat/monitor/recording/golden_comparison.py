@@ -1,0 +1,133 @@
+"""`GoldenComparison`: how a run compares with golden runs, as text, as plain values, and as a page."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gradstat._core.text import lines_of, listed, plain_fields, printable
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.recording import archive
+from gradstat.monitor.recording.page_data import GoldenBands
+from gradstat.monitor.recording.recording import Recording
+
+RULE = "unlike-golden"
+_SHOWN = 8
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Where one tensor or series is first unlike the golden runs.
+
+    Attributes:
+        kind: As in `Recording.tables`, or ``"series"``.
+        name: Name of the tensor or series.
+        feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
+            (over the root mean square), ``"value"`` of a series, or ``"absent"``: in all golden runs there is one.
+        step, last: The first and last step of the window over which it is averaged.
+        value: Its average there.
+        expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
+        z: How far it is from them, as a deviate of the normal distribution; infinite if it is absent.
+    """
+
+    kind: str
+    name: str
+    feature: str
+    step: int
+    last: int
+    value: float
+    expected: float
+    low: float
+    high: float
+    z: float
+
+    def __str__(self) -> str:
+        what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
+        what += f", {self.feature}" if self.feature not in ("value", "absent") else ""
+        if self.feature == "absent":
+            return printable(f"{what}: absent, and present in all golden runs")
+        numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
+        return printable(f"{what}: {numbers}, z = {self.z:.1f}")
+
+
+@dataclass(frozen=True)
+class GoldenComparison:
+    """How a run compares with golden runs.
+
+    Attributes:
+        runs: Number of golden runs.
+        steps: First and last step that were compared.
+        findings: What is unlike: the earliest first, then what is nearest to the cause.
+        where: Where, in words: ``"everywhere"``, a module, or a kind of modules.
+        what: What kind of change it is, in words; empty if not known.
+        share: The share of the compared tensors and series that are unlike.
+        structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
+        left_out: Parameters that are not compared, because their gradients are rounding noise.
+    """
+
+    runs: int
+    steps: tuple[int, int]
+    findings: tuple[Deviation, ...]
+    where: str
+    what: str
+    share: float
+    structure: tuple[str, ...]
+    left_out: tuple[str, ...]
+    recording: Recording = field(repr=False, compare=False)
+    bands: GoldenBands = field(repr=False, compare=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run is like the golden ones in all that both have."""
+        return not self.findings
+
+    @property
+    def headline(self) -> str:
+        """Since when and where the run is unlike the golden ones, and what kind of change it is, or that it is not."""
+        first, last = self.steps
+        if self.ok:
+            return f"Like the {self.runs} golden runs in steps {first} to {last}"
+        at = self.findings[0]
+        when = f"step {at.step}" if at.step == at.last else f"steps {at.step} to {at.last}"
+        return printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values; NaN and Inf as text."""
+        told = plain_fields(replace(self, recording=None, bands=None))  # type: ignore[arg-type]
+        del told["recording"], told["bands"]
+        told["findings"] = list(map(plain_fields, self.findings))
+        return dict(archive.encoded({"ok": self.ok, **told}, tagged=False))
+
+    def to_html(self, title: str = "Compared with golden runs") -> str:
+        """The page of the recording, with bands behind its series and the deviation as a field.
+
+        Args:
+            title: The title of the page.
+
+        Raises:
+            ViewerMissingError: plotly is not installed.
+        """
+        from gradstat.monitor.recording.view import page_of
+
+        found = tuple(
+            Finding(RULE, "warning", one.step, one.name, plain_fields(one), text=str(one), about=one.kind)
+            for one in self.findings
+        )
+        shown = replace(self.recording, findings=found)
+        return page_of(shown, title, f"<pre>{html.escape(str(self))}</pre>", self.bands)
+
+    def __str__(self) -> str:
+        lines = [printable(f"Structure: {line}") for line in self.structure]
+        lines.append(self.headline)
+        if not self.ok:
+            same = [found for found in self.findings if found.step == self.findings[0].step]
+            later = [found for found in self.findings if found.step != self.findings[0].step]
+            lines += lines_of(same, _SHOWN, "  {}".format, "  ... and {} more in these steps")
+            lines += lines_of(
+                later, 3, lambda found: f"  later, in step {found.step}: {found}", "  ... and {} more later"
+            )
+        if self.left_out:
+            lines.append(f"Left out as rounding noise: {listed(self.left_out, _MOST_NAMES)}")
+        return "\n".join(lines)

@@ -1,0 +1,446 @@
+"""The statistics of golden runs: averages over windows of steps, and prediction intervals for those of one more run.
+
+From ``K`` golden runs each *cell*, one feature of one tensor in one window, has a mean and a variance of ``K - 1``
+degrees of freedom: too few to judge by. So the cells of one kind and feature, a *group*, share what they know:
+
+1. A variance is divided by what is usual for its window and the size of its tensor: the logarithm of the group's
+   variances is regressed on both. Then it is averaged over neighbouring windows. If their correlations are ``r``, those
+   of their sample variances are ``r²``, and the average of ``n`` has ``d = (K - 1) n / (1 + 2 sum (1 - lag/n) r²)``
+   degrees of freedom.
+2. Variances are moderated by empirical Bayes: ``s² = (d0 s0² + d v) / (d0 + d)``, where ``d0`` and ``s0`` follow from
+   the mean and the spread of ``log v`` in the group (G. K. Smyth, "Linear models and empirical Bayes methods for
+   assessing differential expression in microarray experiments", Stat. Appl. Genet. Mol. Biol. 3:3, 2004, section 6).
+3. ``t = (x - mean) / (s sqrt(1 + 1/K))`` of one more run has Student's distribution with ``d0 + d`` degrees of freedom.
+   No more than ``3 (K - 1)`` are assumed, since tensors of a run deviate together, and no more than 8, since tails of
+   training are heavier than normal ones. The normal deviate ``z`` has the same tail as ``t`` (G. W. Hill, "Algorithm
+   395: Student's t-distribution", CACM 13, 1970).
+4. The run is unlike if ``|z|`` of any cell is above the limit of its group: the normal quantile at
+   ``1 - rate / (2 G N)`` for ``G`` groups and ``N`` cells in this one. By Bonferroni's inequality the rate is that of
+   the whole run, however its cells depend on each other.
+5. In case that tails are heavier still, each golden run is left out in turn and judged by the others; if one of them
+   would be unlike, all intervals are widened until it is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat.monitor.kinds import kind_of
+from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Key = tuple[str, str]
+"""A kind, as in `Recording.tables` or ``"series"``, and a feature."""
+
+RATE = 0.05
+"""The share of healthy runs that may be called unlike."""
+# Differences of a thousandth are no concern, even of what is the same in all golden runs.
+_FLOOR = 1e-3
+# Below this share of the median norm of its kind, a tensor counts as zero.
+_ZERO = 1e-8
+_WINDOWS = 16
+_USED = [COLUMNS.index(name) for name in ("l2_norm", "mean", "std", "min", "max")]
+# How many windows on each side share their variance, and the most degrees of freedom, also for each of a run's own.
+_NEAR = 2
+_MOST_FREEDOM = 8.0
+_MOST_PER_OWN = 3.0
+_WHOLE = ("norm", "peak", "mean")
+# Not compared: verdicts about labels and predictions rather than tensors.
+_LEFT_OUT = frozenset({"constant", "label", "output"})
+_SCALARS = ("loss", "lr")
+_TINY = 1e-30
+# A gradient below this share of the largest in its module is rounding noise in float32; in 16 bits below the other.
+_NOISE = 1e-5
+_NOISE_OF_HALF = 1e-2
+
+
+def window_starts(steps: int) -> npt.NDArray[np.int64]:
+    """Where windows over ``steps`` steps begin, and the end of the last: of 1, 2, 4 ... steps, then of constant length.
+
+    That is a sixteenth of all steps, rounded to a power of two and at least 16, so that there are never many windows.
+    """
+    longest = max(16, 1 << math.ceil(math.log2(max(1, steps / _WINDOWS))))
+    starts, size = [0], 1
+    while starts[-1] + 2 * size < steps or len(starts) == 1 < steps:
+        starts.append(starts[-1] + size)
+        size = min(2 * size, longest)
+    return np.array([*starts, steps], np.int64)
+
+
+def features_of(kind: str) -> tuple[str, ...]:
+    """What is compared of tensors of a kind."""
+    if kind in _LEFT_OUT:
+        return ()
+    return _WHOLE if kind_of(kind).name in ("batch", "activation", "gradient", "parameter", "update") else ("norm",)
+
+
+@dataclass
+class Averages:
+    """The averages of one run over windows; NaN where a window is not covered or there is nothing to average.
+
+    Attributes:
+        names: By kind, ``[n]`` tensors; every compared scalar is a kind of its own.
+        values: By kind and feature, ``[windows, n]``.
+        absent: By kind, ``[windows, n]``: tensors without any value in a window in which others were measured.
+        covered: ``[windows]``.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    values: dict[Key, Floats]
+    absent: dict[str, Bools]
+    covered: Bools
+
+    def of(self, names: Mapping[str, tuple[str, ...]]) -> Averages:
+        """The averages of the tensors ``names``, in this order; NaN for those that the run does not have."""
+        at = {kind: places(self.names[kind], names[kind]) for kind in names if kind in self.names}
+        values = {key: taken(value, at[key[0]], np.nan) for key, value in self.values.items() if key[0] in at}
+        absent = {kind: taken(value, at[kind], False) for kind, value in self.absent.items() if kind in at}
+        return Averages({kind: names[kind] for kind in at}, values, absent, self.covered)
+
+    def rounding_noise(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """As `noise_in`, of this run."""
+        norms = self.values.get(("gradient", "norm"))
+        return ((), ()) if norms is None else noise_in(self.names["gradient"], norms)
+
+    def without(self, names: Collection[str]) -> Averages:
+        """The averages without the parameters ``names``: NaN, and not absent."""
+        left = {kind: np.isin(own, list(names)) for kind, own in self.names.items()}
+        values = {key: np.where(left[key[0]], np.nan, value) for key, value in self.values.items()}
+        return replace(self, values=values, absent={kind: one & ~left[kind] for kind, one in self.absent.items()})
+
+
+def places(own: tuple[str, ...], names: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    """Where the ``names`` are in ``own``, -1 for those that are not."""
+    if own == names:  # nearly always
+        return np.arange(len(names))
+    place = {name: i for i, name in enumerate(own)}
+    return np.array([place.get(name, -1) for name in names], np.int64)
+
+
+def taken(values: npt.NDArray[Any], at: npt.NDArray[np.int64], fill: float) -> npt.NDArray[Any]:
+    """The columns of ``values`` at these places, ``fill`` for -1."""
+    found = np.full((len(values), len(at)), fill, values.dtype)
+    found[:, at >= 0] = values[:, at[at >= 0]]
+    return found
+
+
+def covered_windows(steps: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Bools:
+    """``[windows]``: which windows have all of their steps."""
+    covered: Bools = np.diff(np.searchsorted(steps, starts)) == np.diff(starts)
+    return covered
+
+
+def averages(recording: Recording, starts: npt.NDArray[np.int64]) -> Averages:
+    """The averages of a run over the windows that it covers as a whole."""
+    steps = recording.steps
+    covered = covered_windows(steps, starts)
+    made = Averages({}, {}, {}, covered)
+    for name in recording.scalars:
+        if name.partition("[")[0] in _SCALARS:
+            column = np.asarray(recording.scalars[name], np.float64)[:, None]
+            made.names[name] = (name,)
+            made.values[name, "value"], made.absent[name] = _over_windows(column, steps, starts, covered)
+            made.values[name, "log"], _ = _over_windows(np.log(np.maximum(column, _TINY)), steps, starts, covered)
+    for kind, series in recording.tables.items():
+        if features_of(kind):
+            made.names[kind] = series.names
+            _, made.absent[kind] = _over_windows(series.column("nan_count"), series.steps, starts, covered)
+            for feature, column in zip(features_of(kind), _features(kind, series), strict=False):
+                made.values[kind, feature], _ = _over_windows(column, series.steps, starts, covered)
+    return made
+
+
+def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which gradients are rounding noise of other tensors of their module, and which may be in 16 bits.
+
+    The gradients of a bias before a batch norm, and of a key's bias, are 0 by construction. What is measured depends on
+    the dtype, the device and the order of sums. ``norms`` are logarithms, ``[windows, n]``.
+    """
+    count = np.isfinite(norms).sum(0)
+    level = np.where(count > 0, np.nansum(norms, 0) / np.maximum(count, 1), np.nan)
+    _, module = np.unique([name.rpartition(".")[0] for name in names], return_inverse=True)
+    largest = np.full(len(names), -np.inf)
+    np.fmax.at(largest, module, level)
+    below = level - largest[module]
+
+    def at(share: float) -> tuple[str, ...]:
+        return tuple(names[j] for j in np.flatnonzero(below < math.log(share)))
+
+    return at(_NOISE), at(_NOISE_OF_HALF)
+
+
+def exponential(logarithm: float) -> float:
+    """The geometric mean of norms that the mean of their logarithms stands for."""
+    return 0.0 if logarithm <= math.log(_TINY) + 1 else math.exp(logarithm)
+
+
+def noise_cells(golden: Floats, run: Floats) -> Bools:
+    """``[windows, n]``: where gradients are small beside the others in both, and rounding noise in one of them.
+
+    Such are the gradients in the first steps, if a later layer begins with zeros. Zeros are noise in golden runs, and
+    judged in others. Both are logarithms of norms.
+    """
+
+    def below(norms: Floats, share: float) -> Bools:
+        others = (row[row > math.log(_TINY)] for row in norms)
+        middle = np.array([np.median(row) if row.size else np.nan for row in others])
+        small: Bools = norms - middle[:, None] < math.log(share)
+        return small
+
+    is_noise = below(run, _NOISE) & (run > math.log(_TINY))
+    found: Bools = (below(golden, _NOISE) & below(run, _NOISE_OF_HALF)) | (is_noise & below(golden, _NOISE_OF_HALF))
+    return found
+
+
+def _features(kind: str, series: Series) -> Iterable[Floats]:
+    """``[m, n]`` each: the logarithm of the norm, minus the root mean square over the peak, and the mean over that."""
+    # One copy, by column: a column of the rows is scattered in memory.
+    l2_norm, mean, std, low, high = np.moveaxis(series.values[..., _USED], -1, 0).astype(np.float64, order="C")
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        if kind_of(kind).sizes_vary:  # then the norm says how large the tensor is
+            norm = rms = np.hypot(mean, std)
+        else:
+            norm, rms = l2_norm, l2_norm / np.sqrt(np.maximum(series.numel, 1))
+        least = np.median(np.nan_to_num(norm), 1, keepdims=True) * _ZERO
+        yield np.log(np.where(norm <= least, _TINY, norm))
+        rms = np.where((norm <= least) | (series.numel == 1), np.nan, rms)  # one element has a sign, but no shape
+        yield -rms / np.maximum(-low, high)
+        yield mean / rms
+
+
+def _over_windows(
+    column: npt.NDArray[np.floating],
+    steps: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    inside: npt.NDArray[np.bool_],
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Averages ``[windows, n]`` of the finite values of a column, and which windows have measurements but no value."""
+    at = np.searchsorted(steps, starts)
+    used = np.flatnonzero(inside & (at[1:] > at[:-1]))
+    found = np.full((len(starts) - 1, column.shape[1]), np.nan)
+    none = np.zeros(found.shape, bool)
+    if len(used):
+        there = np.isfinite(column)
+        # Pairs of begin and end, of which the odd results are sums over what is between windows.
+        pairs = np.stack([at[:-1][used], at[1:][used]], 1).reshape(-1)
+        bounds = pairs[:-1] if pairs[-1] == len(column) else pairs
+        counts = np.add.reduceat(there, bounds, axis=0, dtype=np.int64)[::2]
+        sums = np.add.reduceat(np.where(there, column, 0.0), bounds, axis=0)[::2]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found[used] = np.where(counts > 0, sums / counts, np.nan)
+        none[used] = counts == 0
+    return found, none
+
+
+@dataclass
+class Group:
+    """The prediction of the cells of one kind and feature.
+
+    Attributes:
+        mean, scale: ``[windows, n]``: of a new run, its standard deviation; NaN where some golden run has no value.
+        freedom: Degrees of freedom.
+        limit: Of ``|z|``.
+    """
+
+    mean: Floats
+    scale: Floats
+    freedom: float
+    limit: float
+
+    def z(self, values: Floats) -> Floats:
+        """The sizes of the normal deviates of ``values``, ``[windows, n]``; NaN where there is nothing to compare."""
+        return normal_deviate(np.abs(values - self.mean) / self.scale, self.freedom)
+
+    def excess(self, values: Floats) -> Floats:
+        """The same, over the limit: above 1 a value is unlike."""
+        return self.z(values) / self.limit
+
+    @functools.cached_property
+    def reach(self) -> float:
+        """Half the width of the interval of a cell, over its scale."""
+        grid = np.geomspace(0.1, 1e4, 2000)
+        return float(np.interp(self.limit, normal_deviate(grid, self.freedom), grid))
+
+
+def normal_deviate(t: Floats, freedom: float) -> Floats:
+    """What exceeds ``t`` of Student's distribution as rarely, under the normal one; for values of at least 0."""
+    if not freedom < 1e6:
+        return t
+    a = freedom - 0.5
+    b = 48 * a * a
+    y = a * np.log1p(t * t / freedom)
+    inner = (((-0.4 * y - 3.3) * y - 24) * y - 85.5) / (0.8 * y * y + 100 + b)
+    result: Floats = ((inner + y + 3) / b + 1) * np.sqrt(y)
+    return result
+
+
+# The dtypes of a group in a file, where it is rounded: scales to a sixteenth octave, means to a part of the smallest
+# scale of their tensor, and there stored as differences of neighbouring windows, by byte, to compress well.
+PACKED = {"unit": "<i2", "scale": "<i2", "mean": "|u1"}
+_FINE = 16
+_UNKNOWN = -(1 << 15)
+
+
+def packed(group: Group) -> dict[str, npt.NDArray[Any]]:
+    """The mean and the scale of a group as integers."""
+    known = np.isfinite(group.scale) & np.isfinite(group.mean)
+    scale = np.where(known, np.round(_FINE * np.log2(np.where(known, group.scale, 1.0))), _UNKNOWN).astype("<i2")
+    smallest = np.where(known.any(0), np.where(known, scale, -_UNKNOWN - 1).min(0), 0)
+    unit = (smallest // _FINE - round(math.log2(_FINE))).astype("<i2")
+    steps = np.round(np.where(known, group.mean, 0.0) * np.exp2(-unit.astype(np.float64))).astype("<i8")
+    steps = np.diff(steps, axis=0, prepend=np.zeros_like(steps[:1])).T.reshape(-1)
+    mean = np.ascontiguousarray(steps.view(np.uint8).reshape(-1, 8).T)
+    return {"unit": unit, "scale": np.ascontiguousarray(scale.T), "mean": mean}
+
+
+def rounded(group: Group) -> Group:
+    """As a file holds it."""
+    return unpacked(packed(group), group.mean.shape, group.freedom, group.limit)
+
+
+def unpacked(arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, ...], freedom: float, limit: float) -> Group:
+    """The inverse of `packed`, up to rounding; ValueError if the arrays are not of this shape."""
+    windows, count = shape
+    unit, scale, mean = (arrays[name] for name in PACKED)
+    if unit.shape != (count,) or scale.shape != (count, windows) or mean.shape != (8, count * windows):
+        raise ValueError(f"its groups have other shapes than {windows} windows of {count} tensors")
+    if not (freedom >= 1 and limit > 0):
+        raise ValueError(f"a group has {freedom} degrees of freedom and a limit of {limit}")
+    steps = np.ascontiguousarray(mean.T).view("<i8").reshape(count, windows).cumsum(1).T
+    known = scale.T != _UNKNOWN
+    scales = np.where(known, np.exp2(scale.T / _FINE), np.nan)
+    return Group(np.where(known, steps * np.exp2(unit.astype(np.float64)), np.nan), scales, freedom, limit)
+
+
+def fitted(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Floats]) -> dict[Key, Group]:
+    """The groups of the golden ``runs``, which must have the same kinds, features and names."""
+    groups = {
+        key: _fitted(np.stack([run[key] for run in runs]), sizes.get(key[0], np.full(1, np.inf))) for key in runs[0]
+    }
+    groups = {key: group for key, group in groups.items() if np.isfinite(group.mean).any()}
+    for group in groups.values():
+        cells = int(np.isfinite(group.mean).sum())
+        group.limit = NormalDist().inv_cdf(1 - RATE / (2 * len(groups) * cells))
+    return groups
+
+
+def inflation_of(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Floats]) -> float:
+    """By how much scales have to be larger so that each of ``runs`` would be like the others."""
+    largest = 1.0
+    for i, run in enumerate(runs):
+        for key, group in fitted([*runs[:i], *runs[i + 1 :]], sizes).items():
+            largest = max(largest, float(np.fmax.reduce(group.excess(run[key]), axis=None, initial=0.0)))
+    return largest
+
+
+def _fitted(values: Floats, size: Floats) -> Group:
+    """The prediction from ``values``, ``[runs, windows, n]``."""
+    runs = len(values)
+    mean = values.mean(0)  # NaN if one is
+    rest = values - mean
+    variance = (rest**2).sum(0) / (runs - 1)
+    varies = variance > (_FLOOR / 100) ** 2
+    widened = math.sqrt(1 + 1 / runs)
+    freedom = math.inf
+    scale = np.where(np.isnan(mean), np.nan, _FLOOR * widened)
+    if varies.any():
+        moderated, freedom = _moderated(rest, np.where(varies, variance, np.nan), size)
+        scale = np.where(varies, np.sqrt(moderated + _FLOOR**2 + np.maximum(size, 1.0) ** -2) * widened, scale)
+    return Group(mean, scale, freedom, math.inf)
+
+
+def _moderated(rest: Floats, variance: Floats, size: Floats) -> tuple[Floats, float]:
+    """Shrunken variances ``[windows, n]`` and their degrees of freedom; ``variance`` is NaN for what does not vary."""
+    runs, windows, count = rest.shape
+    usual = _usual(variance, size) if count > 2 else np.ones((windows, 1))
+    near, used = _with_neighbours(variance / usual)
+    unit = np.where(np.isnan(variance), 0.0, rest / np.sqrt((runs - 1) * np.fmax(variance, _TINY)))
+    shared = sum(
+        (1 - lag / used) * _squared_correlation((unit[:, lag:] * unit[:, :-lag]).sum(0), runs)
+        for lag in range(1, min(math.ceil(used), windows))
+    )
+    d = (runs - 1) * used / (1 + 2 * shared)
+    most = min(_MOST_FREEDOM, _MOST_PER_OWN * (runs - 1))
+    if count <= 2:  # too few to share anything, and neighbours may vary less
+        return np.fmax(near, variance) * usual, min(d, most)
+    logs = np.log(near[np.isfinite(near)]) - digamma(d / 2) + math.log(d / 2)
+    spread = float(logs.var(ddof=1)) - trigamma(d / 2) if len(logs) > 1 else 0.0
+    d0 = 2 * inverse_trigamma(spread) if spread > 1e-6 else math.inf
+    prior = float(logs.mean()) + (digamma(d0 / 2) - math.log(d0 / 2) if d0 < math.inf else 0.0)
+    weight = d0 / (d0 + d) if d0 < math.inf else 1.0
+    return usual * (weight * math.exp(prior) + (1 - weight) * near), max(1.0, min(d0 + d, most))
+
+
+def _usual(variance: Floats, size: Floats) -> Floats:
+    """``[windows, n]``: the variance to expect, by a regression of its logarithm on window and size of the tensor."""
+    logs = np.log(variance)
+    known = np.isfinite(logs)
+    count = known.sum(1, keepdims=True)
+    x = np.broadcast_to(np.log(np.maximum(size, 1)), logs.shape)
+
+    def centred(y: Floats) -> tuple[Floats, Floats]:
+        level = np.where(known, y, 0.0).sum(1, keepdims=True) / np.maximum(count, 1)
+        return np.where(known, y - level, 0.0), level
+
+    (dy, y), (dx, mean) = centred(logs), centred(x)
+    slope = float(np.clip((dx * dy).sum() / max((dx * dx).sum(), 1e-12), -1.0, 0.0))
+    return np.exp(np.where(count > 0, y + slope * (x - mean), 0.0))
+
+
+def _with_neighbours(ratio: Floats) -> tuple[Floats, float]:
+    """Means over three neighbouring windows, NaN where ``ratio`` is, and of how many values on average."""
+    there = np.isfinite(ratio)
+    window = np.arange(len(ratio))
+    near_by = (np.abs(window[:, None] - window) <= _NEAR).astype(np.float64)
+    count = near_by @ there
+    near = near_by @ np.where(there, ratio, 0.0) / np.maximum(count, 1)
+    known = np.isfinite(ratio)
+    return np.where(known, near, np.nan), float(count[known].mean())
+
+
+def _squared_correlation(products: Floats, runs: int) -> float:
+    """The mean squared correlation of pairs, given their sample correlations (0: unknown)."""
+    known = products[products != 0]
+    return _corrected(float((known**2).mean()), runs) if known.size else 0.0
+
+
+def _corrected(squared: float, runs: int) -> float:
+    """``squared``, a mean of squared sample correlations, without what independent samples would have."""
+    expected = 1 / (runs - 1)
+    return min(1.0, max(0.0, (squared - expected) / (1 - expected))) if runs > 2 else 0.5
+
+
+def digamma(x: float) -> float:
+    """The derivative of the logarithm of the gamma function."""
+    below = 0.0
+    while x < 6:
+        below, x = below - 1 / x, x + 1
+    y = 1 / (x * x)
+    return below + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y / 252))
+
+
+def trigamma(x: float) -> float:
+    """The derivative of `digamma`."""
+    below = 0.0
+    while x < 6:
+        below, x = below + 1 / (x * x), x + 1
+    y = 1 / (x * x)
+    return below + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y / 42))
+
+
+def inverse_trigamma(value: float) -> float:
+    """The ``x`` with ``trigamma(x) == value``."""
+    low, high = 1e-8, 1e8
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if trigamma(middle) > value else (low, middle)
+    return low

@@ -1,0 +1,561 @@
+"""Golden runs: their statistics, what is found, and every way to use them."""
+
+import copy
+import math
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from browser import offline_chromium
+from ranks import Ranks
+from recordings import rewritten
+from small_training import RECORD, Clusters, mlp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradstat
+from gradstat.__main__ import main
+from gradstat.monitor import Golden, Monitor, Recording, Series, UnlikeGoldenError
+from gradstat.monitor import assert_golden as plain_assert_golden
+from gradstat.monitor.recording import COLUMNS, RecordingFileError, load, save
+from gradstat.monitor.recording import golden_statistics as statistics
+from gradstat.monitor.rules import UnlikeGolden
+
+pytest_plugins = ["gradstat.pytest_plugin"]
+
+NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("up.weight", "up.bias", "down.weight", "down.bias"))
+SIZES = np.array([4096, 64, 4096, 64] * 4)
+
+
+def series(seed: int, steps: np.ndarray, spread: float = 0.2, names: tuple[str, ...] = NAMES) -> Series:
+    """Gradients whose norms differ by seed and step; how much is different for each tensor, but not for each seed."""
+    rng, fixed = np.random.default_rng(seed), np.random.default_rng(0)
+    n, m = len(names), len(steps)
+    level = fixed.normal(size=n) - np.log1p(steps / 30)[:, None]
+    width = spread * fixed.gamma(3, 1 / 3, n)
+    norm = np.exp(level + width * (rng.normal(size=n) + rng.normal(size=(m, n))))
+    rms = norm / np.sqrt(SIZES[:n])
+    columns = {
+        "l2_norm": norm,
+        "mean": rms * rng.normal(size=(m, n)) / np.sqrt(SIZES[:n]),
+        "std": rms,
+        "min": -rms * rng.uniform(3, 4, (m, n)),
+        "max": rms * rng.uniform(3, 4, (m, n)),
+    }
+    values = np.stack([columns.get(name, np.zeros((m, n))) for name in COLUMNS], -1).astype(np.float32)
+    return Series(names, SIZES[:n].astype(np.int64), steps, values)
+
+
+def run(seed: int, steps: int = 100, every: int = 20) -> Recording:
+    """A healthy run of gradients, parameters, a loss and a learning rate."""
+    rng, at = np.random.default_rng(seed + 10_000), np.arange(steps)
+    loss = np.exp(1 - at / 50 + 0.05 * rng.normal() + 0.1 * rng.normal(size=steps))
+    tables = {"gradient": series(seed, at), "parameter": series(seed + 500, at[::every], 0.01)}
+    return Recording(at, {"loss": loss, "lr": np.full(steps, 1e-3), "norm": np.ones(steps)}, tables, meta={"run": seed})
+
+
+@pytest.fixture(scope="module")
+def golden() -> Golden:
+    return Golden.of([run(seed) for seed in range(5)])
+
+
+# Statistics --------------------------------------------------------------------------------------------------------
+
+
+def test_windows_double_and_then_stay_and_cover_every_step() -> None:
+    assert statistics.window_starts(100).tolist() == [0, 1, 3, 7, 15, 31, 47, 63, 79, 100]
+    assert statistics.window_starts(1).tolist() == [0, 1]
+    assert statistics.window_starts(2).tolist() == [0, 1, 2]
+    for steps in (2, 3, 17, 160, 2000, 100_000):
+        sizes = np.diff(statistics.window_starts(steps))
+        assert sizes.sum() == steps
+        assert len(sizes) < 40
+        assert (sizes > 0).all()
+        assert (np.diff(sizes[:-1]) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "z"),
+    # Quantiles of Student's distribution, and of the normal one at the same probability (97.5, 99.5, 99.95 %).
+    [(2.2281, 10, 1.95996), (3.1693, 10, 2.57583), (4.0321, 5, 2.57583), (8.6103, 4, 3.2905), (12.0, math.inf, 12.0)],
+)
+def test_student_deviates_become_normal_ones(t: float, freedom: float, z: float) -> None:
+    assert float(statistics.normal_deviate(np.array(t), freedom)) == pytest.approx(z, rel=0.01)
+
+
+def test_the_derivatives_of_the_gamma_function() -> None:
+    assert statistics.digamma(1.0) == pytest.approx(-0.5772156649, abs=1e-8)
+    assert statistics.digamma(0.5) == pytest.approx(-1.9635100260, abs=1e-8)
+    assert statistics.trigamma(1.0) == pytest.approx(math.pi**2 / 6, abs=1e-7)
+    for x in (0.3, 2.0, 50.0):
+        assert statistics.inverse_trigamma(statistics.trigamma(x)) == pytest.approx(x, rel=1e-6)
+
+
+@pytest.mark.parametrize("runs", [3, 5, 8])
+def test_few_healthy_runs_are_called_unlike(runs: int) -> None:
+    unlike = total = 0
+    for first in range(0, 120, 12):
+        golden = Golden.of([run(1000 + first + i) for i in range(runs)])
+        for seed in range(12):
+            unlike += not golden.compare(run(3000 + first + seed)).ok
+            total += 1
+    assert total == 120
+    assert unlike <= 9  # 6 are expected at most; more than 9 come with a probability of 5 %
+
+
+def test_a_tensor_that_hardly_varies_has_a_narrower_interval_than_one_that_varies(golden: Golden) -> None:
+    comparison = golden.compare(run(50))
+    scale = golden._groups["gradient", "norm"].scale
+    width = np.random.default_rng(0)
+    width.normal(size=len(NAMES))
+    varies = width.gamma(3, 1 / 3, len(NAMES))
+    assert np.corrcoef(np.log(varies), np.log(scale[6]))[0, 1] > 0.6
+    assert comparison.ok
+
+
+# What is found -----------------------------------------------------------------------------------------------------
+
+
+def changed(factor: float, columns: str, names: str = "", since: int = 0, seed: int = 50) -> Recording:
+    """A healthy run with one column of some gradients multiplied."""
+    made = run(seed)
+    table = made.tables["gradient"]
+    for j, name in enumerate(table.names):
+        if names in name:
+            for column in columns.split():
+                table.column(column)[since:, j] *= factor
+    return made
+
+
+ALL = "l2_norm mean std min max"
+
+
+def test_a_scaled_loss_is_named(golden: Golden) -> None:
+    made = changed(20, ALL)
+    made.scalars["loss"] *= 20
+    found = golden.compare(made)
+    assert not found.ok
+    assert (found.where, found.findings[0].step, found.findings[0].name) == ("everywhere", 0, "loss")
+    assert "times" in found.what
+    assert "as the loss" in found.what
+    assert found.findings[0].value == pytest.approx(20 * found.findings[0].expected, rel=0.5)
+    made.scalars["loss"] /= 20
+    assert "the loss not" in golden.compare(made).what
+
+
+def test_one_module_is_named_and_the_others_are_not(golden: Golden) -> None:
+    found = golden.compare(changed(30, ALL, "blocks.2.up"))
+    assert found.where == "blocks.2.up"
+    assert {deviation.name for deviation in found.findings} <= {"blocks.2.up.weight", "blocks.2.up.bias"}
+    assert found.findings[0].feature == "norm"
+    assert found.findings[0].z > 4
+    assert golden.compare(changed(30, ALL, "down")).where == "blocks.*.down"
+
+
+def test_the_shape_of_a_gradient_counts_as_well(golden: Golden) -> None:
+    found = golden.compare(changed(5, "min max", "blocks.1.down.weight"))
+    assert [(one.name, one.feature) for one in found.findings] == [("blocks.1.down.weight", "peak")]
+    found = golden.compare(changed(60, "mean", "blocks.1.down.weight"))
+    assert [(one.name, one.feature) for one in found.findings] == [("blocks.1.down.weight", "mean")]
+
+
+def test_a_late_change_is_found_when_it_comes(golden: Golden) -> None:
+    found = golden.compare(changed(30, ALL, "", since=63))
+    assert found.findings[0].step == 63
+    assert found.findings[0].last == 78
+    assert found.where == "everywhere"
+    assert "times" in found.what
+
+
+def test_another_learning_rate_is_named_first(golden: Golden) -> None:
+    made = changed(30, ALL)
+    made.scalars["lr"] = np.full(100, 1.1e-3)
+    found = golden.compare(made)
+    assert (found.where, found.what, found.findings[0].name) == ("the learning rate", "times 1.1", "lr")
+
+
+def test_other_initial_weights_are_named(golden: Golden) -> None:
+    made = run(50)
+    made.tables["parameter"].values[:] *= 2
+    found = golden.compare(made)
+    assert found.findings[0].kind == "parameter"
+    assert found.what.startswith("the initial parameters")
+
+
+def test_what_only_parameters_show_is_the_optimizer(golden: Golden) -> None:
+    made = run(50)
+    made.tables["parameter"].values[1:] *= 2
+    assert "the optimizer" in golden.compare(made).what
+
+
+def test_an_absent_gradient_is_found(golden: Golden) -> None:
+    made = run(50)
+    made.tables["gradient"].values[:, 3] = np.nan
+    found = golden.compare(made)
+    assert [(one.name, one.feature, one.step) for one in found.findings] == [(NAMES[3], "absent", 0)]
+    assert "present in all golden runs" in str(found)
+    assert found.to_dict()["findings"][0]["z"] == "Infinity"
+
+
+def test_a_loss_that_is_never_a_number_is_found(golden: Golden) -> None:
+    made = run(50)
+    made.scalars["loss"][7:] = np.nan
+    found = golden.compare(made)
+    assert [(one.name, one.feature, one.step) for one in found.findings] == [("loss", "absent", 7)]
+    del made.scalars["loss"]  # a monitor that is not told the loss
+    assert golden.compare(made).ok
+
+
+def test_a_changed_model_is_told_and_the_rest_is_compared(golden: Golden) -> None:
+    made = changed(30, ALL, "blocks.3.up.weight")
+    table = made.tables["gradient"]
+    made.tables["gradient"] = Series(("new", *table.names[1:]), table.numel, table.steps, table.values)
+    table.values[:, 2] *= 100
+    table.numel[2] = 999
+    found = golden.compare(made)
+    told = " ".join(found.structure)
+    assert "gradients only in the golden runs: blocks.0.up.weight" in told
+    assert "gradients only in the run: new" in told
+    assert "different sizes: blocks.0.down.weight (4,096 and 999)" in told
+    assert {one.name for one in found.findings} == {"blocks.3.up.weight"}
+    assert str(found).startswith("Structure: ")
+
+
+def test_names_of_wrappers_do_not_matter_and_are_reported_as_the_run_has_them(golden: Golden) -> None:
+    made = changed(30, ALL, "blocks.2.up")
+    for kind, table in made.tables.items():
+        names = tuple(f"module._orig_mod.{name}" for name in table.names)
+        made.tables[kind] = Series(names, table.numel, table.steps, table.values)
+    found = golden.compare(made)
+    assert not found.structure
+    assert found.findings[0].name.startswith("module._orig_mod.blocks.2.up")
+
+
+def test_a_shorter_run_is_compared_in_what_it_has(golden: Golden) -> None:
+    short = run(50, 40)
+    assert golden.compare(short).ok
+    assert golden.compare(short).steps == (0, 30)  # windows that it has as a whole
+    resumed = run(50)
+    at = resumed.steps >= 50
+    part = Recording(
+        resumed.steps[at],
+        {name: values[at] for name, values in resumed.scalars.items()},
+        {"gradient": Series(NAMES, SIZES, resumed.steps[at], resumed.tables["gradient"].values[at])},
+    )
+    assert golden.compare(part).steps == (63, 99)
+    late = Recording(np.arange(100, 103), {"loss": np.ones(3)}, {})
+    with pytest.raises(ValueError, match=r"recording: it has steps 100 to 102, .*at most 100 steps"):
+        golden.compare(late)
+
+
+def test_rounding_noise_is_left_out_whatever_its_size() -> None:
+    def with_key(seed: int, size: float) -> Recording:
+        made = run(seed)
+        made.tables["gradient"].values[:, 1] = made.tables["gradient"].values[:, 0] * size
+        return made
+
+    golden = Golden.of([with_key(seed, 1e-8) for seed in range(5)])
+    assert golden.left_out == ("blocks.0.up.bias",)
+    assert golden.compare(with_key(50, 1e-3)).ok
+    in_half = Golden.of([with_key(seed, 1e-3) for seed in range(5)])
+    assert in_half.left_out == ()
+    found = in_half.compare(with_key(50, 1e-8))
+    assert found.ok
+    assert found.left_out == ("blocks.0.up.bias",)
+    assert not Golden.of([with_key(seed, 0.5) for seed in range(5)]).compare(with_key(50, 1e-8)).ok
+
+
+def test_rounding_noise_of_the_first_steps_is_not_compared() -> None:
+    def with_late_layer(seed: int, size: float) -> Recording:
+        made = run(seed)
+        made.tables["gradient"].values[:3, 8:10] *= size
+        return made
+
+    golden = Golden.of([with_late_layer(seed, 1e-9) for seed in range(5)])
+    assert golden.compare(with_late_layer(50, 1e-5)).ok
+    assert golden.compare(with_late_layer(50, 0)).ok
+    found = golden.compare(with_late_layer(50, 10))
+    assert found.where == "blocks.2.up"
+    golden = Golden.of([with_late_layer(seed, 1e-3) for seed in range(5)])
+    assert golden.compare(with_late_layer(50, 1e-6)).ok
+    assert golden.compare(with_late_layer(50, 0)).where == "blocks.2.up"
+
+
+def test_the_sign_of_one_element_and_one_huge_tensor_do_not_matter_for_others() -> None:
+    def with_scalar(seed: int, value: float) -> Recording:
+        made = run(seed)
+        table = made.tables["parameter"]
+        table.numel[5] = 1
+        table.values[:, 5, :5] = [abs(value), value, 0, value, value]
+        table.values[:, 6, :5] = 0  # initialised with zeros
+        return made
+
+    golden = Golden.of([with_scalar(seed, 0.2) for seed in range(5)])
+    assert golden.compare(with_scalar(50, -0.2)).ok
+    found = golden.compare(with_scalar(50, 1e10))
+    assert {one.name for one in found.findings} == {NAMES[5]}
+    assert found.where == NAMES[5].rpartition(".")[0]
+
+
+def test_a_loss_may_be_negative() -> None:
+    def shifted(seed: int, by: float) -> Recording:
+        made = run(seed)
+        made.scalars["loss"] = made.scalars["loss"] - by
+        return made
+
+    golden = Golden.of([shifted(seed, 2) for seed in range(5)])
+    assert golden.compare(shifted(50, 2)).ok
+    found = golden.compare(shifted(50, 5))
+    assert (found.where, found.findings[0].value < -2) == ("the loss", True)
+
+
+def test_what_not_all_golden_runs_have_is_not_compared() -> None:
+    made = [run(seed) for seed in range(3)]
+    del made[1].scalars["loss"]
+    del made[2].tables["parameter"]
+    made[1].tables["gradient"].values[:, 4] = np.nan
+    golden = Golden.of(made)
+    other = changed(100, ALL, "blocks.1.up.weight")
+    other.scalars["loss"] *= 100
+    assert golden.compare(other).ok
+    assert golden.compare(changed(100, ALL, "blocks.1.up.bias")).where == "blocks.1.up"
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_gives_the_same_comparison(golden: Golden, tmp_path: Path) -> None:
+    path = golden.save(tmp_path / "deep" / "golden.gradstat")
+    loaded = Golden.load(path)
+    assert (loaded.runs, loaded.steps, loaded.meta) == (5, 100, {"run": 0})
+    made = changed(30, ALL, "blocks.2.up")
+    assert str(loaded.compare(made)) == str(golden.compare(made))
+    assert loaded.compare(made).to_dict() == golden.compare(made).to_dict()
+    assert golden.save(tmp_path / "again.gradstat").read_bytes() == path.read_bytes()
+
+
+def test_a_file_of_a_long_run_is_small(tmp_path: Path) -> None:
+    def long(seed: int) -> Recording:
+        at = np.arange(2000)
+        rng = np.random.default_rng(seed)
+        values = np.exp(rng.normal(size=(2000, 300, 8)) * 0.2).astype(np.float32)
+        names = tuple(f"blocks.{i}.weight" for i in range(300))
+        tables = {"gradient": Series(names, np.full(300, 4096), at, values)}
+        for kind in ("parameter", "exp_avg", "exp_avg_sq"):
+            tables[kind] = Series(names, np.full(300, 4096), at[::50], values[::50])
+        return Recording(at, {"loss": np.exp(rng.normal(size=2000))}, tables)
+
+    path = Golden.of([long(seed) for seed in range(3)]).save(tmp_path / "golden.gradstat")
+    assert path.stat().st_size < 200_000
+
+
+def test_too_few_runs_and_runs_without_a_common_window_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"recordings: expected at least 3 golden runs .5 are advised., got 2"):
+        Golden.of([run(0), run(1)])
+    late = run(2)
+    late.steps = late.steps + 100
+    for table in late.tables.values():
+        table.steps = table.steps + 100
+    with pytest.raises(ValueError, match=r"recordings: .* no steps in common"):
+        Golden.of([run(0), run(1), late])
+
+
+def test_damaged_and_other_files_are_refused(golden: Golden, tmp_path: Path) -> None:
+    path = golden.save(tmp_path / "golden.gradstat")
+    with pytest.raises(RecordingFileError, match="is not a gradstat recording"):
+        load(path)
+    with pytest.raises(RecordingFileError, match=r"is not a gradstat golden, .*Golden\.save"):
+        Golden.load(save(run(0), tmp_path / "run.gradstat"))
+    with pytest.raises(RecordingFileError, match=r"in version 2\.0 of the format.*Upgrade gradstat"):
+        Golden.load(rewritten(path, version=[2, 0]))
+    for wrong in (
+        {"starts": [0, 5, 3]},
+        {"starts": []},
+        {"runs": 1},
+        {"groups": [{}]},
+    ):
+        with pytest.raises(RecordingFileError, match="or is damaged"):
+            Golden.load(rewritten(path, **wrong))
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 97):
+        path.write_bytes(whole[:end])
+        with pytest.raises(RecordingFileError):
+            Golden.load(path)
+
+
+# Ways to use them --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_makes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(save(run(seed), tmp_path / f"{seed}.gradstat")) for seed in range(3)]
+    golden, page = str(tmp_path / "golden.gradstat"), tmp_path / "page.html"
+    assert main(["golden", "make", *files, "-o", golden]) == 0
+    assert "3 golden runs, steps 0 to 99" in capsys.readouterr().out
+    good = str(save(run(50), tmp_path / "good.gradstat"))
+    bad = str(save(changed(100, ALL, "blocks.2.up"), tmp_path / "bad.gradstat"))
+    assert main(["golden", "check", good, golden]) == 0
+    assert capsys.readouterr().out == "Like the 3 golden runs in steps 0 to 99\n"
+    assert main(["golden", "check", bad, golden, "--html", str(page)]) == 1
+    assert "blocks.2.up" in capsys.readouterr().out
+    assert "deviation from the golden runs" in page.read_text()
+    assert main(["golden", "check", bad, golden, "--json"]) == 1
+    assert '"where": "blocks.2.up"' in capsys.readouterr().out
+    assert main(["golden", "make", *files[:2], "-o", golden]) == 2
+    assert "expected at least 3" in capsys.readouterr().err
+    assert main(["golden", "check", golden, golden]) == 2
+    assert "is not a gradstat recording" in capsys.readouterr().err
+
+
+def test_the_page_shows_bands_and_deviations(golden: Golden, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(golden.compare(changed(30, ALL, "blocks.2.up")).to_html())
+    with offline_chromium() as browser:
+        browser.get(page.as_uri())
+        browser.execute_script("return document.body.dataset.ready")
+        fields = browser.execute_script("return [...document.querySelectorAll('#column option')].map(o => o.value)")
+        assert fields[-1] == "deviation"
+        browser.execute_script(
+            "const c = document.getElementById('column'); c.value = 'deviation'; c.dispatchEvent(new Event('change'))"
+        )
+        z = browser.execute_script("return document.getElementById('heat').data[0].z.map(row => Math.max(...row))")
+        assert [name for name, most in zip(NAMES, z, strict=True) if most > 0] == [
+            "blocks.2.up.weight",
+            "blocks.2.up.bias",
+        ]
+        names = browser.execute_script(
+            "return document.querySelector('[data-series=loss] .plot').data.map(trace => trace.name || '')"
+        )
+        assert "golden" in names
+
+
+def train(seed: int, steps: int = 40, lr: float = 1e-2, **options: Any) -> Monitor:
+    """A small training under a monitor."""
+    torch.manual_seed(seed)
+    model = mlp()
+    draw = Clusters(0, 16)
+    draw.random = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    monitor = Monitor(model, optimizer, **{"on_anomaly": RECORD, **options})
+    for _ in range(steps):
+        inputs, labels = draw()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+    return monitor
+
+
+def test_a_test_fails_with_the_explanation_and_can_rewrite_the_file(
+    assert_golden: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "golden.gradstat"
+    with pytest.raises(FileNotFoundError):
+        assert_golden(train, path)
+    plain_assert_golden(train, path, rewrite=True)
+    assert assert_golden(train, path).ok
+    assert assert_golden(train(9), path).ok
+    with pytest.raises(UnlikeGoldenError, match="the learning rate: times 2") as error:
+        assert_golden(lambda seed: train(seed, lr=2e-2).recording(), path)
+    assert error.value.comparison is not None
+    assert not error.value.comparison.ok
+    with pytest.raises(TypeError, match="pass a function of a seed"):
+        plain_assert_golden(train(0), path, rewrite=True)
+    with pytest.raises(TypeError, match="run is a int; expected a Monitor"):
+        assert_golden(3, path)
+
+
+def test_the_option_of_pytest_reaches_the_fixture(pytestconfig: pytest.Config) -> None:
+    parser = pytest.Parser(_ispytest=True)
+    gradstat.pytest_plugin.pytest_addoption(parser)
+    assert parser.parse_known_args(["--rewrite-golden"]).rewrite_golden
+    assert pytestconfig.getoption("--rewrite-golden") is False
+
+
+def test_a_monitor_compares_while_it_runs(tmp_path: Path) -> None:
+    golden = Golden.of([train(seed).recording() for seed in range(1, 6)])
+    path = golden.save(tmp_path / "golden.gradstat")
+    healthy = train(50, golden=path)
+    healthy.flush()
+    assert not [finding for finding in healthy.findings if finding.rule == "unlike-golden"]
+    monitor = train(50, lr=2e-2, golden=golden)
+    monitor.flush()
+    found = [finding for finding in monitor.findings if finding.rule == "unlike-golden"]
+    assert [(one.step, one.name, one.severity) for one in found] == [(0, "lr", "warning")]
+    assert "the learning rate: times 2" in found[0].text
+    with pytest.raises(gradstat.monitor.AnomalyError, match="unlike"):
+        train(50, lr=2e-2, golden=golden, on_anomaly={"unlike-golden": "raise"})
+
+
+@pytest.mark.parametrize(("mistake", "status", "told"), [("none", 0, "Like the 5"), ("undivided", 1, "it is scaled")])
+def test_the_example_tells_a_mistake(
+    mistake: str,
+    status: int,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["golden_example.py", "--mistake", mistake])
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "golden_example.py"))
+    assert example["main"]() == status
+    assert told in capsys.readouterr().out
+
+
+def test_a_resumed_run_is_judged_from_the_next_window_on(golden: Golden) -> None:
+    monitor = train(50, 10, golden=Golden.of([train(seed).recording() for seed in range(1, 6)]))
+    rule = UnlikeGolden(golden)
+    state = [state for name, state in monitor.state_dict()["rules"] if name == "unlike-golden"]
+    assert state == [{"_episodes": {}}]
+    rule.load_state_dict({"_episodes": {"run": 7}})
+    assert rule.state_dict() == {"_episodes": {"run": 7}}
+    copy.deepcopy(rule)
+
+
+def _losses_of_ranks(seed: int, how: str) -> Recording | None:
+    """As `train`, each rank with its half of every batch."""
+    torch.manual_seed(seed)
+    model: nn.Module = mlp()
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (model[0], model[2], model[4]):  # type: ignore[index]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
+    draw = Clusters(0, 16)
+    draw.random = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    monitor = Monitor(model, optimizer, on_anomaly=RECORD)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for _ in range(40):
+        inputs, labels = draw()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs[rank::world]), labels[rank::world])
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        monitor.step(mean / world)
+        optimizer.step()
+    return monitor.recording()
+
+
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_a_run_on_two_ranks_is_like_golden_runs_on_one(ranks: Ranks, how: str) -> None:
+    golden = Golden.of([train(seed).recording() for seed in range(1, 6)])
+    for made in ranks.run(2, _losses_of_ranks, 50, how):
+        comparison = golden.compare(made)
+        assert comparison.ok, str(comparison)
+        assert not comparison.structure
+        norm = golden._groups["gradient", "norm"]
+        assert np.isfinite(norm.mean).all()
+        own = train(50).recording().tables["gradient"].column("l2_norm")
+        np.testing.assert_allclose(made.tables["gradient"].column("l2_norm"), own, rtol=1e-3)
