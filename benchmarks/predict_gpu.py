@@ -134,27 +134,26 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
     }
     for name, values in rows.items():
         yield f"| {name} | " + " | ".join(values) + " |"
-    yield "\nThe statistics kernel, which reads every byte once: the unit that would be the first to fall behind memory"
-    yield "and the share of memory's bandwidth it allows; predicted TB/s moved.\n"
+    yield "\nThe statistics kernel reads every byte once. For each type: the unit that would fall behind memory first,"
+    yield "and the multiple of memory's bandwidth that this unit allows.\n"
     yield "| type | " + " | ".join(gpu.name for gpu in GPUS) + " |"
     yield "| --- |" + " --- |" * len(GPUS)
     for dtype in TYPES[0]:
         cells = []
         for gpu in GPUS:
             share, unit = tightest(kernels, 0, dtype, gpu)
-            moved = min(READ_SHARE, ISSUE_SHARE * share) * gpu.bandwidth / 1e12
-            cells.append(f"{unit} {share:.1f} x; {moved:.2f}")
+            cells.append(f"{unit} {share:.1f} x")
         yield f"| {dtype} | " + " | ".join(cells) + " |"
     least = min((tightest(kernels, 1, dtype, gpu), dtype, gpu.name) for dtype in TYPES[1] for gpu in GPUS)
-    yield "\nThe scale kernel, which reads and writes every byte: the unit first to fall behind memory allows at least"
+    yield "\nThe scale kernel reads and writes every byte. The unit that would fall behind memory first allows at least"
     yield f"{least[0][0]:.1f} times memory's bandwidth ({least[1]} on {least[2]})."
     yield from render_clips()
 
 
 def render_clips() -> Iterator[str]:
     """Bytes moved by a clip, and predictions for large gradients."""
-    yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more."
-    yield "torch's foreach clip reads for the norms, then reads and writes to multiply, clipped or not.\n"
+    yield "\nBytes that a clip moves per byte of gradients, and the ratio to torch that follows for 1 GB and more."
+    yield "torch's foreach clip reads them for the norms, then reads and writes them to multiply, clipped or not.\n"
     yield "| | gradstat | torch | predicted ratio | goal |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     yield "| nothing to clip | 1 | 3 | 3.0 | 2.5 |"
