@@ -81,7 +81,7 @@ def patch_torch() -> TorchPatch:
     modules are imported, or rebind the name (``module.clip_grad_norm_ = gradstat.clip_grad_norm_``). A name bound while
     the patch is active calls torch's once the patch is removed.
 
-    Patches may be nested and removed in any order, from several threads; removing the last one restores exactly the
+    Patches may be nested and removed in any order, from several threads. Removing the last one restores exactly the
     state before the first one. Calls in progress in other threads are not interrupted.
     """
     with lock:

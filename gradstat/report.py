@@ -31,7 +31,7 @@ _HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "ze
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients contain NaN or Inf; the message names the worst ones, with counts and the first bad index.
+    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the first bad index.
 
     Attributes:
         report: The whole `Report`.

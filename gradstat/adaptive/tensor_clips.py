@@ -141,7 +141,7 @@ class AdaGC(TensorClip):
 
 
 class AGC(TensorClip):
-    """Clips each unit of a gradient by the norm of its weights; keeps no state except for the summary.
+    """Clips each unit of a gradient by the norm of its weights. The only state is that of the summary.
 
     A. Brock, S. De, S. L. Smith, K. Simonyan, High-Performance Large-Scale Image Recognition Without Normalization,
     2021, arXiv 2102.06171: with gradient norm g_i and weight norm w_i of unit i the multiplier is
@@ -149,7 +149,7 @@ class AGC(TensorClip):
     linear layer or a convolution; a tensor of fewer than two dimensions is one unit. The paper clips all parameters
     except those of the final linear layer: do not pass these.
 
-    Gradients that are not row-major (channels-last, strided views) are copied; sparse ones are rejected.
+    Gradients that are not row-major (channels-last, strided views) are copied, and sparse gradients are rejected.
 
     Args:
         clipping: Limit of a unit's gradient norm, relative to its weight norm; at least 0. 0.01 is for large batches;

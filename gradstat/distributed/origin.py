@@ -47,7 +47,8 @@ def track_origin(
     """Tracks the local gradients of a DDP model, to find the rank that causes NaN or Inf.
 
     DDP averages gradients over all ranks, so after ``backward()`` one rank's NaN is on every rank. A communication hook
-    measures each bucket just before it is reduced: one more read of the gradients and one launch per bucket, no sync
+    measures each bucket just before it is reduced: one more pass over the gradients and one launch per bucket, without
+        a sync
     and no collective. `OriginTracker.result` then combines all ranks. ::
 
         tracker = track_origin(ddp_model)

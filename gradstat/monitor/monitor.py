@@ -89,9 +89,9 @@ class Monitor:
             optimizer.zero_grad()
         print(monitor.diagnose())
 
-    Every step reads the gradients once, like `gradstat.check_async`, without a host sync on a GPU. ``watch`` says what
-    else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal step.
-    They add to `findings`; ``on_anomaly`` says how to respond to a finding.
+    Every step takes one pass over the gradients, like `gradstat.check_async`, without a host sync on a GPU. ``watch``
+    says what else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal
+    step. They add to `findings`, and ``on_anomaly`` says how to respond to a finding.
 
     Args:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
@@ -244,7 +244,7 @@ class Monitor:
             lr: The learning rate; None takes that of the optimizer's first group.
 
         Returns:
-            The new findings; on a GPU they are about the step before.
+            The new findings. On a GPU they are about the previous step.
 
         Raises:
             TypeError, ValueError: ``loss`` is not one number, or the function of ``replay`` takes a batch that `batch`
@@ -621,7 +621,7 @@ class Monitor:
         return None if newest is None else LatestStep.of(newest)
 
     def diagnose(self) -> Diagnosis:
-        """All findings so far, ordered from cause to effect; ``print`` it. Waits for the device."""
+        """All findings so far, ordered from cause to effect, to be printed. Waits for the device."""
         self.flush()
         return Diagnosis.of(self.recording(), self._replayed, "" if self.steps else self._why_nothing())
 

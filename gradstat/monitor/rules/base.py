@@ -24,7 +24,7 @@ StateChecks = Mapping[str, Callable[[Any], bool]]
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
     "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
-    "advice": ("initialise it, or load a checkpoint that contains it; check which other modules were left out",),
+    "advice": ("initialise it, or load a checkpoint that contains it", "check which other modules were left out"),
 }
 
 
