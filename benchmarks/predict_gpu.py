@@ -1,14 +1,13 @@
 """Predicts the performance of the CUDA kernels on GPUs not measured yet, from compiled code and data sheets.
 
 Compiles the kernels (needs nvcc and a disassembler, no GPU), counts the instructions of every hot loop and compares
-them with what a multiprocessor can issue while memory delivers the bytes. ``--write`` renders the tables into
-docs/performance.md. They are predictions, to be confirmed or refuted by measurements.
+them with what a multiprocessor can issue while memory delivers the bytes. Prints tables, of which docs/performance.md
+has the most important figures. They are predictions, to be confirmed or refuted by measurements.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
 import tempfile
@@ -19,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "performance.md"
-MARKED = re.compile(r"(<!-- predictions -->\n).*?(<!-- end of predictions -->)", re.DOTALL)
 sys.path.insert(0, str(ROOT / "tools" / "gpu_gates"))
 
 from check_cuda import MOST_THREADS, REGISTERS, THREADS, Kernel, Loop, compile_and_read, find_nvdisasm  # noqa: E402
@@ -134,26 +131,27 @@ def render(kernels: dict[str, tuple[Kernel, Kernel]]) -> Iterator[str]:
     }
     for name, values in rows.items():
         yield f"| {name} | " + " | ".join(values) + " |"
-    yield "\nThe statistics kernel reads every byte once. For each type: the unit that would fall behind memory first,"
-    yield "and the multiple of memory's bandwidth that this unit allows.\n"
+    yield "\nThe statistics kernel, which reads every byte once: the unit that would be the first to fall behind memory"
+    yield "and the share of memory's bandwidth it allows; predicted TB/s moved.\n"
     yield "| type | " + " | ".join(gpu.name for gpu in GPUS) + " |"
     yield "| --- |" + " --- |" * len(GPUS)
     for dtype in TYPES[0]:
         cells = []
         for gpu in GPUS:
             share, unit = tightest(kernels, 0, dtype, gpu)
-            cells.append(f"{unit} {share:.1f} x")
+            moved = min(READ_SHARE, ISSUE_SHARE * share) * gpu.bandwidth / 1e12
+            cells.append(f"{unit} {share:.1f} x; {moved:.2f}")
         yield f"| {dtype} | " + " | ".join(cells) + " |"
     least = min((tightest(kernels, 1, dtype, gpu), dtype, gpu.name) for dtype in TYPES[1] for gpu in GPUS)
-    yield "\nThe scale kernel reads and writes every byte. The unit that would fall behind memory first allows at least"
+    yield "\nThe scale kernel, which reads and writes every byte: the unit first to fall behind memory allows at least"
     yield f"{least[0][0]:.1f} times memory's bandwidth ({least[1]} on {least[2]})."
     yield from render_clips()
 
 
 def render_clips() -> Iterator[str]:
     """Bytes moved by a clip, and predictions for large gradients."""
-    yield "\nBytes that a clip moves per byte of gradients, and the ratio to torch that follows for 1 GB and more."
-    yield "torch's foreach clip reads them for the norms, then reads and writes them to multiply, clipped or not.\n"
+    yield "\nA clip, in bytes moved per byte of gradients, and so the predicted ratio to torch at 1 GB and more."
+    yield "torch's foreach clip reads for the norms, then reads and writes to multiply, clipped or not.\n"
     yield "| | gradstat | torch | predicted ratio | goal |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     yield "| nothing to clip | 1 | 3 | 3.0 | 2.5 |"
@@ -172,8 +170,7 @@ def render_clips() -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite the document instead of printing the tables")
-    arguments = parser.parse_args()
+    parser.parse_args()
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         parser.error("no nvcc on PATH")
@@ -185,12 +182,7 @@ def main() -> int:
     # Kernels differ by where the table of tensors is, and have the same loops.
     first = [next(kernel for kernel in kernels if kernel.name.endswith("/passed")) for kernels in compiled]
     kernels = {gpu.architecture: (first[2 * i], first[2 * i + 1]) for i, gpu in enumerate(GPUS)}
-    text = "\n".join(render(kernels)) + "\n"
-    if not arguments.write:
-        print(text)
-        return 0
-    DOCUMENT.write_text(MARKED.sub(lambda match: match[1] + "\n" + text + "\n" + match[2], DOCUMENT.read_text()))
-    print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+    print("\n".join(render(kernels)))
     return 0
 
 
