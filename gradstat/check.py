@@ -179,7 +179,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         that has a NaN or Inf.
 
     Raises:
-        TypeError, ValueError: A tensor cannot be measured; the message names its position.
+        TypeError, ValueError: A tensor cannot be measured. The message names its position.
         BackendUnavailableError: ``backend`` cannot run here.
     """
     if isinstance(tensors, Tensor):

@@ -39,7 +39,7 @@ class TorchPatch:
         References to this patch's functions that are still held somewhere call torch's originals from now on.
 
         Warns:
-            UserWarning: Other code has replaced a function since. It is left in place; the message names it.
+            UserWarning: Other code has replaced a function since. It is left in place. The message names it.
         """
         with lock:
             replaced = [layer.place for layer in self._layers if not layer.remove()]

@@ -46,7 +46,7 @@ class Drift(NamedTuple):
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas differ; the message names tensors and ranks.
+    """Replicas differ. The message names tensors and ranks.
 
     Attributes:
         report: The whole `ReplicaReport`.

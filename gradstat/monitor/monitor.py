@@ -128,7 +128,7 @@ class Monitor:
         culprit: Result of the last replay; None if there was none, or it was clean.
 
     Raises:
-        TypeError, ValueError: An argument is invalid; the message says what was expected.
+        TypeError, ValueError: An argument is invalid. The message says what was expected.
     """
 
     # Whether this process has to end the monitor: not before it is made, nor after `detach`; and a forked process only

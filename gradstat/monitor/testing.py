@@ -14,7 +14,7 @@ from gradstat.monitor.monitor import Monitor
 
 
 class UnhealthyTrainingError(AssertionError):
-    """The monitor found a problem in training; the message is the diagnosis.
+    """The monitor found a problem in training. The message is the diagnosis.
 
     Attributes:
         diagnosis: The diagnosis, or None.
