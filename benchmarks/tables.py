@@ -65,8 +65,8 @@ ALTERNATIVES = {
         "+ detect_anomaly": "`detect_anomaly`",
     },
     "Weights & Biases steps": {
-        "+ Monitor, all norms logged": "`Monitor`, all norms logged",
-        "+ wandb.watch, histograms of gradients": "`wandb.watch`, histograms of gradients",
+        "+ Monitor, all norms logged": "`Monitor`, all norms logged in every step",
+        "+ wandb.watch, histograms of gradients": "`wandb.watch(log_freq=1)`, histograms in every step",
     },
 }
 # The calls that the README compares.
