@@ -205,7 +205,7 @@ class StepInBackward:
         return f"StepInBackward({type(self.optimizer).__name__}, {state})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, also loadable by an ordinary optimizer; a clip's state is saved through the clip."""
+        """The optimizer's state, also loadable by an ordinary optimizer. A clip's state is saved by the clip."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ class NoiseScale:
         when the noise scale is far above the number of examples averaged over.
 
         Args:
-            wait: True includes all steps so far. If False, only the first call waits for a GPU; the value may then be
+            wait: True includes all steps so far. If False, only the first call waits for a GPU. The value may then be
                 some steps old, which is enough for a logger.
         """
         noise, signal = self._read(wait)

@@ -107,7 +107,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor that the loss was multiplied by, divided out of all values here; None if there was none."""
+        """The factor that the loss was multiplied by, divided out of all values here, or None if there was none."""
         return self._loss_scale
 
     @property

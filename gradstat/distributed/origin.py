@@ -149,8 +149,8 @@ class _Seen(NamedTuple):
 class OriginTracker:
     """The measurements of local gradients since the last `result`: tables on the device, one row per gradient.
 
-    Returned by `track_origin`. Micro-batches count from 0, one per reduction; with ``per_micro_batch`` one per
-    ``backward()``. Call `result` once a step; until then only rows are kept, and no gradient.
+    Returned by `track_origin`. Micro-batches count from 0, one per reduction, or with ``per_micro_batch`` one per
+    ``backward()``. Call `result` once a step. Until then only rows are kept, and no gradient.
     """
 
     def __init__(

@@ -104,8 +104,8 @@ class Monitor:
             several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
         watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
         rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
-        save_to: A file for the flight recording, written after errors and at the end of the run; None for none. It is
-            tried at once; if it cannot be written later, the recording goes to another folder, with a warning.
+        save_to: A file for the flight recording, written after errors and at the end of the run; None for none. The
+            file is tried at once. If it cannot be written later, the recording goes to another folder, with a warning.
         replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no
             argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
             forward pass to save the states of random generators, and a copy of the buffers.
@@ -125,7 +125,7 @@ class Monitor:
         nonfinite_steps: Number of steps, among those read, in which a gradient was not finite.
         options: As given, with defaults for the rest.
         guard: As given.
-        culprit: Result of the last replay; None if there was none, or it was clean.
+        culprit: Result of the last replay, or None if there was none, or if it was clean.
 
     Raises:
         TypeError, ValueError: An argument is invalid. The message says what was expected.
@@ -412,7 +412,7 @@ class Monitor:
                 argument. None takes the function given as ``replay``.
 
         Returns:
-            The culprit, also stored in `culprit` and shown in the diagnosis; None if all was finite this time.
+            The culprit, also stored in `culprit` and shown in the diagnosis, or None if all was finite this time.
 
         Raises:
             RuntimeError: The parameters have changed since the step whose state was kept.

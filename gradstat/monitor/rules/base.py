@@ -31,7 +31,7 @@ NEVER_INITIALISED: dict[str, Any] = {
 class Rule:
     """Reviews new steps and reports problems. A subclass sets the attributes and implements `review`.
 
-    Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing; a step in which a scalar
+    Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing. A step in which a scalar
     leaves the rule's `bands`, or in which something is not finite, is reviewed at once. `Rows.most` and `Rows.least`,
     which rules share, often tell that there is nothing to look for.
 
