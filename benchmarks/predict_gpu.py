@@ -1,14 +1,13 @@
 """Predicts the performance of the CUDA kernels on GPUs not measured yet, from compiled code and data sheets.
 
 Compiles the kernels (needs nvcc and a disassembler, no GPU), counts the instructions of every hot loop and compares
-them with what a multiprocessor can issue while memory delivers the bytes. ``--write`` renders the tables into
-docs/performance.md. They are predictions, to be confirmed or refuted by measurements.
+them with what a multiprocessor can issue while memory delivers the bytes. Prints tables, of which docs/performance.md
+has the most important figures. They are predictions, to be confirmed or refuted by measurements.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
 import tempfile
@@ -19,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "performance.md"
-MARKED = re.compile(r"(<!-- predictions -->\n).*?(<!-- end of predictions -->)", re.DOTALL)
 sys.path.insert(0, str(ROOT / "tools" / "gpu_gates"))
 
 from check_cuda import MOST_THREADS, REGISTERS, THREADS, Kernel, Loop, compile_and_read, find_nvdisasm  # noqa: E402
@@ -173,8 +170,7 @@ def render_clips() -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite the document instead of printing the tables")
-    arguments = parser.parse_args()
+    parser.parse_args()
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         parser.error("no nvcc on PATH")
@@ -186,12 +182,7 @@ def main() -> int:
     # Kernels differ by where the table of tensors is, and have the same loops.
     first = [next(kernel for kernel in kernels if kernel.name.endswith("/passed")) for kernels in compiled]
     kernels = {gpu.architecture: (first[2 * i], first[2 * i + 1]) for i, gpu in enumerate(GPUS)}
-    text = "\n".join(render(kernels)) + "\n"
-    if not arguments.write:
-        print(text)
-        return 0
-    DOCUMENT.write_text(MARKED.sub(lambda match: match[1] + "\n" + text + "\n" + match[2], DOCUMENT.read_text()))
-    print(f"wrote {DOCUMENT.relative_to(ROOT)}")
+    print("\n".join(render(kernels)))
     return 0
 
 

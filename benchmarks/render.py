@@ -22,22 +22,18 @@ import rows
 import tables
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [
-    ROOT / "README.md",
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in (
-            "detection",
-            "golden",
-            "in-backward",
-            "noise-scale",
-            "performance",
-            "numerics",
-            "stepping",
-            "testing",
-        )
-    ),
-]
+_PAGES = (
+    "alternatives",
+    "detection",
+    "golden",
+    "in-backward",
+    "noise-scale",
+    "performance",
+    "numerics",
+    "stepping",
+    "testing",
+)
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
     "step-overhead": "Time and memory added to training steps by gradstat, torch's clip, a naive loop, detect_anomaly",
@@ -50,6 +46,12 @@ TITLES = {
 def summary(folder: Path) -> str:
     """For the README: one table, of one device, a GPU if there are rows of any."""
     return tables.summary(rows.shown()[0])
+
+
+def alternatives(folder: Path) -> str:
+    """For docs/alternatives.md: what gradstat and other tools add to steps under trainers and loggers."""
+    found = [device for device in rows.shown() if any(row.group in tables.ALTERNATIVES for row in device)]
+    return "\n" + "\n".join(tables.alternatives(device) + "\n" + tables.where(device) for device in found) + "\n"
 
 
 def everything(folder: Path) -> str:
@@ -175,6 +177,7 @@ def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
 
 
 REGIONS: dict[str, Callable[[Path], str]] = {
+    "alternatives": alternatives,
     "summary": summary,
     "detected": detected,
     "detection": detection,

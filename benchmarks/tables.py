@@ -49,7 +49,35 @@ _CAPTIONS = {
     "time ratio": "added time",
     "time inside": "call alone",
 }
-_NOT_IN_SHORT = ("logging", "Weights & Biases steps", "Trainer steps", "DDP steps", "in backward")
+_NOT_IN_SHORT = ("logging", "Lightning steps", "Weights & Biases steps", "Trainer steps", "DDP steps", "in backward")
+# The calls that docs/alternatives.md compares within each framework, by group.
+ALTERNATIVES = {
+    "Lightning steps": {
+        "+ gradient_clip_val": "`gradient_clip_val`, Lightning's own clip",
+        "+ GradstatCallback()": "`GradstatCallback()`",
+        "detect_anomaly=True": "`Trainer(detect_anomaly=True)`",
+        "log_dict, logged every step": "300 norms by `self.log_dict`",
+        "GradstatCallback, logged every step": "300 norms by `GradstatCallback`",
+    },
+    "Trainer steps": {
+        "+ gradstat install": "`install(trainer)`",
+        "+ DebugUnderflowOverflow": "`DebugUnderflowOverflow`",
+        "+ detect_anomaly": "`detect_anomaly`",
+    },
+    "Weights & Biases steps": {
+        "+ Monitor, all norms logged": "`Monitor`, all norms logged in every step",
+        "+ wandb.watch, histograms of gradients": "`wandb.watch(log_freq=1)`, histograms in every step",
+    },
+}
+# The calls that the README compares.
+_SUMMARIZED = (
+    "+ gradstat.check",
+    "+ gradstat.Monitor",
+    "+ gradstat.clip_grad_norm_",
+    "+ torch clip_grad_norm_",
+    "+ naive .item() loop",
+    steps.ANOMALY,
+)
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> str:
@@ -249,7 +277,8 @@ def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
     float8 types.
     """
     parts = []
-    providers = [p for p in _in_order(row.provider for row in rows) if not (short and p == "gradstat reference")]
+    hidden = ("gradstat reference", "numpy.linalg.norm") if short else ()
+    providers = [p for p in _in_order(row.provider for row in rows) if p not in hidden]
     for kind in _in_order(row.case for row in rows):
         of_kind = [row for row in rows if row.case == kind]
         metrics = {(r.dtype, r.provider, r.metric): r.value for r in of_kind}
@@ -327,30 +356,58 @@ def step_times(rows: Sequence[Row]) -> str:
     return grid(["training step", "plain", *columns], lines)
 
 
-def step_calls(rows: Sequence[Row], beside: Sequence[str] = ()) -> str:
-    """The time of the added calls themselves within a step, and what the variants ``beside`` them add to it."""
-    times, inside, ratios = (_by_case(rows, metric) for metric in ("wall time", "time inside", "time ratio"))
+def step_calls(rows: Sequence[Row]) -> str:
+    """The time of the added calls themselves within a step, and their share of the plain step."""
+    times, inside = (_by_case(rows, metric) for metric in ("wall time", "time inside"))
     columns = _in_order(row.provider for row in rows if row.metric == "time inside" and row.provider != steps.PLAIN)
     lines = []
     for key, found in inside.items():
         plain = times[key][steps.PLAIN].value
         shares = [f"{in_time(found[name].value)} ({100 * found[name].value / plain:.1f} %)" for name in columns]
-        lines.append([key[0], in_time(plain), *shares, *(_added(ratios[key].get(name)) for name in beside)])
-    return grid(["training step", "plain", *columns, *beside], lines)
-
-
-def step_table(rows: Sequence[Row]) -> str:
-    """`step_calls` and `step_times` in one table."""
-    times, inside, ratios = (_by_case(rows, metric) for metric in ("wall time", "time inside", "time ratio"))
-    columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
-    lines = []
-    for key, found in times.items():
-        plain, calls, cells = found[steps.PLAIN].value, inside.get(key, {}), []
-        for name in columns:
-            call = [in_time(calls[name].value), f"{100 * calls[name].value / plain:.1f} %"] if name in calls else []
-            cells.append(", ".join([*call, _added(ratios[key].get(name))]))
-        lines.append([key[0], in_time(plain), *cells])
+        lines.append([key[0], in_time(plain), *shares])
     return grid(["training step", "plain", *columns], lines)
+
+
+def step_shares(rows: Sequence[Row]) -> str:
+    """The smallest and the largest share of a step that the added calls themselves take, as a sentence."""
+    times, inside = (_by_case(rows, metric) for metric in ("wall time", "time inside"))
+    shares: dict[str, list[float]] = {}
+    for key, found in inside.items():
+        for name, row in found.items():
+            shares.setdefault(name, []).append(100 * row.value / times[key][steps.PLAIN].value)
+    kept = [name for name in _SUMMARIZED if name in shares]
+    told = ", ".join(
+        f"`{name.removeprefix('+ ')}` {min(shares[name]):.1f} to {max(shares[name]):.1f} %" for name in kept
+    )
+    return f"The calls themselves, timed inside these steps, take this share of the plain step: {told}.\n"
+
+
+def step_ranges(rows: Sequence[Row]) -> str:
+    """A line for each variant: first and third quartile of the time it adds to each step."""
+    ratios = _by_case(rows, "time ratio")
+
+    def percent(ratio: float) -> str:
+        return f"{round(100 * (ratio - 1)):+d}"  # an int has no -0
+
+    def cell(row: Row) -> str:
+        low, high = (row.value if end is None else end for end in (row.low, row.high))
+        return f"{percent(low)} to {percent(high)} %"
+
+    kept = [name for name in _SUMMARIZED if all(name in found for found in ratios.values())]
+    lines = [[name.removeprefix("+ "), *(cell(found[name]) for found in ratios.values())] for name in kept]
+    return grid(["time added to", *(case for case, _ in ratios)], lines)
+
+
+def alternatives(rows: Iterable[Row]) -> str:
+    """The time that gradstat and what it is compared with add to a step under each framework."""
+    lines = []
+    for group, names in ALTERNATIVES.items():
+        kept = [row for row in rows if row.group == group]
+        for (case, _), found in _by_case(kept, "time ratio").items():
+            told = [(caption, found[name]) for name, caption in names.items() if name in found]
+            title = f"{group.removesuffix(' steps')}, {case}"
+            lines += [[title * (i == 0), caption, _added(row)] for i, (caption, row) in enumerate(told)]
+    return grid(["where", "what", "added time"], lines, 2)
 
 
 def step_memory(rows: Sequence[Row]) -> str:
@@ -530,17 +587,16 @@ def _of_largest(rows: list[Row]) -> list[Row]:
 
 
 def _rows_for_document(rows: list[Row]) -> list[Row]:
-    """Rows of float32 lists except two transformers', which resemble GPT-2's, and of the last list in every dtype."""
+    """Rows of float32 lists except those that resemble another one, and of the last list in every dtype."""
     shown = [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
-    return [row for row in shown if not row.case.startswith(("Llama", "transformer"))]
+    return [row for row in shown if not row.case.startswith(("Llama", "transformer", "300 tensors", "5,000 tensors"))]
 
 
 def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     on_device = any(row.metric == "device time" for row in rows)
     if name == "steps":
-        if short:
-            title = "The added call in a training step: its time, its share of the plain step, and the time added to"
-            return [f"{title}\nthe step (median of the ratios to the plain step, round by round):\n", step_table(rows)]
+        if short:  # README.md has them
+            return []
         return [*_steps(rows), "Peak memory added to the step:\n", step_memory(rows)]
     if name == "lists":
         shown = _rows_for_document(rows) if short else rows
@@ -570,6 +626,8 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         return []
     if short and name == "updates to come":  # AdamW on the last list, which is the largest
         rows = [r for r in rows if r.case.startswith(rows[-1].case.split(",")[0]) and "AdamW" in r.case]
+    if short and name == "distributed gradients":  # of the longest list
+        rows = [r for r in rows if r.case == rows[-1].case]
     if short:
         rows = [r for r in rows if not r.provider.startswith("of a check") and not r.provider.endswith("never logged")]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: ratio to the first)"
@@ -578,10 +636,9 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    """The README's table: times of calls within training steps; all tables if there are no such rows."""
+    """The README's table: what each call adds to training steps; all tables if there are no such rows."""
     kept = rows_module.current(rows)
     step_rows = [row for row in kept if row.group == "steps"]
     if not any(row.metric == "time inside" for row in step_rows):
         return everything(kept)
-    title = "Time of the added call (in brackets: share of the plain step), and time that detect_anomaly adds:\n"
-    return "\n" + "\n".join([title, step_calls(step_rows, [steps.ANOMALY]), where(step_rows)]) + "\n"
+    return "\n" + "\n".join([step_ranges(step_rows), step_shares(step_rows), where(step_rows)]) + "\n"

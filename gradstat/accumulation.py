@@ -28,8 +28,8 @@ class MicroBatches:
         for step in range(steps):
             for inputs, targets in next_micro_batches():
                 (loss(model(inputs), targets) / accumulated).backward()
-                micro_batches.check()  # one read of the gradients, no sync
-            report = micro_batches.result()  # the one wait of the step; starts over for the next
+                micro_batches.check()  # one pass over the gradients, no sync
+            report = micro_batches.result()  # the only wait of the step
             report.raise_if_nonfinite()  # or: if not report.ok, print(report) and skip the step
             gradstat.clip_grad_norm_(model.parameters(), 1.0)  # once, at the boundary: the accumulated gradient
             optimizer.step()
@@ -58,7 +58,7 @@ class MicroBatches:
 
     @never_traced
     def result(self) -> AccumulationReport:
-        """The report on all checks since the last boundary; RuntimeError if there are none. Waits once, and resets."""
+        """The report on all checks since the last boundary, or RuntimeError. Waits once, and resets."""
         if not self._pending:
             raise RuntimeError("no micro-batch was checked since the last result(); call check() after each backward()")
         pending = self._pending

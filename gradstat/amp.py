@@ -69,8 +69,8 @@ class GradScaler(TorchGradScaler):
 
     - ``unscale_`` computes every gradient's statistics in the pass that unscales. ``report(optimizer)`` returns them in
       unscaled units, and distinguishes an overflow, which is part of loss scaling, from NaN, which is not.
-    - ``step`` of a fused optimizer without ``unscale_`` reads the gradients once and writes nothing.
-    - ``unscale_and_clip_`` needs no further pass for the norm; ``status()`` shows a scale that collapses or runs away.
+    - ``step`` of a fused optimizer without ``unscale_`` takes one pass over the gradients and does not write them.
+    - ``unscale_and_clip_`` needs no further pass for the norm. ``status()`` shows a scale that collapses or runs away.
     - A gradient that was added after ``unscale_``, or unscaled twice because two optimizers share it, raises an error
       instead of causing a wrong step.
 

@@ -36,7 +36,7 @@ _handles: weakref.WeakSet[AutoHandle] = weakref.WeakSet()
 
 
 class AutoHandle:
-    """A monitor attached to an optimizer; returned by `auto`.
+    """A monitor attached to an optimizer, as returned by `auto`.
 
     Attributes:
         monitor: The `gradstat.Monitor`.
@@ -215,7 +215,7 @@ class AutoHandle:
             warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
 
     def remove(self) -> None:
-        """Detaches the monitor from the optimizer and closes it; its findings remain."""
+        """Detaches the monitor from the optimizer and closes it. The findings remain."""
         self._leave()
         self.monitor.detach()
 
@@ -245,11 +245,11 @@ def auto(
 
         gradstat.auto(model, optimizer)  # that is all; warns when something is wrong
 
-    Gradients are measured, as by `gradstat.Monitor.step` (one read, no host sync on a GPU), before the first of these
-    changes them: a clip of torch or gradstat, a loss scaler, `gradstat.guarded_step`, ``optimizer.step()``. Steps that
-    a scaler or a guarded step skips are therefore seen as well. What is watched is what the optimizer holds in each
-    step, so groups that are added and parameters that are replaced are followed. The loss is known if a scaler scales
-    it, if `gradstat.guarded_step` gets it, or if the step gets a closure, whose first call counts.
+    Gradients are measured, as by `gradstat.Monitor.step` (one pass, no host sync on a GPU), before the first of these
+    calls changes them: a clip of torch or gradstat, a loss scaler, `gradstat.guarded_step`, ``optimizer.step()``. Steps
+    that a scaler or a guarded step skips are therefore seen as well. In each step it watches what the optimizer holds
+    then, so groups may be added and parameters replaced. The loss is known if a scaler scales it, if
+    `gradstat.guarded_step` gets it, or if the step gets a closure, whose first call counts.
 
     Args:
         model: The model, for parameter names and everything else that a monitor can watch. May be left out, as in
@@ -264,8 +264,8 @@ def auto(
         options: For `gradstat.Monitor`: ``on_anomaly``, ``watch``, ``save_to`` and so on.
 
     Returns:
-        A handle with ``monitor`` and ``remove()``, which need not be kept; also a context manager. A second call for
-        the same optimizer ends the first one's monitor, so that a notebook cell can be run again.
+        A handle with ``monitor`` and ``remove()``, which is also a context manager and need not be kept. A second call
+        for the same optimizer ends the first one's monitor, so that a notebook cell can be run again.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or ``max_norm`` neither a number nor an adaptive clip.

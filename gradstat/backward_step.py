@@ -70,8 +70,8 @@ def step_in_backward(
             loss_of(model(inputs), targets).backward()  # this is the whole step
             scheduler.step()
 
-    The gradients of the whole model never exist at once. Each is read once and clipped by itself. If one is not finite,
-    its parameter, and no other, keeps its value and state. *Every* ``backward()`` is a step: gradients cannot be
+    The gradients of the whole model never exist at once. Each gradient is measured and clipped by itself. If a gradient
+    is not finite, only its parameter keeps its value and state. *Every* ``backward()`` is a step: gradients cannot be
     accumulated over several. No host sync if torch's optimizer has a fused step, otherwise one for each parameter.
 
     Args:
@@ -205,7 +205,7 @@ class StepInBackward:
         return f"StepInBackward({type(self.optimizer).__name__}, {state})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, also loadable by an ordinary optimizer; a clip's state is saved through the clip."""
+        """The optimizer's state, also loadable by an ordinary optimizer. A clip's state is saved by the clip."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
     """Checks the gradients of ``target``: which are bad, where, and how large all of them are.
 
     Call it after ``backward()`` and before clipping: clipping with a NaN norm turns every gradient into NaN, and the
-    culprit is lost. Reads each gradient once; exactly one host sync per device (none on the CPU).
+    culprit is lost. Takes one pass over the gradients, and exactly one host sync per device (none on the CPU).
 
     Gradients that are distributed tensors are measured shard by shard and merged over their process groups, with two
     collectives per group whatever the number of gradients, and one or two more when these are new. The report describes
@@ -81,10 +81,11 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None selects one automatically.
         extra_groups: Further groups of ranks that gradients are spread over, which the tensors do not show, as for
             pipeline stages and experts. A process group or one-dimensional mesh, or several, for all gradients; or
-            pairs of one and the parameters it applies to. Totals then cover all ranks; entries remain this rank's.
+            pairs of one and the parameters it applies to. Totals then cover all ranks, while entries remain those of
+            this rank.
 
     Returns:
-        The report, with a `TensorStats` for each gradient in the order of the parameters; parameters without a gradient
+        The report, with a `TensorStats` for each gradient in the order of the parameters. Parameters without a gradient
         are in its ``missing``. It holds only numbers and keeps no gradient alive.
 
     Raises:
@@ -92,8 +93,8 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
         ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
             in training, it is one computed tensor, or ``backend`` is unknown.
         BackendUnavailableError: ``backend`` cannot run here.
-        RuntimeError: Gradients are distributed, and another rank could not measure its part, or has other parameters;
-            the message then names the rank and the first difference.
+        RuntimeError: Gradients are distributed, and another rank could not measure its part, or has other parameters.
+            The message then names the rank and the first difference.
     """
     measured, make_report = _launched(target, backend, extra_groups)
     return make_report(HostRows(measured))
@@ -174,11 +175,11 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         ``[n, len(gradstat.FIELDS)]`` float64 on the device of the first tensor, with the columns of `gradstat.FIELDS`.
         Tensors on other devices are measured there and their rows moved; moving from a GPU to the CPU makes the host
         wait. An empty list gives an empty table on the CPU. Rows of distributed tensors describe the whole tensors, on
-        all ranks, which all have to call this; ``first_nonfinite`` is then the index in the shard of the lowest rank
+        all ranks, which all have to call this. ``first_nonfinite`` is then the index in the shard of the lowest rank
         that has a NaN or Inf.
 
     Raises:
-        TypeError, ValueError: A tensor cannot be measured; the message names its position.
+        TypeError, ValueError: A tensor cannot be measured. The message names its position.
         BackendUnavailableError: ``backend`` cannot run here.
     """
     if isinstance(tensors, Tensor):

@@ -1,4 +1,4 @@
-"""Gradient norm clipping with torch's contract: one read if nothing is clipped, and no host sync."""
+"""Gradient norm clipping with torch's contract, in one pass if nothing is clipped, and without a host sync."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def clip_grad_norm_(
     """Clips the gradients of ``parameters``, taken together, to a norm of at most ``max_norm``, in place.
 
     A drop-in for ``torch.nn.utils.clip_grad_norm_``: signature, arguments, return value, errors and the formula
-    ``min(1, max_norm / (norm + 1e-6))`` are the same. Gradients are read once; only if they have to be clipped, which
-    is decided on the device, are they read and written once more. No host sync, unless ``error_if_nonfinite`` is set.
+    ``min(1, max_norm / (norm + 1e-6))`` are the same. One pass reads the gradients. The device decides whether they
+    have to be clipped, and only then a second pass reads and writes them. There is no host sync, unless
+    ``error_if_nonfinite`` is set.
 
     It differs from torch's on purpose in three ways. Norms that overflow or underflow in torch (float32 beyond about
     1e19 or below 1e-19) are correct, and gradients of such size are clipped properly. ``max_norm=inf`` only measures
@@ -132,7 +133,7 @@ def get_total_norm(
         norm_type, error_if_nonfinite, foreach, backend, extra_groups: As for `clip_grad_norm_`.
 
     Returns:
-        The norm as from `clip_grad_norm_`; for distributed tensors, of the whole tensors.
+        The norm as from `clip_grad_norm_`. For distributed tensors it is the norm of the whole tensors.
 
     Raises:
         As `clip_grad_norm_`; and TypeError if an item of ``tensors`` is not a tensor.
@@ -172,8 +173,8 @@ def clip_grads_with_norm_(
     """Multiplies the gradients of ``parameters`` in place by ``min(1, max_norm / (total_norm + 1e-6))``.
 
     A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm that was
-    computed before. If the multiplier, computed in float64, is 1, gradients are neither read nor written; this is
-    decided on the device. No host sync, unless ``total_norm`` has to move from a GPU to the CPU.
+    computed before. If the multiplier, computed in float64, is 1, gradients are neither read nor written, as the device
+    decides. There is no host sync, unless ``total_norm`` has to move from a GPU to the CPU.
 
     Args:
         total_norm: The norm before clipping: a number, or a real 0-d tensor on any device. NaN turns every

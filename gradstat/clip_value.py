@@ -22,10 +22,11 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """Clamps every element of the gradients of ``parameters`` to [-clip_value, clip_value], in place.
 
     A drop-in for ``torch.nn.utils.clip_grad_value_``: NaN stays NaN. torch's foreach kernels read and write every
-    gradient twice, once per bound; here large gradients are clamped individually, in one pass. No host sync.
+    gradient twice, once per bound. This function clamps large gradients individually, in one pass. There is no host
+    sync.
 
-    It differs from torch's on purpose: a negative or NaN ``clip_value``, to which torch sets every element, is
-    rejected; sparse COO gradients are supported, and get coalesced; parameters without gradients are a no-op.
+    It differs from torch's on purpose. It rejects a negative or NaN ``clip_value``, to which torch sets every element.
+    It supports sparse COO gradients, and coalesces them. It does nothing if no parameter has a gradient.
 
     Args:
         parameters: As for `clip_grad_norm_`.

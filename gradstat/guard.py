@@ -62,21 +62,22 @@ class SpikeGuard:
         gradstat.guarded_step(optimizer, max_norm=1.0, loss=loss, guard=guard)
 
     A value is an outlier if it exceeds the median of the last values, excluding the newest eighth of the window, by
-    more than ``threshold`` times their spread. The spread is the largest of three: the median absolute deviation times
-    1.4826, which estimates the standard deviation of normally distributed values; half the distance from the median to
-    the largest value, as losses and norms have long tails; a hundredth of the median. With the default threshold an
-    outlier is therefore more than three times as far from the median as the largest value. For updates the full
-    distance and the full median are used: otherwise a rare input, whose updates are large while all others are small,
-    would never be learned. Except for the first, these terms are conventions of gradstat, as is excluding the newest
-    values, which may already be part of a growth; benchmarks/guards.py measures their effect.
-    Values of refused steps are not recorded, so a spike changes nothing. NaN and Inf are skipped whatever the method.
+    more than ``threshold`` times their spread. The spread is the largest of three numbers. The first is the median
+    absolute deviation times 1.4826, which estimates the standard deviation of normally distributed values. The second
+    is half the distance from the median to the largest value, because losses and norms have long tails. The third is a
+    hundredth of the median. With the default threshold an outlier is therefore more than three times as far from the
+    median as the largest value. For updates the full distance and the full median are used: otherwise a rare input,
+    whose updates are large while all others are small, would never be learned. Except for the first, these terms are
+    conventions of gradstat, as is excluding the newest values, which may already be part of a growth;
+    benchmarks/guards.py measures their effect. Values of refused steps are not recorded, so a spike changes nothing.
+    NaN and Inf are skipped whatever the method.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place: no step waits
     for the device, and steps can be captured into a CUDA graph once one has run outside of it. Use one guard per
     optimizer.
 
     With several ranks the loss is first averaged over ``process_group``, by an all-reduce of one number, so that all
-    ranks decide alike; all of them have to pass a loss, or none. Gradients must be the same on all ranks, or be
+    ranks decide alike. Either all ranks pass a loss, or none. Gradients must be the same on all ranks, or be
     distributed tensors.
 
     Args:

@@ -39,11 +39,11 @@ class NoiseScale:
             optimizer.zero_grad()
         print(noise_scale.value(), noise_scale.by_layer())
 
-    No step waits for the device; a measured step costs two reads of the gradients and nine small operations on their
+    No step waits for the device. A measured step costs two passes over the gradients and nine small operations on their
     rows. The state is two float64 numbers per parameter, on the device. Steps with NaN or Inf, or with a float64
-    element above 2**486, are left out. Losses must be means over the examples of a micro-batch; whether they are
-    divided by the number of micro-batches does not matter, as any factor that all gradients of a step share, such as a
-    loss scale, cancels. Distributed tensors are measured as a whole; all ranks have to make the same calls.
+    element above 2**486, are left out. Losses must be means over the examples of a micro-batch. They may be divided by
+    the number of micro-batches, because any factor that all gradients of a step share, such as a loss scale, cancels.
+    Distributed tensors are measured as a whole. All ranks have to make the same calls.
 
     Args:
         parameters: As for `check`, except engines. Parameters that require a gradient now are measured from then on; a
@@ -146,7 +146,7 @@ class NoiseScale:
         when the noise scale is far above the number of examples averaged over.
 
         Args:
-            wait: True includes all steps so far. If False, only the first call waits for a GPU; the value may then be
+            wait: True includes all steps so far. If False, only the first call waits for a GPU. The value may then be
                 some steps old, which is enough for a logger.
         """
         noise, signal = self._read(wait)

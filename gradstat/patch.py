@@ -39,7 +39,7 @@ class TorchPatch:
         References to this patch's functions that are still held somewhere call torch's originals from now on.
 
         Warns:
-            UserWarning: Other code has replaced a function since. It is left in place; the message names it.
+            UserWarning: Other code has replaced a function since. It is left in place. The message names it.
         """
         with lock:
             replaced = [layer.place for layer in self._layers if not layer.remove()]
@@ -81,7 +81,7 @@ def patch_torch() -> TorchPatch:
     modules are imported, or rebind the name (``module.clip_grad_norm_ = gradstat.clip_grad_norm_``). A name bound while
     the patch is active calls torch's once the patch is removed.
 
-    Patches may be nested and removed in any order, from several threads; removing the last one restores exactly the
+    Patches may be nested and removed in any order, from several threads. Removing the last one restores exactly the
     state before the first one. Calls in progress in other threads are not interrupted.
     """
     with lock:

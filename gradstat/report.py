@@ -31,7 +31,7 @@ _HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "ze
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients contain NaN or Inf; the message names the worst ones, with counts and the first bad index.
+    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the first bad index.
 
     Attributes:
         report: The whole `Report`.
@@ -107,7 +107,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor that the loss was multiplied by, divided out of all values here; None if there was none."""
+        """The factor that the loss was multiplied by, divided out of all values here, or None if there was none."""
         return self._loss_scale
 
     @property

@@ -1,4 +1,4 @@
-"""`guarded_step`: reads the gradients once, then clips, steps or skips as decided on the device."""
+"""`guarded_step`: one pass over the gradients, then clips, steps or skips as decided on the device."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gradstat.guard import SpikeGuard, checked_value, remember_guard
 
 
 class StepResult:
-    """The result of `guarded_step`. Its tensors are on the device; reading them on the host waits for it.
+    """The result of `guarded_step`. Its tensors are on the device. Reading them on the host waits for the device.
 
     For use on another stream than the step's, the rules of `gradstat.stats` apply. A pickle waits for the device and
-    holds the report; all tensors are on the CPU then.
+    holds the report and tensors on the CPU.
 
     Attributes:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
@@ -109,9 +109,9 @@ def guarded_step(
 ) -> StepResult:
     """Steps ``optimizer`` with clipped gradients, or leaves everything unchanged if a gradient is not finite.
 
-    Replaces ``scaler.unscale_``, ``clip_grad_norm_`` and ``optimizer.step`` (or ``scaler.step``). Gradients are read
-    once. A fused Adam, AdamW, Adagrad or SGD then clips, unscales or skips by itself, using numbers that never leave
-    the device: no host sync, and no pass over the gradients besides the optimizer's own. For any other optimizer,
+    Replaces ``scaler.unscale_``, ``clip_grad_norm_`` and ``optimizer.step`` (or ``scaler.step``). One pass measures the
+    gradients. A fused Adam, AdamW, Adagrad or SGD then clips, unscales or skips by itself, using numbers that never
+    leave the device: no host sync, and no pass over the gradients besides the optimizer's own. For any other optimizer,
     gradients are clipped and unscaled in place, only if necessary, and one host sync decides whether ``step`` is called
     at all (none if ``skip_nonfinite`` is False). A skipped step changes no parameter, no state and no step count;
     stepping schedulers is left to the caller.

@@ -142,10 +142,10 @@ class RowValues:
 class TensorStats(Judged, RowValues):
     """The statistics of one tensor. All values are Python numbers, computed when read.
 
-    Counts are of elements; an element of a complex tensor is NaN if either part is, else Inf if either part is, and
-    zero if both are. ``sum``, ``finite_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` are over the finite
-    elements, for complex ones over their real and imaginary parts. Norms have a relative error of at most 1e-7;
-    counts, extremes and indices are exact.
+    Counts are of elements. An element of a complex tensor is NaN if either part is NaN, else Inf if either part is Inf,
+    and zero if both parts are zero. ``sum``, ``finite_norm``, ``min``, ``max``, ``max_abs``, ``mean`` and ``std`` are
+    over the finite elements, for complex ones over their real and imaginary parts. Norms have a relative error of at
+    most 1e-7. Counts, extremes and indices are exact.
 
     Attributes:
         name: The name of the parameter or tensor in the report.

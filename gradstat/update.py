@@ -59,8 +59,8 @@ UPDATE_FIELDS: tuple[str, ...] = UpdateStats._fields[1:-1]
 class UpdateReport(ByName[UpdateStats]):
     """The upcoming updates of all parameters with a gradient; iterates over `UpdateStats`, ``report[name]`` gives one.
 
-    Returned by `update_stats`. Waits for the device only when the first number is read, or it is pickled; its tensors
-    are on the CPU then. Holds no parameter.
+    Returned by `update_stats`. Waits for the device only when the first number is read, or the report is pickled. Its
+    tensors are on the CPU then. Holds no parameter.
     """
 
     def __init__(self, names: Any, sums: Tensor, sizes: Sequence[int]) -> None:
@@ -138,13 +138,13 @@ def update_stats(
 ) -> UpdateReport:
     """Measures the update that the next ``optimizer.step()`` makes, before it is made. No host sync.
 
-    Call it where ``step`` is called, after clipping. Gradients, parameters and states are read once, and nothing is
+    Call it where ``step`` is called, after clipping. One pass reads gradients, parameters and states, and nothing is
     written. Supports torch's SGD, Adam, AdamW, NAdam, RAdam and Adamax, fused or not, and classes that inherit their
-    ``step``. Decoupled weight decay (AdamW) is excluded, as it does not depend on the gradient. The L2 penalty of the
-    others is included as part of the gradient, as it enters gradient, momentum and second moment.
+    ``step``. Decoupled weight decay (AdamW) is excluded, as it does not depend on the gradient. The L2 penalty of all
+    other optimizers is included as part of the gradient, because it enters gradient, momentum and second moment.
 
-    Distributed tensors are read shard by shard and their rows summed over the process groups; all ranks have to call
-    this, with gradients for the same parameters.
+    Distributed tensors are measured shard by shard and their rows summed over the process groups. All ranks have to
+    call this, with gradients for the same parameters.
 
     Args:
         model: The module whose parameter names are used, as for `guarded_step`. May be left out, as in

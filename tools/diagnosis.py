@@ -28,18 +28,9 @@ MARKED = re.compile(
 )
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
-
-
 def rules() -> str:
-    """The table of rules, in the order in which they are evaluated."""
-    return table(
-        ("rule, severity", "what it finds"),
-        [(f"`{kind.name}`, {kind.severity}", _summary(kind)) for kind in RULES],
-    )
+    """The list of rules, in the order in which they are evaluated."""
+    return "".join(f"- `{kind.name}`, {kind.severity}: {_summary(kind)}.\n" for kind in RULES)
 
 
 def _summary(kind: type[Rule]) -> str:
@@ -48,20 +39,19 @@ def _summary(kind: type[Rule]) -> str:
 
 
 def faults() -> str:
-    """The table of faults, with the first finding about each, from runs."""
-    pool, rows = Ranks(), []
+    """The list of faults by the rule that finds each first, with how many steps later that was reported, from runs."""
+    pool, found = Ranks(), dict[str, list[str]]()
     try:
         for fault in FAULTS:
             outcome = inject(fault, pool)
             first = outcome.first
             if first is None or not is_found(fault, outcome):
                 raise RuntimeError("\n    ".join([f"not found: {fault.what}", *map(str, outcome.findings)]))
-            noticed = outcome.noticed_at(first)
-            steps = f"{fault.step}/{first.step}/{noticed}"
-            rows.append((fault.what, f"`{first.rule}` `{first.name}` {steps}"))
+            later = outcome.noticed_at(first) - fault.step
+            found.setdefault(first.rule, []).append(fault.what + (f" ({later})" if later else ""))
     finally:
         pool.stop()
-    return table(("what is broken", "first finding, of what, steps"), rows)
+    return "".join(f"- `{rule}`: {'; '.join(each)}.\n" for rule, each in found.items())
 
 
 def healthy(seeds: int, steps: int) -> str:
@@ -110,11 +100,14 @@ def rendered(document: str, regions: Mapping[str, str]) -> str:
     return MARKED.sub(fresh, document)
 
 
-def cells(document: str, region: str) -> list[list[str]]:
-    """The rows of the table in a region of ``document``, without its header."""
-    (text,) = [match[0] for match in MARKED.finditer(document) if match[2] == region]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+def listed_faults(document: str) -> dict[str, tuple[str, int]]:
+    """By fault in the list: the rule that finds it first, and how many steps later that was reported."""
+    (text,) = [match[0] for match in MARKED.finditer(document) if match[2] == "faults"]
+    return {
+        what: (rule, int(later or 0))
+        for rule, faults in re.findall(r"^- `(.+?)`: (.+)\.$", text, re.MULTILINE)
+        for what, later in re.findall(r"(.+?)(?: \((\d+)\))?(?:; |$)", faults)
+    }
 
 
 def listed(document: str, region: str) -> tuple[str, list[str]]:

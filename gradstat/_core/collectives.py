@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class UnreachableRankError(RuntimeError):
-    """A collective failed: a rank died, hangs, or did not make the same call as the others.
+    """A collective failed: a rank died, hangs, or did not make the same call as the other ranks.
 
     Raised with backends that report the failure to the caller, as gloo does after the group's timeout. NCCL's watchdog
     ends the process instead, and its log names the collective.

@@ -26,7 +26,7 @@ _REBUILD = "Rebuild it: `pip install --no-build-isolation -e .` in a checkout, o
 
 
 class BackendUnavailableError(RuntimeError):
-    """The requested backend cannot run here; the message says why and what to do."""
+    """The requested backend cannot run here. The message says why and what to do."""
 
 
 class StaleExtensionError(BackendUnavailableError):

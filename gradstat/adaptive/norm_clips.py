@@ -50,8 +50,8 @@ class AutoClip(NormClip):
 
     P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, AutoClip: Adaptive Gradient Clipping for Source Separation
     Networks, MLSP 2020, arXiv 2007.14469: the limit is the p-th percentile of the history of norms, interpolated
-    linearly as by ``numpy.percentile``, and the multiplier ``min(1, limit / norm)``. The paper keeps all norms; here
-    the last ``window`` are kept, which is equivalent for that many steps.
+    linearly as by ``numpy.percentile``, and the multiplier ``min(1, limit / norm)``. The paper keeps all norms. This
+    class keeps the last ``window``, which is equivalent for that many steps.
 
     Args:
         percentile: From 0 to 100; a share such as 0.95 is warned about. The paper's 10 clips about nine steps in ten,
@@ -172,8 +172,8 @@ class LastNormClip:
 
     When the first gradients are stepped, the norm of all of them is not known yet. So the multiplier that ``clip``
     decides from the norm of one backward pass scales the gradients of the next one. If norms change slowly, the result
-    is nearly the same as clipping after backward. A spike is different: its own step is not clipped, but the next one
-    is; against spikes use `AdaGC`, `AGC`, or a limit for each tensor. The first step is not clipped. A norm that is not
+    is nearly the same as clipping after backward. A spike is different: its own step is not clipped, but the next step
+    is. Against spikes use `AdaGC`, `AGC`, or a limit for each tensor. The first step is not clipped. A norm that is not
     finite leaves the multiplier unchanged.
 
     Args:

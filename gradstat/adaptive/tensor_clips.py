@@ -41,7 +41,7 @@ class AdaGC(TensorClip):
     norm of exactly zero is ignored: with the paper's minimum it would hold such a tensor at zero forever, for example
     parameters that are idle, or that start behind a zero-initialised weight.
 
-    The means are kept by position among the parameters that have a gradient. These must be the same on every step;
+    The means are kept by position among the parameters that have a gradient. These must be the same on every step.
     ``zero_grad(set_to_none=False)`` gives idle parameters a gradient of zeros.
 
     Args:
@@ -141,15 +141,15 @@ class AdaGC(TensorClip):
 
 
 class AGC(TensorClip):
-    """Clips each unit of a gradient by the norm of its weights; keeps no state except for the summary.
+    """Clips each unit of a gradient by the norm of its weights. The only state is that of the summary.
 
     A. Brock, S. De, S. L. Smith, K. Simonyan, High-Performance Large-Scale Image Recognition Without Normalization,
     2021, arXiv 2102.06171: with gradient norm g_i and weight norm w_i of unit i the multiplier is
     ``min(1, clipping * max(w_i, eps) / g_i)``. A unit is a slice along dimension 0, the weights of one output of a
-    linear layer or a convolution; a tensor of fewer than two dimensions is one unit. The paper clips all parameters
+    linear layer or a convolution. A tensor of fewer than two dimensions is one unit. The paper clips all parameters
     except those of the final linear layer: do not pass these.
 
-    Gradients that are not row-major (channels-last, strided views) are copied; sparse ones are rejected.
+    Gradients that are not row-major (channels-last, strided views) are copied, and sparse gradients are rejected.
 
     Args:
         clipping: Limit of a unit's gradient norm, relative to its weight norm; at least 0. 0.01 is for large batches;

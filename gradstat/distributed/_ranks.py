@@ -25,7 +25,7 @@ _PRELOADED = ["torch._dynamo", "gradstat.distributed"]
 
 
 class RankError(RuntimeError):
-    """A function raised on a rank, or a rank did not answer or died; the message says which rank and how."""
+    """A function raised on a rank, or a rank did not answer or died. The message says which rank and how."""
 
 
 class LostRankError(RankError):

@@ -19,7 +19,7 @@ _COMPARED_BY_REPR = (str, bytes, int, float, complex, type(None))
 
 
 class RepeatedBatchError(RuntimeError):
-    """Several ranks have the same batch; the message names them."""
+    """Several ranks have the same batch. The message names these ranks."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def verify_batches(batch: Any, group: dist.ProcessGroup | None = None) -> BatchR
             data-parallel group, since the other ranks of a model share their batch.
 
     Raises:
-        TypeError: ``batch`` contains something else, or a tensor whose bits cannot be compared; the message says where.
+        TypeError: ``batch`` contains something else, or a tensor whose bits cannot be compared. The message says where.
         ValueError: This rank is not in ``group``.
         UnreachableRankError: A rank did not take part (where the backend reports it; see there).
     """

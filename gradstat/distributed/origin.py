@@ -47,7 +47,8 @@ def track_origin(
     """Tracks the local gradients of a DDP model, to find the rank that causes NaN or Inf.
 
     DDP averages gradients over all ranks, so after ``backward()`` one rank's NaN is on every rank. A communication hook
-    measures each bucket just before it is reduced: one more read of the gradients and one launch per bucket, no sync
+    measures each bucket just before it is reduced: one more pass over the gradients and one launch per bucket, without
+        a sync
     and no collective. `OriginTracker.result` then combines all ranks. ::
 
         tracker = track_origin(ddp_model)
@@ -148,8 +149,8 @@ class _Seen(NamedTuple):
 class OriginTracker:
     """The measurements of local gradients since the last `result`: tables on the device, one row per gradient.
 
-    Returned by `track_origin`. Micro-batches count from 0, one per reduction; with ``per_micro_batch`` one per
-    ``backward()``. Call `result` once a step; until then only rows are kept, and no gradient.
+    Returned by `track_origin`. Micro-batches count from 0, one per reduction, or with ``per_micro_batch`` one per
+    ``backward()``. Call `result` once a step. Until then only rows are kept, and no gradient.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Drift(NamedTuple):
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas differ; the message names tensors and ranks.
+    """Replicas differ. The message names tensors and ranks.
 
     Attributes:
         report: The whole `ReplicaReport`.
@@ -107,7 +107,7 @@ def verify_replicas(
 
     Finds silent data corruption and diverging replicas on the step where it happens: gradients after DDP's reduction,
     parameters and buffers, optimizer state. Bits are compared: 0.0 and -0.0 differ, as do two NaN of different
-    payload. Tensors are reduced to 64-bit checksums on their devices, with one read and a few launches per tensor; a
+    payload. Tensors are reduced to 64-bit checksums on their devices, with one pass and a few launches per tensor. A
     difference goes unnoticed with a probability of about 2**-32.
 
     A collective: all ranks of the group have to call it, and get the same report. If all agree it costs one all-reduce

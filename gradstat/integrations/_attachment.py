@@ -193,7 +193,7 @@ class Attachment(AutoHandle):
     def _take(self, loss: Any) -> None:
         """Lets the monitor measure the step, and carries out policies in the same way on every rank.
 
-        Raises AnomalyError if the policy ``"raise"`` applies on any rank; the message also names the micro-batch.
+        Raises AnomalyError if the policy ``"raise"`` applies on any rank. The message also names the micro-batch.
         """
         if is_replaying():
             return

@@ -47,7 +47,7 @@ def install(
         max_norm: What to clip to, a number or an adaptive clip, before each step of the optimizer. For loops that do
             not clip, or to infinity: another limit is refused.
         micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
-            the one that brought NaN or Inf. One more read of the gradients for each.
+            the one that brought NaN or Inf. This costs one more pass over the gradients for each.
         healthy_checkpoints: Whether ``accelerator.save_state`` saves nothing and returns None while
             `gradstat.Monitor.is_healthy` is False, so that a bad state neither replaces nor rotates out a good one.
 

@@ -51,7 +51,7 @@ def install(
         max_norm: What to clip to, a number or an adaptive clip, before each step of the optimizer, if the loop does not
             clip by norm. Also for fused optimizers under a loss scaler, for which Fabric refuses to clip.
         micro_batches: How many times ``fabric.backward`` is called per step. If more than once, the micro-batch that
-            brought NaN or Inf is named, at one more read of the gradients for each.
+            brought NaN or Inf is named, for one more pass over the gradients for each.
 
     Returns:
         A handle with the monitor; a second call removes the first handle. ``fabric.save(path, {"gradstat": handle})``

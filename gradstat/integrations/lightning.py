@@ -64,7 +64,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         log_every: Interval of logging in steps; None for the trainer's ``log_every_n_steps``, 0 for never.
         aggregates, per_tensor, top, prefix: What to log, as for `gradstat.integrations.loggers.log_report`.
         micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
-            Inf. One more read of the gradients for each.
+            Inf. This costs one more pass over the gradients for each.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
         healthy_checkpoints: Whether ``ModelCheckpoint`` saves nothing while `gradstat.Monitor.is_healthy` is False, so
             that a poisoned checkpoint neither replaces nor rotates out the last good one.

@@ -81,7 +81,7 @@ def scalars_of(
         Floats by name; empty if the monitor has read no step yet.
 
     Raises:
-        TypeError: ``source`` is neither. ValueError: A name is not known; the message lists them.
+        TypeError: ``source`` is neither. ValueError: A name is not known. The message lists them.
     """
     choice = Choice(aggregates, per_tensor, top, prefix).check()
     newest = _newest_values(source, choice)
@@ -106,7 +106,7 @@ def log_report(
         What was logged; empty if a monitor has read no step yet.
 
     Raises:
-        TypeError: ``target`` or ``source`` is of an unknown type; the message lists the known ones.
+        TypeError: ``target`` or ``source`` is of an unknown type. The message lists the known ones.
         ValueError: A name is not known, or a report is logged without a step.
     """
     return ReportLogger(target, histogram=histogram, **choice)(source, step)
@@ -121,7 +121,7 @@ def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
         step: The step to log at.
 
     Raises:
-        TypeError: ``target`` is of an unknown type; the message lists the known ones.
+        TypeError: ``target`` is of an unknown type. The message lists the known ones.
     """
     for put, _ in _targets_of(target):
         put(dict(values), step)

@@ -62,7 +62,7 @@ def install(
         log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` also adds the norm of each
             parameter's gradient.
         micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
-            the one that brought NaN or Inf. One more read of the gradients for each.
+            the one that brought NaN or Inf. This costs one more pass over the gradients for each.
         healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` is False, so that a
             poisoned checkpoint does not rotate out the last good one.
 

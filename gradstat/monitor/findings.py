@@ -84,7 +84,7 @@ class Finding:
         """The inverse of `to_dict`: a finding from its ``values``.
 
         Raises:
-            ValueError: A value is missing or of a wrong type; the message names it.
+            ValueError: A value is missing or of a wrong type. The message names it.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a finding is {values!r:.80}; expected its values by name")

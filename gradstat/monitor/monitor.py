@@ -90,9 +90,9 @@ class Monitor:
             optimizer.zero_grad()
         print(monitor.diagnose())
 
-    Every step reads the gradients once, like `gradstat.check_async`, without a host sync on a GPU. ``watch`` says what
-    else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal step.
-    They add to `findings`; ``on_anomaly`` says how to respond to a finding.
+    Every step takes one pass over the gradients, like `gradstat.check_async`, without a host sync on a GPU. ``watch``
+    says what else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal
+    step. They add to `findings`, and ``on_anomaly`` says how to respond to a finding.
 
     Args:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
@@ -105,8 +105,8 @@ class Monitor:
             several. It applies to errors; a mapping is by severity or by rule name, which takes precedence.
         watch: What to measure every how many steps; overrides entries of `gradstat.monitor.DEFAULT_WATCH`.
         rules: The rules to run; None for `gradstat.monitor.default_rules()`. Thresholds are arguments of the rules.
-        save_to: A file for the flight recording, written after errors and at the end of the run; None for none. It is
-            tried at once; if it cannot be written later, the recording goes to another folder, with a warning.
+        save_to: A file for the flight recording, written after errors and at the end of the run; None for none. The
+            file is tried at once. If it cannot be written later, the recording goes to another folder, with a warning.
         replay: The function that runs one step, for ``on_anomaly="replay"``: forward and backward pass, of no
             argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
             forward pass to save the states of random generators, and a copy of the buffers.
@@ -128,10 +128,10 @@ class Monitor:
         nonfinite_steps: Number of steps, among those read, in which a gradient was not finite.
         options: As given, with defaults for the rest.
         guard: As given.
-        culprit: Result of the last replay; None if there was none, or it was clean.
+        culprit: Result of the last replay, or None if there was none, or if it was clean.
 
     Raises:
-        TypeError, ValueError: An argument is invalid; the message says what was expected.
+        TypeError, ValueError: An argument is invalid. The message says what was expected.
     """
 
     # Whether this process has to end the monitor: not before it is made, nor after `detach`; and a forked process only
@@ -251,7 +251,7 @@ class Monitor:
             lr: The learning rate; None takes that of the optimizer's first group.
 
         Returns:
-            The new findings; on a GPU they are about the step before.
+            The new findings. On a GPU they are about the previous step.
 
         Raises:
             TypeError, ValueError: ``loss`` is not one number, or the function of ``replay`` takes a batch that `batch`
@@ -419,7 +419,7 @@ class Monitor:
                 argument. None takes the function given as ``replay``.
 
         Returns:
-            The culprit, also stored in `culprit` and shown in the diagnosis; None if all was finite this time.
+            The culprit, also stored in `culprit` and shown in the diagnosis, or None if all was finite this time.
 
         Raises:
             RuntimeError: The parameters have changed since the step whose state was kept.
@@ -628,7 +628,7 @@ class Monitor:
         return None if newest is None else LatestStep.of(newest)
 
     def diagnose(self) -> Diagnosis:
-        """All findings so far, ordered from cause to effect; ``print`` it. Waits for the device."""
+        """All findings so far, ordered from cause to effect, to be printed. Waits for the device."""
         self.flush()
         return Diagnosis.of(self.recording(), self._replayed, "" if self.steps else self._why_nothing())
 

@@ -18,7 +18,7 @@ from gradstat.monitor.recording.recording import Recording
 
 
 class UnhealthyTrainingError(AssertionError):
-    """The monitor found a problem in training; the message is the diagnosis.
+    """The monitor found a problem in training. The message is the diagnosis.
 
     Attributes:
         diagnosis: The diagnosis, or None.

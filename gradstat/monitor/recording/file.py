@@ -29,7 +29,7 @@ LIMIT = 4 << 30
 
 
 class RecordingFileError(UsageError):
-    """A file is not a recording, is damaged, or is from a newer gradstat; the message names it and the remedy."""
+    """A file is not a recording, is damaged, or is from a newer gradstat. The message names it and the remedy."""
 
 
 def save(recording: Recording, path: str | os.PathLike[str]) -> Path:

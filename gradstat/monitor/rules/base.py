@@ -24,14 +24,14 @@ StateChecks = Mapping[str, Callable[[Any], bool]]
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
     "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
-    "advice": ("initialise it, or load a checkpoint that contains it; check which other modules were left out",),
+    "advice": ("initialise it, or load a checkpoint that contains it", "check which other modules were left out"),
 }
 
 
 class Rule:
     """Reviews new steps and reports problems. A subclass sets the attributes and implements `review`.
 
-    Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing; a step in which a scalar
+    Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing. A step in which a scalar
     leaves the rule's `bands`, or in which something is not finite, is reviewed at once. `Rows.most` and `Rows.least`,
     which rules share, often tell that there is nothing to look for.
 

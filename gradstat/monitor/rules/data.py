@@ -21,7 +21,7 @@ class BatchRange(Rule):
     """
 
     name = "batch-range"
-    causes = ("inputs normalised twice or not at all", "another data set, unit or encoding; a damaged file")
+    causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
     def __init__(self, factor: float = 100.0, measurements: int = 20) -> None:
@@ -134,7 +134,7 @@ class RepeatedBatch(_RankRule):
     name = "repeated-batch"
     observed = "batches"
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
-    advice = ("use DistributedSampler(dataset); seed generators of random data differently on each rank",)
+    advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
 
     def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
         repeated = [list(ranks) for ranks in report.repeated]
@@ -147,7 +147,7 @@ class ReplicaMismatch(_RankRule):
     name = "replica-mismatch"
     observed = "replicas"
     causes = (
-        "a rank that skipped or took a step alone, by a decision on the host that the others did not make",
+        "a rank that skipped or took a step alone, by a decision on the host that the other ranks did not make",
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
         "memory that was overwritten on one rank",
     )
@@ -163,7 +163,7 @@ class BadRank(_RankRule):
     name = "bad-rank"
     observed = "origin"
     quiet = 1
-    causes = ("a bad batch or bad memory on that rank: gradients of the others were finite before the reduction",)
+    causes = ("a bad batch or bad memory on that rank: gradients of the other ranks were finite before the reduction",)
     advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
 
     def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:

@@ -176,7 +176,8 @@ class LostLoss(Rule):
     severity = "error"
     causes = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
     advice = (
-        "stop and go back to a checkpoint from before the first bad step; lower the learning rate, or skip the batches",
+        "stop and go back to a checkpoint from before the first bad step",
+        "lower the learning rate, or skip the batches",
         "prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite",
     )
 
@@ -266,7 +267,8 @@ class NonfiniteActivation(_NonfiniteTensor):
     what = "output of module"
     causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
     advice = (
-        "look at this module's inputs and weights; on_anomaly='replay', replay=step_fn names the operation",
+        "look at this module's inputs and weights",
+        "on_anomaly='replay', replay=step_fn names the operation",
         "in float16, run it in float32: torch.autocast(..., enabled=False)",
     )
 

@@ -106,7 +106,8 @@ class VanishingGradient(Rule):
         "training has converged",
     )
     advice = (
-        "add residual connections or normalisation; use ReLU-like activations and an initialisation made for them",
+        "add residual connections or normalisation",
+        "use ReLU-like activations and an initialisation made for them",
         "check what the loss is multiplied by",
     )
 

@@ -34,7 +34,9 @@ class LossSpike(SpikeRule):
     )
     advice = (
         "look at that batch, and at the learning rate at that step",
-        "clip gradients; lower the learning rate; for Adam, a smaller beta2 reacts sooner",
+        "clip gradients",
+        "lower the learning rate",
+        "for Adam, lower beta2, so that the second moment reacts sooner",
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
@@ -275,7 +277,9 @@ class SaturatedOutput(Rule):
         "wrong labels, which drive logits apart",
     )
     advice = (
-        "add a z-loss or label smoothing; weight decay on the output layer; a lower learning rate",
+        "add a z-loss or label smoothing",
+        "add weight decay on the output layer",
+        "lower the learning rate",
         "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
@@ -301,7 +305,9 @@ class SaturatedOutput(Rule):
             severity: Severity = "warning" if self._wrong else "info"
             if self._run >= self.measurements and severity not in self._told:
                 self._told.append(severity)
-                text = f"{shares:.0%} of the predictions are saturated: one logit exceeds the others by more than 10"
+                text = (
+                    f"{shares:.0%} of the predictions are saturated: the largest logit exceeds the next by more than 10"
+                )
                 text += f"; the loss is {loss:.3g}" * (not math.isnan(loss))
                 finite_loss = None if math.isnan(loss) else loss
                 yield self.found(self._since, rows.names[0], text, "output", severity, share=shares, loss=finite_loss)

@@ -157,7 +157,8 @@ class ParameterJump(Rule):
         "an update that was far too large: a learning rate or an optimizer state that is wrong",
     )
     advice = (
-        "compare with the last checkpoint; if a single element jumped, suspect the hardware",
+        "compare with the last checkpoint",
+        "if a single element jumped, suspect the hardware",
         "go back to the checkpoint: on_anomaly='rollback'",
     )
 
@@ -251,5 +252,5 @@ class UnchangedParameter(Rule):
             if fresh:
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
-                text += f"; nor have {len(fresh) - 1} others" * (len(fresh) > 1)
+                text += f"; {len(fresh) - 1} more have not changed either" * (len(fresh) > 1)
                 yield self.found(began, fresh[0], text, about="parameter", parameters=fresh[:20])
