@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradstat
 import gradstat.monitor as monitoring
 from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
@@ -335,9 +336,9 @@ CASES = [
     Case("loss-spike", series("loss", [*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), 96, "loss",
          (series("loss", [*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]), series("loss", [*LOSSES, 0.5, 0.5, 0.5, 0.5]))),
     # A rise without four of five losses above the limit.
-    Case("loss-spike", series("loss", [*SETTLED, *[0.95, 0.95, 0.95, 0.1, 0.1] * 6]), 140, "loss",
+    Case("loss-spike", series("loss", [*SETTLED, *[1.2, 1.2, 0.1, 0.1, 0.1] * 6]), 143, "loss",
          (series("loss", [*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
-          series("loss", [1.0] * 20 + [0.5] * 108 + [3.0, 3.0, 3.0, 0.5, 0.5] * 6))),  # it never fell
+          series("loss", [1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6))),  # it never fell
     Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "x",
          (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
     Case("bad-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3, "b.weight",
@@ -438,6 +439,63 @@ def test_nothing_is_found_in_an_empty_window(kind: type[Rule]) -> None:
     assert kind.__doc__
     assert kind.causes
     assert kind.advice
+
+
+def noisy(level: Sequence[float], deviation: float, seed: int = 0) -> list[float]:
+    return (np.asarray(level) + np.random.default_rng(seed).normal(0, deviation, len(level))).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "after",
+    [
+        np.full(64, 4.5),  # less than twice as much
+        2.5 + 2.5 * np.exp(-np.arange(64) / 50),
+        np.full(64, 2.9),  # within the noise of each value
+    ],
+    ids=["for ever", "decaying", "small"],
+)
+def test_a_loss_that_rises_and_stays_is_found(after: Any, seed: int, size: int) -> None:
+    losses = noisy([*(2.5 + np.exp(-np.arange(400) / 20)), *after], 0.1, seed)
+    (found,) = findings(new("loss-spike"), series("loss", losses).windows(size))
+    assert 395 <= found.step <= 406
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    ("name", "course"),
+    [
+        ("falling", lambda t, draw: 2.5 + 3 * np.exp(-t / 200) + draw.normal(0, 0.2, len(t))),
+        ("heavy tails", lambda t, draw: 1 + 0.1 * draw.standard_t(3, len(t))),
+        ("factors", lambda t, draw: np.exp(draw.normal(0, 0.7, len(t)))),
+        ("slow rise", lambda t, draw: 3 * np.exp(-t / 20) + 1 + t / 2000 + draw.normal(0, 0.1, len(t))),
+        ("drifting", lambda t, draw: 2 + 0.02 * np.cumsum(draw.normal(0, 1, len(t))) + draw.normal(0, 0.2, len(t))),
+    ],
+)
+def test_noise_and_drift_are_no_rise_of_a_loss(name: str, course: Any, seed: int) -> None:
+    losses = course(np.arange(1000), np.random.default_rng(seed)).tolist()
+    assert findings(new("loss-spike"), series("loss", losses).windows(64)) == []
+
+
+def test_what_the_guard_refuses_again_and_again_is_a_spike() -> None:
+    losses = noisy([*(2.5 + 1.5 * np.exp(-np.arange(200) / 20)), *[3.2] * 5], 0.04)
+    guard, parameter = gradstat.SpikeGuard(), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for loss in losses:
+        parameter.grad = torch.ones(1)
+        gradstat.guarded_step(optimizer, loss=torch.tensor(loss), guard=guard)
+    assert guard.read(wait=True).by_loss == 5
+    assert [found.step for found in findings(new("loss-spike"), series("loss", losses).windows(1))] == [200]
+
+
+@pytest.mark.parametrize("name", ["loss-spike", "exploding-gradient"])
+@pytest.mark.parametrize("size", [1e200, 1e307])
+def test_huge_values_do_not_raise(name: str, size: float) -> None:
+    values = [*(size * np.array(noisy(np.ones(150), 0.05))), *[-size, size, 0.0] * 20, *[3.0] * 90]
+    asked = new(name)
+    findings(asked, series("loss" if name == "loss-spike" else "norm", values).windows(32))
+    json.dumps(asked.state_dict(), allow_nan=True)
 
 
 @pytest.mark.parametrize("name", ["loss-spike", "exploding-gradient"])

@@ -56,7 +56,6 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteActivation,
     NonfiniteLoss,
     LostLoss,
-    LossSpike,
     SaturatedOutput,
     # Its backward pass.
     BadRank,
@@ -66,6 +65,7 @@ RULES: tuple[type[Rule], ...] = (
     DeadGradient,
     Underflow,
     VanishingGradient,
+    LossSpike,  # it names no place, unlike what stopped a part of the model
     ExplodingGradient,
     GradientWeightRatio,
     # Its results.

@@ -28,8 +28,8 @@ class ExplodingGradient(SpikeRule):
     """A total norm that is too large compared to those of earlier steps.
 
     Args:
-        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps, single_factor, warmup_factor, window: As for
-            `SpikeRule`. Norms have heavy tails, so healthy steps often exceed three standard deviations.
+        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps, single_factor, warmup_factor, errors, moves,
+            window: As for `SpikeRule`. Norms have heavy tails, so healthy steps often exceed three standard deviations.
     """
 
     name = "exploding-gradient"
@@ -54,12 +54,15 @@ class ExplodingGradient(SpikeRule):
         within_steps: int = 5,
         single_factor: float = 10.0,
         warmup_factor: float = 1e3,
+        errors: float = 10.0,
+        moves: float = 5.0,
         window: int = 100,
     ) -> None:
         super().__init__(
-            sigmas, log_sigmas, factor, lost_progress, 0.0, min_count, within_steps, single_factor, warmup_factor,
-            window, quiet=20,
+            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, errors,
+            moves, window, quiet=20,
         )  # fmt: skip
+        self.factor = factor
 
     def bands(self) -> Mapping[str, Band]:
         return {"norm": (-math.inf, min(self._high, self._beyond))}

@@ -1,17 +1,18 @@
-"""The base of the rules on loss and gradient-norm spikes: a value far above its running median."""
+"""Jumps of losses and gradient norms: values far above their running median, and levels that change at once."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from gradstat.monitor.rows import Window
+from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
+from gradstat.monitor.rows import Floats, Window
 from gradstat.monitor.rules.base import Episodes, Rule
-
-# Standard deviation of a normal distribution over its median absolute deviation.
-_MAD = 1.4826
 
 # Number of values that define the initial level.
 _BEGINNING = 20
@@ -23,7 +24,91 @@ _FEW = 5
 _EVERY = 32
 
 
-class SpikeRule(Rule):
+# A level is the median of this many values; so many of them are kept.
+_BLOCK, _KEPT = 8, 26
+
+
+class Shift(NamedTuple):
+    """A level that changed in step ``began``, which showed in ``step``."""
+
+    began: int
+    step: int
+    before: float
+    after: float
+
+
+class LevelRule(Rule):
+    """A series whose level changes at once, and lasts.
+
+    A single value may be anything, but medians of eight are nearly normally distributed, however heavy the tails. The
+    mean of the last ones is compared with those before, continued by their trend, so that neither learning nor a slow
+    drift counts; each of them exceeds all but one of those before.
+
+    Args:
+        errors: By so many standard errors it moved, as the differences of neighbouring values tell.
+        moves: By so many times the largest move between such means before, since values may depend on each other.
+    """
+
+    fresh: ClassVar[int] = 2
+    before: ClassVar[int] = 6
+
+    def __init__(self, errors: float, moves: float) -> None:
+        super().__init__()
+        self.errors, self.moves = errors, moves
+        self._levels: list[float] = []
+        self._scatters: list[float] = []  # median differences of neighbouring values, by level
+        self._rest = 0  # values that are in no level yet
+        self._recent: list[float] = []  # the last values, with these
+        self._recent_steps: list[int] = []
+
+    def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
+        """Adds ``values``; yields when their level is found to have risen (``sign`` 1) or fallen (-1)."""
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            steps, values = steps[is_finite], values[is_finite]
+        recent, recent_steps = self._recent + values.tolist(), self._recent_steps + steps.tolist()
+        end = len(self._recent) - self._rest
+        count, self._rest = divmod(self._rest + len(values), _BLOCK)
+        blocks = np.array(recent[end : end + count * _BLOCK]).reshape(count, _BLOCK)
+        ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
+        for low, high, scatter in zip(*ordered.T[3:5].tolist(), apart[:, 3].tolist(), strict=True):
+            end += _BLOCK
+            self._levels = [*self._levels[1 - _KEPT :], low / 2 + high / 2]
+            self._scatters = [*self._scatters[1 - _KEPT :], scatter]
+            moved = self._moved(sign)
+            if moved is not None:
+                before, after = moved
+                # It began where the sum of signs around the middle, from there on, is largest.
+                span = (self.fresh + 1) * _BLOCK
+                middle = before / 2 + after / 2
+                signs = [1 if sign * (value - middle) > 0 else -1 for value in recent[end - span : end]]
+                sums = list(itertools.accumulate(reversed(signs)))
+                began = end - 1 - sums.index(max(sums))
+                yield Shift(recent_steps[began], recent_steps[end - 1], before, after)
+        held = (self.fresh + 2) * _BLOCK
+        self._recent, self._recent_steps = recent[-held:], recent_steps[-held:]
+
+    def _moved(self, sign: int) -> tuple[float, float] | None:
+        """The level before and now, if it has moved."""
+        fresh, count = self.fresh, self.before
+        levels = self._levels if sign > 0 else [-level for level in self._levels]
+        older, now = levels[:-fresh], levels[-fresh:]
+        if len(older) < count + fresh or min(now) <= sorted(older[-count:])[-2]:
+            return None  # the usual case
+        reference = np.array(older[-count:])
+        before, after = float(np.median(reference)), sum(now) / fresh
+        earlier, later = np.median(reference.reshape(2, -1), 1).tolist()
+        shift = after - before - max(0.0, (later - earlier) * (count + fresh) / count)
+        # The standard error of a median is 1.25 times that of a mean.
+        deviation = MAD / math.sqrt(2) * float(np.median(self._scatters[:-fresh]))
+        error = 1.25 * deviation * math.sqrt(1 / (fresh * _BLOCK) + 1 / (count * _BLOCK))
+        means = np.convolve(older, np.ones(fresh) / fresh, "valid")
+        moves = means[fresh:] - means[:-fresh]
+        largest = float(np.abs(moves - np.median(moves)).max())
+        return (sign * before, sign * after) if shift > max(self.errors * error, self.moves * largest) else None
+
+
+class SpikeRule(LevelRule):
     """A series that jumps and stays high, or that jumps beyond all earlier values.
 
     A jump of one step means little: the better a model has learned, the more a single hard sample stands out, at any
@@ -31,33 +116,33 @@ class SpikeRule(Rule):
     within few steps, or one that is beyond the initial level.
 
     Args:
-        sigmas, factor: The limit is ``sigmas`` robust standard deviations (1.4826 times the median absolute deviation)
-            above the median of the window, and at least ``factor`` times the median.
+        sigmas: The limit is so many spreads above the median of the window, each as a `gradstat.SpikeGuard` defines
+            it: the largest of the robust standard deviation, half the distance from the median to the largest value,
+            and a hundredth of the median. The largest is that of the newer half, since losses fall.
         log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
             this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
             counts, are no heavier than those of a normal distribution.
         lost_progress: It is also at least this fraction of the way from the median back to the initial level, the third
             quartile of the first 20 values.
-        floor: It is also at least this far above the median.
         min_count, within_steps: So many values above the limit in so many steps are a jump, which began with the first.
         single_factor: A single value is a jump if it is above this many times the initial level and the largest in the
             window.
         warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.
+        errors, moves: As for `LevelRule`.
+        factor: The limit is also at least this many times the median.
         window: Number of steps in the window.
         quiet: A jump this many steps after the last one is a new finding.
     """
 
+    factor = 1.0
+
     def __init__(
-        self, sigmas: float, log_sigmas: float, factor: float, lost_progress: float, floor: float, min_count: int,
-        within_steps: int, single_factor: float, warmup_factor: float, window: int, quiet: int,
+        self, sigmas: float, log_sigmas: float, lost_progress: float, min_count: int, within_steps: int,
+        single_factor: float, warmup_factor: float, errors: float, moves: float, window: int, quiet: int,
     ) -> None:  # fmt: skip
-        self.sigmas, self.log_sigmas, self.factor = sigmas, log_sigmas, factor
-        self.lost_progress, self.floor, self.min_count, self.within_steps = (
-            lost_progress,
-            floor,
-            min_count,
-            within_steps,
-        )
+        super().__init__(errors, moves)
+        self.sigmas, self.log_sigmas = sigmas, log_sigmas
+        self.lost_progress, self.min_count, self.within_steps = lost_progress, min_count, within_steps
         self.single_factor, self.warmup_factor, self.window = single_factor, warmup_factor, window
         self._values: list[float] = []
         self._first: list[float] = []
@@ -107,7 +192,7 @@ class SpikeRule(Rule):
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
         if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.record("leap", step):
             began = step if alone else self._leaps[0]
-        if self.single_factor * value > self._beyond and value <= self.factor * max(
+        if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-self.within_steps :], default=math.inf
         ):
             self._beyond = self.single_factor * value  # steady growth is not a jump
@@ -135,6 +220,7 @@ class SpikeRule(Rule):
             self._high = self._beyond = self.warmup_factor * largest if largest > 0 else math.inf
             return
         # Sorting a hundred numbers is faster than numpy's median of them.
+        newer = self._values[-self.window // 2 :]
         values = sorted(self._values)
         self._median = median = values[len(values) // 2]
         first = self.beginning()
@@ -143,7 +229,8 @@ class SpikeRule(Rule):
             self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
         relapse = self.lost_progress * (first - median)
-        above = max(self.sigmas * _spread(values), (self.factor - 1) * size, relapse, self.floor)
+        spread = max(_spread(values), OF_LARGEST * (max(newer) - median), OF_MEDIAN * size)
+        above = max(self.sigmas * spread, (self.factor - 1) * size, relapse)
         self._beyond = max(median + above, self.single_factor * max(first, values[-1]))
         self._high = median + max(above, (self._scatter - 1) * size)
 
@@ -161,4 +248,4 @@ def _spread(values: Sequence[float], scale: Callable[[float], float] = float) ->
             low = middle + 1
         else:
             high = middle
-    return _MAD * max(median - scale(values[low]), scale(values[low + half]) - median)
+    return MAD * max(median - scale(values[low]), scale(values[low + half]) - median)

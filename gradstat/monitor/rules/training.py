@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import numpy as np
 
-from gradstat.guard import reasons_of
+from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window, rate_name
 from gradstat.monitor.rules.base import Band, Episodes, Rule, StateChecks, is_texts, series
-from gradstat.monitor.rules.spikes import SpikeRule
+from gradstat.monitor.rules.spikes import Shift, SpikeRule
 
 
 class LossSpike(SpikeRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
     Args:
-        sigmas, log_sigmas, factor, lost_progress, floor, min_count, within_steps, single_factor, window: As for
-            `SpikeRule`.
+        sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, errors, moves, window: As for
+            `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` would refuse it.
         climb, climb_lost_progress: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the
-            factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by ``floor``, by
-            the fraction ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors.
+            factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by the fraction
+            ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors.
     """
 
     name = "loss-spike"
+    fresh, before = 4, 8
     causes = (
         "an unusual or damaged batch",
         "a learning rate too high: a step overshot the minimum",
@@ -40,21 +42,21 @@ class LossSpike(SpikeRule):
 
     def __init__(
         self,
-        sigmas: float = 10.0,
+        sigmas: float = THRESHOLD,
         log_sigmas: float = 4.0,
-        factor: float = 2.0,
         lost_progress: float = 0.25,
-        floor: float = 0.1,
         min_count: int = 4,
         within_steps: int = 5,
         single_factor: float = 4.0,
         climb: float = 3.0,
         climb_lost_progress: float = 0.4,
+        errors: float = THRESHOLD,
+        moves: float = 2.0,
         window: int = 100,
     ) -> None:
         super().__init__(
-            sigmas, log_sigmas, factor, lost_progress, floor, min_count, within_steps, single_factor, math.inf, window,
-            quiet=50,
+            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, math.inf, errors, moves,
+            window, quiet=50,
         )  # fmt: skip
         self.climb, self.climb_lost_progress = climb, climb_lost_progress
         self._lowest = math.inf
@@ -67,8 +69,8 @@ class LossSpike(SpikeRule):
             mean = sum(self._values) / count
             if mean < self._lowest:
                 self._lowest = mean
-                # The standard error of a mean of 20 values.
-                self._error = math.sqrt(sum((value - mean) ** 2 for value in self._values) / (20 * count))
+                # The standard error of a mean of 20 values. A square of 1e200 would raise.
+                self._error = math.hypot(*(value - mean for value in self._values)) / math.sqrt(20 * count)
 
     def calm_below(self) -> float:
         calm = super().calm_below()
@@ -81,7 +83,10 @@ class LossSpike(SpikeRule):
         return {"loss": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
+        shifts = deque(self.shifts(window.steps, window.scalars.get("loss", np.empty(0)), 1))
         for _, step, loss in self.not_calm(window, "loss"):
+            while shifts and shifts[0].step < step:
+                yield from self._of_shift(shifts.popleft())
             if not math.isfinite(loss):
                 continue
             limit, median = min(self._high, self._beyond), self._median
@@ -96,10 +101,22 @@ class LossSpike(SpikeRule):
             # Skip a loss that never fell far below its initial level, such as an error of values that grow.
             if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
                 continue
-            least = max(self.floor, self.climb_lost_progress * (self.beginning() - self._lowest), 5 * self._error)
+            least = max(self.climb_lost_progress * (self.beginning() - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
+        for shift in shifts:
+            yield from self._of_shift(shift)
+
+    def _of_shift(self, shift: Shift) -> Iterable[Finding]:
+        before, after = shift.before, shift.after
+        progress = self.beginning() - before
+        least = max(self.lost_progress * progress, self.sigmas * OF_MEDIAN * abs(before))
+        # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
+        is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
+        if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
+            text = f"the loss rises to a level of {after:.4g} from {before:.4g}, and stays there"
+            yield self.found(shift.began, "loss", text, loss=after, median=before)
 
 
 class LearningRateJump(Rule):
