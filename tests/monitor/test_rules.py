@@ -359,7 +359,7 @@ CASES = [
          (series("norm", [*NORMS, 19.9]), series("norm", [*NORMS, math.nan, math.inf]),
           series("norm", [1.0] * 30 + [9.0]))),
     # A spike does not excuse the next one, and growth from step to step is not a spike.
-    Case("exploding-gradient", series("norm", [*NORMS, 5.0, 30.0]), 97, "norm",
+    Case("exploding-gradient", series("norm", [*NORMS, 5.0, 30.0]), 96, "norm",
          (series("norm", [*NORMS, 0.9, 5.0, 30.0]),)),
     Case("exploding-gradient", series("norm", [*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), 96, "norm",
          (series("norm", [*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), series("norm", [*NORMS, 0.9, 0.9, 0.9, 0.9]))),
@@ -460,6 +460,31 @@ def test_a_loss_that_rises_and_stays_is_found(after: Any, seed: int, size: int) 
     losses = noisy([*(2.5 + np.exp(-np.arange(400) / 20)), *after], 0.1, seed)
     (found,) = findings(new("loss-spike"), series("loss", losses).windows(size))
     assert 395 <= found.step <= 406
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize(("name", "factor"), [("exploding-gradient", 2.6), ("vanishing-gradient", 1 / 2.6)])
+def test_a_norm_that_changes_its_level_at_once_is_found(name: str, factor: float, size: int) -> None:
+    norms = np.exp(noisy(np.zeros(260), 0.1)) * np.where(np.arange(260) < 200, 1, factor)
+    (found,) = findings(new(name), series("norm", norms.tolist()).windows(size))
+    assert 198 <= found.step <= 202
+    other = {"exploding-gradient": "vanishing-gradient"}.get(name, "exploding-gradient")
+    assert findings(new(other), series("norm", norms.tolist()).windows(size)) == []
+    # Not so if other parameters have gradients from then on, or with another learning rate.
+    rows = {step: [row(0.1), row(0.1, 8), row(0.1) if step < 200 else ABSENT] for step in range(260)}
+    frozen = rows_of("gradient", rows, scalars={"norm": norms.tolist()})
+    assert hits(new(name), frozen.windows(size)) == []
+    rates = {"lr": [0.1] * 199 + [0.02] * 61}
+    assert hits(new(name), series("norm", norms.tolist(), scalars=rates).windows(size)) == []
+
+
+@pytest.mark.parametrize("name", ["exploding-gradient", "vanishing-gradient"])
+@pytest.mark.parametrize("seed", range(20))
+def test_noisy_norms_have_no_new_level(name: str, seed: int) -> None:
+    t, draw = np.arange(1000), np.random.default_rng(seed)
+    for norms in (np.exp(draw.normal(0, 0.7, 1000)), np.exp(np.sin(t / 60) + draw.normal(0, 0.2, 1000)),
+                  5 * np.exp(-t / 100 + draw.normal(0, 0.2, 1000))):  # fmt: skip
+        assert hits(new(name), series("norm", norms.tolist()).windows(64)) == []
 
 
 @pytest.mark.parametrize("seed", range(20))

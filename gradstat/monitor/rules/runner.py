@@ -81,9 +81,11 @@ class RuleRunner:
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
             # The first steps are reviewed soon, so that problems from the start are reported early. Later a review may
-            # be late by a sixteenth of the run: its cost per step falls with the number of steps.
+            # be late by a sixteenth of the run: its cost per step falls with the number of steps. A review of a step
+            # out of band does not put off the next one, so that whatever began in that step is reported early, too.
             later = min(steps // 16, _MAX_ROWS // max(tensors, 1))
-            self._next = steps + min(max(steps, 1), max(later, 64), self._every)
+            due = steps + min(max(steps, 1), max(later, 64), self._every)
+            self._next = self._next if steps < self._next < due else due
 
     def _switch_off(self, rule: Rule) -> None:
         """Monitoring must not end the training: after the exception being handled, ``rule`` does not run again."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -24,8 +25,8 @@ _FEW = 5
 _EVERY = 32
 
 
-# A level is the median of this many values; so many of them are kept.
-_BLOCK, _KEPT = 8, 26
+# A level is the median of this many values.
+_BLOCK = 8
 
 
 class Shift(NamedTuple):
@@ -51,6 +52,7 @@ class LevelRule(Rule):
 
     fresh: ClassVar[int] = 2
     before: ClassVar[int] = 6
+    kept: ClassVar[int] = 18
 
     def __init__(self, errors: float, moves: float) -> None:
         super().__init__()
@@ -73,8 +75,8 @@ class LevelRule(Rule):
         ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
         for low, high, scatter in zip(*ordered.T[3:5].tolist(), apart[:, 3].tolist(), strict=True):
             end += _BLOCK
-            self._levels = [*self._levels[1 - _KEPT :], low / 2 + high / 2]
-            self._scatters = [*self._scatters[1 - _KEPT :], scatter]
+            self._levels = [*self._levels[1 - self.kept :], low / 2 + high / 2]
+            self._scatters = [*self._scatters[1 - self.kept :], scatter]
             moved = self._moved(sign)
             if moved is not None:
                 before, after = moved
@@ -108,6 +110,43 @@ class LevelRule(Rule):
         return (sign * before, sign * after) if shift > max(self.errors * error, self.moves * largest) else None
 
 
+class NormLevelRule(LevelRule):
+    """Base of rules on the level of the total gradient norm, on a logarithmic scale.
+
+    It may change with the number of parameters that have gradients, as when layers are frozen, and with the learning
+    rate, as in a warm-up by epochs.
+
+    Args:
+        errors, moves: As for `LevelRule`.
+        level_factor: At least by this factor it moved. Batches, learning rates and progress move it by less at once.
+    """
+
+    def __init__(self, errors: float, moves: float, level_factor: float = 2.2) -> None:
+        super().__init__(errors, moves)
+        self.level_factor = level_factor
+        self._present = 0  # gradients in the last step
+        self._rate = math.nan
+        self._changed = -(10**9)  # the last step in which either changed
+
+    def norm_shifts(self, window: Window, sign: int) -> Iterator[Shift]:
+        """As `shifts`, of the norms of ``window``."""
+        rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
+        if rows is not None:
+            counts = [len(rows.names)] if rows.is_plain else rows.present.sum(1).tolist()
+            for step, count in zip(rows.steps.tolist(), counts, strict=False):
+                if count != self._present:
+                    self._present, self._changed = count, step
+        rates = np.concatenate([[self._rate], window.scalars.get("lr", np.empty(0))])
+        moved = np.flatnonzero(np.maximum(rates[1:], rates[:-1]) > 1.5 * np.minimum(rates[1:], rates[:-1]))
+        self._rate = float(rates[-1])
+        if len(moved):
+            self._changed = max(self._changed, int(window.steps[moved[-1]]))
+        for shift in self.shifts(window.steps, np.log(norms), sign):
+            is_same = self._changed <= shift.began - 2 * _BLOCK or self._changed > shift.step
+            if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):
+                yield shift._replace(before=math.exp(shift.before), after=math.exp(shift.after))
+
+
 class SpikeRule(LevelRule):
     """A series that jumps and stays high, or that jumps beyond all earlier values.
 
@@ -118,7 +157,7 @@ class SpikeRule(LevelRule):
     Args:
         sigmas: The limit is so many spreads above the median of the window, each as a `gradstat.SpikeGuard` defines
             it: the largest of the robust standard deviation, half the distance from the median to the largest value,
-            and a hundredth of the median. The largest is that of the newer half, since losses fall.
+            and a hundredth of the median. They are those of the newer half of the window, since losses fall.
         log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
             this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
             counts, are no heavier than those of a normal distribution.
@@ -184,6 +223,18 @@ class SpikeRule(LevelRule):
                 yield row, steps[row], values[row]
                 row += 1
 
+    def in_order(
+        self, window: Window, name: str, shifts: Iterable[Shift]
+    ) -> Iterator[tuple[int, int, float, Shift | None]]:
+        """As `not_calm`, with ``shifts`` in between when they showed, beside the row, step and value 0."""
+        waiting = deque(shifts)
+        for row, step, value in self.not_calm(window, name):
+            while waiting and waiting[0].step < step:
+                yield 0, 0, 0.0, waiting.popleft()
+            yield row, step, value, None
+        for shift in waiting:
+            yield 0, 0, 0.0, shift
+
     def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""
         began = None
@@ -191,7 +242,7 @@ class SpikeRule(LevelRule):
         if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
         if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.record("leap", step):
-            began = step if alone else self._leaps[0]
+            began = self._leaps[0] if is_high else step
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-self.within_steps :], default=math.inf
         ):
@@ -220,18 +271,17 @@ class SpikeRule(LevelRule):
             self._high = self._beyond = self.warmup_factor * largest if largest > 0 else math.inf
             return
         # Sorting a hundred numbers is faster than numpy's median of them.
-        newer = self._values[-self.window // 2 :]
-        values = sorted(self._values)
-        self._median = median = values[len(values) // 2]
+        newer = sorted(self._values[-self.window // 2 :])
+        self._median = median = newer[len(newer) // 2]
         first = self.beginning()
-        sizes = values if values[0] > 0 else sorted(abs(value) for value in values if value)
+        sizes = newer if newer[0] > 0 else sorted(abs(value) for value in newer if value)
         if sizes:
             self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
         relapse = self.lost_progress * (first - median)
-        spread = max(_spread(values), OF_LARGEST * (max(newer) - median), OF_MEDIAN * size)
+        spread = max(_spread(newer), OF_LARGEST * (newer[-1] - median), OF_MEDIAN * size)
         above = max(self.sigmas * spread, (self.factor - 1) * size, relapse)
-        self._beyond = max(median + above, self.single_factor * max(first, values[-1]))
+        self._beyond = max(median + above, self.single_factor * max(first, *self._values))
         self._high = median + max(above, (self._scatter - 1) * size)
 
 

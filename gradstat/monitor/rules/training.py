@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
@@ -28,7 +27,7 @@ class LossSpike(SpikeRule):
     """
 
     name = "loss-spike"
-    fresh, before = 4, 8
+    fresh, before, kept = 4, 8, 26
     causes = (
         "an unusual or damaged batch",
         "a learning rate too high: a step overshot the minimum",
@@ -83,10 +82,11 @@ class LossSpike(SpikeRule):
         return {"loss": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        shifts = deque(self.shifts(window.steps, window.scalars.get("loss", np.empty(0)), 1))
-        for _, step, loss in self.not_calm(window, "loss"):
-            while shifts and shifts[0].step < step:
-                yield from self._of_shift(shifts.popleft())
+        shifts = self.shifts(window.steps, window.scalars.get("loss", np.empty(0)), 1)
+        for _, step, loss, shift in self.in_order(window, "loss", shifts):
+            if shift is not None:
+                yield from self._of_shift(shift)
+                continue
             if not math.isfinite(loss):
                 continue
             limit, median = min(self._high, self._beyond), self._median
@@ -105,8 +105,6 @@ class LossSpike(SpikeRule):
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
-        for shift in shifts:
-            yield from self._of_shift(shift)
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after
