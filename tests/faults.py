@@ -393,6 +393,12 @@ FAULTS: tuple[Fault, ...] = (
     # The course of training
     Fault("labels are permuted from now on", "MLP", "loss-spike", "loss",
           every_batch(lambda batch: (batch[0], (batch[1] + 1) % CLASSES)), step=150, late=1, further=12),
+    Fault("labels are those of other samples", "MLP", "no-learning", "loss",
+          every_batch(lambda batch: (batch[0], batch[1].roll(1))), step=0, further=260),
+    Fault("the loss is maximised", "MLP", "no-learning", "loss",
+          loss(lambda model, batch: -cross_entropy(model, batch)), step=0, late=130, further=130),
+    Fault("all weights are equal", "MLP", "no-learning", "0.weight",
+          lambda training: [nn.init.constant_(p, 0.05) for p in training.model.parameters() if p.dim() > 1], step=0),
     Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss",
           loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "saturated-logits", "logits",

@@ -253,6 +253,16 @@ def unchanged(times: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
 
 
+def learning(
+    losses: Sequence[float], mean: float = 0.0, certain: float | None = None, **scalars: Sequence[float]
+) -> Story:
+    """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0."""
+    tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
+    if certain is not None:
+        tables["output"] = Table({0: [row(1.0, 1, mean=certain)]}, ("",), [(1,)])
+    return Story(len(losses), {"loss": losses, **scalars}, tables)
+
+
 def wobbling(count: int, level: float = 1.0) -> list[float]:
     return [level * (1 + 0.05 * math.sin(i * 1.7)) for i in range(count)]
 
@@ -376,6 +386,15 @@ CASES = [
     Case("unchanged-parameter", unchanged(2), 100, "a.weight",
          (unchanged(1), unchanged(2, gradient=0.9e-5), unchanged(9, apart=5), unchanged(2, zeros=0))),
     Case("unchanged-parameter", unchanged(2, gradient=1.1e-5), 100, "a.weight", (unchanged(2, gradient=0.0),)),
+    Case("no-learning", learning([2.1] * 300), 0, "loss",
+         (learning([2.1] * 255), learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),
+          learning([1.0] * 300), learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()))),
+    Case("no-learning", learning([-2.1] * 40 + [-10.0] * 88), 95, "loss",
+         (learning([-2.1] * 40 + [-6.0] * 88), learning([-2.1] * 40 + [-10.0, 1.0] * 44))),
+    Case("no-learning", learning([5.3] + [1.0] * 40, certain=0.4), 0, "loss",
+         (learning([5.1] + [1.0] * 40, certain=0.4), learning([5.3] + [1.0] * 40, certain=0.2))),
+    Case("no-learning", learning([2.1] + [11.0] * 20, lr=[0.1] * 21), 0, "lr",
+         (learning([2.1] + [10.0] * 20), learning([2.1] + [11.0] * 7 + [2.0] * 13))),
     Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16, 0.9e-16]), 50, "x",
          (adam("exp_avg_sq", [0.9e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [0.0] * 5),
           one("exp_avg_sq", [0.9e-16] * 5))),

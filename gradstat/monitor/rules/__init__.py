@@ -22,6 +22,7 @@ from gradstat.monitor.rules.finite import (
 )
 from gradstat.monitor.rules.golden import UnlikeGolden
 from gradstat.monitor.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
+from gradstat.monitor.rules.learning import NoLearning
 from gradstat.monitor.rules.optimizer import MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.monitor.rules.precision import LossScale, Underflow
 from gradstat.monitor.rules.training import (
@@ -71,6 +72,7 @@ RULES: tuple[type[Rule], ...] = (
     # Its results.
     UpdateWeightRatio,
     UnchangedParameter,
+    NoLearning,
     SmallSecondMoment,
     RefusedStep,
     ClipActivity,

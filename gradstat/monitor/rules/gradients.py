@@ -17,7 +17,6 @@ from gradstat.monitor.rules.base import (
     Episodes,
     LastingRule,
     PerName,
-    Rule,
     StateChecks,
     is_texts,
 )
