@@ -411,8 +411,6 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a layer replaced after the optimizer was created", "MLP", "optimizer-coverage", "4.weight",
           lambda training: training.model.__setitem__(4, nn.Linear(32, CLASSES)),
           further=100, also=("unchanged-parameter",)),
-    Fault("frozen layers left in the optimizer", "MLP", "optimizer-coverage", "0.weight",
-          lambda training: training.model[0].requires_grad_(False), late=50, further=60),
     # Several ranks
     Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
           lambda seed: train_mlp(2 * seed + torch.distributed.get_rank(), shown=False), step=20, ranks=2,

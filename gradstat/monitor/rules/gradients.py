@@ -376,7 +376,9 @@ class MissingGradient(_AbsentGradientRule):
                 continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
             text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
-            yield self._finding(rows, lengths, since, name, text)
+            # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first.
+            is_removed = name in window.run.backward_order and lengths[fresh[-1]] > rows.steps[row]
+            yield self._finding(rows, lengths, since, name, text, not is_removed)
 
 
 def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:

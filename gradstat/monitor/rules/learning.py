@@ -31,7 +31,11 @@ class NoLearning(Rule):
     What a program trains is read from its gradients: a softmax's gradient is a difference of distributions, so its
     elements cancel in that of the last layer, which nothing else does; the layer's size C is the number of classes, and
     a loss of ln C that of guessing. If the loss of the first step is more than twice that, as if it were summed, that
-    loss counts as chance; if it is less than half of it, the model has learned before, and is not judged.
+    loss counts as chance; if it is less than half of it, the model has learned before, and is not judged. Nor is one
+    whose last layer has other gradients as well, as a tied embedding has, or whose gradients are in bfloat16.
+
+    Thresholds are conventions of gradstat. The slowest healthy classifiers of its tests leave chance between steps 130
+    and 230, hence 256.
 
     Args:
         steps: After so many, and then every 64 until it has learned, the median of the last 64 losses is judged, unless

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ _EVERY = 32
 
 # A level is the median of this many values.
 _BLOCK = 8
+# So many levels must be known before the last ones are judged.
+_KNOWN = 12
 
 
 class Shift(NamedTuple):
@@ -44,6 +47,9 @@ class LevelRule(Rule):
     A single value may be anything, but medians of eight are nearly normally distributed, however heavy the tails. The
     mean of the last ones is compared with those before, continued by their trend, so that neither learning nor a slow
     drift counts; each of them exceeds all but one of those before.
+
+    Six errors are where a guard draws the line. Other thresholds are conventions of gradstat: the smallest round
+    numbers with which healthy trainings and programs of its tests are silent over five seeds.
 
     Args:
         errors: By so many standard errors it moved, as the differences of neighbouring values tell.
@@ -64,87 +70,103 @@ class LevelRule(Rule):
         self._recent_steps: list[int] = []
 
     def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
-        """Adds ``values``; yields when their level is found to have risen (``sign`` 1) or fallen (-1)."""
+        """Adds the ``values`` of ``steps``; yields when their level has risen (``sign`` 1) or fallen (-1)."""
         is_finite = np.isfinite(values)
         if not is_finite.all():
             steps, values = steps[is_finite], values[is_finite]
         recent, recent_steps = self._recent + values.tolist(), self._recent_steps + steps.tolist()
-        end = len(self._recent) - self._rest
+        first = len(self._recent) - self._rest
         count, self._rest = divmod(self._rest + len(values), _BLOCK)
-        blocks = np.array(recent[end : end + count * _BLOCK]).reshape(count, _BLOCK)
+        blocks = np.array(recent[first : first + count * _BLOCK]).reshape(count, _BLOCK)
         ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
-        for low, high, scatter in zip(*ordered.T[3:5].tolist(), apart[:, 3].tolist(), strict=True):
-            end += _BLOCK
-            self._levels = [*self._levels[1 - self.kept :], low / 2 + high / 2]
-            self._scatters = [*self._scatters[1 - self.kept :], scatter]
-            moved = self._moved(sign)
+        levels = self._levels + (ordered[:, 3] / 2 + ordered[:, 4] / 2).tolist()
+        scatters = self._scatters + apart[:, 3].tolist()
+        for block in range(count):
+            at = len(levels) - count + block + 1
+            # The usual case: the last ones do not all exceed those before but one.
+            now, older = (
+                levels[max(0, at - self.fresh) : at],
+                levels[max(0, at - self.fresh - self.before) : at - self.fresh],
+            )
+            if len(older) < self.before or (
+                min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]
+            ):
+                continue
+            held = slice(max(0, at - self.kept), at)
+            moved = self._moved(levels[held], scatters[held], sign)
             if moved is not None:
                 before, after = moved
                 # It began where the sum of signs around the middle, from there on, is largest.
-                span = (self.fresh + 1) * _BLOCK
+                end = first + (block + 1) * _BLOCK
                 middle = before / 2 + after / 2
-                signs = [1 if sign * (value - middle) > 0 else -1 for value in recent[end - span : end]]
-                sums = list(itertools.accumulate(reversed(signs)))
+                span = recent[end - (self.fresh + 1) * _BLOCK : end]
+                sums = list(itertools.accumulate(1 if sign * (value - middle) > 0 else -1 for value in reversed(span)))
                 began = end - 1 - sums.index(max(sums))
                 yield Shift(recent_steps[began], recent_steps[end - 1], before, after)
-        held = (self.fresh + 2) * _BLOCK
-        self._recent, self._recent_steps = recent[-held:], recent_steps[-held:]
+        self._levels, self._scatters = levels[-self.kept :], scatters[-self.kept :]
+        kept = (self.fresh + 2) * _BLOCK
+        self._recent, self._recent_steps = recent[-kept:], recent_steps[-kept:]
 
-    def _moved(self, sign: int) -> tuple[float, float] | None:
+    def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float] | None:
         """The level before and now, if it has moved."""
         fresh, count = self.fresh, self.before
-        levels = self._levels if sign > 0 else [-level for level in self._levels]
         older, now = levels[:-fresh], levels[-fresh:]
-        if len(older) < count + fresh or min(now) <= sorted(older[-count:])[-2]:
-            return None  # the usual case
-        reference = np.array(older[-count:])
-        before, after = float(np.median(reference)), sum(now) / fresh
-        earlier, later = np.median(reference.reshape(2, -1), 1).tolist()
-        shift = after - before - max(0.0, (later - earlier) * (count + fresh) / count)
+        if len(older) < _KNOWN:  # too few moves to know the usual ones
+            return None
+        reference = older[-count:]
+        before, after = median(reference), sum(now) / fresh
+        trend = median(reference[count // 2 :]) - median(reference[: count // 2])
+        shift = sign * (after - before) - max(0.0, sign * trend * (count + fresh) / count)
         # The standard error of a median is 1.25 times that of a mean.
-        deviation = MAD / math.sqrt(2) * float(np.median(self._scatters[:-fresh]))
+        deviation = MAD / math.sqrt(2) * median(scatters[:-fresh])
         error = 1.25 * deviation * math.sqrt(1 / (fresh * _BLOCK) + 1 / (count * _BLOCK))
+        if not shift > self.errors * error:
+            return None
         means = np.convolve(older, np.ones(fresh) / fresh, "valid")
         moves = means[fresh:] - means[:-fresh]
         largest = float(np.abs(moves - np.median(moves)).max())
-        return (sign * before, sign * after) if shift > max(self.errors * error, self.moves * largest) else None
+        return (before, after) if shift > self.moves * largest else None
 
 
 class NormLevelRule(LevelRule):
     """Base of rules on the level of the total gradient norm, on a logarithmic scale.
 
     It may change with the number of parameters that have gradients, as when layers are frozen, and with the learning
-    rate, as in a warm-up by epochs.
+    rate, as in a warm-up by epochs; both count for ``settling`` steps.
 
     Args:
         errors, moves: As for `LevelRule`.
         level_factor: At least by this factor it moved. Batches, learning rates and progress move it by less at once.
     """
 
+    settling: ClassVar[int] = 64
+
     def __init__(self, errors: float, moves: float, level_factor: float = 2.2) -> None:
         super().__init__(errors, moves)
         self.level_factor = level_factor
         self._present = 0  # gradients in the last step
         self._rate = math.nan
-        self._changed = -(10**9)  # the last step in which either changed
+        self._changes: list[int] = []  # the last steps in which either changed
 
     def norm_shifts(self, window: Window, sign: int) -> Iterator[Shift]:
-        """As `shifts`, of the norms of ``window``."""
+        """As `shifts`, of the norms of ``window``, with the same ``sign``."""
         rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
         if rows is not None:
             counts = [len(rows.names)] if rows.is_plain else rows.present.sum(1).tolist()
             for step, count in zip(rows.steps.tolist(), counts, strict=False):
                 if count != self._present:
-                    self._present, self._changed = count, step
+                    self._present = count
+                    self._changes.append(step)
         rates = np.concatenate([[self._rate], window.scalars.get("lr", np.empty(0))])
         moved = np.flatnonzero(np.maximum(rates[1:], rates[:-1]) > 1.5 * np.minimum(rates[1:], rates[:-1]))
         self._rate = float(rates[-1])
-        if len(moved):
-            self._changed = max(self._changed, int(window.steps[moved[-1]]))
+        self._changes += window.steps[moved].tolist()
         for shift in self.shifts(window.steps, np.log(norms), sign):
-            is_same = self._changed <= shift.began - 2 * _BLOCK or self._changed > shift.step
+            is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
             if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):
                 yield shift._replace(before=math.exp(shift.before), after=math.exp(shift.after))
+        last = int(window.steps[-1]) if len(window.steps) else 0
+        self._changes = [step for step in self._changes if last - step < 2 * self.settling]
 
 
 class SpikeRule(LevelRule):
@@ -226,7 +248,7 @@ class SpikeRule(LevelRule):
     def in_order(
         self, window: Window, name: str, shifts: Iterable[Shift]
     ) -> Iterator[tuple[int, int, float, Shift | None]]:
-        """As `not_calm`, with ``shifts`` in between when they showed, beside the row, step and value 0."""
+        """As `not_calm` of ``window`` and ``name``, with ``shifts`` between, when they showed, beside three zeros."""
         waiting = deque(shifts)
         for row, step, value in self.not_calm(window, name):
             while waiting and waiting[0].step < step:

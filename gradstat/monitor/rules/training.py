@@ -117,13 +117,24 @@ class LossSpike(SpikeRule):
             yield self.found(shift.began, "loss", text, loss=after, median=before)
 
 
+_SIGNALS = ("loss", "norm")
+_HUGE = 1e308
+
+
+def _of_group(name: str) -> str:
+    return (name != "lr") * f" of group {name[3:-1]}"
+
+
 class LearningRateJump(Rule):
     """A learning rate that jumps, stays 0, or is negative or NaN.
 
     Args:
         up: It grows by more than this factor in one step, above all earlier rates and above the ``initial_lr`` of its
-            scheduler, which a warm-up that is stepped per epoch may reach at once.
+            scheduler, which a warm-up that is stepped per epoch may reach at once. If losses or norms are known,
+            something must follow: within ``follows`` steps four losses in a row above those of the 16 steps before, or
+            norms above three times those.
         down: It falls by more than this factor in one step; step schedules divide by 10.
+        follows: As for ``up``. A change by no more than 1.5 times the last one, as on a ramp, is no jump either way.
         zeros: It is 0 for this many steps after it was not. Schedules touch 0 at their end.
     """
 
@@ -138,17 +149,23 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20) -> None:
-        self.up, self.down, self.zeros = up, down, zeros
+    def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20, follows: int = 16) -> None:
+        self.up, self.down, self.zeros, self.follows = up, down, zeros, follows
         # By series, as `rate_name` calls them.
         self._before: dict[str, float] = {}
         self._largest: dict[str, float] = {}
         self._zero_for: dict[str, int] = {}
         self._scheduled: dict[str, float] = {}
+        self._change: dict[str, float] = {}
+        # Of the last steps: step, loss and norm, one after the other; of growths that wait: group, step, before, rate.
+        self._signals: list[float] = []
+        self._waiting: list[float] = []
         self._episodes = Episodes(quiet=10)
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf)}
+        if self._waiting:
+            bands |= {name: (-math.inf, most) for name, most in self._usual(self._waiting[1]).items()}
         for name, last in self._before.items():
             if last > 0:
                 most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), self.up * last)
@@ -175,10 +192,52 @@ class LearningRateJump(Rule):
                 self._largest[name] = max(self._largest[name], high)
             else:
                 previous = [before, *listed[:-1]]
-                yield from self._review_one(name, zip(window.steps.tolist(), previous, listed, strict=True))
+                is_known = any(window.scalar(signal) is not None for signal in _SIGNALS)
+                rates_of = zip(window.steps.tolist(), previous, listed, strict=True)
+                yield from self._review_one(name, rates_of, is_known)
+            change = listed[-1] - (listed[-2] if len(listed) > 1 else before)
+            self._change[name] = change if math.isfinite(change) else 0.0
+        yield from self._followed(window)
 
-    def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]]) -> Iterable[Finding]:
-        which = "the learning rate" + (name != "lr") * f" of group {name[3:-1]}"
+    def _usual(self, step: float) -> dict[str, float]:
+        """The largest loss and three times the largest norm of the 16 steps up to ``step``."""
+        signals = np.array(self._signals).reshape(-1, 3)
+        before = signals[signals[:, 0] <= step][-16:, 1:]
+        if len(before) <= 3:
+            return {}
+        loss, norm = before.max(0).tolist()
+        return {"loss": loss, "norm": 3 * norm}  # norms also rise where a model begins to learn
+
+    def _followed(self, window: Window) -> Iterable[Finding]:
+        """Reports growths that something followed."""
+        # Without growths that wait only the last steps are of interest.
+        some = slice(None) if self._waiting else slice(-16, None)
+        columns = [window.scalars.get(name, np.zeros(len(window.steps)))[some] for name in _SIGNALS]
+        # What is not finite is above everything, and a state may not hold it.
+        huge = [np.nan_to_num(column, nan=_HUGE, posinf=_HUGE, neginf=-_HUGE) for column in columns]
+        self._signals += np.column_stack([window.steps[some], *huge]).ravel().tolist()
+        del self._signals[: -3 * (2 * 16 + self.follows + 64)]
+        if not self._waiting:
+            return
+        waiting, self._waiting = np.array(self._waiting).reshape(-1, 4), []
+        signals = np.array(self._signals).reshape(-1, 3)
+        for group, step, before, rate in waiting.tolist():
+            after, usual = signals[signals[:, 0] > step][: self.follows, 1:], self._usual(step)
+            above = after > [usual[name] for name in _SIGNALS] if usual else np.zeros((0, 2), dtype=bool)
+            rows = np.lib.stride_tricks.sliding_window_view(above, 4, axis=0) if len(above) > 3 else np.zeros((0, 2, 4))
+            name = rate_name(int(group))
+            if rows.all(2).any():
+                if self._episodes.record(f"jump {name}", int(step)):
+                    yield self._jump(int(step), name, before, rate)
+            elif len(after) < self.follows:
+                self._waiting += [group, step, before, rate]
+
+    def _jump(self, step: int, name: str, previous: float, rate: float) -> Finding:
+        text = f"the learning rate{_of_group(name)} jumps from {previous:.4g} to {rate:.4g}"
+        return self.found(step, name, text, before=previous, lr=rate, factor=rate / previous)
+
+    def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]], is_known: bool) -> Iterable[Finding]:
+        which, last = f"the learning rate{_of_group(name)}", self._change.get(name, 0.0)
         scheduled = self._scheduled.get(name, 0.0)
         for step, previous, rate in rates:
             if rate < 0 or (math.isnan(rate) and not math.isnan(previous)):
@@ -194,9 +253,13 @@ class LearningRateJump(Rule):
             grown = previous > 0 and rate > self.up * previous
             grown = grown and rate > max(self._largest[name], scheduled * (1 + 1e-9))
             fallen = previous > 0 and rate < previous / self.down and rate > 0
-            if (grown or fallen) and self._episodes.record(f"jump {name}", step):
-                text = f"{which} jumps from {previous:.4g} to {rate:.4g}"
-                yield self.found(step, name, text, before=previous, lr=rate, factor=rate / previous)
+            change = rate - previous if math.isfinite(rate - previous) else 0.0
+            is_ramp = change * last > 0 and abs(change) <= 1.5 * abs(last)
+            last = change
+            if grown and is_known:
+                self._waiting += [float(name[3:-1] or 0) if name != "lr" else 0.0, float(step), previous, rate]
+            elif (grown or fallen) and not is_ramp and self._episodes.record(f"jump {name}", step):
+                yield self._jump(step, name, previous, rate)
             self._largest[name] = max(self._largest[name], rate)
 
 
@@ -325,8 +388,8 @@ class SaturatedOutput(Rule):
 class OptimizerCoverage(Rule):
     """Parameters that are missing from the optimizer, in it but frozen, or in it but not the model's.
 
-    An info for missing parameters without gradients, such as those of a target network, for parameters that were
-    frozen from the start, and for those that are not the model's but are trained.
+    An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
+    or not the model's but trained.
     """
 
     name = "optimizer-coverage"
@@ -342,18 +405,25 @@ class OptimizerCoverage(Rule):
 
     def __init__(self) -> None:
         self._told: list[str] = []
-        self._looked = False
+        self._first_look = -1
+        self._before: dict[str, float] = {}  # sums of parameters that an optimizer of one lacks
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
-            frozen: Severity = self.severity if self._looked else "info"
-            self._looked = True
+            rows, sums, left_out = window.rows("gradient"), _sums(window), seen.value.left_out
+            # It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
+            self._first_look = seen.step if self._first_look < 0 else self._first_look
+            if seen.step == self._first_look and rows is not None and len(rows.names) - len(left_out) == 1:
+                self._before = {name: sums[name] for name in left_out if name in sums}
+                left_out = [name for name in left_out if name not in sums]
+            elif self._before:
+                left_out = [name for name in left_out if sums.get(name) == self._before.get(name, sums.get(name))]
             severity: Severity
             # The first word is what states and findings have.
             for key, parameters, severity, words in (
-                ("absent", seen.value.left_out, self.severity, "has a gradient and is not in the optimizer"),
+                ("absent", left_out, self.severity, "has a gradient and is not in the optimizer"),
                 ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
-                ("frozen", seen.value.frozen, frozen, "is frozen (requires_grad is False) and still in the optimizer"),
+                ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
                 ("foreign", seen.value.unknown, self.severity, "is not a parameter of the model, and has no gradient"),
                 ("besides", seen.value.besides, "info",
                  "is trained by the optimizer but is not a parameter of the model; it is watched"),
@@ -364,3 +434,9 @@ class OptimizerCoverage(Rule):
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
+
+
+def _sums(window: Window) -> dict[str, float]:
+    """The sum of each parameter, when last measured."""
+    rows = window.latest.get("parameter")
+    return {} if rows is None else dict(zip(rows.names, rows.field("sum")[-1].tolist(), strict=True))
