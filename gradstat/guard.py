@@ -29,6 +29,14 @@ _REASONS = ("nonfinite", *SERIES)
 # recorded values of each series; the values themselves begin at _TOTALS.
 _REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 5, 6, 7, 8, 11
 
+# How far outside of the usual values an outlier is, for this guard (csrc/decide.h) and for the rules of the monitor: so
+# many spreads above the median. The spread is the largest of the robust standard deviation, this share of the distance
+# from the median to the largest value, and this share of the median.
+THRESHOLD = 6.0
+OF_LARGEST, OF_MEDIAN = 0.5, 0.01
+# Standard deviation of a normal distribution over its median absolute deviation.
+MAD = 1.4826022185056018
+
 
 @dataclass(frozen=True, slots=True)
 class GuardCounts:
@@ -99,7 +107,7 @@ class SpikeGuard:
 
     def __init__(
         self,
-        threshold: float = 6.0,
+        threshold: float = THRESHOLD,
         window: int = 128,
         warmup: int | None = None,
         *,
@@ -343,9 +351,9 @@ def _judge(
             spread = ((ring - centre).square().nansum() / (count - 1)).sqrt()
         else:
             centre = ring.nanquantile(0.5)
-            spread = 1.4826022185056018 * (ring - centre).abs().nanquantile(0.5)
+            spread = MAD * (ring - centre).abs().nanquantile(0.5)
             largest = torch.where(is_compared, rings[i], -math.inf).amax()
-            of_largest, of_centre = (1.0, 1.0) if SERIES[i] == "update" else (0.5, 0.01)
+            of_largest, of_centre = (1.0, 1.0) if SERIES[i] == "update" else (OF_LARGEST, OF_MEDIAN)
             spread = torch.maximum(torch.maximum(spread, of_largest * (largest - centre)), of_centre * centre.abs())
         above[i] = value > limits[i]
         is_known = recorded[i] >= max(warmup, newest + 2)

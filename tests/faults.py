@@ -393,6 +393,12 @@ FAULTS: tuple[Fault, ...] = (
     # The course of training
     Fault("labels are permuted from now on", "MLP", "loss-spike", "loss",
           every_batch(lambda batch: (batch[0], (batch[1] + 1) % CLASSES)), step=150, late=1, further=12),
+    Fault("labels are those of other samples", "MLP", "no-learning", "loss",
+          every_batch(lambda batch: (batch[0], batch[1].roll(1))), step=0, further=260),
+    Fault("the loss is maximised", "MLP", "no-learning", "loss",
+          loss(lambda model, batch: -cross_entropy(model, batch)), step=0, late=130, further=130),
+    Fault("all weights are equal", "MLP", "no-learning", "0.weight",
+          lambda training: [nn.init.constant_(p, 0.05) for p in training.model.parameters() if p.dim() > 1], step=0),
     Fault("the loss is summed instead of averaged", "MLP", "loss-spike", "loss",
           loss(lambda model, batch: cross_entropy(model, batch) * len(batch[0]))),
     Fault("logits times 1,000", "GPT", "saturated-logits", "logits",
@@ -405,8 +411,6 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a layer replaced after the optimizer was created", "MLP", "optimizer-coverage", "4.weight",
           lambda training: training.model.__setitem__(4, nn.Linear(32, CLASSES)),
           further=100, also=("unchanged-parameter",)),
-    Fault("frozen layers left in the optimizer", "MLP", "optimizer-coverage", "0.weight",
-          lambda training: training.model[0].requires_grad_(False), late=50, further=60),
     # Several ranks
     Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
           lambda seed: train_mlp(2 * seed + torch.distributed.get_rank(), shown=False), step=20, ranks=2,

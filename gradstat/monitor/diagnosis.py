@@ -38,7 +38,8 @@ class Diagnosis(Judged):
     Attributes:
         findings: Errors and warnings by the step in which they began. Those of one step are in the order of
             `gradstat.monitor.RULES`, causes before effects: the batch, the state before the step, the forward pass in
-            module order, the loss, the backward pass in its order. Infos follow, ordered likewise.
+            module order, the loss, the backward pass in its order. A rising loss comes after gradients that are gone.
+            Infos follow, ordered likewise.
         incidents: The errors and warnings in groups, by time.
         steps: How many steps the run had taken.
         model: Class name of the model.

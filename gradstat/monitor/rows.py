@@ -25,6 +25,11 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a parameter is a weight rather than a bias or gain, which may have a shape such as (1, 64, 1, 1)."""
+    return len(shape) == 2 or (len(shape) > 2 and sum(size != 1 for size in shape) > 1)
+
+
 class TensorSet(NamedTuple):
     """Which tensors the rows of a kind belong to."""
 
@@ -32,14 +37,14 @@ class TensorSet(NamedTuple):
     infos: tuple[TensorInfo | None, ...]  # None for a tensor that was never measured
     numel: npt.NDArray[np.int64]
     values: Floats  # count of real numbers: a complex element is two
-    matrices: Bools  # which tensors have two or more dimensions
+    matrices: Bools  # which tensors have two or more dimensions, and are no vectors shaped for broadcasting
     dtypes: frozenset[torch.dtype]
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> TensorSet:
         numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
-        matrices = np.array([info is not None and len(info.shape) >= 2 for info in infos], dtype=bool)
+        matrices = np.array([info is not None and _is_matrix(info.shape) for info in infos], dtype=bool)
         dtypes = frozenset(info.dtype for info in infos if info is not None)
         return cls(tuple(names), tuple(infos), numel, numel * parts, matrices, dtypes)
 

@@ -6,11 +6,15 @@
 import math
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from healthy import HEALTHY, Healthy, serious_findings
 from public_programs import PROGRAMS, Program, run
+from small_training import RECORD, Clusters, Training, factory, train, train_mlp
+
+from gradstat.monitor import Monitor
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
@@ -47,3 +51,97 @@ def test_programs_of_others_are_neither_accused_nor_changed(program: Program, se
     assert watched.bits() == alone.bits()
     assert torch.equal(drawn[0], torch.get_rng_state())
     assert drawn[1] == random.getstate()
+
+
+def trained(training: Training, each: Callable[[int], object], steps: int, removed: int = 0) -> list[str]:
+    """The rules of serious findings; ``each`` is called before every step, and the first gradients may be removed."""
+    monitor = training.monitor()
+    for step in range(steps):
+        each(step)
+        training.optimizer.zero_grad()
+        loss = training.loss(training.model, training.batch())
+        loss.backward()
+        if step < removed:
+            training.model[4].zero_grad()
+        monitor.step(loss)
+        training.optimizer.step()
+    monitor.detach()
+    return [finding.rule for finding in monitor.findings if finding.severity != "info"]
+
+
+def by_sgd(lr: float = 0.1) -> Training:
+    return train_mlp(0, optimize=factory(torch.optim.SGD, lr, momentum=0.9))
+
+
+def test_a_cycle_of_rates_is_no_jump() -> None:
+    training = by_sgd()
+    schedule = torch.optim.lr_scheduler.CyclicLR(training.optimizer, 1e-4, 0.1, step_size_up=20)
+    assert trained(training, lambda step: schedule.step() if step else None, 300) == []
+
+
+@pytest.mark.parametrize("epoch", [30, 50])
+def test_a_warm_up_by_epochs_is_no_jump(epoch: int) -> None:
+    training = by_sgd()
+
+    def warm_up(step: int) -> None:
+        training.optimizer.param_groups[0]["lr"] = 1e-5 + 0.04 * min(step // epoch, 5)
+
+    assert trained(training, warm_up, 300) == []
+
+
+def test_a_group_that_rests_is_no_fault() -> None:
+    training = train_mlp(0)
+    first, *others = training.model.parameters()
+    training.optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.0}, {"params": others, "lr": 1e-3}])
+    assert trained(training, lambda step: None, 200) == []
+
+
+def test_layers_may_be_frozen_during_the_run() -> None:
+    training = train_mlp(0)
+    assert trained(training, lambda step: training.model[0].requires_grad_(step < 100), 300) == []
+
+
+def test_gradients_may_be_removed_at_first() -> None:
+    assert trained(train_mlp(0), lambda step: None, 150, removed=60) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_range_test_may_end_in_divergence(kind: type[torch.optim.Optimizer]) -> None:
+    training = train_mlp(0, optimize=factory(kind, 1e-6))
+
+    def rise(step: int) -> None:
+        training.optimizer.param_groups[0]["lr"] = 1e-6 * 10 ** (step * 8 / 300)
+
+    assert trained(training, rise, 300) == []
+
+
+def test_a_shift_shaped_for_broadcasting_is_no_weight() -> None:
+    class Shift(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = torch.nn.Parameter(1e-4 * torch.randn(1, 4, 1, 1))
+            self.out = torch.nn.Sequential(*[torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(x + self.shift)
+
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (model(batch[0]) - batch[0]).square().sum()
+
+    adam = factory(torch.optim.Adam, 1e-7)
+    assert trained(train(0, Shift, adam, Clusters(0, 4, 8, 8), loss=loss), lambda step: None, 60) == []
+
+
+def test_each_parameter_may_have_an_optimizer() -> None:
+    training = train_mlp(0)
+    optimizers = [torch.optim.SGD([parameter], 0.1) for parameter in training.model.parameters()]
+    monitor = Monitor(training.model, optimizers[0], on_anomaly=RECORD)
+    for _ in range(150):
+        training.model.zero_grad()
+        loss = training.loss(training.model, training.batch())
+        loss.backward()
+        monitor.step(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+    monitor.detach()
+    assert [finding for finding in monitor.findings if finding.severity != "info"] == []

@@ -497,7 +497,7 @@ def test_the_newest_rows_are_not_overwritten_by_the_next_step() -> None:
 @pytest.mark.parametrize("at", ["_pending", "_others"])
 def test_an_interrupt_loses_no_step_and_makes_no_two_of_one_number(at: str) -> None:
     model, optimizer, monitor = made(watch={"parameters": 2})
-    trained(model, optimizer, monitor, 3)
+    trained(model, optimizer, monitor, 4)
     monitor.recording()  # takes all pending rows, so that the next rows of a kind begin a new list
     owner: Any = monitor if at == "_pending" else monitor._log
     kind = type(getattr(owner, at))

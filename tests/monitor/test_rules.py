@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradstat
 import gradstat.monitor as monitoring
 from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
@@ -252,6 +253,16 @@ def unchanged(times: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
 
 
+def learning(
+    losses: Sequence[float], mean: float = 0.0, certain: float | None = None, **scalars: Sequence[float]
+) -> Story:
+    """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0."""
+    tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
+    if certain is not None:
+        tables["output"] = Table({0: [row(1.0, 1, mean=certain)]}, ("",), [(1,)])
+    return Story(len(losses), {"loss": losses, **scalars}, tables)
+
+
 def wobbling(count: int, level: float = 1.0) -> list[float]:
     return [level * (1 + 0.05 * math.sin(i * 1.7)) for i in range(count)]
 
@@ -335,9 +346,9 @@ CASES = [
     Case("loss-spike", series("loss", [*LOSSES, 1.2, 1.2, 0.3, 1.2, 1.2]), 96, "loss",
          (series("loss", [*LOSSES, 1.2, 1.2, 0.3, 0.3, 1.2, 1.2]), series("loss", [*LOSSES, 0.5, 0.5, 0.5, 0.5]))),
     # A rise without four of five losses above the limit.
-    Case("loss-spike", series("loss", [*SETTLED, *[0.95, 0.95, 0.95, 0.1, 0.1] * 6]), 140, "loss",
+    Case("loss-spike", series("loss", [*SETTLED, *[1.2, 1.2, 0.1, 0.1, 0.1] * 6]), 143, "loss",
          (series("loss", [*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
-          series("loss", [1.0] * 20 + [0.5] * 108 + [3.0, 3.0, 3.0, 0.5, 0.5] * 6))),  # it never fell
+          series("loss", [1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6))),  # it never fell
     Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "x",
          (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
     Case("bad-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3, "b.weight",
@@ -358,7 +369,7 @@ CASES = [
          (series("norm", [*NORMS, 19.9]), series("norm", [*NORMS, math.nan, math.inf]),
           series("norm", [1.0] * 30 + [9.0]))),
     # A spike does not excuse the next one, and growth from step to step is not a spike.
-    Case("exploding-gradient", series("norm", [*NORMS, 5.0, 30.0]), 97, "norm",
+    Case("exploding-gradient", series("norm", [*NORMS, 5.0, 30.0]), 96, "norm",
          (series("norm", [*NORMS, 0.9, 5.0, 30.0]),)),
     Case("exploding-gradient", series("norm", [*NORMS, 1.5, 0.1, 1.5, 1.5, 1.5]), 96, "norm",
          (series("norm", [*NORMS, 1.5, 1.5, 1.5, 0.1, 0.1]), series("norm", [*NORMS, 0.9, 0.9, 0.9, 0.9]))),
@@ -375,6 +386,15 @@ CASES = [
     Case("unchanged-parameter", unchanged(2), 100, "a.weight",
          (unchanged(1), unchanged(2, gradient=0.9e-5), unchanged(9, apart=5), unchanged(2, zeros=0))),
     Case("unchanged-parameter", unchanged(2, gradient=1.1e-5), 100, "a.weight", (unchanged(2, gradient=0.0),)),
+    Case("no-learning", learning([2.1] * 300), 0, "loss",
+         (learning([2.1] * 255), learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),
+          learning([1.0] * 300), learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()))),
+    Case("no-learning", learning([-2.1] * 40 + [-10.0] * 88), 95, "loss",
+         (learning([-2.1] * 40 + [-6.0] * 88), learning([-2.1] * 40 + [-10.0, 1.0] * 44))),
+    Case("no-learning", learning([5.3] + [1.0] * 40, certain=0.4), 0, "loss",
+         (learning([5.1] + [1.0] * 40, certain=0.4), learning([5.3] + [1.0] * 40, certain=0.2))),
+    Case("no-learning", learning([2.1] + [11.0] * 20, lr=[0.1] * 21), 0, "lr",
+         (learning([2.1] + [10.0] * 20), learning([2.1] + [11.0] * 7 + [2.0] * 13))),
     Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16, 0.9e-16]), 50, "x",
          (adam("exp_avg_sq", [0.9e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [0.0] * 5),
           one("exp_avg_sq", [0.9e-16] * 5))),
@@ -438,6 +458,88 @@ def test_nothing_is_found_in_an_empty_window(kind: type[Rule]) -> None:
     assert kind.__doc__
     assert kind.causes
     assert kind.advice
+
+
+def noisy(level: Sequence[float], deviation: float, seed: int = 0) -> list[float]:
+    return (np.asarray(level) + np.random.default_rng(seed).normal(0, deviation, len(level))).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "after",
+    [
+        np.full(64, 4.5),  # less than twice as much
+        2.5 + 2.5 * np.exp(-np.arange(64) / 50),
+        np.full(64, 2.9),  # within the noise of each value
+    ],
+    ids=["for ever", "decaying", "small"],
+)
+def test_a_loss_that_rises_and_stays_is_found(after: Any, seed: int, size: int) -> None:
+    losses = noisy([*(2.5 + np.exp(-np.arange(400) / 20)), *after], 0.1, seed)
+    (found,) = findings(new("loss-spike"), series("loss", losses).windows(size))
+    assert 395 <= found.step <= 406
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize(("name", "factor"), [("exploding-gradient", 2.6), ("vanishing-gradient", 1 / 2.6)])
+def test_a_norm_that_changes_its_level_at_once_is_found(name: str, factor: float, size: int) -> None:
+    norms = np.exp(noisy(np.zeros(260), 0.1)) * np.where(np.arange(260) < 200, 1, factor)
+    (found,) = findings(new(name), series("norm", norms.tolist()).windows(size))
+    assert 198 <= found.step <= 202
+    other = {"exploding-gradient": "vanishing-gradient"}.get(name, "exploding-gradient")
+    assert findings(new(other), series("norm", norms.tolist()).windows(size)) == []
+    # Not so if other parameters have gradients from then on, or with another learning rate.
+    rows = {step: [row(0.1), row(0.1, 8), row(0.1) if step < 200 else ABSENT] for step in range(260)}
+    frozen = rows_of("gradient", rows, scalars={"norm": norms.tolist()})
+    assert hits(new(name), frozen.windows(size)) == []
+    rates = {"lr": [0.1] * 199 + [0.02] * 61}
+    assert hits(new(name), series("norm", norms.tolist(), scalars=rates).windows(size)) == []
+
+
+@pytest.mark.parametrize("name", ["exploding-gradient", "vanishing-gradient"])
+@pytest.mark.parametrize("seed", range(20))
+def test_noisy_norms_have_no_new_level(name: str, seed: int) -> None:
+    t, draw = np.arange(1000), np.random.default_rng(seed)
+    for norms in (np.exp(draw.normal(0, 0.7, 1000)), np.exp(np.sin(t / 60) + draw.normal(0, 0.2, 1000)),
+                  5 * np.exp(-t / 100 + draw.normal(0, 0.2, 1000))):  # fmt: skip
+        assert hits(new(name), series("norm", norms.tolist()).windows(64)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    ("name", "course"),
+    [
+        ("falling", lambda t, draw: 2.5 + 3 * np.exp(-t / 200) + draw.normal(0, 0.2, len(t))),
+        ("heavy tails", lambda t, draw: 1 + 0.1 * draw.standard_t(3, len(t))),
+        ("factors", lambda t, draw: np.exp(draw.normal(0, 0.7, len(t)))),
+        ("slow rise", lambda t, draw: 3 * np.exp(-t / 20) + 1 + t / 2000 + draw.normal(0, 0.1, len(t))),
+        ("drifting", lambda t, draw: 2 + 0.02 * np.cumsum(draw.normal(0, 1, len(t))) + draw.normal(0, 0.2, len(t))),
+    ],
+)
+def test_noise_and_drift_are_no_rise_of_a_loss(name: str, course: Any, seed: int) -> None:
+    losses = course(np.arange(1000), np.random.default_rng(seed)).tolist()
+    assert findings(new("loss-spike"), series("loss", losses).windows(64)) == []
+
+
+def test_what_the_guard_refuses_again_and_again_is_a_spike() -> None:
+    losses = noisy([*(2.5 + 1.5 * np.exp(-np.arange(200) / 20)), *[3.2] * 5], 0.04)
+    guard, parameter = gradstat.SpikeGuard(), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for loss in losses:
+        parameter.grad = torch.ones(1)
+        gradstat.guarded_step(optimizer, loss=torch.tensor(loss), guard=guard)
+    assert guard.read(wait=True).by_loss == 5
+    assert [found.step for found in findings(new("loss-spike"), series("loss", losses).windows(1))] == [200]
+
+
+@pytest.mark.parametrize("name", ["loss-spike", "exploding-gradient"])
+@pytest.mark.parametrize("size", [1e200, 1e307])
+def test_huge_values_do_not_raise(name: str, size: float) -> None:
+    values = [*(size * np.array(noisy(np.ones(150), 0.05))), *[-size, size, 0.0] * 20, *[3.0] * 90]
+    asked = new(name)
+    findings(asked, series("loss" if name == "loss-spike" else "norm", values).windows(32))
+    json.dumps(asked.state_dict(), allow_nan=True)
 
 
 @pytest.mark.parametrize("name", ["loss-spike", "exploding-gradient"])
@@ -554,7 +656,7 @@ def test_a_second_moment_is_judged_by_the_optimizers_own_decay() -> None:
     assert hits(new("second-moment-drop"), story.windows(100)) == [("second-moment-drop", 50, "x")]
 
 
-def test_what_rests_or_is_frozen_from_the_start_is_an_info() -> None:
+def test_what_rests_or_is_frozen_is_an_info() -> None:
     for part, name in (("unused", "b.weight"), ("frozen", "a.bias")):
         (found,) = new("optimizer-coverage").review(seen("coverage", covered(**{part: [name]})).windows(10)[0])
         assert (found.severity, found.name) == ("info", name)
@@ -562,7 +664,7 @@ def test_what_rests_or_is_frozen_from_the_start_is_an_info() -> None:
         10, observations=[Observation("coverage", 0, covered()), Observation("coverage", 5, covered(frozen=["x"]))]
     )
     (found,) = new("optimizer-coverage").review(later.windows(10)[0])
-    assert (found.severity, found.step) == ("warning", 5)
+    assert (found.severity, found.step) == ("info", 5)
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])

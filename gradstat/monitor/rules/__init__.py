@@ -22,6 +22,7 @@ from gradstat.monitor.rules.finite import (
 )
 from gradstat.monitor.rules.golden import UnlikeGolden
 from gradstat.monitor.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
+from gradstat.monitor.rules.learning import NoLearning
 from gradstat.monitor.rules.optimizer import MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.monitor.rules.precision import LossScale, Underflow
 from gradstat.monitor.rules.training import (
@@ -56,7 +57,6 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteActivation,
     NonfiniteLoss,
     LostLoss,
-    LossSpike,
     SaturatedOutput,
     # Its backward pass.
     BadRank,
@@ -66,11 +66,13 @@ RULES: tuple[type[Rule], ...] = (
     DeadGradient,
     Underflow,
     VanishingGradient,
+    LossSpike,  # it names no place, unlike what stopped a part of the model
     ExplodingGradient,
     GradientWeightRatio,
     # Its results.
     UpdateWeightRatio,
     UnchangedParameter,
+    NoLearning,
     SmallSecondMoment,
     RefusedStep,
     ClipActivity,

@@ -17,19 +17,18 @@ from gradstat.monitor.rules.base import (
     Episodes,
     LastingRule,
     PerName,
-    Rule,
     StateChecks,
     is_texts,
 )
-from gradstat.monitor.rules.spikes import SpikeRule
+from gradstat.monitor.rules.spikes import NormLevelRule, SpikeRule
 
 
-class ExplodingGradient(SpikeRule):
-    """A total norm that is too large compared to those of earlier steps.
+class ExplodingGradient(SpikeRule, NormLevelRule):
+    """A total norm that is too large compared to those of earlier steps, or whose level rises at once.
 
     Args:
-        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps, single_factor, warmup_factor, window: As for
-            `SpikeRule`. Norms have heavy tails, so healthy steps often exceed three standard deviations.
+        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps, single_factor, warmup_factor, errors, moves,
+            window: As for `SpikeRule`. Norms have heavy tails, so healthy steps often exceed three standard deviations.
     """
 
     name = "exploding-gradient"
@@ -54,18 +53,28 @@ class ExplodingGradient(SpikeRule):
         within_steps: int = 5,
         single_factor: float = 10.0,
         warmup_factor: float = 1e3,
+        errors: float = 10.0,
+        moves: float = 4.0,
         window: int = 100,
     ) -> None:
         super().__init__(
-            sigmas, log_sigmas, factor, lost_progress, 0.0, min_count, within_steps, single_factor, warmup_factor,
-            window, quiet=20,
+            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, errors,
+            moves, window, quiet=20,
         )  # fmt: skip
+        self.factor = factor
 
     def bands(self) -> Mapping[str, Band]:
         return {"norm": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for row, step, norm in self.not_calm(window, "norm"):
+        for row, step, norm, shift in self.in_order(window, "norm", self.norm_shifts(window, 1)):
+            if shift is not None:
+                # One that has converged may rise, like a loss.
+                relapse = self.lost_progress * (self.beginning() - shift.before)
+                if shift.after - shift.before > relapse and self._episodes.record("level", shift.step):
+                    text = f"the gradient norm rises to a level of {shift.after:.4g} from {shift.before:.4g}"
+                    yield self.found(shift.began, "norm", f"{text}, and stays there", norm=shift.after)
+                continue
             if not math.isfinite(norm):
                 continue
             limit, median = min(self._high, self._beyond), self._median
@@ -87,8 +96,16 @@ class ExplodingGradient(SpikeRule):
         return self.found(began, name, text, about, norm=norm, median=finite_median, limit=limit, share=share)
 
 
-class VanishingGradient(Rule):
-    """Gradients that are almost zero in total, or that shrink from layer to layer.
+# Causes of a norm that falls at once.
+_FALLEN = (
+    "a softmax or sigmoid before a loss that applies its own, or a loss or inputs multiplied by less",
+    "a part of the model that was cut off, overwritten, or whose weights decay to zero",
+    "a sudden change of data, to batches that are easier or all alike",
+)
+
+
+class VanishingGradient(NormLevelRule):
+    """Gradients that are almost zero in total, whose level falls at once, or that shrink from layer to layer.
 
     Args:
         limit: A total norm below it is vanishing.
@@ -97,6 +114,7 @@ class VanishingGradient(Rule):
         correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
         layers: Minimum number of weights of two dimensions and more.
         in_a_row: Number of steps in a row.
+        errors, moves: As for `NormLevelRule`.
     """
 
     name = "vanishing-gradient"
@@ -112,8 +130,16 @@ class VanishingGradient(Rule):
     )
 
     def __init__(
-        self, limit: float = 1e-8, ratio: float = 1e-5, correlation: float = 0.9, layers: int = 5, in_a_row: int = 5
+        self,
+        limit: float = 1e-8,
+        ratio: float = 1e-5,
+        correlation: float = 0.9,
+        layers: int = 5,
+        in_a_row: int = 5,
+        errors: float = 10.0,
+        moves: float = 4.0,
     ) -> None:
+        super().__init__(errors, moves)
         self.limit, self.ratio, self.correlation = limit, ratio, correlation
         self.layers, self.in_a_row = layers, in_a_row
         self._low = self._decaying = 0
@@ -130,6 +156,12 @@ class VanishingGradient(Rule):
             if self._low >= self.in_a_row and self._episodes.record("norm", step):
                 text = f"the gradient norm is {norm:.3g}; it has been below {self.limit:g} for {self.in_a_row} steps"
                 yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
+        for shift in self.norm_shifts(window, -1):
+            if self._episodes.record("level", shift.step):
+                text = (
+                    f"the gradient norm falls to a level of {shift.after:.4g} from {shift.before:.4g}, and stays there"
+                )
+                yield self.found(shift.began, "norm", text, causes=_FALLEN, norm=shift.after, before=shift.before)
         rows = window.rows("gradient")
         if rows is not None:
             yield from self._layer_by_layer(rows)
@@ -345,7 +377,9 @@ class MissingGradient(_AbsentGradientRule):
                 continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
             text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
-            yield self._finding(rows, lengths, since, name, text)
+            # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first.
+            is_removed = name in window.run.backward_order and lengths[fresh[-1]] > rows.steps[row]
+            yield self._finding(rows, lengths, since, name, text, not is_removed)
 
 
 def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:

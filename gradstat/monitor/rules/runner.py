@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class RuleRunner:
         self.rules = list(rules)
         self._every = every
         self._failed: set[int] = set()
+        self._rates: list[float] = []
         self._bands: list[tuple[str, float, float]] = []
         self._next = 1
         self.refresh(0)
@@ -54,7 +56,17 @@ class RuleRunner:
         rows = window.rows("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
+        if self._is_range_test(window):
+            return [replace(finding, severity="info") for finding in findings]
         return findings
+
+    def _is_range_test(self, window: Window) -> bool:
+        """Whether the learning rate has grown by the same factor for a hundred steps: in the end training diverges."""
+        self._rates = [*self._rates, *window.scalars.get("lr", np.empty(0)).tolist()][-101:]
+        if len(self._rates) < 101 or not self._rates[0] > 0:
+            return False
+        first, middle, last = self._rates[::50]
+        return middle > 1.5 * first and 0.8 < (last / middle) / (middle / first) < 1.25
 
     def last_steps(self, names: set[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
@@ -81,9 +93,11 @@ class RuleRunner:
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
             # The first steps are reviewed soon, so that problems from the start are reported early. Later a review may
-            # be late by a sixteenth of the run: its cost per step falls with the number of steps.
+            # be late by a sixteenth of the run: its cost per step falls with the number of steps. A review of a step
+            # out of band does not put off the next one, so that whatever began in that step is reported early, too.
             later = min(steps // 16, _MAX_ROWS // max(tensors, 1))
-            self._next = steps + min(max(steps, 1), max(later, 64), self._every)
+            due = steps + min(max(steps, 1), max(later, 64), self._every)
+            self._next = self._next if steps < self._next < due else due
 
     def _switch_off(self, rule: Rule) -> None:
         """Monitoring must not end the training: after the exception being handled, ``rule`` does not run again."""

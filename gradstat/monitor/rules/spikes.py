@@ -1,17 +1,20 @@
-"""The base of the rules on loss and gradient-norm spikes: a value far above its running median."""
+"""Jumps of losses and gradient norms: values far above their running median, and levels that change at once."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from gradstat.monitor.rows import Window
+from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
+from gradstat.monitor.rows import Floats, Window
 from gradstat.monitor.rules.base import Episodes, Rule
-
-# Standard deviation of a normal distribution over its median absolute deviation.
-_MAD = 1.4826
 
 # Number of values that define the initial level.
 _BEGINNING = 20
@@ -23,7 +26,150 @@ _FEW = 5
 _EVERY = 32
 
 
-class SpikeRule(Rule):
+# A level is the median of this many values.
+_BLOCK = 8
+# So many levels must be known before the last ones are judged.
+_KNOWN = 12
+
+
+class Shift(NamedTuple):
+    """A level that changed in step ``began``, which showed in ``step``."""
+
+    began: int
+    step: int
+    before: float
+    after: float
+
+
+class LevelRule(Rule):
+    """A series whose level changes at once, and lasts.
+
+    A single value may be anything, but medians of eight are nearly normally distributed, however heavy the tails. The
+    mean of the last ones is compared with those before, continued by their trend, so that neither learning nor a slow
+    drift counts; each of them exceeds all but one of those before.
+
+    Six errors are where a guard draws the line. Other thresholds are conventions of gradstat: the smallest round
+    numbers with which healthy trainings and programs of its tests are silent over five seeds.
+
+    Args:
+        errors: By so many standard errors it moved, as the differences of neighbouring values tell.
+        moves: By so many times the largest move between such means before, since values may depend on each other.
+    """
+
+    fresh: ClassVar[int] = 2
+    before: ClassVar[int] = 6
+    kept: ClassVar[int] = 18
+
+    def __init__(self, errors: float, moves: float) -> None:
+        super().__init__()
+        self.errors, self.moves = errors, moves
+        self._levels: list[float] = []
+        self._scatters: list[float] = []  # median differences of neighbouring values, by level
+        self._rest = 0  # values that are in no level yet
+        self._recent: list[float] = []  # the last values, with these
+        self._recent_steps: list[int] = []
+
+    def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
+        """Adds the ``values`` of ``steps``; yields when their level has risen (``sign`` 1) or fallen (-1)."""
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            steps, values = steps[is_finite], values[is_finite]
+        recent, recent_steps = self._recent + values.tolist(), self._recent_steps + steps.tolist()
+        first = len(self._recent) - self._rest
+        count, self._rest = divmod(self._rest + len(values), _BLOCK)
+        blocks = np.array(recent[first : first + count * _BLOCK]).reshape(count, _BLOCK)
+        ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
+        levels = self._levels + (ordered[:, 3] / 2 + ordered[:, 4] / 2).tolist()
+        scatters = self._scatters + apart[:, 3].tolist()
+        for block in range(count):
+            at = len(levels) - count + block + 1
+            # The usual case: the last ones do not all exceed those before but one.
+            now, older = (
+                levels[max(0, at - self.fresh) : at],
+                levels[max(0, at - self.fresh - self.before) : at - self.fresh],
+            )
+            if len(older) < self.before or (
+                min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]
+            ):
+                continue
+            held = slice(max(0, at - self.kept), at)
+            moved = self._moved(levels[held], scatters[held], sign)
+            if moved is not None:
+                before, after = moved
+                # It began where the sum of signs around the middle, from there on, is largest.
+                end = first + (block + 1) * _BLOCK
+                middle = before / 2 + after / 2
+                span = recent[end - (self.fresh + 1) * _BLOCK : end]
+                sums = list(itertools.accumulate(1 if sign * (value - middle) > 0 else -1 for value in reversed(span)))
+                began = end - 1 - sums.index(max(sums))
+                yield Shift(recent_steps[began], recent_steps[end - 1], before, after)
+        self._levels, self._scatters = levels[-self.kept :], scatters[-self.kept :]
+        kept = (self.fresh + 2) * _BLOCK
+        self._recent, self._recent_steps = recent[-kept:], recent_steps[-kept:]
+
+    def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float] | None:
+        """The level before and now, if it has moved."""
+        fresh, count = self.fresh, self.before
+        older, now = levels[:-fresh], levels[-fresh:]
+        if len(older) < _KNOWN:  # too few moves to know the usual ones
+            return None
+        reference = older[-count:]
+        before, after = median(reference), sum(now) / fresh
+        trend = median(reference[count // 2 :]) - median(reference[: count // 2])
+        shift = sign * (after - before) - max(0.0, sign * trend * (count + fresh) / count)
+        # The standard error of a median is 1.25 times that of a mean.
+        deviation = MAD / math.sqrt(2) * median(scatters[:-fresh])
+        error = 1.25 * deviation * math.sqrt(1 / (fresh * _BLOCK) + 1 / (count * _BLOCK))
+        if not shift > self.errors * error:
+            return None
+        means = np.convolve(older, np.ones(fresh) / fresh, "valid")
+        moves = means[fresh:] - means[:-fresh]
+        largest = float(np.abs(moves - np.median(moves)).max())
+        return (before, after) if shift > self.moves * largest else None
+
+
+class NormLevelRule(LevelRule):
+    """Base of rules on the level of the total gradient norm, on a logarithmic scale.
+
+    It may change with the number of parameters that have gradients, as when layers are frozen, and with the learning
+    rate, as in a warm-up by epochs; both count for ``settling`` steps.
+
+    Args:
+        errors, moves: As for `LevelRule`.
+        level_factor: At least by this factor it moved. Batches, learning rates and progress move it by less at once.
+    """
+
+    settling: ClassVar[int] = 64
+
+    def __init__(self, errors: float, moves: float, level_factor: float = 2.2) -> None:
+        super().__init__(errors, moves)
+        self.level_factor = level_factor
+        self._present = 0  # gradients in the last step
+        self._rate = math.nan
+        self._changes: list[int] = []  # the last steps in which either changed
+
+    def norm_shifts(self, window: Window, sign: int) -> Iterator[Shift]:
+        """As `shifts`, of the norms of ``window``, with the same ``sign``."""
+        rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
+        if rows is not None:
+            counts = [len(rows.names)] if rows.is_plain else rows.present.sum(1).tolist()
+            for step, count in zip(rows.steps.tolist(), counts, strict=False):
+                if count != self._present:
+                    self._present = count
+                    self._changes.append(step)
+        rates = np.concatenate([[self._rate], window.scalars.get("lr", np.empty(0))])
+        moved = np.flatnonzero(np.maximum(rates[1:], rates[:-1]) > 1.5 * np.minimum(rates[1:], rates[:-1]))
+        self._rate = float(rates[-1])
+        self._changes += window.steps[moved].tolist()
+        for shift in self.shifts(window.steps, np.log(norms), sign):
+            is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
+            if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):
+                yield shift._replace(before=math.exp(shift.before), after=math.exp(shift.after))
+        last = int(window.steps[-1]) if len(window.steps) else 0
+        self._changes = [step for step in self._changes if last - step < 2 * self.settling]
+
+
+class SpikeRule(LevelRule):
     """A series that jumps and stays high, or that jumps beyond all earlier values.
 
     A jump of one step means little: the better a model has learned, the more a single hard sample stands out, at any
@@ -31,33 +177,33 @@ class SpikeRule(Rule):
     within few steps, or one that is beyond the initial level.
 
     Args:
-        sigmas, factor: The limit is ``sigmas`` robust standard deviations (1.4826 times the median absolute deviation)
-            above the median of the window, and at least ``factor`` times the median.
+        sigmas: The limit is so many spreads above the median of the window, each as a `gradstat.SpikeGuard` defines
+            it: the largest of the robust standard deviation, half the distance from the median to the largest value,
+            and a hundredth of the median. They are those of the newer half of the window, since losses fall.
         log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
             this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
             counts, are no heavier than those of a normal distribution.
         lost_progress: It is also at least this fraction of the way from the median back to the initial level, the third
             quartile of the first 20 values.
-        floor: It is also at least this far above the median.
         min_count, within_steps: So many values above the limit in so many steps are a jump, which began with the first.
         single_factor: A single value is a jump if it is above this many times the initial level and the largest in the
             window.
         warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.
+        errors, moves: As for `LevelRule`.
+        factor: The limit is also at least this many times the median.
         window: Number of steps in the window.
         quiet: A jump this many steps after the last one is a new finding.
     """
 
+    factor = 1.0
+
     def __init__(
-        self, sigmas: float, log_sigmas: float, factor: float, lost_progress: float, floor: float, min_count: int,
-        within_steps: int, single_factor: float, warmup_factor: float, window: int, quiet: int,
+        self, sigmas: float, log_sigmas: float, lost_progress: float, min_count: int, within_steps: int,
+        single_factor: float, warmup_factor: float, errors: float, moves: float, window: int, quiet: int,
     ) -> None:  # fmt: skip
-        self.sigmas, self.log_sigmas, self.factor = sigmas, log_sigmas, factor
-        self.lost_progress, self.floor, self.min_count, self.within_steps = (
-            lost_progress,
-            floor,
-            min_count,
-            within_steps,
-        )
+        super().__init__(errors, moves)
+        self.sigmas, self.log_sigmas = sigmas, log_sigmas
+        self.lost_progress, self.min_count, self.within_steps = lost_progress, min_count, within_steps
         self.single_factor, self.warmup_factor, self.window = single_factor, warmup_factor, window
         self._values: list[float] = []
         self._first: list[float] = []
@@ -99,6 +245,18 @@ class SpikeRule(Rule):
                 yield row, steps[row], values[row]
                 row += 1
 
+    def in_order(
+        self, window: Window, name: str, shifts: Iterable[Shift]
+    ) -> Iterator[tuple[int, int, float, Shift | None]]:
+        """As `not_calm` of ``window`` and ``name``, with ``shifts`` between, when they showed, beside three zeros."""
+        waiting = deque(shifts)
+        for row, step, value in self.not_calm(window, name):
+            while waiting and waiting[0].step < step:
+                yield 0, 0, 0.0, waiting.popleft()
+            yield row, step, value, None
+        for shift in waiting:
+            yield 0, 0, 0.0, shift
+
     def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""
         began = None
@@ -106,8 +264,8 @@ class SpikeRule(Rule):
         if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
         if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.record("leap", step):
-            began = step if alone else self._leaps[0]
-        if self.single_factor * value > self._beyond and value <= self.factor * max(
+            began = self._leaps[0] if is_high else step
+        if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-self.within_steps :], default=math.inf
         ):
             self._beyond = self.single_factor * value  # steady growth is not a jump
@@ -135,16 +293,17 @@ class SpikeRule(Rule):
             self._high = self._beyond = self.warmup_factor * largest if largest > 0 else math.inf
             return
         # Sorting a hundred numbers is faster than numpy's median of them.
-        values = sorted(self._values)
-        self._median = median = values[len(values) // 2]
+        newer = sorted(self._values[-self.window // 2 :])
+        self._median = median = newer[len(newer) // 2]
         first = self.beginning()
-        sizes = values if values[0] > 0 else sorted(abs(value) for value in values if value)
+        sizes = newer if newer[0] > 0 else sorted(abs(value) for value in newer if value)
         if sizes:
             self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
         relapse = self.lost_progress * (first - median)
-        above = max(self.sigmas * _spread(values), (self.factor - 1) * size, relapse, self.floor)
-        self._beyond = max(median + above, self.single_factor * max(first, values[-1]))
+        spread = max(_spread(newer), OF_LARGEST * (newer[-1] - median), OF_MEDIAN * size)
+        above = max(self.sigmas * spread, (self.factor - 1) * size, relapse)
+        self._beyond = max(median + above, self.single_factor * max(first, *self._values))
         self._high = median + max(above, (self._scatter - 1) * size)
 
 
@@ -161,4 +320,4 @@ def _spread(values: Sequence[float], scale: Callable[[float], float] = float) ->
             low = middle + 1
         else:
             high = middle
-    return _MAD * max(median - scale(values[low]), scale(values[low + half]) - median)
+    return MAD * max(median - scale(values[low]), scale(values[low + half]) - median)

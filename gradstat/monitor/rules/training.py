@@ -8,25 +8,26 @@ from typing import ClassVar
 
 import numpy as np
 
-from gradstat.guard import reasons_of
+from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Window, rate_name
 from gradstat.monitor.rules.base import Band, Episodes, Rule, StateChecks, is_texts, series
-from gradstat.monitor.rules.spikes import SpikeRule
+from gradstat.monitor.rules.spikes import Shift, SpikeRule
 
 
 class LossSpike(SpikeRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
     Args:
-        sigmas, log_sigmas, factor, lost_progress, floor, min_count, within_steps, single_factor, window: As for
-            `SpikeRule`.
+        sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, errors, moves, window: As for
+            `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` would refuse it.
         climb, climb_lost_progress: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the
-            factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by ``floor``, by
-            the fraction ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors.
+            factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by the fraction
+            ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors.
     """
 
     name = "loss-spike"
+    fresh, before, kept = 4, 8, 26
     causes = (
         "an unusual or damaged batch",
         "a learning rate too high: a step overshot the minimum",
@@ -42,21 +43,21 @@ class LossSpike(SpikeRule):
 
     def __init__(
         self,
-        sigmas: float = 10.0,
+        sigmas: float = THRESHOLD,
         log_sigmas: float = 4.0,
-        factor: float = 2.0,
         lost_progress: float = 0.25,
-        floor: float = 0.1,
         min_count: int = 4,
         within_steps: int = 5,
         single_factor: float = 4.0,
         climb: float = 3.0,
         climb_lost_progress: float = 0.4,
+        errors: float = THRESHOLD,
+        moves: float = 2.0,
         window: int = 100,
     ) -> None:
         super().__init__(
-            sigmas, log_sigmas, factor, lost_progress, floor, min_count, within_steps, single_factor, math.inf, window,
-            quiet=50,
+            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, math.inf, errors, moves,
+            window, quiet=50,
         )  # fmt: skip
         self.climb, self.climb_lost_progress = climb, climb_lost_progress
         self._lowest = math.inf
@@ -69,8 +70,8 @@ class LossSpike(SpikeRule):
             mean = sum(self._values) / count
             if mean < self._lowest:
                 self._lowest = mean
-                # The standard error of a mean of 20 values.
-                self._error = math.sqrt(sum((value - mean) ** 2 for value in self._values) / (20 * count))
+                # The standard error of a mean of 20 values. A square of 1e200 would raise.
+                self._error = math.hypot(*(value - mean for value in self._values)) / math.sqrt(20 * count)
 
     def calm_below(self) -> float:
         calm = super().calm_below()
@@ -83,7 +84,11 @@ class LossSpike(SpikeRule):
         return {"loss": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for _, step, loss in self.not_calm(window, "loss"):
+        shifts = self.shifts(window.steps, window.scalars.get("loss", np.empty(0)), 1)
+        for _, step, loss, shift in self.in_order(window, "loss", shifts):
+            if shift is not None:
+                yield from self._of_shift(shift)
+                continue
             if not math.isfinite(loss):
                 continue
             limit, median = min(self._high, self._beyond), self._median
@@ -98,10 +103,28 @@ class LossSpike(SpikeRule):
             # Skip a loss that never fell far below its initial level, such as an error of values that grow.
             if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
                 continue
-            least = max(self.floor, self.climb_lost_progress * (self.beginning() - self._lowest), 5 * self._error)
+            least = max(self.climb_lost_progress * (self.beginning() - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
+
+    def _of_shift(self, shift: Shift) -> Iterable[Finding]:
+        before, after = shift.before, shift.after
+        progress = self.beginning() - before
+        least = max(self.lost_progress * progress, self.sigmas * OF_MEDIAN * abs(before))
+        # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
+        is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
+        if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
+            text = f"the loss rises to a level of {after:.4g} from {before:.4g}, and stays there"
+            yield self.found(shift.began, "loss", text, loss=after, median=before)
+
+
+_SIGNALS = ("loss", "norm")
+_HUGE = 1e308
+
+
+def _of_group(name: str) -> str:
+    return (name != "lr") * f" of group {name[3:-1]}"
 
 
 class LearningRateJump(Rule):
@@ -109,8 +132,11 @@ class LearningRateJump(Rule):
 
     Args:
         up: It grows by more than this factor in one step, above all earlier rates and above the ``initial_lr`` of its
-            scheduler, which a warm-up that is stepped per epoch may reach at once.
+            scheduler, which a warm-up that is stepped per epoch may reach at once. If losses or norms are known,
+            something must follow: within ``follows`` steps four losses in a row above those of the 16 steps before, or
+            norms above three times those.
         down: It falls by more than this factor in one step; step schedules divide by 10.
+        follows: As for ``up``. A change by no more than 1.5 times the last one, as on a ramp, is no jump either way.
         zeros: It is 0 for this many steps after it was not. Schedules touch 0 at their end.
     """
 
@@ -125,17 +151,23 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20) -> None:
-        self.up, self.down, self.zeros = up, down, zeros
+    def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20, follows: int = 16) -> None:
+        self.up, self.down, self.zeros, self.follows = up, down, zeros, follows
         # By series, as `rate_name` calls them.
         self._before: dict[str, float] = {}
         self._largest: dict[str, float] = {}
         self._zero_for: dict[str, int] = {}
         self._scheduled: dict[str, float] = {}
+        self._change: dict[str, float] = {}
+        # Of the last steps: step, loss and norm, one after the other; of growths that wait: group, step, before, rate.
+        self._signals: list[float] = []
+        self._waiting: list[float] = []
         self._episodes = Episodes(quiet=10)
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf)}
+        if self._waiting:
+            bands |= {name: (-math.inf, most) for name, most in self._usual(self._waiting[1]).items()}
         for name, last in self._before.items():
             if last > 0:
                 most = max(self._largest.get(name, 0.0), self._scheduled.get(name, 0.0), self.up * last)
@@ -162,10 +194,52 @@ class LearningRateJump(Rule):
                 self._largest[name] = max(self._largest[name], high)
             else:
                 previous = [before, *listed[:-1]]
-                yield from self._review_one(name, zip(window.steps.tolist(), previous, listed, strict=True))
+                is_known = any(window.scalar(signal) is not None for signal in _SIGNALS)
+                rates_of = zip(window.steps.tolist(), previous, listed, strict=True)
+                yield from self._review_one(name, rates_of, is_known)
+            change = listed[-1] - (listed[-2] if len(listed) > 1 else before)
+            self._change[name] = change if math.isfinite(change) else 0.0
+        yield from self._followed(window)
 
-    def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]]) -> Iterable[Finding]:
-        which = "the learning rate" + (name != "lr") * f" of group {name[3:-1]}"
+    def _usual(self, step: float) -> dict[str, float]:
+        """The largest loss and three times the largest norm of the 16 steps up to ``step``."""
+        signals = np.array(self._signals).reshape(-1, 3)
+        before = signals[signals[:, 0] <= step][-16:, 1:]
+        if len(before) <= 3:
+            return {}
+        loss, norm = before.max(0).tolist()
+        return {"loss": loss, "norm": 3 * norm}  # norms also rise where a model begins to learn
+
+    def _followed(self, window: Window) -> Iterable[Finding]:
+        """Reports growths that something followed."""
+        # Without growths that wait only the last steps are of interest.
+        some = slice(None) if self._waiting else slice(-16, None)
+        columns = [window.scalars.get(name, np.zeros(len(window.steps)))[some] for name in _SIGNALS]
+        # What is not finite is above everything, and a state may not hold it.
+        huge = [np.nan_to_num(column, nan=_HUGE, posinf=_HUGE, neginf=-_HUGE) for column in columns]
+        self._signals += np.column_stack([window.steps[some], *huge]).ravel().tolist()
+        del self._signals[: -3 * (2 * 16 + self.follows + 64)]
+        if not self._waiting:
+            return
+        waiting, self._waiting = np.array(self._waiting).reshape(-1, 4), []
+        signals = np.array(self._signals).reshape(-1, 3)
+        for group, step, before, rate in waiting.tolist():
+            after, usual = signals[signals[:, 0] > step][: self.follows, 1:], self._usual(step)
+            above = after > [usual[name] for name in _SIGNALS] if usual else np.zeros((0, 2), dtype=bool)
+            rows = np.lib.stride_tricks.sliding_window_view(above, 4, axis=0) if len(above) > 3 else np.zeros((0, 2, 4))
+            name = rate_name(int(group))
+            if rows.all(2).any():
+                if self._episodes.record(f"jump {name}", int(step)):
+                    yield self._jump(int(step), name, before, rate)
+            elif len(after) < self.follows:
+                self._waiting += [group, step, before, rate]
+
+    def _jump(self, step: int, name: str, previous: float, rate: float) -> Finding:
+        text = f"the learning rate{_of_group(name)} jumps from {previous:.4g} to {rate:.4g}"
+        return self.found(step, name, text, before=previous, lr=rate, factor=rate / previous)
+
+    def _review_one(self, name: str, rates: Iterable[tuple[int, float, float]], is_known: bool) -> Iterable[Finding]:
+        which, last = f"the learning rate{_of_group(name)}", self._change.get(name, 0.0)
         scheduled = self._scheduled.get(name, 0.0)
         for step, previous, rate in rates:
             if rate < 0 or (math.isnan(rate) and not math.isnan(previous)):
@@ -181,9 +255,13 @@ class LearningRateJump(Rule):
             grown = previous > 0 and rate > self.up * previous
             grown = grown and rate > max(self._largest[name], scheduled * (1 + 1e-9))
             fallen = previous > 0 and rate < previous / self.down and rate > 0
-            if (grown or fallen) and self._episodes.record(f"jump {name}", step):
-                text = f"{which} jumps from {previous:.4g} to {rate:.4g}"
-                yield self.found(step, name, text, before=previous, lr=rate, factor=rate / previous)
+            change = rate - previous if math.isfinite(rate - previous) else 0.0
+            is_ramp = change * last > 0 and abs(change) <= 1.5 * abs(last)
+            last = change
+            if grown and is_known:
+                self._waiting += [float(name[3:-1] or 0) if name != "lr" else 0.0, float(step), previous, rate]
+            elif (grown or fallen) and not is_ramp and self._episodes.record(f"jump {name}", step):
+                yield self._jump(step, name, previous, rate)
             self._largest[name] = max(self._largest[name], rate)
 
 
@@ -316,8 +394,8 @@ class SaturatedOutput(Rule):
 class OptimizerCoverage(Rule):
     """Parameters that are missing from the optimizer, in it but frozen, or in it but not the model's.
 
-    An info for missing parameters without gradients, such as those of a target network, for parameters that were
-    frozen from the start, and for those that are not the model's but are trained.
+    An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
+    or not the model's but trained.
     """
 
     name = "optimizer-coverage"
@@ -333,18 +411,25 @@ class OptimizerCoverage(Rule):
 
     def __init__(self) -> None:
         self._told: list[str] = []
-        self._looked = False
+        self._first_look = -1
+        self._before: dict[str, float] = {}  # sums of parameters that an optimizer of one lacks
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
-            frozen: Severity = self.severity if self._looked else "info"
-            self._looked = True
+            rows, sums, left_out = window.rows("gradient"), _sums(window), seen.value.left_out
+            # It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
+            self._first_look = seen.step if self._first_look < 0 else self._first_look
+            if seen.step == self._first_look and rows is not None and len(rows.names) - len(left_out) == 1:
+                self._before = {name: sums[name] for name in left_out if name in sums}
+                left_out = [name for name in left_out if name not in sums]
+            elif self._before:
+                left_out = [name for name in left_out if sums.get(name) == self._before.get(name, sums.get(name))]
             severity: Severity
             # The first word is what states and findings have.
             for key, parameters, severity, words in (
-                ("absent", seen.value.left_out, self.severity, "has a gradient and is not in the optimizer"),
+                ("absent", left_out, self.severity, "has a gradient and is not in the optimizer"),
                 ("resting", seen.value.unused, "info", "has no gradient and is not in the optimizer"),
-                ("frozen", seen.value.frozen, frozen, "is frozen (requires_grad is False) and still in the optimizer"),
+                ("frozen", seen.value.frozen, "info", "is frozen (requires_grad is False) and still in the optimizer"),
                 ("foreign", seen.value.unknown, self.severity, "is not a parameter of the model, and has no gradient"),
                 ("besides", seen.value.besides, "info",
                  "is trained by the optimizer but is not a parameter of the model; it is watched"),
@@ -355,3 +440,9 @@ class OptimizerCoverage(Rule):
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
+
+
+def _sums(window: Window) -> dict[str, float]:
+    """The sum of each parameter, when last measured."""
+    rows = window.latest.get("parameter")
+    return {} if rows is None else dict(zip(rows.names, rows.field("sum")[-1].tolist(), strict=True))

@@ -194,7 +194,7 @@ class ParameterJump(Rule):
 
 
 class UnchangedParameter(Rule):
-    """A parameter that has gradients and does not change at all.
+    """A parameter that has gradients and does not change at all; an info if some groups have a learning rate of 0.
 
     Args:
         measurements: Minimum number of measurements in a row without any change.
@@ -253,4 +253,11 @@ class UnchangedParameter(Rule):
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
                 text += f"; {len(fresh) - 1} more have not changed either" * (len(fresh) > 1)
-                yield self.found(began, fresh[0], text, about="parameter", parameters=fresh[:20])
+                severity: Severity = "info" if _rests(window) else self.severity
+                yield self.found(began, fresh[0], text, "parameter", severity, parameters=fresh[:20])
+
+
+def _rests(window: Window) -> bool:
+    """Whether some groups have a learning rate of 0, as those that are not to be trained, and others have not."""
+    last = [values[-1] for name, values in window.scalars.items() if name == "lr" or name.startswith("lr[")]
+    return 0 in last and any(rate > 0 for rate in last)

@@ -1,0 +1,235 @@
+"""The rule on trainings that do not learn: a loss that stays at chance, and beginnings that allow no learning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gradstat.monitor.findings import Finding
+from gradstat.monitor.rows import Rows, Window
+from gradstat.monitor.rules.base import Rule, StateChecks, is_texts
+
+# Losses of the first steps that are compared with chance, and values per median of later ones.
+_SOON, _HALF, _SPAN = 16, 32, 64
+# By |sum| / (norm * sqrt(count)), up to which a gradient's elements cancel, even if it was computed in 16 bits.
+_CANCELS = 3e-4
+
+_SCALES = (
+    "inputs that are not normalised, or logits or weights with a factor too many",
+    "weights initialised far too large",
+)
+_RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
+_SIGNS = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
+
+
+class NoLearning(Rule):
+    """A classifier that learns nothing: its loss stays at chance or falls below 0 without end, or its beginning is bad.
+
+    What a program trains is read from its gradients: a softmax's gradient is a difference of distributions, so its
+    elements cancel in that of the last layer, which nothing else does; the layer's size C is the number of classes, and
+    a loss of ln C that of guessing. If the loss of the first step is more than twice that, as if it were summed, that
+    loss counts as chance; if it is less than half of it, the model has learned before, and is not judged. Nor is one
+    whose last layer has other gradients as well, as a tied embedding has, or whose gradients are in bfloat16.
+
+    Thresholds are conventions of gradstat. The slowest healthy classifiers of its tests leave chance between steps 130
+    and 230, hence 256.
+
+    Args:
+        steps: After so many, and then every 64 until it has learned, the median of the last 64 losses is judged, unless
+            the learning rate still rises.
+        share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
+        flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
+            the fraction ``flat`` since the first 64 steps.
+        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well.
+        small, large: Of the weights, the median of their root mean square times the root of their inputs, which is
+            about 1 if they keep the size of signals.
+    """
+
+    name = "no-learning"
+    causes = (
+        "labels that do not belong to the inputs, or that are random",
+        "inputs without information: zero, constant, or in a scale that the model was not made for",
+        "a learning rate far too low or too high for this model",
+    )
+    advice = (
+        "train on a single batch: a loss that does not fall to nearly 0 means that the program is wrong, not the data",
+        "look at a batch, and at its labels, right before the model",
+    )
+    _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
+
+    def __init__(
+        self,
+        steps: int = 256,
+        share: float = 0.97,
+        flat: float = 0.05,
+        flat_share: float = 0.9,
+        far: float = 2.5,
+        small: float = 0.02,
+        large: float = 5.0,
+    ) -> None:
+        self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
+        self.far, self.small, self.large = far, small, large
+        self._told: list[str] = []
+        self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
+        self._chance = self._gradient = math.nan  # the gradient norm of the first step
+        self._first: list[float] = []
+        self._recent: list[float] = []
+        # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
+        self._rate = math.nan
+        self._norm = self._sums = self._scale = self._grown = self._moved = math.nan
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        losses = window.scalars.get("loss", np.empty(0))
+        is_finite = np.isfinite(losses)
+        if not is_finite.any():
+            return
+        if not self._count:
+            self._begin(window, float(losses[is_finite][0]))
+            self._recent = []
+        if not self._classes:
+            self._count = 1  # of no interest from now on
+            return
+        parameters = window.rows("parameter")
+        if parameters is not None:
+            yield from self._weights(parameters)
+        values, steps = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist()
+        at = 0
+        while at < len(values):
+            stop = _SOON if self._count < _SOON else (self._count // _HALF + 1) * _HALF
+            more = values[at : at + stop - self._count]
+            at += len(more)
+            self._count += len(more)
+            self._recent = [*self._recent, *more][-_SPAN:]
+            if len(self._first) < _SPAN:
+                self._first += more[: _SPAN - len(self._first)]
+            if self._count == _SOON:
+                yield from self._beginning(window)
+            elif self._count == stop and stop >= _SPAN:
+                row = int(np.searchsorted(window.steps, steps[at - 1]))
+                rate = float(window.scalars.get("lr", np.full(row + 1, math.nan))[row])
+                is_warm_up, self._rate = rate > 1.001 * self._rate, rate
+                yield from self._later(window, row, is_warm_up)
+
+    def _begin(self, window: Window, loss: float) -> None:
+        gradients = window.rows("gradient")
+        self._classes = 0 if gradients is None else _classes_of(window, gradients)
+        if self._classes:
+            usual = math.log(self._classes)
+            self._chance = usual if abs(loss) <= 2 * usual else abs(loss)
+            self._gradient = float(window.scalars.get("norm", np.full(1, math.nan))[0])
+            if abs(loss) < usual / 2:
+                self._classes = 0  # it has learned before
+
+    def _weights(self, parameters: Rows) -> Iterator[Finding]:
+        """Looks at the weights of the first step, and remembers how far they have come."""
+        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[-1])))
+        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[-1])).sum())
+        if not math.isnan(self._norm):
+            self._grown = norm / self._norm
+            self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
+            return
+        self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
+        shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
+        judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
+        if len(judged) < 2:
+            return
+        inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
+        self._scale = float(np.median(parameters.rms[0, judged] * np.sqrt(inputs)))
+        name, step = parameters.names[judged[0]], int(parameters.steps[0])
+        if (parameters.field("min")[0, judged] == parameters.field("max")[0, judged]).all():
+            text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
+            text += "begin alike stay alike"
+            causes = ("an initialisation that is constant or zero, or was never called",)
+            yield self._once("weights", step, name, text, "parameter", causes, weights=len(judged))
+        elif self._scale < self.small:
+            text = f"weights begin {self._scale:.2g} times as large as keeps signals their size, by the median"
+            causes = ("an initialisation with a factor or a standard deviation far too small",)
+            yield self._once("weights", step, name, text, "parameter", causes, size=self._scale)
+
+    def _once(self, what: str, step: int, name: str, text: str, about: str, causes: Any, **more: Any) -> Finding:
+        self._told.append(what)
+        return self.found(step, name, text, about, causes=causes, **more)
+
+    def _beginning(self, window: Window) -> Iterator[Finding]:
+        """Judges the losses of the first steps."""
+        usual, first, soon = math.log(self._classes), abs(self._first[0]), float(np.median(np.abs(self._first)))
+        share = _certain(window)
+        if first > self.far * usual and (share > 0.3 or self._scale > self.large):
+            text = f"the loss begins at {first:.4g}, where guessing among {self._classes} classes has {usual:.4g}"
+            text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
+            yield self._once("far", 0, "loss", text, "series", _SCALES, loss=first, chance=usual, share=share)
+        elif soon > 2 * self.far * max(first, self._chance):
+            text = f"within {_SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
+            yield self._once("rate", 0, "lr", text, "series", _RATES, loss=soon, first=first)
+
+    def _later(self, window: Window, row: int, is_warm_up: bool) -> Iterator[Finding]:
+        """Judges the last losses, up to that of ``row``."""
+        step = int(window.steps[row])
+        half = self._recent[-_HALF:]
+        if "negative" not in self._told and max(half) < min(0.0, *self._first[:_SOON]):
+            least = math.log(self._classes) + 2 * max(0.0, -float(np.median(self._first[:_SOON])))
+            if -float(np.median(half)) > least:
+                text = f"the loss has fallen to {half[-1]:.4g}; that of a classifier has a lowest value, usually 0"
+                self._told.append("chance")
+                yield self._once("negative", step, "loss", text, "series", _SIGNS, loss=half[-1])
+        if "chance" in self._told:
+            return
+        now, chance = float(np.median(self._recent)), self._chance
+        if self._grown > 3 and now > 0.75 * chance and "rate" not in self._told and self._count <= self.steps:
+            text = f"the weights have grown to {self._grown:.3g} times their norm in {self._count} steps, and the loss "
+            text += f"is {now:.4g}, where guessing has {chance:.4g}"
+            yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=now)
+        if self._count < self.steps or self._count % _SPAN or is_warm_up:
+            return
+        is_flat = self._classes >= 8 and float(np.median(self._first)) - now < self.flat * now
+        if now < self.flat_share * chance:
+            self._told.append("chance")  # it has learned
+        elif now >= self.share * chance or is_flat:
+            text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
+            name, causes, more = self._likely(window, row)
+            text += f"{chance:.4g}{more}"
+            yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
+
+    def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
+        """The series that is to blame, causes, and an addition to the text, by what the rows show."""
+        share = _certain(window)
+        norm = float(window.scalars.get("norm", np.full(row + 1, math.nan))[row])
+        causes: tuple[str, ...]
+        if self._moved < 1e-3:
+            causes = ("a learning rate that is far too low, or falls too fast", "gradients clipped to a tiny norm",
+                      "an optimizer that does not step, or has other parameters")  # fmt: skip
+            return "lr", causes, f"; parameters have moved by {self._moved:.1g} of their norm"
+        if self._grown < 0.3:
+            causes = ("a weight decay that is far too large",)
+            return "weight_decay", causes, f"; the weights have shrunk to {self._grown:.2g} of their norm"
+        if self._grown > 3:
+            return "lr", _RATES, f"; the weights have grown to {self._grown:.3g} times their norm"
+        if share > 0.3:
+            return "loss", _SCALES, f"; {share:.0%} of the predictions are certain"
+        if norm < 0.01 * self._gradient:
+            causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
+            return "norm", causes, f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
+        return "loss", self.causes, ""
+
+
+def _certain(window: Window) -> float:
+    """The share of certain predictions, when last measured; 0 if it never was."""
+    outputs = window.latest.get("output")
+    return 0.0 if outputs is None else float(np.nan_to_num(outputs.mean[-1]).max())
+
+
+def _classes_of(window: Window, gradients: Rows) -> int:
+    """The number of classes of the softmax that the loss ends with; 0 if there is none."""
+    for name in window.run.backward_order[:2] or gradients.names[-2:]:
+        if name not in gradients.names:
+            continue
+        at = gradients.names.index(name)
+        info, norm = gradients.tensors.infos[at], float(gradients.l2_norm[0, at])
+        if info is None or not info.shape or info.shape[0] < 2 or not norm > 0:
+            continue
+        if abs(float(gradients.field("sum")[0, at])) <= _CANCELS * norm * math.sqrt(info.numel):
+            return int(info.shape[0])
+    return 0
