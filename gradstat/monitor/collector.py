@@ -21,6 +21,7 @@ from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained, gra
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
+from gradstat._step.optimizers import unwrapped
 from gradstat.backward_step import handle_of
 from gradstat.check import check_tensors
 from gradstat.clip import get_total_norm
@@ -96,6 +97,10 @@ class Collector:
         self._order_recorder: observers.BackwardOrder | None = _order_of(named)
         self._buffers, self._states = observers.Buffers(inner), observers.States()
         self._outputs = observers.Outputs(inner) if periods["outputs"] else None
+        self._inputs = observers.Inputs(inner if named.engine else model, options.backend) if periods["batch"] else None
+        self._kept = (
+            observers.KeptGradients(unwrapped(optimizer)) if optimizer is not None and steps_after_backward else None
+        )
         self._activations = observers.Activations(inner, options.backend) if periods["activations"] else None
         self._segments = [Segment("gradient", ())]
         self._named: NamedParameters | None = None  # of the last step
@@ -139,6 +144,11 @@ class Collector:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
         others: list[PendingRows] = []
+        if self._inputs is not None:
+            with self._unwatched.suppress_errors(step, "the inputs of the model could not be measured"):
+                others += self._take_inputs(step)
+        if self._kept is not None and self._kept.take():
+            scalars["not_zeroed"] = 1.0
         is_sampled = step % self._sampled == 0
         if self._batch or self._old_parameters is not None or is_sampled:
             segments, tensors = [*segments], [*tensors]
@@ -149,7 +159,7 @@ class Collector:
                     tensors += more
             if self._activations is not None:
                 segment, measured = self._activations.take()
-                others = [PendingRows([segment], measured)] if measured.tables else []
+                others += [PendingRows([segment], measured)] if measured.tables else []
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
         if self._predicts_updates and self.is_due("updates", step):
             with self._unwatched.suppress_errors(step, "the coming update could not be predicted"):
@@ -207,6 +217,9 @@ class Collector:
         if len(last_seen) == len(parameters) and all(map(operator.is_, last_seen, parameters)):
             return
         self._old_parameters = None  # the difference to another parameter is no update
+        if self._kept is not None and self._optimizer is not None:
+            # Gradients of the last parameters are usually complete first, before others of the same bucket change.
+            self._kept.follow(parameters[::-1], self._optimizer)
         if self._optimizer is not None and self._periods["optimizer"]:
             observations.append(
                 Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))
@@ -223,6 +236,8 @@ class Collector:
     def forget(self) -> None:
         """Drops what was kept for the next step, because the parameters were changed from outside."""
         self._batch, self._old_parameters = [], None
+        if self._inputs is not None:
+            self._inputs.forget()
 
     @property
     def origin_is_unknown(self) -> bool:
@@ -308,6 +323,20 @@ class Collector:
             observations.append(Observation("batches", step, verify_batches(batch)))
         return observations
 
+    def _take_inputs(self, step: int) -> list[PendingRows]:
+        """Adds the model's inputs to what is measured with the step, except those of the batch; rows if measured."""
+        assert self._inputs is not None
+        tensors, measured = self._inputs.take()
+        seen = {(t.data_ptr(), t.shape) for kind, _, t in self._batch if kind == "batch" and observers.is_plain(t)}
+        for path, tensor in tensors:
+            if (tensor.data_ptr(), tensor.shape) in seen:
+                continue
+            self._batch.append(("input", path, tensor))
+            share = observers.constant_features(tensor) if self.is_due("parameters", step) else None
+            if share is not None:
+                self._batch.append(("constant", path, share))
+        return [] if measured is None else [PendingRows([measured[0]], measured[1])]
+
     def _classes_of(self, path: str) -> int | None:
         """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
         return self._classes_by.get(path) if self._classes_by is not None else self.classes
@@ -325,7 +354,7 @@ class Collector:
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
     ) -> Iterator[tuple[Segment, list[Tensor]]]:
         if self._batch:
-            for kind in ("batch", "constant", "label"):
+            for kind in ("batch", "input", "constant", "label"):
                 of_kind = [(path, tensor) for what, path, tensor in self._batch if what == kind]
                 if of_kind:
                     yield Segment(kind, tuple(path for path, _ in of_kind)), [tensor for _, tensor in of_kind]
@@ -423,6 +452,8 @@ class Collector:
         return not check_tensors(measurable, backend=self._backend).nonfinite
 
     def _switch_hooks(self, step: int) -> None:
+        if self._inputs is not None:
+            self._inputs.on = self.is_due("batch", step)
         if self._outputs is not None:
             self._outputs.on = self.is_due("outputs", step)
         if self._activations is not None:
@@ -430,11 +461,13 @@ class Collector:
 
     def remove(self) -> None:
         """Removes all hooks and drops all tensors."""
-        for observer in (self._order_recorder, self._outputs, self._activations, self._origin):
+        self.forget()
+        for observer in (
+            self._order_recorder, self._inputs, self._kept, self._outputs, self._activations, self._origin,
+        ):  # fmt: skip
             if observer is not None:
                 observer.remove()
-        self._order_recorder = None
-        self.forget()
+        self._order_recorder = self._inputs = self._kept = None
         self._outputs = self._activations = self._origin = None
 
 

@@ -114,7 +114,7 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     assert [activation() for activation in seen] == [None] * 25
     tables = monitor.recording().tables
     assert in_order(tables) == [
-        *("batch", "constant", "parameter", "buffer", "activation", "output", "gradient"),
+        *("batch", "input", "constant", "parameter", "buffer", "activation", "output", "gradient"),
         *("exp_avg", "exp_avg_sq", "update"),
     ]
     assert tables["parameter"].steps.tolist() == [0, 10, 20]

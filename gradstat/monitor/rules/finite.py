@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding, Severity
-from gradstat.monitor.kinds import kind_of
+from gradstat.monitor.kinds import INPUT_KINDS, kind_of
 from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import PerName, Rule, StateChecks, is_texts, is_whole, series
 
@@ -49,7 +49,11 @@ def _described(counted: dict[str, Any]) -> str:
 
 
 class NonfiniteBatch(Rule):
-    """NaN or Inf in a batch that was passed to ``monitor.batch``."""
+    """NaN or Inf in a batch that was passed to ``monitor.batch``, or in what the model was called with.
+
+    Models may take masks of -Inf, or handle NaN themselves: an input of the model is an error only in steps in which
+    loss or gradients are not finite either, and an info if it has NaN in another; from then on it is left alone.
+    """
 
     name = "nonfinite-batch"
     severity = "error"
@@ -57,11 +61,43 @@ class NonfiniteBatch(Rule):
     causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
     advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
 
+    _state_checks: ClassVar[StateChecks] = {"_handled": is_texts}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handled: list[str] = []  # inputs that were not finite in healthy steps
+
     def review(self, window: Window) -> Iterable[Finding]:
-        for rows, row, step, nonfinite in _nonfinite_rows(window, "batch"):
-            for name in (name for name in nonfinite if self._episodes.record(name, step)):
-                counted = _counts(rows, row, name)
-                yield self.found(step, name, f"{name} has {_described(counted)}", about="batch", **counted)
+        for kind in INPUT_KINDS:
+            for rows, row, step, nonfinite in _nonfinite_rows(window, kind):
+                is_harmless = kind == "input" and not _is_bad(window, step)
+                for name in (name for name in nonfinite if name not in self._handled):
+                    counted = _counts(rows, row, name)
+                    text = f"{name} has {_described(counted)}"
+                    if is_harmless:
+                        self._handled.append(name)
+                        text += "; loss and gradients are finite, so the model handles it"
+                        if not counted["nan_count"]:
+                            continue
+                    if self._episodes.record(name, step):
+                        severity: Severity = "info" if is_harmless else self.severity
+                        yield self.found(step, name, text, kind, severity, **counted)
+
+
+def _bad_inputs(window: Window, step: int) -> list[str]:
+    """What is not finite in ``step`` of the batch, and of what the model was called with."""
+    return [
+        name for kind in INPUT_KINDS for _, _, at, names in _nonfinite_rows(window, kind) if at == step for name in names
+    ]
+
+
+def _is_bad(window: Window, step: int) -> bool:
+    """Whether loss or gradients were not finite in ``step``."""
+    return any(
+        (window.scalars[name][window.steps == step] > 0).any()
+        for name in ("loss_nonfinite", "nonfinite")
+        if name in window.scalars
+    )
 
 
 _CLIP = "clipping before gradients were measured: if one is NaN, the norm is, and the clip multiplies all by it"
@@ -127,6 +163,8 @@ class NonfiniteGradient(Rule):
             at <= step for _, _, at, _ in _nonfinite_rows(window, "parameter")
         ):
             return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
+        if bad := _bad_inputs(window, step):
+            return "", (f"{bad[0]} is not finite", *causes), advice
         by_hand = window.run.is_stepped_by_user
         if by_hand:
             causes = (_CLIP, *causes)
