@@ -18,6 +18,7 @@ class BatchRange(Rule):
 
     Args:
         factor: Largest magnitude over the largest one before; smallest standard deviation before over that of now.
+        offset: Smallest magnitude of values of one sign over the largest one before.
         measurements: Minimum number of earlier measurements. If the model's first input has a single value in so many
             from the beginning on, and no other input varies, that is a finding, too.
         in_a_row: Number of measurements in a row with a standard deviation that is too small. One of zeros and ones,
@@ -28,8 +29,8 @@ class BatchRange(Rule):
     causes = ("inputs normalised twice or not at all", "another data set, unit or encoding; a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
-    def __init__(self, factor: float = 100.0, measurements: int = 20, in_a_row: int = 5) -> None:
-        self.factor, self.measurements, self.in_a_row = factor, measurements, in_a_row
+    def __init__(self, factor: float = 100.0, offset: float = 5.0, measurements: int = 20, in_a_row: int = 5) -> None:
+        self.factor, self.offset, self.measurements, self.in_a_row = factor, offset, measurements, in_a_row
         self._largest: dict[str, float] = {}
         self._least_spread: dict[str, float] = {}
         self._seen: dict[str, int] = {}
@@ -54,7 +55,7 @@ class BatchRange(Rule):
         largest = np.array([self._largest.get(name, 0.0) for name in names])
         least = np.array([self._least_spread.get(name, np.inf) for name in names])
         high, low = rows.most("max_abs"), rows.least("std")
-        if not ((high <= self.factor * largest) & (low * self.factor >= least)).all():
+        if not ((high <= min(self.factor, self.offset) * largest) & (low * self.factor >= least)).all():
             return False
         for name, most, spread in zip(names, high.tolist(), low.tolist(), strict=True):
             self._largest[name] = max(most, self._largest.get(name, 0.0))
@@ -69,7 +70,8 @@ class BatchRange(Rule):
             return
         low, high = float(rows.field("min")[row, i]), float(rows.field("max")[row, i])
         most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
-        if seen >= self.measurements and 0 < most * self.factor < value and self._episodes.record(name, step):
+        is_far = value > self.factor * most or max(low, -high) > self.offset * most
+        if is_far and seen >= self.measurements and most > 0 and self._episodes.record(name, step):
             text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
             yield self.found(step, name, text, about=kind, largest=value, before=most)
         else:

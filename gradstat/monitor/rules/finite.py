@@ -87,7 +87,11 @@ class NonfiniteBatch(Rule):
 def _bad_inputs(window: Window, step: int) -> list[str]:
     """What is not finite in ``step`` of the batch, and of what the model was called with."""
     return [
-        name for kind in INPUT_KINDS for _, _, at, names in _nonfinite_rows(window, kind) if at == step for name in names
+        name
+        for kind in INPUT_KINDS
+        for _, _, at, names in _nonfinite_rows(window, kind)
+        if at == step
+        for name in names
     ]
 
 
