@@ -73,6 +73,7 @@ class Collector:
         self._reduce_to, self._unwatched = reduce_to, unwatched
         model = trained.model
         self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
+        self.wrapper = model  # what `is_joining` asks; an adapter watches the model inside of it
         if optimizer is not None:
             observers.optimizers.add(optimizer)
         self._periods, self._backend, self._extra_groups = periods, options.backend, options.extra_groups
@@ -180,7 +181,7 @@ class Collector:
         origin = None
         if self._origin is not None:
             result = self._origin.pending_result()  # also in other steps, since it makes the watch begin anew
-            origin = result if self.is_due("origin", step) else None
+            origin = result if self.is_due("origin", step) and not self.is_joining() else None
         if self._order_recorder is not None:
             is_partial = self._order_recorder.is_partial
             self.backward_order = self._order_recorder.end()
@@ -247,6 +248,11 @@ class Collector:
         return torch.distributed.get_world_size() > 1 and not is_distributed(
             self._trained.named_parameters().parameters
         )
+
+    def is_joining(self) -> bool:
+        """Whether this is inside of DDP's ``join()``, where ranks take fewer steps: nothing may wait for them."""
+        config = getattr(uncompiled(self.wrapper), "_join_config", None)
+        return config is not None and bool(config.enable)
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
@@ -317,7 +323,7 @@ class Collector:
                     observations += self.check_label_range(step, path, float(low), float(high))
                 else:
                     self._batch.append(("label", path, torch.stack([low, high]).to(torch.float64)))
-        if self.is_due("batches", step):
+        if self.is_due("batches", step) and not self.is_joining():
             from gradstat.distributed import verify_batches
 
             observations.append(Observation("batches", step, verify_batches(batch)))
@@ -376,7 +382,7 @@ class Collector:
             share = self._outputs.take()
             if share is not None:
                 yield Segment("output", ("logits",)), [share]
-        if self.is_due("replicas", step):
+        if self.is_due("replicas", step) and not self.is_joining():
             from gradstat.distributed import verify_replicas
 
             observations.append(

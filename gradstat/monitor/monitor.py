@@ -776,7 +776,10 @@ class Monitor:
         )
 
     def __repr__(self) -> str:
-        return f"Monitor({type(self._model).__name__}, {self.steps} steps, {len(self.findings)} findings)"
+        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        is_compared = is_alone or self._periods["replicas"] > 0 or torch.distributed.get_world_size() == 1
+        unknown = "" if is_compared else ", replicas not compared: watch={'replicas': n}"
+        return f"Monitor({type(self._model).__name__}, {self.steps} steps, {len(self.findings)} findings{unknown})"
 
     def __enter__(self) -> Self:
         return self
