@@ -140,6 +140,8 @@ class Attachment(AutoHandle):
         self.engine = engine_of(watched)  # it brings its own optimizer, and announces nothing
         monitor = Monitor(watched, None if self.engine else optimizer, scaler=scaler, **arguments)
         super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
+        if "replay" in options.policies:  # the monitor only asks for it
+            self.monitor._in_use.add("replay")
         if options.runs_steps and self.monitor._replay_argument is not None:
             self.monitor._replay_argument = ""
         # Checks of micro-batches, read only if something was found: `_checked` of the current step; `_history` of the

@@ -208,6 +208,10 @@ class Monitor:
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
+        # What advice need not tell; skips are known later.
+        self._in_use = {policy for policy in ("replay", "rollback") if self._policies.uses(policy)}
+        self._in_use |= {"activations"} if self._periods["activations"] else set()
+        self._in_use |= {"clip"} if limit is not None else set()
         if skips and optimizer is not None:
             decision.request(optimizer, self, None)  # a closure may make the first request within a step
         self._skip_flag: Tensor | None = None  # of the newest step
@@ -523,14 +527,23 @@ class Monitor:
             classes=collector.classes,
             is_stepped_by_user=self._is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
+            skipped_by=self._skipped_by(),
             **optimizer_settings(self._optimizer),
         )
+        in_use = [*self._in_use, *["skip"] * bool(run.skipped_by)]
         window = self._log.close(run)
         findings = [
-            fitted(one, self._trained.named_parameters, self._replay_argument) for one in self._rules.review(window)
+            fitted(one, self._trained.named_parameters, self._replay_argument, in_use)
+            for one in self._rules.review(window)
         ]
         self.findings += findings
         self._to_act_on += findings
+
+    def _skipped_by(self) -> str:
+        """`RunSettings.skipped_by`."""
+        if self._collector.is_scaled:
+            return "the loss scaler"
+        return "" if not self._skips else "the policy 'skip'" if self.guard is None else "the guard"
 
     # Policies --------------------------------------------------------------------------------------------
 
