@@ -34,7 +34,8 @@ class GradientsNotZeroed(Rule):
     """Steps with gradients that still contain those of the step before, since nobody has zeroed them.
 
     Known exactly, from versions of a gradient. Gradients that are added up between two steps are not meant, nor those
-    that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``.
+    that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``. Not known under FSDP 2, which adds to
+    gradients itself, and if gradients are added with ``create_graph=True``.
 
     Args:
         in_a_row: Number of steps in a row.
