@@ -104,6 +104,7 @@ class Collector:
         )
         self._activations = observers.Activations(inner, options.backend) if periods["activations"] else None
         self._segments = [Segment("gradient", ())]
+        self._joined: tuple[Any, Any, list[Segment]] = (None, None, [])  # those, the inputs', and both
         self._named: NamedParameters | None = None  # of the last step
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
@@ -145,11 +146,13 @@ class Collector:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
         others: list[PendingRows] = []
-        if self._inputs is not None:
-            with self._unwatched.suppress_errors(step, "the inputs of the model could not be measured"):
-                others += self._take_inputs(step)
         if self._kept is not None and self._kept.take():
             scalars["not_zeroed"] = 1.0
+        if self._inputs is not None:
+            try:
+                segments, tensors = self._take_inputs(step, segments, tensors, others)
+            except Exception:
+                self._unwatched.report_failure(step, "the inputs of the model could not be measured")
         is_sampled = step % self._sampled == 0
         if self._batch or self._old_parameters is not None or is_sampled:
             segments, tensors = [*segments], [*tensors]
@@ -329,19 +332,29 @@ class Collector:
             observations.append(Observation("batches", step, verify_batches(batch)))
         return observations
 
-    def _take_inputs(self, step: int) -> list[PendingRows]:
-        """Adds the model's inputs to what is measured with the step, except those of the batch; rows if measured."""
+    def _take_inputs(
+        self, step: int, segments: list[Segment], tensors: list[Tensor], others: list[PendingRows]
+    ) -> tuple[list[Segment], list[Tensor]]:
+        """The segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
         assert self._inputs is not None
-        tensors, measured = self._inputs.take()
+        segment, inputs, measured = self._inputs.take()
+        if measured is not None:
+            others.append(PendingRows([segment], measured))
+        if not inputs:
+            return segments, tensors
+        if not self._batch and not self.is_due("parameters", step):  # the usual case
+            if self._joined[0] is not segments or self._joined[1] is not segment:
+                self._joined = segments, segment, [*segments, segment]
+            return self._joined[2], [*tensors, *inputs]
         seen = {(t.data_ptr(), t.shape) for kind, _, t in self._batch if kind == "batch" and observers.is_plain(t)}
-        for path, tensor in tensors:
+        for path, tensor in zip(segment.names, inputs, strict=True):
             if (tensor.data_ptr(), tensor.shape) in seen:
                 continue
             self._batch.append(("input", path, tensor))
             share = observers.constant_features(tensor) if self.is_due("parameters", step) else None
             if share is not None:
                 self._batch.append(("constant", path, share))
-        return [] if measured is None else [PendingRows([measured[0]], measured[1])]
+        return segments, tensors
 
     def _classes_of(self, path: str) -> int | None:
         """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""

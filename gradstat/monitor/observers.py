@@ -250,7 +250,9 @@ class Inputs:
     def __init__(self, model: nn.Module, backend: str | None) -> None:
         self.on = True
         self._backend = backend
-        self._kept: list[tuple[str, Tensor, int]] = []  # paths, tensors and their versions
+        self._segment = Segment("input", ())
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
         self._earlier: dict[str, tuple[Tensor, TensorInfo]] = {}  # merged rows of earlier passes
         self._passes = 0
         self.remove = removed_with(self, [hook_forward(model, Hook(self.keep), before=True, with_kwargs=True)])
@@ -260,23 +262,42 @@ class Inputs:
         is_training = module.training and torch.is_grad_enabled() and not in_backward() and not is_replaying()
         if not self.on or not is_training or _in_transform():
             return
-        given = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
-        # What another model has computed is no data.
-        kept = [(path, t) for path, t in given if t.is_leaf and is_plain(t) and not t.is_inference()]
         self._passes += 1
         if self._passes > _MOST_PASSES:
             return
-        self._merge()
-        self._kept = [(path, tensor.detach(), tensor._version) for path, tensor in kept]
+        if self._tensors:
+            self._merge()
+        given: list[tuple[str, Tensor]] = []
+        if not keywords and len(arguments) == 1 and isinstance(arguments[0], Tensor):  # the usual case
+            given.append((_FIRST, arguments[0]))
+        else:
+            given += [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
+        # What another model has computed is no data.
+        given = [(path, t) for path, t in given if t.is_leaf and is_plain(t) and not t.is_inference()]
+        names = tuple([path for path, _ in given])
+        if names != self._segment.names:  # else the same object, which need not be compared
+            self._segment = Segment("input", names)
+        self._tensors = [tensor.detach() for _, tensor in given]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def _take_last(self) -> tuple[Segment, list[Tensor]]:
+        """What the last pass got, without tensors that were changed in place since."""
+        segment, tensors, versions = self._segment, self._tensors, self._versions
+        self._tensors, self._versions = [], []
+        same = [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
+        if not tensors or not all(same):
+            kept = [(name, t) for name, t, is_same in zip(segment.names, tensors, same, strict=False) if is_same]
+            return Segment("input", tuple(name for name, _ in kept)), [tensor for _, tensor in kept]
+        return segment, tensors
 
     def _merge(self) -> None:
         """Measures what is kept, and merges its rows with those of earlier passes."""
-        kept, self._kept = self._unchanged(), []
-        if not kept:
+        segment, tensors = self._take_last()
+        if not tensors:
             return
         with torch.no_grad():
-            rows = stats([tensor for _, tensor in kept], backend=self._backend)
-            for (path, tensor), row in zip(kept, rows.split(1), strict=True):
+            rows = stats(tensors, backend=self._backend)
+            for path, tensor, row in zip(segment.names, tensors, rows.split(1), strict=True):
                 info, earlier = TensorInfo.of(tensor), self._earlier.get(path)
                 if earlier is not None and earlier[0].device == row.device:
                     row = _fields.merge(torch, torch.cat([earlier[0], row]))[None]
@@ -285,36 +306,32 @@ class Inputs:
                     info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
                 self._earlier[path] = row, info
 
-    def _unchanged(self) -> list[tuple[str, Tensor]]:
-        """What is kept and has not been changed in place since."""
-        return [(path, tensor) for path, tensor, version in self._kept if tensor._version == version]
-
-    def take(self) -> tuple[list[tuple[str, Tensor]], tuple[Segment, Measurement] | None]:
-        """The inputs since the last call: tensors of a single pass, or measured rows of several passes."""
-        measured = None
-        if self._earlier:
-            self._merge()
-            names = sorted(self._earlier)
-            rows, infos = zip(*(self._earlier[name] for name in names), strict=True)
-            groups = by_device(rows).values()
-            order = [i for positions in groups for i in positions] if len(groups) > 1 else None
-            tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
-            measured = Segment("input", tuple(names)), Measurement(tables, order, list(infos))
-        tensors = self._unchanged()
-        self.forget()
-        return tensors, measured
+    def take(self) -> tuple[Segment, list[Tensor], Measurement | None]:
+        """The inputs since the last call: tensors of a single pass, or without tensors measured rows of several."""
+        self._passes = 0
+        if not self._earlier:
+            return *self._take_last(), None
+        self._merge()
+        seen, self._earlier = self._earlier, {}
+        names = sorted(seen)
+        rows, infos = zip(*(seen[name] for name in names), strict=True)
+        groups = by_device(rows).values()
+        order = [i for positions in groups for i in positions] if len(groups) > 1 else None
+        tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
+        return Segment("input", tuple(names)), [], Measurement(tables, order, list(infos))
 
     def forget(self) -> None:
         """Drops what is kept."""
-        self._kept, self._earlier, self._passes = [], {}, 0
+        self._tensors, self._versions, self._earlier, self._passes = [], [], {}, 0
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is measurable, and has elements in memory of its own."""
-    is_dense = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
-    return is_dense and not tensor.is_meta and tensor.numel() > 0 and measurable(tensor)
+    is_dense = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_meta
+    return is_dense and tensor.dtype in _MEASURABLE and tensor.numel() > 0
 
 
+_FIRST = "input[0]"
 # More forward passes than this in one step are not measured: whatever they are, they are no micro-batches.
 _MOST_PASSES = 64
 
