@@ -90,8 +90,8 @@ class Monitor:
             optimizer.zero_grad()
         print(monitor.diagnose())
 
-    Every step reads the gradients once, like `gradstat.check_async`, without a host sync on a GPU. ``watch`` says what
-    else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal step.
+    Every step reads the gradients and the model's floating inputs once, like `gradstat.check_async`, without a host
+    sync on a GPU. ``watch`` says what else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal step.
     They add to `findings`; ``on_anomaly`` says how to respond to a finding.
 
     Args:
@@ -349,6 +349,8 @@ class Monitor:
     @never_traced
     def batch(self, batch: Any) -> list[Finding]:
         """Inspects a batch before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
+
+        For what the model itself is not called with, since its floating inputs are measured anyway, and for labels.
 
         Floating-point tensors are measured with the gradients of the step. If ``classes`` was given, the range of
         integer tensors is checked: on the CPU at once, so that a label out of range is reported before the loss fails
