@@ -189,7 +189,7 @@ class Collector:
             is_partial = self._order_recorder.is_partial
             self.backward_order = self._order_recorder.end()
             self._order_recorder = _order_of(named) if is_partial else None
-        if is_sampled or (step + 1) % self._sampled == 0:
+        if is_sampled or (step + 1) % self._sampled == 0 or self._periods["batch"] > 1:
             self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
@@ -335,7 +335,7 @@ class Collector:
     def _take_inputs(
         self, step: int, segments: list[Segment], tensors: list[Tensor], others: list[PendingRows]
     ) -> tuple[list[Segment], list[Tensor]]:
-        """The segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
+        """Segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
         assert self._inputs is not None
         segment, inputs, measured = self._inputs.take()
         if measured is not None:

@@ -91,8 +91,8 @@ class Monitor:
         print(monitor.diagnose())
 
     Every step reads the gradients and the model's floating inputs once, like `gradstat.check_async`, without a host
-    sync on a GPU. ``watch`` says what else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal step.
-    They add to `findings`; ``on_anomaly`` says how to respond to a finding.
+    sync on a GPU. ``watch`` says what else is measured, and how often. Rules review the numbers in blocks of steps, or
+    at once after an abnormal step. They add to `findings`; ``on_anomaly`` says how to respond to a finding.
 
     Args:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,

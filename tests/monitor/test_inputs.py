@@ -163,6 +163,12 @@ def test_a_batch_that_was_shown_is_not_measured_twice() -> None:
     assert monitor.recording().tables["input"].names == ("input[0]",)
 
 
+@pytest.mark.parametrize(("period", "steps"), [(0, []), (3, [0, 3, 6]), (50, [0])])
+def test_inputs_are_measured_as_often_as_asked_for(period: int, steps: list[int]) -> None:
+    tables = run(normal, 8, watch={"batch": period, "parameters": 0}).recording().tables
+    assert (tables["input"].steps.tolist() if steps else [*tables].count("input") * [0]) == steps
+
+
 def test_every_micro_batch_is_measured_but_no_evaluation_nor_recomputation() -> None:
     model = nn.Sequential(mlp())
     monitor = gradstat.Monitor(model)
