@@ -210,6 +210,10 @@ def _cosine(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, batch[1]) + (directions / directions.norm(dim=1, keepdim=True)).mean()
 
 
+def _never_zeroed(training: Training) -> None:
+    training.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+
+
 def _without_branch(model: nn.Module, batch: Batch) -> Tensor:
     hidden = model[1](model[0](batch[0])).detach()  # type: ignore[index]
     return F.cross_entropy(model[2:](hidden), batch[1])  # type: ignore[index]
@@ -352,14 +356,15 @@ FAULTS: tuple[Fault, ...] = (
     # Half precision
     Fault("float16 gradients overflow under a fixed loss scale", "MLP in float16", "nonfinite-gradient", "4.bias",
           loss(_fixed_scale), _half_model),
-    Fault("float16 overflows in the forward pass, under a scaler", "MLP, autocast", "nonfinite-loss", "loss",
-          every_batch(lambda batch: (batch[0] * 1e6, batch[1])), _scaled, also=("loss-scale",)),
+    Fault("float16 overflows in the forward pass, under a scaler", "MLP, autocast", "batch-range", "input[0]",
+          every_batch(lambda batch: (batch[0] * 1e6, batch[1])), _scaled, also=("nonfinite-loss", "loss-scale")),
     Fault("an infinite derivative: the scaler skips every step", "MLP, autocast", "loss-scale", "loss_scale",
           loss(_with_hidden_infinity), _scaled),
     Fault("float16 gradients underflow, without a scaler", "MLP in float16", "underflow", "0.weight",
           lambda training: None, lambda seed: _half_model(seed, 1e-5), _half_model, step=0, further=40),
     # Size
     Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
+    Fault("zero_grad is not called any more", "MLP", "gradients-not-zeroed", "gradients", _never_zeroed),
     Fault("learning rate is negative", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: -lr)),
     Fault("learning rate is 0", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: 0.0), further=60),
     Fault("one group of parameters with learning rate 1", "MLP", "update-weight-ratio", "4.weight",
@@ -425,6 +430,11 @@ FAULTS: tuple[Fault, ...] = (
           every_batch(lambda batch: (batch[0], batch[1] + 1)), step=0, classes=CLASSES),
     Fault("labels out of range in one batch", "GPT", "label-out-of-range", "batch[1]",
           next_batch(lambda batch: (batch[0], batch[1] - 1)), train_gpt, classes=TOKENS),
+    Fault("NaN in an input of the model", "CNN", "nonfinite-batch", "input[0]", next_batch(_with_nan),
+          lambda seed: replace(train_cnn(seed), shown=False), also=("nonfinite-loss",)),
+    Fault("inputs of the model are zero", "MLP", "batch-range", "input[0]",
+          every_batch(lambda batch: (torch.zeros_like(batch[0]), batch[1])),
+          lambda seed: replace(train_mlp(seed), shown=False), further=60),
     Fault("a batch that was not normalised", "MLP", "batch-range", "batch[0]",
           next_batch(lambda batch: (batch[0] * 1e3, batch[1]))),
     Fault("every batch repeats a single sample", "MLP", "constant-feature", "batch[0]",

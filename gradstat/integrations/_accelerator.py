@@ -41,6 +41,7 @@ class AcceleratorBase(Handle):
         )
         self._accelerator, self._engine = accelerator, None
         self._device = accelerator.device if accelerator.num_processes > 1 else None
+        self._is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
         self._end_origin_tracking(accelerator)
 
     def _patch_framework(self) -> None:

@@ -31,8 +31,14 @@ from gradstat.monitor.reporting import warn
 _MICRO_BATCH_RULES = ("nonfinite-gradient", "nonfinite-loss")
 # Number of steps after a replay without another one.
 _REPLAY_INTERVAL = 20
+# Every how many steps replicas are compared, unless ``watch`` says otherwise.
+_COMPARE_EVERY = 100
 # Number of parameters named for a micro-batch.
 _MAX_NAMES = 3
+
+
+# The attribute of a model with names of parameters that DDP leaves different on each rank.
+_OWN = "_ddp_params_and_buffers_to_ignore"
 
 
 class RankReductions:
@@ -95,8 +101,9 @@ class Attachment(AutoHandle):
 
     The adapter adds the losses (`saw_backward`), what makes gradients complete, and policies that ranks carry out
     together. ``limit`` is what the framework clips to by itself, if it does: then ``max_norm`` does not. ``device`` is
-    the device of this rank, or None if it trains alone; ``step_fn`` runs a step again if the user gave no function for
-    that; ``should_stop`` is the same on all ranks.
+    the device of this rank, or None if it trains alone; ``is_replicated``: DDP keeps the same parameters on all ranks,
+    which are then compared now and then, as all ranks take steps together; ``step_fn`` runs a step again if the user
+    gave no function for that; ``should_stop`` is the same on all ranks.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class Attachment(AutoHandle):
         step_fn: Callable[..., Any] | None = None,
         device: torch.device | None = None,
         number: int = 0,
+        is_replicated: bool = False,
     ) -> None:
         self.model, self.optimizer, self._options = model, optimizer, options
         self._requested: set[str] = set()
@@ -117,6 +125,8 @@ class Attachment(AutoHandle):
         if number:  # the first attachment uses the user's own guard
             arguments["guard"] = copy.deepcopy(arguments.get("guard"))
         arguments["on_anomaly"] = options.on_anomaly(self._requested)
+        if device is not None and is_replicated and not getattr(without_ddp(model), _OWN, ()):
+            arguments["watch"] = {"replicas": _COMPARE_EVERY} | options.watch
         arguments.setdefault("max_norm", options.max_norm if limit is None else limit)
         if options.replays and not callable(arguments.get("replay")):
             arguments["replay"] = step_fn or arguments.get("replay", False)
@@ -130,13 +140,16 @@ class Attachment(AutoHandle):
         self.engine = engine_of(watched)  # it brings its own optimizer, and announces nothing
         monitor = Monitor(watched, None if self.engine else optimizer, scaler=scaler, **arguments)
         super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
+        if "replay" in options.policies:  # the monitor only asks for it
+            self.monitor._in_use.add("replay")
         if options.runs_steps and self.monitor._replay_argument is not None:
             self.monitor._replay_argument = ""
         # Checks of micro-batches, read only if something was found: `_checked` of the current step; `_history` of the
         # newest steps, each with its number and losses.
         self._checked: MicroBatches | None = None
         self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=self.monitor.options.lag + 2)
-        self._ranks = None if device is None else RankReductions(device)
+        self._reductions = None if device is None else RankReductions(device)
+        self.monitor._collector.wrapper = model
         self._losses: list[Tensor] = []
         self._reported = 0
         self._error: AnomalyError | None = None
@@ -155,6 +168,11 @@ class Attachment(AutoHandle):
     def contained(self, what: str) -> AbstractContextManager[None]:
         """Turns gradstat's own errors inside the context into one warning that begins with ``what``."""
         return self.monitor._unwatched.suppress_errors(self.monitor.steps, what)
+
+    @property
+    def _ranks(self) -> RankReductions | None:
+        """What asks the other ranks; None if this one trains alone, or they may have come to the end of their data."""
+        return None if self.monitor._collector.is_joining() else self._reductions
 
     def _why_nothing(self) -> str:
         return f"no step of an optimizer of {type(self.model).__name__} has been seen"

@@ -51,12 +51,12 @@ class Options:
             arguments.get("on_anomaly"), [getattr(rule, "name", "") for rule in self.arguments["rules"]], policies
         )
         self.policies = {name for name in policies if self.table.uses(name)}
-        watch = asked_for(arguments.get("watch"))
-        self.tracks_origin = bool(watch.get("origin"))
+        self.watch = asked_for(arguments.get("watch"))
+        self.tracks_origin = bool(self.watch.get("origin"))
         # A monitor of a stand-in model raises for invalid arguments now; making the model draws no random numbers.
         model = Parameters([("weight", nn.Parameter(torch.zeros(1, device="cpu")))])
         tried = {**self.arguments, "on_anomaly": self.on_anomaly(set()), "save_to": None}
-        tried["watch"] = {**watch, "origin": 0}
+        tried["watch"] = {**self.watch, "origin": 0}
         tried.pop("replay", None)  # the function belongs to the real model
         tried.setdefault("max_norm", self.max_norm)
         Monitor(model, torch.optim.SGD(model.parameters(), lr=0.0), **tried).detach()

@@ -110,6 +110,7 @@ class AccelerateHandle(AcceleratorBase):
                     options,
                     device=self._device,
                     number=number,
+                    is_replicated=self._is_replicated,
                 )
             )
             for number, (model, wrapper) in enumerate(pairs)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
@@ -86,7 +87,11 @@ class FabricHandle(Handle):
         scaler = getattr(strategy.precision, "scaler", None)
         device = fabric.device if ranks > 1 else None
         self._end_origin_tracking(optimizer)
-        attachment = Attachment(model._forward_module, unwrapped(optimizer), scaler, options, device=device)
+        wrapped = model._forward_module
+        is_replicated = isinstance(wrapped, DistributedDataParallel)
+        attachment = Attachment(
+            wrapped, unwrapped(optimizer), scaler, options, device=device, is_replicated=is_replicated
+        )
         attachment.turns = self._turns
         self.attachments = [attachment]
         self._mark_watched(optimizer)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradstat._core.parameters import Parameters
@@ -186,6 +187,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             self._step_replay,
             trainer.strategy.root_device if trainer.world_size > 1 else None,
             len(self.attachments),
+            is_replicated=isinstance(trainer.strategy.model, DistributedDataParallel),
         )
         attachment.divisor = lambda: int(trainer.accumulate_grad_batches)
         attachment.turns = self._turns

@@ -145,6 +145,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             max_grad_norm if max_grad_norm > 0 else None,
             self._replay_step,
             self._device,
+            is_replicated=self._is_replicated,
         )
         made.on_findings = self._on_findings
         return self._add(made)

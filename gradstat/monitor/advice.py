@@ -1,4 +1,4 @@
-"""Fits findings to a run: drops advice that cannot be followed there, and adds shapes to names such as ``group0.1``."""
+"""Fits findings to a run: drops advice that is followed already or cannot be, and adds shapes to ``group0.1``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,32 @@ FUNCTION = ", replay=step_fn"
 _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
 
 
-def fitted(finding: Finding, named_parameters: Callable[[], NamedParameters], replay_argument: str | None) -> Finding:
+_HOW = r"on_anomaly='replay', replay=step_fn( \(arguments of the monitor\))?"
+_FOLLOWED = {
+    "replay": re.compile(rf"(; |\. )?{_HOW} names .*|{_HOW}: "),
+    "skip": re.compile(r".*(on_anomaly=\{'nonfinite-gradient': 'skip'\}|gradstat\.guarded_step).*"),
+    "rollback": re.compile(r"(, or|:) on_anomaly='rollback'"),
+    "activations": re.compile(r": gradstat\.Monitor\(model, watch=\{'activations': 10\}\)"),
+    "clip": re.compile(r"clip: gradstat\.clip_grad_norm_.*|clip gradients(; |, or )"),
+}
+"""By what a run does already, the part of an advice that asks for it; an advice of nothing else is dropped."""
+
+
+def fitted(
+    finding: Finding,
+    named_parameters: Callable[[], NamedParameters],
+    replay_argument: str | None,
+    in_use: Iterable[str] = (),
+) -> Finding:
     """The finding for a run that trains ``named_parameters()``, where the policy ``"replay"`` needs that argument.
 
-    An empty argument means that it needs none, None that it cannot be used.
+    An empty argument means that it needs none, None that it cannot be used. ``in_use`` are keys of `_FOLLOWED`.
     """
+    advice = finding.advice
+    for key in in_use:
+        advice = tuple(left for one in advice if (left := _FOLLOWED[key].sub("", one)))
+    if advice != finding.advice:
+        finding = replace(finding, advice=advice)
     if replay_argument != FUNCTION:
         finding = replace(finding, advice=tuple(_feasible(finding.advice, replay_argument is not None)))
     if not _POSITIONAL.search(finding.text):

@@ -21,6 +21,7 @@ from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained, gra
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
+from gradstat._step.optimizers import unwrapped
 from gradstat.backward_step import handle_of
 from gradstat.check import check_tensors
 from gradstat.clip import get_total_norm
@@ -72,6 +73,7 @@ class Collector:
         self._reduce_to, self._unwatched = reduce_to, unwatched
         model = trained.model
         self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
+        self.wrapper = model  # what `is_joining` asks; an adapter watches the model inside of it
         if optimizer is not None:
             observers.optimizers.add(optimizer)
         self._periods, self._backend, self._extra_groups = periods, options.backend, options.extra_groups
@@ -96,8 +98,13 @@ class Collector:
         self._order_recorder: observers.BackwardOrder | None = _order_of(named)
         self._buffers, self._states = observers.Buffers(inner), observers.States()
         self._outputs = observers.Outputs(inner) if periods["outputs"] else None
+        self._inputs = observers.Inputs(inner if named.engine else model, options.backend) if periods["batch"] else None
+        self._kept = (
+            observers.KeptGradients(unwrapped(optimizer)) if optimizer is not None and steps_after_backward else None
+        )
         self._activations = observers.Activations(inner, options.backend) if periods["activations"] else None
         self._segments = [Segment("gradient", ())]
+        self._joined: tuple[Any, Any, list[Segment]] = (None, None, [])  # those, the inputs', and both
         self._named: NamedParameters | None = None  # of the last step
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
@@ -139,6 +146,13 @@ class Collector:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
         others: list[PendingRows] = []
+        if self._kept is not None and self._kept.take():
+            scalars["not_zeroed"] = 1.0
+        if self._inputs is not None:
+            try:
+                segments, tensors = self._take_inputs(step, segments, tensors, others)
+            except Exception:
+                self._unwatched.report_failure(step, "the inputs of the model could not be measured")
         is_sampled = step % self._sampled == 0
         if self._batch or self._old_parameters is not None or is_sampled:
             segments, tensors = [*segments], [*tensors]
@@ -149,7 +163,7 @@ class Collector:
                     tensors += more
             if self._activations is not None:
                 segment, measured = self._activations.take()
-                others = [PendingRows([segment], measured)] if measured.tables else []
+                others += [PendingRows([segment], measured)] if measured.tables else []
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
         if self._predicts_updates and self.is_due("updates", step):
             with self._unwatched.suppress_errors(step, "the coming update could not be predicted"):
@@ -170,12 +184,12 @@ class Collector:
         origin = None
         if self._origin is not None:
             result = self._origin.pending_result()  # also in other steps, since it makes the watch begin anew
-            origin = result if self.is_due("origin", step) else None
+            origin = result if self.is_due("origin", step) and not self.is_joining() else None
         if self._order_recorder is not None:
             is_partial = self._order_recorder.is_partial
             self.backward_order = self._order_recorder.end()
             self._order_recorder = _order_of(named) if is_partial else None
-        if is_sampled or (step + 1) % self._sampled == 0:
+        if is_sampled or (step + 1) % self._sampled == 0 or self._periods["batch"] > 1:
             self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
@@ -207,6 +221,9 @@ class Collector:
         if len(last_seen) == len(parameters) and all(map(operator.is_, last_seen, parameters)):
             return
         self._old_parameters = None  # the difference to another parameter is no update
+        if self._kept is not None and self._optimizer is not None:
+            # Gradients of the last parameters are usually complete first, before others of the same bucket change.
+            self._kept.follow(parameters[::-1], self._optimizer)
         if self._optimizer is not None and self._periods["optimizer"]:
             observations.append(
                 Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))
@@ -223,6 +240,8 @@ class Collector:
     def forget(self) -> None:
         """Drops what was kept for the next step, because the parameters were changed from outside."""
         self._batch, self._old_parameters = [], None
+        if self._inputs is not None:
+            self._inputs.forget()
 
     @property
     def origin_is_unknown(self) -> bool:
@@ -232,6 +251,11 @@ class Collector:
         return torch.distributed.get_world_size() > 1 and not is_distributed(
             self._trained.named_parameters().parameters
         )
+
+    def is_joining(self) -> bool:
+        """Whether this is inside of DDP's ``join()``, where ranks take fewer steps: nothing may wait for them."""
+        config = getattr(uncompiled(self.wrapper), "_join_config", None)
+        return config is not None and bool(config.enable)
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
@@ -302,11 +326,35 @@ class Collector:
                     observations += self.check_label_range(step, path, float(low), float(high))
                 else:
                     self._batch.append(("label", path, torch.stack([low, high]).to(torch.float64)))
-        if self.is_due("batches", step):
+        if self.is_due("batches", step) and not self.is_joining():
             from gradstat.distributed import verify_batches
 
             observations.append(Observation("batches", step, verify_batches(batch)))
         return observations
+
+    def _take_inputs(
+        self, step: int, segments: list[Segment], tensors: list[Tensor], others: list[PendingRows]
+    ) -> tuple[list[Segment], list[Tensor]]:
+        """Segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
+        assert self._inputs is not None
+        segment, inputs, measured = self._inputs.take()
+        if measured is not None:
+            others.append(PendingRows([segment], measured))
+        if not inputs:
+            return segments, tensors
+        if not self._batch and not self.is_due("parameters", step):  # the usual case
+            if self._joined[0] is not segments or self._joined[1] is not segment:
+                self._joined = segments, segment, [*segments, segment]
+            return self._joined[2], [*tensors, *inputs]
+        seen = {(t.data_ptr(), t.shape) for kind, _, t in self._batch if kind == "batch" and observers.is_plain(t)}
+        for path, tensor in zip(segment.names, inputs, strict=True):
+            if (tensor.data_ptr(), tensor.shape) in seen:
+                continue
+            self._batch.append(("input", path, tensor))
+            share = observers.constant_features(tensor) if self.is_due("parameters", step) else None
+            if share is not None:
+                self._batch.append(("constant", path, share))
+        return segments, tensors
 
     def _classes_of(self, path: str) -> int | None:
         """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
@@ -325,7 +373,7 @@ class Collector:
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
     ) -> Iterator[tuple[Segment, list[Tensor]]]:
         if self._batch:
-            for kind in ("batch", "constant", "label"):
+            for kind in ("batch", "input", "constant", "label"):
                 of_kind = [(path, tensor) for what, path, tensor in self._batch if what == kind]
                 if of_kind:
                     yield Segment(kind, tuple(path for path, _ in of_kind)), [tensor for _, tensor in of_kind]
@@ -347,7 +395,7 @@ class Collector:
             share = self._outputs.take()
             if share is not None:
                 yield Segment("output", ("logits",)), [share]
-        if self.is_due("replicas", step):
+        if self.is_due("replicas", step) and not self.is_joining():
             from gradstat.distributed import verify_replicas
 
             observations.append(
@@ -423,6 +471,8 @@ class Collector:
         return not check_tensors(measurable, backend=self._backend).nonfinite
 
     def _switch_hooks(self, step: int) -> None:
+        if self._inputs is not None:
+            self._inputs.on = self.is_due("batch", step)
         if self._outputs is not None:
             self._outputs.on = self.is_due("outputs", step)
         if self._activations is not None:
@@ -430,11 +480,13 @@ class Collector:
 
     def remove(self) -> None:
         """Removes all hooks and drops all tensors."""
-        for observer in (self._order_recorder, self._outputs, self._activations, self._origin):
+        self.forget()
+        for observer in (
+            self._order_recorder, self._inputs, self._kept, self._outputs, self._activations, self._origin,
+        ):  # fmt: skip
             if observer is not None:
                 observer.remove()
-        self._order_recorder = None
-        self.forget()
+        self._order_recorder = self._inputs = self._kept = None
         self._outputs = self._activations = self._origin = None
 
 

@@ -53,9 +53,14 @@ class _ModuleHooks(OrderedDict[int, Callable[..., Any]]):
 def hook_forward(module: nn.Module, hook: Callable[..., Any], *, before: bool = False, **options: Any) -> Any:
     """Registers a forward hook, or with ``before`` a forward pre-hook; a `Hook` is not saved with the module."""
     place = "_forward_pre_hooks" if before else "_forward_hooks"
-    if not getattr(module, place):  # otherwise handles refer to the present dictionary
-        setattr(module, place, _ModuleHooks())
-    return (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, **options)
+    with_kwargs = f"{place}_with_kwargs"
+    for each in (place, with_kwargs):
+        if not getattr(module, each):  # otherwise handles refer to the present dictionary
+            setattr(module, each, _ModuleHooks())
+    handle = (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, **options)
+    if handle.id in getattr(module, with_kwargs):  # torch only asks whether the number is there
+        getattr(module, with_kwargs)[handle.id] = hook  # left out of copies, as in the other dictionary
+    return handle
 
 
 def removed_with(owner: object, handles: list[Any]) -> Callable[[], None]:

@@ -23,6 +23,7 @@ GRADIENT = Kind("gradient", "gradients", 1, "parameter")
 
 KINDS: tuple[Kind, ...] = (
     Kind("batch", "batch", 1, "batch", sizes_vary=True),
+    Kind("input", "batch", 1, "batch", sizes_vary=True),  # what the model was called with
     Kind("constant", "batch", 1, "batch"),  # fraction of features that are the same in all samples
     Kind("label", "batch", 1, "batch"),  # the smallest and the largest, judged when they are read
     Kind("parameter", "parameters", 50, "parameter"),
@@ -34,6 +35,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("update", "updates", 0, "parameter"),
 )
 """All kinds, in the order in which a step computes them: if two go wrong in one step, the earlier is the cause."""
+
+INPUT_KINDS = ("batch", "input")
+"""What a training step begins with: what ``Monitor.batch`` was given, and what the model was called with."""
 
 CHECKS: dict[str, int] = {"origin": 0, "replicas": 0, "batches": 0}
 """Comparisons between ranks, by their key in ``watch=``; they add no tensors."""

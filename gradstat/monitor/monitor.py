@@ -90,9 +90,10 @@ class Monitor:
             optimizer.zero_grad()
         print(monitor.diagnose())
 
-    Every step takes one pass over the gradients, like `gradstat.check_async`, without a host sync on a GPU. ``watch``
-    says what else is measured, and how often. Rules review the numbers in blocks of steps, or at once after an abnormal
-    step. They add to `findings`, and ``on_anomaly`` says how to respond to a finding.
+    Every step takes one pass over the gradients and the model's floating-point inputs, like `gradstat.check_async`,
+    without a host sync on a GPU. ``watch`` says what else is measured, and how often. Rules review the numbers in
+    blocks of steps, or at once after an abnormal step. They add to `findings`, and ``on_anomaly`` says how to respond
+    to a finding.
 
     Args:
         model: The module being trained, with its DDP or FSDP wrapper if it has one; or, without ``optimizer``,
@@ -208,6 +209,10 @@ class Monitor:
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
+        # What advice need not tell; skips are known later.
+        self._in_use = {policy for policy in ("replay", "rollback") if self._policies.uses(policy)}
+        self._in_use |= {"activations"} if self._periods["activations"] else set()
+        self._in_use |= {"clip"} if limit is not None else set()
         if skips and optimizer is not None:
             decision.request(optimizer, self, None)  # a closure may make the first request within a step
         self._skip_flag: Tensor | None = None  # of the newest step
@@ -345,6 +350,8 @@ class Monitor:
     @never_traced
     def batch(self, batch: Any) -> list[Finding]:
         """Inspects a batch before the forward pass: tensors, in mappings, lists, tuples and dataclasses.
+
+        For what the model itself is not called with, since its floating inputs are measured anyway, and for labels.
 
         Floating-point tensors are measured with the gradients of the step. If ``classes`` was given, the range of
         integer tensors is checked: on the CPU at once, so that a label out of range is reported before the loss fails
@@ -523,14 +530,23 @@ class Monitor:
             classes=collector.classes,
             is_stepped_by_user=self._is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
+            skipped_by=self._skipped_by(),
             **optimizer_settings(self._optimizer),
         )
+        in_use = [*self._in_use, *["skip"] * bool(run.skipped_by)]
         window = self._log.close(run)
         findings = [
-            fitted(one, self._trained.named_parameters, self._replay_argument) for one in self._rules.review(window)
+            fitted(one, self._trained.named_parameters, self._replay_argument, in_use)
+            for one in self._rules.review(window)
         ]
         self.findings += findings
         self._to_act_on += findings
+
+    def _skipped_by(self) -> str:
+        """`RunSettings.skipped_by`."""
+        if self._collector.is_scaled:
+            return "the loss scaler"
+        return "" if not self._skips else "the policy 'skip'" if self.guard is None else "the guard"
 
     # Policies --------------------------------------------------------------------------------------------
 
@@ -776,7 +792,10 @@ class Monitor:
         )
 
     def __repr__(self) -> str:
-        return f"Monitor({type(self._model).__name__}, {self.steps} steps, {len(self.findings)} findings)"
+        is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        is_compared = is_alone or self._periods["replicas"] > 0 or torch.distributed.get_world_size() == 1
+        unknown = "" if is_compared else ", replicas not compared: watch={'replicas': n}"
+        return f"Monitor({type(self._model).__name__}, {self.steps} steps, {len(self.findings)} findings{unknown})"
 
     def __enter__(self) -> Self:
         return self

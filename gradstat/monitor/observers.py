@@ -19,6 +19,7 @@ from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
+from gradstat.monitor.replay.step_state import in_backward, is_replaying
 from gradstat.monitor.segments import Segment
 
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -184,6 +185,160 @@ class BackwardOrder:
 def _note(noted: list[str], name: str) -> None:
     if len(noted) < 1_000_000:  # a model may never reach its first step
         noted.append(name)
+
+
+class KeptGradients:
+    """Tells whether an optimizer steps with gradients that contain those of its last step, since none were zeroed.
+
+    It looks at one parameter. A gradient that a step has used is the same tensor when the next one is added to it, and
+    its version is higher by exactly one: another tensor takes its place after it was set to None, and ``zero_()`` or
+    any other change raises the version once more.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._follows: weakref.ref[Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
+        self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
+        self._was_kept = False
+        self._handles: list[Any] = []
+        self.remove = removed_with(self, self._handles)
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._has_stepped)))
+
+    def follow(self, parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
+        """Follows the first of ``parameters`` that ``optimizer`` trains and that has a gradient."""
+        trained = _ids_of(optimizer)
+        chosen = next((p for p in parameters if p.grad is not None and p.is_leaf and id(p) in trained), None)
+        if chosen is None or not self._handles or (self._follows is not None and self._follows() is chosen):
+            return
+        for handle in self._handles[1:]:
+            handle.remove()
+        self._follows, self._last = weakref.ref(chosen), None
+        self._handles[1:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
+
+    def _has_stepped(self, *_: Any) -> None:
+        parameter = None if self._follows is None else self._follows()
+        self._was_kept = self._has_used and self._has_new
+        self._has_new = False
+        self._has_used = parameter is not None and parameter.grad is not None
+        self._note(parameter)
+
+    def _has_accumulated(self, parameter: Tensor) -> None:
+        gradient, last = parameter.grad, self._last
+        assert gradient is not None
+        is_continued = last is not None and last[0]() is gradient and gradient._version == last[1] + 1
+        self._has_used = self._has_used and is_continued
+        self._has_new = True
+        self._note(parameter)
+
+    def _note(self, parameter: Tensor | None) -> None:
+        gradient = None if parameter is None else parameter.grad
+        self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def take(self) -> bool:
+        """Whether the last step was such a step; False if it was asked for already."""
+        was_kept, self._was_kept = self._was_kept, False
+        return was_kept
+
+
+class Inputs:
+    """Keeps the floating inputs of a model's last forward pass in training, while ``on``, until they are taken.
+
+    Those of earlier passes of a step are measured when the next pass begins, and only their rows are kept.
+    """
+
+    def __init__(self, model: nn.Module, backend: str | None) -> None:
+        self.on = True
+        self._backend = backend
+        self._segment = Segment("input", ())
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._earlier: dict[str, tuple[Tensor, TensorInfo]] = {}  # merged rows of earlier passes
+        self._passes = 0
+        self.remove = removed_with(self, [hook_forward(model, Hook(self.keep), before=True, with_kwargs=True)])
+
+    def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        """The hook of the model."""
+        is_training = module.training and torch.is_grad_enabled() and not in_backward() and not is_replaying()
+        if not self.on or not is_training or _in_transform():
+            return
+        self._passes += 1
+        if self._passes > _MOST_PASSES:
+            return
+        if self._tensors:
+            self._merge()
+        given: list[tuple[str, Tensor]] = []
+        if not keywords and len(arguments) == 1 and isinstance(arguments[0], Tensor):  # the usual case
+            given.append((_FIRST, arguments[0]))
+        else:
+            given += [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
+        # What another model has computed is no data.
+        given = [(path, t) for path, t in given if t.is_leaf and is_plain(t) and not t.is_inference()]
+        names = tuple([path for path, _ in given])
+        if names != self._segment.names:  # else the same object, which need not be compared
+            self._segment = Segment("input", names)
+        self._tensors = [tensor.detach() for _, tensor in given]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def _take_last(self) -> tuple[Segment, list[Tensor]]:
+        """What the last pass got, without tensors that were changed in place since."""
+        segment, tensors, versions = self._segment, self._tensors, self._versions
+        self._tensors, self._versions = [], []
+        same = [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
+        if not tensors or not all(same):
+            kept = [(name, t) for name, t, is_same in zip(segment.names, tensors, same, strict=False) if is_same]
+            return Segment("input", tuple(name for name, _ in kept)), [tensor for _, tensor in kept]
+        return segment, tensors
+
+    def _merge(self) -> None:
+        """Measures what is kept, and merges its rows with those of earlier passes."""
+        segment, tensors = self._take_last()
+        if not tensors:
+            return
+        with torch.no_grad():
+            rows = stats(tensors, backend=self._backend)
+            for path, tensor, row in zip(segment.names, tensors, rows.split(1), strict=True):
+                info, earlier = TensorInfo.of(tensor), self._earlier.get(path)
+                if earlier is not None and earlier[0].device == row.device:
+                    row = _fields.merge(torch, torch.cat([earlier[0], row]))[None]
+                    numel = earlier[1].shape.numel() + tensor.numel()
+                    row[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
+                    info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
+                self._earlier[path] = row, info
+
+    def take(self) -> tuple[Segment, list[Tensor], Measurement | None]:
+        """The inputs since the last call: tensors of a single pass, or without tensors measured rows of several."""
+        self._passes = 0
+        if not self._earlier:
+            return *self._take_last(), None
+        self._merge()
+        seen, self._earlier = self._earlier, {}
+        names = sorted(seen)
+        rows, infos = zip(*(seen[name] for name in names), strict=True)
+        groups = by_device(rows).values()
+        order = [i for positions in groups for i in positions] if len(groups) > 1 else None
+        tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
+        return Segment("input", tuple(names)), [], Measurement(tables, order, list(infos))
+
+    def forget(self) -> None:
+        """Drops what is kept."""
+        self._tensors, self._versions, self._earlier, self._passes = [], [], {}, 0
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is measurable, and has elements in memory of its own."""
+    is_dense = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_meta
+    return is_dense and tensor.dtype in _MEASURABLE and tensor.numel() > 0
+
+
+_FIRST = "input[0]"
+# More forward passes than this in one step are not measured: whatever they are, they are no micro-batches.
+_MOST_PASSES = 64
+
+
+def _in_transform() -> bool:
+    """Whether this is inside of ``torch.func``, whose tensors must not be kept."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Activations:

@@ -273,6 +273,7 @@ class RunSettings:
         classes: Number of classes of labels, if the monitor was told.
         is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
+        skipped_by: What skips steps with gradients that are not finite; empty if nothing is known to.
     """
 
     backward_order: tuple[str, ...] = ()
@@ -284,6 +285,7 @@ class RunSettings:
     classes: int | None = None
     is_stepped_by_user: bool = True
     origin_is_unknown: bool = False
+    skipped_by: str = ""
 
     def first_in_backward(self, names: Sequence[str]) -> str:
         """The parameter among ``names``, given in model order, whose gradient was complete first."""

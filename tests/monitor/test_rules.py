@@ -267,6 +267,13 @@ def wobbling(count: int, level: float = 1.0) -> list[float]:
     return [level * (1 + 0.05 * math.sin(i * 1.7)) for i in range(count)]
 
 
+def zero_inputs(steps: int, *names: str, shape: tuple[int, ...] = (8, 8)) -> Story:
+    """The first input is zero in all steps, others are not."""
+    names = names or ("input[0]",)
+    rows = {step: [row(0.0), row()][: len(names)] for step in range(steps)}
+    return rows_of("input", rows, names=names, shapes=[shape] * len(names))
+
+
 LOSSES = [3.0] * 20 + wobbling(76, 0.3)
 NORMS = [2.0] * 20 + wobbling(76, 0.1)
 SETTLED = [1.0] * 20 + [0.1] * 108
@@ -291,7 +298,14 @@ CASES = [
     Case("batch-range", one("batch", [1.0] * 20 + [101.0], 1), 20, "x",
          (one("batch", [1.0] * 20 + [99.0], 1), one("batch", [1.0] * 19 + [101.0], 1),
           one("batch", [0.0] * 20 + [101.0], 1))),
+    Case("batch-range", one("batch", [1.0] * 20 + [0.0099] * 5, 1), 20, "x",
+         (one("batch", [1.0] * 20 + [0.0101] * 5, 1), one("batch", [1.0] * 20 + [0.0] * 4 + [1.0], 1),
+          one("batch", [1.0] * 19 + [0.0] * 5, 1), one("batch", [1.0] * 10 + [0.0] + [1.0] * 10 + [0.0] * 5, 1))),
+    Case("batch-range", zero_inputs(20), 0, "input[0]",
+         (zero_inputs(19), zero_inputs(20, "input[1]"), zero_inputs(20, shape=(64,)),
+          zero_inputs(20, "input[0]", "input[1]"))),
     Case("label-out-of-range", seen("label", labels(0, 4)), 3, "batch[1]", (seen("other", labels(0, 4)),)),
+    Case("constant-feature", shares("constant", [0.2, 1.0, 1.0]), 50, "x", (shares("constant", [0.2, 1.0, 0.2]),)),
     Case("constant-feature", shares("constant", [0.2, 0.95, 0.95, 0.95]), 50, "x",
          (shares("constant", [0.95, 0.95, 0.2, 0.95]), shares("constant", [0.9] * 5))),
     Case("repeated-batch", seen("batches", report(ok=False, repeated=[(0, 1)])), 3, "batch",
@@ -307,6 +321,8 @@ CASES = [
          (series("lr", [1.0] * 5 + [0.0] * 19 + [0.1]), series("lr", [0.0] * 30))),
     Case("optimizer-coverage", seen("coverage", covered(left_out=["a.weight"])), 3, "a.weight",
          (seen("coverage", covered()),)),
+    Case("gradients-not-zeroed", series("not_zeroed", [math.nan] * 4 + [1.0, 1.0, 1.0]), 3, "gradients",
+         (series("not_zeroed", [math.nan, 1.0, math.nan, 1.0, math.nan]), Story(9))),
     Case("replica-mismatch", seen("replicas", report(ok=False, drifted=[report(name="a.bias")])), 3, "a.bias",
          (seen("replicas", report(ok=True)),)),
     Case("nonfinite-optimizer-state", rows_of("exp_avg", {0: healthy_rows(), 50: with_nan(1)}), 50, "a.bias",

@@ -54,8 +54,9 @@ _NEAR = 2
 _MOST_FREEDOM = 8.0
 _MOST_PER_OWN = 3.0
 _WHOLE = ("norm", "peak", "mean")
-# Not compared: verdicts about labels and predictions rather than tensors.
-_LEFT_OUT = frozenset({"constant", "label", "output"})
+# Not compared: verdicts about labels and predictions rather than tensors, and inputs of the model, of which each rank
+# has others.
+_LEFT_OUT = frozenset({"constant", "input", "label", "output"})
 _SCALARS = ("loss", "lr")
 _TINY = 1e-30
 # A gradient below this share of the largest in its module is rounding noise in float32; in 16 bits below the other.

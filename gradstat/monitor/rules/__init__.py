@@ -23,7 +23,7 @@ from gradstat.monitor.rules.finite import (
 from gradstat.monitor.rules.golden import UnlikeGolden
 from gradstat.monitor.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.monitor.rules.learning import NoLearning
-from gradstat.monitor.rules.optimizer import MomentumDrift, SecondMomentDrop, SmallSecondMoment
+from gradstat.monitor.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.monitor.rules.precision import LossScale, Underflow
 from gradstat.monitor.rules.training import (
     ClipActivity,
@@ -45,6 +45,7 @@ RULES: tuple[type[Rule], ...] = (
     LearningRateJump,
     # The state it begins with. The optimizer's comes first, since it produced the parameters.
     OptimizerCoverage,
+    GradientsNotZeroed,
     ReplicaMismatch,
     NonfiniteOptimizerState,
     SecondMomentDrop,

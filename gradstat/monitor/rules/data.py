@@ -8,44 +8,99 @@ from typing import Any
 import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
+from gradstat.monitor.kinds import INPUT_KINDS
 from gradstat.monitor.rows import Rows, RunSettings, Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
 
 class BatchRange(Rule):
-    """Inputs far outside of their previous range: not normalised, in another unit, or damaged.
+    """Inputs far outside of their previous range, or that hardly vary any more: not normalised, damaged, or zero.
 
     Args:
-        factor: Largest magnitude over the largest one before.
-        measurements: Minimum number of earlier measurements.
+        factor: Largest magnitude over the largest one before; smallest standard deviation before over that of now.
+        offset: Smallest magnitude of values of one sign over the largest one before.
+        measurements: Minimum number of earlier measurements. If the model's first input has a single value in so many
+            from the beginning on, and no other input varies, that is a finding, too.
+        in_a_row: Number of measurements in a row with a standard deviation that is too small. One of zeros and ones,
+            such as a mask, is not judged by it.
     """
 
     name = "batch-range"
     causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
-    def __init__(self, factor: float = 100.0, measurements: int = 20) -> None:
-        self.factor, self.measurements = factor, measurements
+    def __init__(self, factor: float = 100.0, offset: float = 5.0, measurements: int = 20, in_a_row: int = 5) -> None:
+        self.factor, self.offset, self.measurements, self.in_a_row = factor, offset, measurements, in_a_row
         self._largest: dict[str, float] = {}
+        self._least_spread: dict[str, float] = {}
         self._seen: dict[str, int] = {}
+        self._low_for: dict[str, int] = {}
+        self._single_for: dict[str, int] = {}  # measurements with a single value, since the first
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("batch")
-        if rows is None:
+        for kind in INPUT_KINDS:
+            rows = window.rows(kind)
+            if rows is not None and not self._is_usual(rows):
+                for row, step in enumerate(rows.steps.tolist()):
+                    for i, name in enumerate(rows.names):
+                        yield from self._review_one(rows, row, i, step, name, kind)
+                        self._seen[name] = self._seen.get(name, 0) + 1
+
+    def _is_usual(self, rows: Rows) -> bool:
+        """Whether nothing can be found in ``rows``; what they say is then noted."""
+        names = rows.names
+        if any(self._seen.get(name, 0) < self.measurements for name in names):
+            return False
+        largest = np.array([self._largest.get(name, 0.0) for name in names])
+        least = np.array([self._least_spread.get(name, np.inf) for name in names])
+        high, low = rows.most("max_abs"), rows.least("std")
+        if not ((high <= min(self.factor, self.offset) * largest) & (low * self.factor >= least)).all():
+            return False
+        for name, most, spread in zip(names, high.tolist(), low.tolist(), strict=True):
+            self._largest[name] = max(most, self._largest.get(name, 0.0))
+            self._least_spread[name] = min(spread, self._least_spread.get(name, np.inf))
+            self._seen[name] += len(rows)
+            self._low_for[name] = 0
+        return True
+
+    def _review_one(self, rows: Rows, row: int, i: int, step: int, name: str, kind: str) -> Iterable[Finding]:
+        value, spread = float(rows.max_abs[row, i]), float(rows.std[row, i])
+        if not np.isfinite(value):
             return
-        for row, step in enumerate(rows.steps.tolist()):
-            for i, name in enumerate(rows.names):
-                value = float(rows.max_abs[row, i])
-                if not np.isfinite(value):
-                    continue
-                most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
-                if seen >= self.measurements and 0 < most * self.factor < value and self._episodes.record(name, step):
-                    text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
-                    yield self.found(step, name, text, about="batch", largest=value, before=most)
-                else:
-                    self._largest[name] = max(most, value)
-                self._seen[name] = seen + 1
+        low, high = float(rows.field("min")[row, i]), float(rows.field("max")[row, i])
+        most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
+        is_far = value > self.factor * most or max(low, -high) > self.offset * most
+        if is_far and seen >= self.measurements and most > 0 and self._episodes.record(name, step):
+            text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
+            yield self.found(step, name, text, about=kind, largest=value, before=most)
+        else:
+            self._largest[name] = max(most, value)
+        least = self._least_spread.get(name, np.inf)
+        if seen >= self.measurements and spread * self.factor < least:
+            self._low_for[name] = self._low_for.get(name, 0) + 1
+            if self._low_for[name] == self.in_a_row and self._episodes.record(f"low {name}", step):
+                now = f"is {low:.3g} everywhere" if low == high else f"has a standard deviation of {spread:.3g}"
+                text = f"{name} {now} for {self.in_a_row} steps; before, its deviation was at least {least:.3g}"
+                evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
+                yield self.found(step - self.in_a_row + 1, name, text, about=kind, causes=_FLAT, **evidence)
+        else:
+            is_binary = low == 0 and high == 1 and rows.field("sum")[row, i] == rows.field("sq_sum")[row, i]
+            self._least_spread[name] = 0.0 if is_binary else min(least, spread)
+            self._low_for[name] = 0
+        if low == high and self._single_for.get(name, 0) == seen and seen < self.measurements:
+            self._single_for[name] = seen + 1
+            is_alone = all(self._single_for.get(other) for other in rows.names[:i] + rows.names[i + 1 :])
+            if name == _FIRST_INPUT and seen + 1 == self.measurements and rows.tensors.matrices[i] and is_alone:
+                text = f"the model's input {name} has been {low:.3g} everywhere since the first step"
+                yield self.found(0, name, text, about=kind, causes=_FLAT, value=low)
+
+
+_FIRST_INPUT = "input[0]"
+_FLAT = (
+    "inputs that are never filled, masked out entirely, or multiplied by 0",
+    "inputs that are divided by their scale twice, or normalised by a huge standard deviation",
+)
 
 
 class ConstantFeature(Rule):
@@ -56,7 +111,7 @@ class ConstantFeature(Rule):
 
     Args:
         share: Fraction of features.
-        measurements: Number of measurements in a row.
+        measurements: Number of measurements in a row; two, if all samples are the same.
     """
 
     name = "constant-feature"
@@ -76,21 +131,24 @@ class ConstantFeature(Rule):
         for row, step in enumerate(rows.steps.tolist()):
             for i, name in enumerate(rows.names):
                 share = float(rows.mean[row, i])
-                is_constant = share > self.share and not _is_naturally_constant(window.rows("batch"), step, name, share)
+                is_constant = share > self.share and not _is_naturally_constant(window, step, name, share)
                 self._run[name] = self._run.get(name, 0) + 1 if is_constant else 0
                 if self._run[name] == 1:
                     self._since[name] = step
-                if self._run[name] == self.measurements and self._episodes.record(name, step):
+                needed = min(2, self.measurements) if share == 1 else self.measurements
+                if self._run[name] >= needed and self._episodes.record(name, step):
                     text = f"{share:.0%} of the features of {name} are the same in every sample of a batch"
-                    yield self.found(self._since.get(name, step), name, text, about="batch", share=share)
+                    about = name.partition("[")[0].partition(".")[0]
+                    yield self.found(self._since.get(name, step), name, text, about=about, share=share)
 
 
-def _is_naturally_constant(batches: Rows | None, step: int, name: str, share: float) -> bool:
-    if batches is None or name not in batches.names or step not in batches.steps:
-        return False
-    row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
-    has_one_value = bool(batches.field("min")[row, i] == batches.field("max")[row, i])
-    return has_one_value or (share < 1 and bool(batches.zero_fraction[row, i] > 0.5))
+def _is_naturally_constant(window: Window, step: int, name: str, share: float) -> bool:
+    for batches in map(window.rows, INPUT_KINDS):
+        if batches is not None and name in batches.names and step in batches.steps:
+            row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
+            has_one_value = bool(batches.field("min")[row, i] == batches.field("max")[row, i])
+            return has_one_value or (share < 1 and bool(batches.zero_fraction[row, i] > 0.5))
+    return False
 
 
 class LabelRange(Rule):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.monitor.findings import Finding, Severity
-from gradstat.monitor.kinds import kind_of
+from gradstat.monitor.kinds import INPUT_KINDS, kind_of
 from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import PerName, Rule, StateChecks, is_texts, is_whole, series
 
@@ -49,19 +49,67 @@ def _described(counted: dict[str, Any]) -> str:
 
 
 class NonfiniteBatch(Rule):
-    """NaN or Inf in a batch that was passed to ``monitor.batch``."""
+    """NaN or Inf in a batch that was passed to ``monitor.batch``, or in what the model was called with.
+
+    Models may take masks of -Inf, or handle NaN themselves: an input of the model is an error only in steps in which
+    loss or gradients are not finite either, and an info if it has NaN in another; from then on it is left alone.
+    """
 
     name = "nonfinite-batch"
     severity = "error"
     quiet = 1
     causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
     advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
+    advice_without_index = ("find the micro-batch with gradstat.MicroBatches", advice[1])
+
+    _state_checks: ClassVar[StateChecks] = {"_handled": is_texts}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handled: list[str] = []  # inputs that were not finite in healthy steps
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for rows, row, step, nonfinite in _nonfinite_rows(window, "batch"):
-            for name in (name for name in nonfinite if self._episodes.record(name, step)):
-                counted = _counts(rows, row, name)
-                yield self.found(step, name, f"{name} has {_described(counted)}", about="batch", **counted)
+        for kind in INPUT_KINDS:
+            for rows, row, step, nonfinite in _nonfinite_rows(window, kind):
+                is_harmless = kind == "input" and not _is_bad(window, step)
+                for name in (name for name in nonfinite if name not in self._handled):
+                    counted = _counts(rows, row, name)
+                    text = f"{name} has {_described(counted)}"
+                    if is_harmless:
+                        self._handled.append(name)
+                        text += "; loss and gradients are finite, so the model handles it"
+                        if not counted["nan_count"]:
+                            continue
+                    if self._episodes.record(name, step):
+                        severity: Severity = "info" if is_harmless else self.severity
+                        advice = self.advice if "first" in counted else self.advice_without_index
+                        yield self.found(step, name, text, kind, severity, advice=advice, **counted)
+
+
+def _bad_inputs(window: Window, step: int) -> list[str]:
+    """What has NaN in ``step`` of the batch, and of what the model was called with; Inf may be a mask."""
+    measured = (one for kind in INPUT_KINDS for one in _nonfinite_rows(window, kind))
+    return [
+        name
+        for rows, row, at, names in measured
+        if at == step
+        for name in names
+        if _counts(rows, row, name)["nan_count"]
+    ]
+
+
+def _is_measured(window: Window, kind: str, step: int) -> bool:
+    rows = window.rows(kind)
+    return rows is not None and step in rows.steps
+
+
+def _is_bad(window: Window, step: int) -> bool:
+    """Whether loss or gradients were not finite in ``step``."""
+    return any(
+        (window.scalars[name][window.steps == step] > 0).any()
+        for name in ("loss_nonfinite", "nonfinite")
+        if name in window.scalars
+    )
 
 
 _CLIP = "clipping before gradients were measured: if one is NaN, the norm is, and the clip multiplies all by it"
@@ -101,6 +149,8 @@ class NonfiniteGradient(Rule):
             if window.run.is_scaled:
                 severity = "info"
                 text += " (with a loss scaler, occasional overflows are normal)"
+            if window.run.skipped_by:
+                text += f"; {window.run.skipped_by} skips this step"
             evidence = {"parameters": nonfinite[:20], "parameters_bad": len(nonfinite), **counted}
             causes: tuple[str, ...] = self.causes
             advice: tuple[str, ...] = self.advice
@@ -127,6 +177,8 @@ class NonfiniteGradient(Rule):
             at <= step for _, _, at, _ in _nonfinite_rows(window, "parameter")
         ):
             return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
+        if bad := _bad_inputs(window, step):
+            return "", (f"{bad[0]} is not finite", *causes), advice
         by_hand = window.run.is_stepped_by_user
         if by_hand:
             causes = (_CLIP, *causes)
@@ -153,7 +205,6 @@ class NonfiniteLoss(Rule):
         "parameters that have not been finite since an earlier step",
     )
     advice = (
-        "check in diagnose() whether the batch or a parameter was not finite before the loss",
         "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation that produced it",
         "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
     )
@@ -162,7 +213,20 @@ class NonfiniteLoss(Rule):
         for step, value in series(window, "loss_nonfinite"):
             if value > 0 and self._episodes.record("", step):
                 kind = "NaN" if value == 1 else "infinite"
-                yield self.found(step, "loss", f"the loss is {kind}", value=kind)
+                yield self.found(step, "loss", f"the loss is {kind}", value=kind, causes=self._causes(window, step))
+
+    def _causes(self, window: Window, step: int) -> tuple[str, ...]:
+        """The causes that are left after what was measured of ``step``."""
+        bad = _bad_inputs(window, step) + [
+            name for _, _, at, names in _nonfinite_rows(window, "parameter") if at <= step for name in names[:1]
+        ]
+        if bad:
+            return (f"{bad[0]} is not finite",)
+        operation, batch, parameters = self.causes
+        if any(_is_measured(window, kind, step) for kind in INPUT_KINDS):
+            batch = "a batch in which everything is masked out, so that a mean is 0 / 0"
+        is_known = _is_measured(window, "parameter", step)
+        return (operation, batch, *((parameters,) if not is_known else ()))
 
 
 class LostLoss(Rule):
@@ -199,6 +263,7 @@ class _NonfiniteTensor(Rule):
     severity = "error"
     kind = what = ""
     causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
+    advice_of_statistics: tuple[str, ...] = ()  # for running statistics of a normalisation
     _is_nonfinite: Any = None  # as for `_nonfinite_rows`
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -211,7 +276,9 @@ class _NonfiniteTensor(Rule):
                 text = f"the {self.what.format(kind=kind)} {nonfinite[0]} has {_described(counted)}{more}"
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": nonfinite[:20], "all_bad": len(nonfinite), **counted}
-                yield self.found(step, nonfinite[0], text, kind, causes=causes, **evidence)
+                is_statistic = bool(self.advice_of_statistics) and ".running_" in f".{nonfinite[0]}"
+                advice = self.advice_of_statistics if is_statistic else self.advice
+                yield self.found(step, nonfinite[0], text, kind, causes=causes, advice=advice, **evidence)
 
 
 class NonfiniteParameter(_NonfiniteTensor):
@@ -238,10 +305,10 @@ class NonfiniteBuffer(_NonfiniteTensor):
 
     name = "nonfinite-buffer"
     kind = what = "buffer"
-    causes = ("a forward pass with a bad batch updated running statistics", "memory that was overwritten")
-    advice = (
+    causes = ("a forward pass of the module that updates it, with values that were not finite", "memory overwritten")
+    advice = ("load a checkpoint from before this step, or set the buffer to what the module begins with",)
+    advice_of_statistics = (
         "reset the running statistics (module.reset_running_stats()) and run some batches, or load a checkpoint",
-        "check batches before the forward pass: monitor.batch(batch)",
     )
 
     def __init__(self) -> None:

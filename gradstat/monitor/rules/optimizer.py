@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import Episodes, LastingRule, PerName, Rule, StateChecks, is_steps
+from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, StateChecks, is_steps, series
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
@@ -27,6 +28,46 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
 @functools.lru_cache(maxsize=16)
 def _unique_names(kind: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{kind} {name}" for name in names)
+
+
+class GradientsNotZeroed(Rule):
+    """Steps with gradients that still contain those of the step before, since nobody has zeroed them.
+
+    Known exactly, from versions of a gradient. Gradients that are added up between two steps are not meant, nor those
+    that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``. Not known under FSDP 2, which adds to
+    gradients itself, and if gradients are added with ``create_graph=True``.
+
+    Args:
+        in_a_row: Number of steps in a row.
+    """
+
+    name = "gradients-not-zeroed"
+    causes = (
+        "optimizer.zero_grad() is not called between steps, or only that of another optimizer",
+        "gradients that are kept on purpose, as momentum by hand: then leave this rule out of rules=",
+    )
+    advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
+
+    def __init__(self, in_a_row: int = 2) -> None:
+        self.in_a_row = in_a_row
+        self._run = 0
+        self._told = False
+
+    def bands(self) -> Mapping[str, Band]:
+        return {} if self._told else {"not_zeroed": (-math.inf, 0.0)}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for step, is_kept in series(window, "not_zeroed"):
+            self._run = self._run + 1 if is_kept > 0 else 0
+            self._told = self._told and self._run > 0
+            if self._run >= self.in_a_row and not self._told:
+                self._told = True
+                text = f"the last {self._run} steps of the optimizer used gradients that still contained those of the "
+                text += "step before: nobody zeroes them"
+                # It is known of a step when the next one is measured.
+                yield self.found(step - self._run, "gradients", text, in_a_row=self._run)
+        if "not_zeroed" not in window.scalars and len(window.steps):
+            self._run, self._told = 0, False
 
 
 class MomentumDrift(Rule):

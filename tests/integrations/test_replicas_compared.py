@@ -1,0 +1,106 @@
+"""The adapters run on every rank, so they compare replicas now and then; a monitor alone says that nobody does."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranked import accelerate_on_ranks, assert_alike, lightning_on_ranks
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradstat
+from gradstat.integrations._attachment import Attachment
+from gradstat.integrations._options import Options
+
+RECORD = {"error": "record", "warning": "record"}
+
+
+def by_fabric(model: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
+    from lightning.fabric import Fabric
+
+    from gradstat.integrations.fabric import install
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[lightning_on_ranks()])
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    return install(fabric, model, optimizer, on_anomaly=RECORD, **options), model, optimizer, fabric.backward
+
+
+def by_accelerate(model: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
+    from accelerate import Accelerator
+
+    from gradstat.integrations.accelerate import install
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return install(accelerator, on_anomaly=RECORD, **options), model, optimizer, accelerator.backward
+
+
+def mismatches(monitor: gradstat.Monitor) -> list[tuple[int, str]]:
+    monitor.flush()
+    return [(f.step, f.name) for f in monitor.findings if f.rule == "replica-mismatch"]
+
+
+@pytest.mark.parametrize("how", ["fabric", "accelerate"])
+@on_ranks(2, timeout=90.0)
+def test_adapters_compare_replicas_every_hundred_steps(how: str) -> None:
+    make = {"fabric": by_fabric, "accelerate": by_accelerate}[how]
+    with accelerate_on_ranks():
+        for options, expected in (({}, [(100, "weight")]), ({"watch": {"replicas": 0}}, [])):
+            torch.manual_seed(0)
+            model = nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            handle, wrapped, optimizer, backward = make(model, optimizer, **options)
+            for step in range(102):
+                if step == 50 and dist.get_rank() == 1:
+                    with torch.no_grad():
+                        model.weight[0, 1] += 1e-3
+                backward(wrapped(torch.randn(4, 3)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert mismatches(handle.monitor) == expected
+            assert_alike(mismatches(handle.monitor))
+            assert "not compared" not in repr(handle) or options
+            handle.remove()
+
+
+@on_ranks(2)
+def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobody_looks() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = Options({"on_anomaly": RECORD}, "test")
+    device = torch.device("cpu")
+
+    def compares(model: nn.Module, **more: Any) -> bool:
+        attachment = Attachment(model, optimizer, None, options, **more)
+        attachment.remove()
+        return "not compared" not in repr(attachment.monitor)
+
+    assert compares(DistributedDataParallel(model), device=device, is_replicated=True)
+    assert not compares(model, device=device)
+    model._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    assert not compares(DistributedDataParallel(model), device=device, is_replicated=True)
+    assert "replicas not compared: watch={'replicas': n}" in repr(gradstat.Monitor(model))
+    assert "compared" not in repr(gradstat.Monitor(model, watch={"replicas": 10}))
+
+
+def test_a_process_alone_says_nothing_about_replicas() -> None:
+    assert "replicas" not in repr(gradstat.Monitor(nn.Linear(2, 1)))
+
+
+@on_ranks(2, timeout=60.0)
+def test_ranks_with_uneven_inputs_neither_hang_nor_compare() -> None:
+    """Inside of DDP's ``join()`` some ranks take fewer steps, so nothing may wait for them."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle, wrapped, optimizer, backward = by_fabric(model, optimizer, watch={"replicas": 2})
+    with wrapped._forward_module.join():
+        for _ in range(4 + 3 * dist.get_rank()):
+            backward(wrapped(torch.randn(4, 3)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert handle.monitor.steps == 4 + 3 * dist.get_rank()
+    assert mismatches(handle.monitor) == []
+    handle.remove()

@@ -1,0 +1,407 @@
+"""What a monitor sees by hooks: inputs of the model, and whether anybody zeroes gradients."""
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import gradstat
+from gradstat.monitor import Finding, default_rules
+
+RECORD = {"error": "record", "warning": "record"}
+Batch = Callable[[int], Tensor]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def run(
+    batch: Batch,
+    steps: int = 60,
+    model: nn.Module | None = None,
+    zero: Callable[[Any, int], object] = lambda optimizer, step: optimizer.zero_grad(),
+    optimizer: Any = None,
+    backwards: int = 1,
+    **options: Any,
+) -> gradstat.Monitor:
+    """Trains on ``batch(step)``, which only the model sees."""
+    model = mlp() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer(model.parameters())
+    monitor = gradstat.Monitor(model, optimizer, **{"on_anomaly": RECORD, **options})
+    for step in range(steps):
+        total = torch.zeros(())
+        for _ in range(backwards):
+            x = batch(step)
+            loss = mse_loss(model(x), x.nan_to_num().sum(1, keepdim=True) / 6)
+            loss.backward()
+            total += loss.detach()
+        monitor.step(total)
+        optimizer.step()
+        zero(optimizer, step)
+    monitor.flush()
+    return monitor
+
+
+def normal(step: int) -> Tensor:
+    return torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+
+
+def of_rules(monitor: gradstat.Monitor, *rules: str) -> list[Finding]:
+    return [finding for finding in monitor.findings if finding.rule in rules]
+
+
+INPUT_RULES = ("nonfinite-batch", "batch-range", "constant-feature")
+
+
+def from_step(first: int, change: Callable[[Tensor], Tensor], count: int = 1000) -> Batch:
+    return lambda step: change(normal(step)) if first <= step < first + count else normal(step)
+
+
+def with_nan(x: Tensor) -> Tensor:
+    x[3, 2] = math.nan
+    return x
+
+
+# Inputs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_nan_in_what_the_model_is_called_with_is_the_cause_of_a_nan_loss() -> None:
+    monitor = run(from_step(30, with_nan, 1))
+    first = monitor.diagnose().incidents[0].findings[0]
+    assert (first.rule, first.step, first.name, first.about) == ("nonfinite-batch", 30, "input[0]", "input")
+    assert first.evidence["first"] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda x: 255 * x, "the largest magnitude in input[0] is"),
+        (lambda x: x + 30, "the largest magnitude in input[0] is"),
+        (lambda x: x / 255, "input[0] has a standard deviation of"),
+        (torch.zeros_like, "input[0] is 0 everywhere"),
+        (lambda x: torch.full_like(x, 0.1), "input[0] is 0.1 everywhere"),
+    ],
+)
+def test_inputs_that_change_in_the_middle_of_a_run_are_told(change: Callable[[Tensor], Tensor], told: str) -> None:
+    (found,) = of_rules(run(from_step(40, change), 100), *INPUT_RULES)
+    assert (found.rule, found.severity, found.step, found.name) == ("batch-range", "warning", 40, "input[0]")
+    assert found.text.startswith(told)
+
+
+def test_inputs_that_are_zero_from_the_beginning_and_samples_that_repeat_are_told() -> None:
+    (found,) = of_rules(run(lambda step: torch.zeros(16, 6)), *INPUT_RULES)
+    assert (found.rule, found.step, found.name) == ("batch-range", 0, "input[0]")
+    (found,) = of_rules(run(lambda step: normal(step)[:1].repeat(16, 1)), *INPUT_RULES)
+    assert (found.rule, found.step, found.name) == ("constant-feature", 0, "input[0]")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        normal,
+        lambda step: normal(step) * (1 + step % 7) ** 2,
+        lambda step: normal(step) * (step % 9 != 0),  # silence now and then
+        lambda step: torch.rand(16, 6) + step,  # the time of a sample
+        lambda step: (normal(step) > 0).float() if step < 60 else torch.ones(16, 6),  # a mask
+        lambda step: torch.nn.functional.one_hot(torch.arange(16) * (step + 3) % 6, 6).float(),
+    ],
+)
+def test_usual_inputs_are_not_told(batch: Batch) -> None:
+    assert of_rules(run(batch, 120), *INPUT_RULES) == []
+
+
+class Masked(nn.Module):
+    """Takes a mask of -Inf, and replaces NaN of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return self.inner(x.nan_to_num()) + torch.softmax(mask, -1).sum()
+
+    def __call__(self, x: Tensor, **more: Any) -> Any:
+        mask = torch.tensor([0.0, -math.inf])
+        return super().__call__(x, mask=mask)
+
+
+def test_what_a_model_handles_is_no_error_and_not_the_cause_of_a_later_one() -> None:
+    def spoil(optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        if step == 30:
+            optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
+
+    monitor = run(lambda step: with_nan(normal(step)), 40, Masked(), spoil)
+    found = of_rules(monitor, *INPUT_RULES)
+    assert [(f.severity, f.step, f.name) for f in found] == [("info", 0, "input[0]")]
+    assert monitor.diagnose().incidents[0].findings[0].rule == "nonfinite-parameter"
+    assert monitor.recording().tables["input"].names == ("input[0]", "input['mask']")
+
+
+def test_a_batch_that_was_shown_is_not_measured_twice() -> None:
+    model = mlp()
+    monitor = gradstat.Monitor(model)
+    x = normal(0)
+    monitor.batch({"x": x, "other": normal(1)})
+    model(x).sum().backward()
+    monitor.step()
+    assert "input" not in monitor.recording().tables
+    model(x).sum().backward()
+    monitor.step()
+    assert monitor.recording().tables["input"].names == ("input[0]",)
+
+
+@pytest.mark.parametrize(("period", "steps"), [(0, []), (3, [0, 3, 6]), (50, [0])])
+def test_inputs_are_measured_as_often_as_asked_for(period: int, steps: list[int]) -> None:
+    tables = run(normal, 8, watch={"batch": period, "parameters": 0}).recording().tables
+    assert (tables["input"].steps.tolist() if steps else [*tables].count("input") * [0]) == steps
+
+
+def test_every_micro_batch_is_measured_but_no_evaluation_nor_recomputation() -> None:
+    model = nn.Sequential(mlp())
+    monitor = gradstat.Monitor(model)
+    for value in (1.0, 5.0, 3.0):
+        model(torch.full((4, 6), value)).sum().backward()
+    with torch.no_grad():
+        model(torch.full((4, 6), 100.0))
+    model.eval()
+    model(torch.full((4, 6), -100.0))
+    model.train()
+    model(torch.full((4, 6), 2.0, requires_grad=True) * 50)  # computed by another model
+    torch.utils.checkpoint.checkpoint(model, torch.full((4, 6), 4.0), use_reentrant=False).sum().backward()
+    monitor.step()
+    series = monitor.recording().tables["input"]
+    assert series.numel.tolist() == [4 * 6 * 4]
+    assert (series.column("min")[0, 0], series.column("max")[0, 0]) == (1.0, 5.0)
+
+
+def test_inputs_changed_in_place_or_of_torch_func_are_left_out() -> None:
+    model = mlp()
+    monitor = gradstat.Monitor(model, on_anomaly="raise")
+    x = normal(0)
+    loss = model(x).sum()
+    x.zero_()
+    parameters = dict(model.named_parameters())
+    torch.func.vmap(lambda one: torch.func.functional_call(model, parameters, (one[None],)).sum())(normal(1))
+    torch.func.grad(lambda of: torch.func.functional_call(model, of, (normal(2),)).sum())(parameters)
+    monitor.step(loss)
+    recording = monitor.recording()
+    assert "input" not in recording.tables
+    assert not recording.findings
+
+
+def test_nothing_of_a_batch_is_kept_after_the_step() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer)
+    for passes in (1, 3):
+        kept = []
+        for _ in range(passes):
+            x = normal(0)
+            storage = x.untyped_storage()
+            kept.append(weakref.ref(storage))
+            model(x).sum().backward()
+            del x, storage
+        monitor.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert [one() for one in kept] == [None] * passes
+
+
+@pytest.mark.parametrize("how", ["model", "in place", "before"])
+def test_a_compiled_model_has_one_graph(how: str) -> None:
+    torch._dynamo.reset()
+    model, graphs = mlp(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled: Any = model
+    if how == "in place":
+        model.compile(backend=backend, fullgraph=True)
+    elif how == "model":
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    monitor = gradstat.Monitor(compiled)
+    if how == "before":
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for step in range(3):
+        compiled(normal(step)).sum().backward()
+        monitor.step()
+    assert len(graphs) == 1
+    assert ("input" in monitor.recording().tables) == (how == "model")
+
+
+def test_a_watched_model_is_copied_and_pickled_without_hooks() -> None:
+    model = mlp()
+    monitor = gradstat.Monitor(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not other._forward_pre_hooks
+        assert not other._forward_pre_hooks_with_kwargs
+        other(normal(0)).sum().backward()
+    monitor.detach()
+    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks_with_kwargs
+    assert all(p._post_accumulate_grad_hooks in (None, {}) for p in model.parameters())
+
+
+# Gradients that nobody zeroes ----------------------------------------------------------------------------------------
+
+
+def missing_from(step: int) -> Callable[[Any, int], object]:
+    return lambda optimizer, now: optimizer.zero_grad(set_to_none=now % 2 == 0) if now < step else None
+
+
+NOT_ZEROED = "gradients-not-zeroed"
+OPTIMIZERS: tuple[Any, ...] = (
+    lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1, foreach=True),
+    lambda p: torch.optim.SGD(p, lr=0.01, maximize=True, foreach=False),
+    lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+)
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_missing_zero_grad_is_told_at_once(optimizer: Any, backwards: int) -> None:
+    monitor = run(normal, 12, zero=missing_from(5), optimizer=optimizer, backwards=backwards)
+    (found,) = of_rules(monitor, NOT_ZEROED)
+    assert (found.step, found.severity, found.name) == (6, "warning", "gradients")
+    seen: list[int] = []
+    run(normal, 12, zero=missing_from(5), optimizer=optimizer, backwards=backwards,
+        on_anomaly={NOT_ZEROED: lambda monitor, finding: seen.append(monitor.steps)})  # fmt: skip
+    assert seen == [9]  # in step 8, after two such steps
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("backwards", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_zeroed_gradients_are_not_told(optimizer: Any, backwards: int, set_to_none: bool) -> None:
+    monitor = run(
+        normal, 8, zero=lambda o, _: o.zero_grad(set_to_none=set_to_none), optimizer=optimizer, backwards=backwards
+    )
+    assert of_rules(monitor, NOT_ZEROED) == []
+
+
+def test_momentum_by_hand_and_the_rule_switched_off_are_not_told() -> None:
+    def decay(optimizer: Any, step: int) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    assert of_rules(run(normal, 8, zero=decay), NOT_ZEROED) == []
+    rules = [rule for rule in default_rules() if rule.name != NOT_ZEROED]
+    assert of_rules(run(normal, 8, zero=missing_from(0), rules=rules), NOT_ZEROED) == []
+
+
+def test_gradients_that_another_loss_leaves_before_they_are_zeroed_are_not_told() -> None:
+    """A generator's backward pass leaves gradients in the discriminator, which zeroes them before its own."""
+    for set_to_none in (True, False):
+        model, other = mlp(), mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(normal(step)).square().mean().backward()
+            monitor.step()
+            optimizer.step()
+            optimizer.step()  # twice with one gradient
+            (model(normal(step)) - other(normal(step))).square().mean().backward()
+            monitor.step()  # also where it does not belong
+        assert of_rules(monitor, NOT_ZEROED) == []
+
+
+def test_closures_scalers_auto_and_odd_optimizers() -> None:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    handle = gradstat.auto(model, optimizer, on_anomaly=RECORD)
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(normal(step)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert of_rules(handle.monitor, NOT_ZEROED) == []
+    handle.remove()
+
+    model = mlp()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with gradstat.auto(model, adam, on_anomaly=RECORD) as handle:
+        for step in range(6):
+            scaler.scale(model(normal(step)).square().mean()).backward()
+            scaler.unscale_(adam)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(adam)
+            scaler.update()
+    (found,) = of_rules(handle.monitor, NOT_ZEROED)
+    assert found.step == 1
+
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            self.param_groups, self.state, self.defaults = [{"params": list(parameters), "lr": 0.1}], {}, {}
+
+        def step(self, closure: Any = None) -> None:
+            pass
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            pass
+
+    monitor = run(normal, 4, optimizer=Bare)
+    assert of_rules(monitor, NOT_ZEROED, "not-watched") == []
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_sparse_gradients_and_a_graph_of_gradients() -> None:
+    for zeroes in (True, False):
+        model = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+        for _ in range(6):
+            model(torch.tensor([1, 2])).square().sum().backward()
+            monitor.step()
+            optimizer.step()
+            if zeroes:
+                optimizer.zero_grad(set_to_none=False)
+        assert len(of_rules(monitor, NOT_ZEROED)) == (not zeroes)
+        dense = mlp()
+        sgd = torch.optim.SGD(dense.parameters(), lr=0.01)
+        monitor = gradstat.Monitor(dense, sgd, on_anomaly=RECORD)
+        for step in range(6):
+            dense(normal(step)).square().mean().backward(create_graph=True)
+            monitor.step()
+            sgd.step()
+            sgd.zero_grad(set_to_none=zeroes)
+        assert of_rules(monitor, NOT_ZEROED) == []
+
+
+@on_ranks(2)
+def test_under_ddp_missing_zeroing_and_inputs_are_seen() -> None:
+    for as_views in (True, False):
+        for zero in (None, True, False):
+            model = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_views)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+            for step in range(8):
+                model(normal(step)).square().mean().backward()
+                monitor.step()
+                optimizer.step()
+                if zero is not None:
+                    optimizer.zero_grad(set_to_none=zero)
+            assert len(of_rules(monitor, NOT_ZEROED)) == (zero is None), (as_views, zero)
+            assert monitor.recording().tables["input"].names == ("input[0]",)
+            monitor.detach()
