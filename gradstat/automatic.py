@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradstat._core.announce import Closure
 from gradstat._core.engines import refuse_engine
 from gradstat._core.parameters import Parameters, named_parameters_of
-from gradstat._step import optimizers, torch_calls
+from gradstat._step import decision, optimizers, torch_calls
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.measured import clip_before_step
 from gradstat.adaptive import AdaptiveClip
@@ -156,6 +156,7 @@ class AutoHandle:
 
     def _clip(self, optimizer: Optimizer) -> None:
         if self._max_norm is not None:
+            decision.carry_out(optimizer)
             clip_before_step(optimizer, self._max_norm)
 
     def _holds(self, parameters: Sequence[object]) -> bool:

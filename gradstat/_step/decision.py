@@ -100,6 +100,13 @@ def two_guards(guards: Iterable[SpikeGuard | None]) -> str:
     return f"{' and '.join(map(repr, guards))}; use one of them, or pass the same guard to both"
 
 
+def carry_out(optimizer: Optimizer) -> None:
+    """Carries out the requests for a step that has just been announced, so that nobody clips one that is skipped."""
+    step = _steps.get(optimizer)
+    if step is not None:
+        _carry_out(optimizer, step)
+
+
 def _carry_out(optimizer: Optimizer, step: _Step) -> None:
     """Skips the step of an optimizer that is about to begin, or whose closure has just computed the gradients."""
     wish = None if step.is_taken else take(optimizer)
@@ -124,10 +131,12 @@ def _begin(
         return None
     given = kwargs.get("closure", args[1] if len(args) > 1 else None)  # torch passes the optimizer itself first
     closure = given if callable(given) else None
+    failed = _steps.get(optimizer)
+    if failed is not None:
+        _restore(optimizer, failed)
     chosen = announce.step_begins(optimizer, closure)
     step = _steps.get(optimizer)
     if step is not None:
-        _restore(optimizer, step)  # of a step that failed
         _carry_out(optimizer, step)
         if chosen is not None:
             chosen = _carrying_out(optimizer, step, chosen)

@@ -46,7 +46,7 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
     assert not twin.flags["gradstat"]
     table = detection_tables.tools(rows_of([verdict]), "from step 0")
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert cells[2] == ["mistakes, gradstat", "1 of 1", "100%", "100%", "100%", "1.00", "0", "0%"]
+    assert cells[2] == ["mistakes, gradstat", "1 of 1", "100%", "100%", "100%", "1.00", "0", "100%"]
     found = "0 of 0 that begin mid-run and 1 of 1 that begin at step 0"
     assert detection_tables.in_a_sentence(rows_of([verdict]) + healthy_rows([twin])) == (
         f"{found}; 0 findings in 12 healthy steps.\n"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 import gradstat
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, rule
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, endings, rule
 from gradstat.monitor.kinds import in_order
 from gradstat.monitor.segments import PendingRows
 
@@ -354,7 +354,8 @@ def test_a_loss_that_was_not_finite_is_noted_in_its_step_and_all_others_are_told
 
 def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
     scale_of_torch = torch.amp.GradScaler.scale
-    gc.collect()  # monitors of earlier tests, which count while they are open
+    for earlier in endings._all():  # monitors of earlier tests count while they are open
+        earlier._end("its test is over")
     for count, norm in ((1, 1.0), (2, 4096.0)):
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

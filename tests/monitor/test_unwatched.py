@@ -145,7 +145,8 @@ def test_states_of_a_quantised_optimizer_are_watched_as_far_as_they_can_be() -> 
     optimizer.state[model[2].weight]["exp_avg"].scale[1] = math.nan
     model(torch.randn(8, 6)).square().mean().backward()
     monitor.step()
-    found = [finding for finding in monitor.flush() if finding.rule == "nonfinite-optimizer-state"]
+    monitor.flush()
+    found = [finding for finding in monitor.findings if finding.rule == "nonfinite-optimizer-state"]
     assert [(f.name, f.about) for f in found] == [("2.weight", "exp_avg.scale")]
     model[0].weight.grad[0] = math.nan
     monitor.step()

@@ -42,7 +42,8 @@ class NoLearning(Rule):
             the learning rate still rises.
         share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
-            the fraction ``flat`` since the first 64 steps.
+            the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
+            their norm.
         far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well.
         small, large: Of the weights, the median of their root mean square times the root of their inputs, which is
             about 1 if they keep the size of signals.
@@ -178,7 +179,12 @@ class NoLearning(Rule):
         if "chance" in self._told:
             return
         now, chance = float(np.median(self._recent)), self._chance
-        if self._grown > 3 and now > 0.75 * chance and "rate" not in self._told and self._count <= self.steps:
+        if (
+            self._grown > 3
+            and now > self.flat_share * chance
+            and "rate" not in self._told
+            and self._count <= self.steps
+        ):
             text = f"the weights have grown to {self._grown:.3g} times their norm in {self._count} steps, and the loss "
             text += f"is {now:.4g}, where guessing has {chance:.4g}"
             yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=now)
