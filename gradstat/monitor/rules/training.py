@@ -133,8 +133,8 @@ class LearningRateJump(Rule):
     Args:
         up: It grows by more than this factor in one step, above all earlier rates and above the ``initial_lr`` of its
             scheduler, which a warm-up that is stepped per epoch may reach at once. If losses or norms are known,
-            something must follow: within ``follows`` steps four losses in a row above those of the 16 steps before, or
-            norms above three times those.
+            something must follow: within ``follows`` steps a loss or norm that is not finite, or four losses in a row
+            above those of the 16 steps before, or norms above three times those.
         down: It falls by more than this factor in one step; step schedules divide by 10.
         follows: As for ``up``. A change by no more than 1.5 times the last one, as on a ramp, is no jump either way.
         zeros: It is 0 for this many steps after it was not. Schedules touch 0 at their end.
@@ -228,7 +228,9 @@ class LearningRateJump(Rule):
             above = after > [usual[name] for name in _SIGNALS] if usual else np.zeros((0, 2), dtype=bool)
             rows = np.lib.stride_tricks.sliding_window_view(above, 4, axis=0) if len(above) > 3 else np.zeros((0, 2, 4))
             name = rate_name(int(group))
-            if rows.all(2).any():
+            # Under a loss scaler gradients overflow now and then.
+            ends = (after[:, :1] if window.scalar("loss_scale") is not None else after) >= _HUGE
+            if rows.all(2).any() or ends.any():
                 if self._episodes.record(f"jump {name}", int(step)):
                     yield self._jump(int(step), name, before, rate)
             elif len(after) < self.follows:
