@@ -101,16 +101,13 @@ def two_guards(guards: Iterable[SpikeGuard | None]) -> str:
 
 
 def carry_out(optimizer: Optimizer) -> None:
-    """Carries out the requests for a step that has just been announced, so that nobody clips one that is skipped."""
+    """Skips the step of an optimizer that is about to begin, or whose closure has just computed the gradients.
+
+    Before a clip of that step, too, so that nobody clips one that is skipped. Does nothing without a request.
+    """
     step = _steps.get(optimizer)
-    if step is not None:
-        _carry_out(optimizer, step)
-
-
-def _carry_out(optimizer: Optimizer, step: _Step) -> None:
-    """Skips the step of an optimizer that is about to begin, or whose closure has just computed the gradients."""
-    wish = None if step.is_taken else take(optimizer)
-    if wish is None:
+    wish = None if step is None or step.is_taken else take(optimizer)
+    if step is None or wish is None:
         return
     if optimizers.honors_found_inf(optimizer) and not optimizers.first_momentum_is_at_risk(optimizer):
         of_scaler: Tensor | None = getattr(optimizer, "found_inf", None)  # of a loss scaler
@@ -135,11 +132,9 @@ def _begin(
     if failed is not None:
         _restore(optimizer, failed)
     chosen = announce.step_begins(optimizer, closure)
-    step = _steps.get(optimizer)
-    if step is not None:
-        _carry_out(optimizer, step)
-        if chosen is not None:
-            chosen = _carrying_out(optimizer, step, chosen)
+    carry_out(optimizer)
+    if chosen is not None and optimizer in _steps:
+        chosen = _carrying_out(optimizer, chosen)
     if chosen is closure:
         return None
     if "closure" in kwargs:
@@ -147,10 +142,10 @@ def _begin(
     return (args[0], chosen, *args[2:]), kwargs
 
 
-def _carrying_out(optimizer: Optimizer, step: _Step, closure: announce.Closure) -> announce.Closure:
+def _carrying_out(optimizer: Optimizer, closure: announce.Closure) -> announce.Closure:
     def evaluated() -> Any:
         loss = closure()
-        _carry_out(optimizer, step)
+        carry_out(optimizer)
         return loss
 
     return evaluated
