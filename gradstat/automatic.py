@@ -185,7 +185,7 @@ class AutoHandle:
             try:
                 self._take(_as_loss(loss))
             finally:  # a program may catch the error of a policy
-                self._note_gradients()
+                self._measured = self.monitor._collector.first_gradient
 
     def _is_measured(self) -> bool:
         """Whether the current gradients have been measured: no backward pass has changed them since."""

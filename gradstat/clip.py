@@ -83,7 +83,7 @@ def clip_grad_norm_(
     with announce.change(listed if max_norm != math.inf else ()):
         norm = direct = None
         if gradients and extra_groups is None and is_fused(gradients, norm_type):
-            direct = direct_for(gradients[0], name_of, backend)
+            direct = direct_for(gradients[0], backend)
         if direct is not None:  # for ordinary gradients on one device the kernels do everything, for others nothing
             clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
             norm = clip(gradients, max_norm, norm_type)
@@ -150,7 +150,7 @@ def get_total_norm(
         return compiled
     direct = None
     if extra_groups is None and is_fused(listed, norm_type):
-        direct = direct_for(listed[0], name_by_position, backend)
+        direct = direct_for(listed[0], backend)
     measured = direct.measure(listed, math.inf, norm_type) if direct is not None else None
     if measured is not None:
         norm = measured[0]
@@ -252,7 +252,7 @@ def scale_gradients_(gradients: list[Tensor], multiplier: Tensor, name_of: NameO
 
     RuntimeError or NotImplementedError, before any gradient is changed, if one cannot be scaled in place.
     """
-    direct = direct_for(gradients[0], name_of, backend)
+    direct = direct_for(gradients[0], backend)
     on_device = to_device(multiplier, gradients[0].device)
     if direct is not None and direct.scale_(gradients, on_device):
         return

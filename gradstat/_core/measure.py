@@ -158,7 +158,7 @@ def measure_directly(
     """`measure` for ordinary tensors on one device, or an empty list; None, with nothing done, for other tensors."""
     if not tensors:
         return Measurement([], None, ())
-    direct = direct_for(tensors[0], name_of, backend)
+    direct = direct_for(tensors[0], backend)
     if direct is None:
         return None
     if step is None:
@@ -211,7 +211,7 @@ def _locate_(row: Tensor, sparse: Tensor) -> None:
         row[column] = torch.where(is_there, (place * size + flat % size).squeeze(0).to(row.dtype), row[column])
 
 
-def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule | None:
+def direct_for(first: Any, backend: str | None) -> DeviceModule | None:
     """The compiled functions for a list of ordinary tensors that begins with ``first``; None if there are none.
 
     None for a backend that is not there, too: where the tensors are measured that raises, and other ranks are told.
@@ -219,7 +219,7 @@ def direct_for(first: Any, name_of: NameOf, backend: str | None) -> DeviceModule
     if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
         return None
     try:
-        return resolve_for(backend, first.device.type, name_of, 0).direct
+        return backends.resolve(backend, first.device.type).direct
     except (BackendUnavailableError, ValueError):
         return None
 

@@ -203,7 +203,7 @@ class Unscaled(NamedTuple):
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
         name_of, first = labels.of, gradients[0]
         multiplier = to_device(multiplier, first.device)
-        direct = direct_for(first, name_of, None) if extra_groups is None else None
+        direct = direct_for(first, None) if extra_groups is None else None
         short = direct.unscale_(gradients, multiplier) if direct is not None else None
         if short is not None:
             table, signature = short

@@ -77,6 +77,8 @@ def _restore_if_unused() -> None:
 
 def only_scaler() -> GradScaler | None:
     """The scaler that has scaled losses which nobody asked for yet, if there is exactly one."""
+    if not _losses:  # the usual case
+        return None
     scalers = list(_losses)
     return scalers[0] if len(scalers) == 1 else None
 

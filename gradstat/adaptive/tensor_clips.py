@@ -215,7 +215,7 @@ def _kernels_for(
 
 def _scale_each_(gradients: list[Tensor], multipliers: Tensor, backend: str | None, name_of: NameOf) -> None:
     """Multiplies each gradient by its multiplier, on any devices."""
-    direct = direct_for(gradients[0], name_of, backend)
+    direct = direct_for(gradients[0], backend)
     if direct is not None and direct.scale_each_(gradients, multipliers):
         return
     targets = writable(gradients, name_of)

@@ -106,6 +106,8 @@ class Collector:
         self._segments = [Segment("gradient", ())]
         self._joined: tuple[Any, Any, list[Segment]] = (None, None, [])  # those, the inputs', and both
         self._named: NamedParameters | None = None  # of the last step
+        # Of the last step, and its version, which another backward pass changes.
+        self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._old_parameters: dict[str, Tensor] | None = None  # copies of parameters before the update
@@ -114,6 +116,7 @@ class Collector:
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
         """Measures what is due in ``step``, and the ``scalars`` and ``on_device`` of `scalars`. No host sync."""
+        self.first_gradient = None, 0
         named = self._trained.named_parameters()
         stepper = handle_of(self._optimizer)
         stepped = None if stepper is None else stepper._rows_for(named.parameters)
@@ -125,6 +128,8 @@ class Collector:
         else:
             tensors, positions, missing = helpers.gradients_of(named.parameters)
         gradients = tensors
+        if gradients:
+            self.first_gradient = weakref.ref(gradients[0]), gradients[0]._version
         engine_scale = None if named.engine is None else named.engine.loss_scale
         if engine_scale is not None:
             scalars["loss_scale"] = engine_scale

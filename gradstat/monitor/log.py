@@ -35,6 +35,9 @@ _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 _COUNTS = {"nonfinite": 0.0, "missing": 0.0}
 _ABSENT = {**_COUNTS, "loss_nonfinite": 0.0}
 
+# Kinds of segments whose rows are not kept as they come: one has its own block, the other becomes numbers by name.
+_LOGGED_APART = ("gradient", "scalars")
+
 # Up to this many bytes, rows are kept unconverted: most are dropped before anyone asks for a series.
 _MAX_RAW_BYTES = 16 * 2**20
 
@@ -113,7 +116,8 @@ class StepLog:
         self._length, self._max_bytes, self._check_labels = length, max_bytes, check_labels
         self._last_tensors: dict[str, tuple[Any, Any, TensorSet | None]] = {}
         self._names: tuple[str, ...] = ()
-        self._only_gradients: list[Segment] | None = None  # segments of a step without other tensors
+        # Segments that were measured together, and those that are neither gradients nor scalars, with their first rows.
+        self._split: tuple[list[Segment], list[tuple[Segment, int]]] = ([], [])
         self._reads_plain = True  # as `Rows.is_plain`, of the step that was read, as far as its total tells
         self._reserve(1, 0)
         self.clear()
@@ -163,18 +167,18 @@ class StepLog:
 
     def take(self, pending: Pending, review: Callable[[], None]) -> None:
         """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
-        segments = pending.numbers[0].segments
-        names = segments[0].names
+        names = pending.numbers[0].segments[0].names
         is_other = names is not self._names and names != self._names
         others: list[tuple[Segment, Floats, TensorSet]] = []
-        if segments is not self._only_gradients or len(pending.numbers) > 1:
-            for numbers, (segment, start) in ((n, split) for n in pending.numbers for split in n.split()):
-                if segment.kind not in ("gradient", "scalars"):
-                    rows = numbers.table()[start : start + segment.measured]
-                    others.append((segment, rows, self._tensors_of(segment, numbers.infos, start)))
-                    earlier = self._others.get(segment.kind)
-                    is_other = is_other or (earlier is not None and earlier[-1][1].names != segment.names)
-            self._only_gradients = None if others else segments
+        for numbers in pending.numbers:
+            if numbers.segments is not self._split[0]:
+                in_order = [(segment, start) for segment, start in numbers.split() if segment.kind not in _LOGGED_APART]
+                self._split = numbers.segments, in_order
+            for segment, start in self._split[1]:
+                rows = numbers.table()[start : start + segment.measured]
+                others.append((segment, rows, self._tensors_of(segment, numbers.infos, start)))
+                earlier = self._others.get(segment.kind)
+                is_other = is_other or (earlier is not None and earlier[-1][1].names != segment.names)
         if is_other:
             review()
         self._names = names
@@ -256,7 +260,7 @@ class StepLog:
             of_these = [row for row in rows if row[0] in numbers]  # an interrupt may leave rows without their step
             if of_these:
                 at = np.array([step for step, _, _ in of_these], dtype=np.int64)
-                raw = np.stack([raw for _, _, raw in of_these])
+                raw = np.concatenate([raw for _, _, raw in of_these]).reshape(len(at), -1, _fields.COUNT)
                 tables[kind] = _rows(at, raw, [tensors for _, tensors, _ in of_these])
         self._keep(steps, scalars, tables)
         return Window(steps, scalars, tables, run, seen, self.latest)

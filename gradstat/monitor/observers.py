@@ -259,25 +259,24 @@ class Inputs:
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         """The hook of the model."""
-        is_training = module.training and torch.is_grad_enabled() and not in_backward() and not is_replaying()
-        if not self.on or not is_training or _in_transform():
+        is_training = self.on and module.training and torch.is_grad_enabled()
+        if not is_training or in_backward() or is_replaying() or _in_transform():
             return
         self._passes += 1
         if self._passes > _MOST_PASSES:
             return
         if self._tensors:
             self._merge()
-        given: list[tuple[str, Tensor]] = []
         if not keywords and len(arguments) == 1 and isinstance(arguments[0], Tensor):  # the usual case
-            given.append((_FIRST, arguments[0]))
+            found = [(_FIRST, arguments[0])]
         else:
-            given += [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
+            found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
         # What another model has computed is no data.
-        given = [(path, t) for path, t in given if t.is_leaf and is_plain(t) and not t.is_inference()]
-        names = tuple([path for path, _ in given])
+        data = [(path, t) for path, t in found if t.is_leaf and is_plain(t) and not t.is_inference()]
+        names = tuple([path for path, _ in data])
         if names != self._segment.names:  # else the same object, which need not be compared
             self._segment = Segment("input", names)
-        self._tensors = [tensor.detach() for _, tensor in given]
+        self._tensors = [tensor for _, tensor in data]
         self._versions = [tensor._version for tensor in self._tensors]
 
     def _take_last(self) -> tuple[Segment, list[Tensor]]:

@@ -526,6 +526,16 @@ def test_noisy_norms_have_no_new_level(name: str, seed: int) -> None:
         assert hits(new(name), series("norm", norms.tolist()).windows(64)) == []
 
 
+def test_a_norm_that_falls_ever_faster_has_no_new_level() -> None:
+    # Every tenth logarithm of the norm of a model that memorizes one batch: 3 % less in each step, in the end.
+    logs = [
+        -1.93, -1.98, -1.84, -1.82, -1.91, -2.08, -2.32, -2.53, -2.71, -2.92, -3.09, -3.25, -3.37,
+        -3.50, -3.69, -3.86, -3.99, -4.15, -4.41, -4.74, -5.07, -5.41, -5.77, -6.13, -6.48, -6.82,
+    ]  # fmt: skip
+    norms = np.exp(np.interp(np.arange(250), np.arange(0, 260, 10), logs))
+    assert hits(new("vanishing-gradient"), series("norm", norms.tolist()).windows(64)) == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(
     ("name", "course"),

@@ -595,7 +595,7 @@ def test_kernel_and_specification_decide_alike(scale: float | None, max_norm: fl
 def test_the_short_way_decides_as_the_operator(device: str) -> None:
     gradients = [torch.randn(300, device=device), torch.randn(5, 5, device=device).bfloat16()]
     scale, counters = torch.tensor(64.0, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    direct = direct_for(gradients[0], str, None)
+    direct = direct_for(gradients[0], None)
     assert direct is not None
     short = direct.measure_step(gradients, 0.01, 2.0, scale, counters)
     assert short is not None

@@ -108,7 +108,7 @@ class LevelRule(Rule):
         self._recent, self._recent_steps = recent[-kept:], recent_steps[-kept:]
 
     def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float] | None:
-        """The level before and now, if it has moved."""
+        """If it has moved, the level before, as its trend would have continued it, and now."""
         fresh, count = self.fresh, self.before
         older, now = levels[:-fresh], levels[-fresh:]
         if len(older) < _KNOWN:  # too few moves to know the usual ones
@@ -125,7 +125,7 @@ class LevelRule(Rule):
         means = np.convolve(older, np.ones(fresh) / fresh, "valid")
         moves = means[fresh:] - means[:-fresh]
         largest = float(np.abs(moves - np.median(moves)).max())
-        return (before, after) if shift > self.moves * largest else None
+        return (after - sign * shift, after) if shift > self.moves * largest else None
 
 
 class NormLevelRule(LevelRule):
