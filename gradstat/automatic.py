@@ -172,12 +172,13 @@ class AutoHandle:
         """Lets the monitor take the step, unless it has."""
         is_measured = self._is_over
         with self._contained():
-            if scaler is None and len(_handles) == 1:
+            are_scaled = torch_calls.has_losses()
+            if are_scaled and scaler is None and len(_handles) == 1:
                 scaler = torch_calls.only_scaler()  # no other can have scaled these gradients
-            if self.monitor.scaler is None and scaler is not None:
+            if scaler is not None and self.monitor.scaler is None:
                 self.monitor.scaler = scaler
             is_measured = is_measured or self._is_measured()
-            if not is_measured and loss is None:
+            if are_scaled and not is_measured and loss is None:
                 losses = torch_calls.losses_scaled_by(self.monitor.scaler)
                 # On the last one's device: parts of a model may have losses on different devices.
                 loss = torch.stack([one.to(losses[-1].device).float() for one in losses]).sum() if losses else None

@@ -75,10 +75,13 @@ def _restore_if_unused() -> None:
             patched.clear()
 
 
+def has_losses() -> bool:
+    """Whether a scaler has scaled losses that nobody asked for yet."""
+    return bool(_losses)
+
+
 def only_scaler() -> GradScaler | None:
     """The scaler that has scaled losses which nobody asked for yet, if there is exactly one."""
-    if not _losses:  # the usual case
-        return None
     scalers = list(_losses)
     return scalers[0] if len(scalers) == 1 else None
 

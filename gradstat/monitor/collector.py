@@ -477,11 +477,11 @@ class Collector:
 
     def _switch_hooks(self, step: int) -> None:
         if self._inputs is not None:
-            self._inputs.on = self.is_due("batch", step)
+            self._inputs.switch(self.is_due("batch", step))
         if self._outputs is not None:
-            self._outputs.on = self.is_due("outputs", step)
+            self._outputs.switch(self.is_due("outputs", step))
         if self._activations is not None:
-            self._activations.on = self.is_due("activations", step)
+            self._activations.switch(self.is_due("activations", step))
 
     def remove(self) -> None:
         """Removes all hooks and drops all tensors."""

@@ -14,14 +14,20 @@ from gradstat.monitor.reporting import warn_of_failure
 
 
 class Hook:
-    """Calls a weakly held method with ``first`` and the hook's arguments; does nothing in a graph or a copy."""
+    """Calls a weakly held method with ``first`` and the hook's arguments; does nothing in a graph or a copy.
+
+    Attributes:
+        on: Whether it does anything now.
+    """
 
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
+        self.on = True
         self._method = None if method is None else weakref.WeakMethod(method)
         self._first = first
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        # In this order: torch.compile must not depend on whether a hook is on.
+        if torch.compiler.is_compiling() or not self.on or torch._C._is_tracing():
             return None
         method = None if self._method is None else self._method()
         if method is None:

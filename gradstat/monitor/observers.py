@@ -241,26 +241,44 @@ class KeptGradients:
         return was_kept
 
 
-class Inputs:
+class _Switched:
+    """An observer whose hooks can be switched off, which makes them cheaper than a test in each.
+
+    Attributes:
+        remove: Removes the hooks.
+    """
+
+    def __init__(self, hooks: dict[Hook, Any], on: bool) -> None:
+        """``hooks`` come with their handles."""
+        self._hooks = list(hooks)
+        self.remove = removed_with(self, list(hooks.values()))
+        self.switch(on)
+
+    def switch(self, on: bool) -> None:
+        """Switches the hooks on or off."""
+        for hook in self._hooks:
+            hook.on = on
+
+
+class Inputs(_Switched):
     """Keeps the floating inputs of a model's last forward pass in training, while ``on``, until they are taken.
 
     Those of earlier passes of a step are measured when the next pass begins, and only their rows are kept.
     """
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
-        self.on = True
+        hook = Hook(self.keep)
+        super().__init__({hook: hook_forward(model, hook, before=True, with_kwargs=True)}, on=True)
         self._backend = backend
         self._segment = Segment("input", ())
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._earlier: dict[str, tuple[Tensor, TensorInfo]] = {}  # merged rows of earlier passes
         self._passes = 0
-        self.remove = removed_with(self, [hook_forward(model, Hook(self.keep), before=True, with_kwargs=True)])
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         """The hook of the model."""
-        is_training = self.on and module.training and torch.is_grad_enabled()
-        if not is_training or in_backward() or is_replaying() or _in_transform():
+        if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying() or _in_transform():
             return
         self._passes += 1
         if self._passes > _MOST_PASSES:
@@ -340,27 +358,22 @@ def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-class Activations:
+class Activations(_Switched):
     """Measures outputs of modules without children, in forward hooks while ``on``; keeps rows, not activations."""
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
-        self.on = False
         self._backend = backend
         self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
-        self.remove = removed_with(
-            self,
-            [
-                hook_forward(module, Hook(self.measure, name))
-                for name, module in model.named_modules()
-                if name and next(module.children(), None) is None
-            ],
-        )
+        hooks = {
+            Hook(self.measure, name): module
+            for name, module in model.named_modules()
+            if name and next(module.children(), None) is None
+        }
+        super().__init__({hook: hook_forward(module, hook) for hook, module in hooks.items()}, on=False)
         self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
     def measure(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """The hook of the module ``name``."""
-        if not self.on:
-            return
         tensors = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
         if not tensors:
             return
@@ -389,7 +402,7 @@ class Activations:
         return Segment("activation", tuple(names)), Measurement(tables, order, infos)
 
 
-class Outputs:
+class Outputs(_Switched):
     """Measures the fraction of a model's predictions that are certain, in a forward hook while ``on``.
 
     A prediction is certain if its largest logit exceeds the next by more than 10, so that a softmax gives every other
@@ -397,14 +410,12 @@ class Outputs:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.on = False
         self._share: Tensor | None = None
-        self.remove = removed_with(self, [hook_forward(model, Hook(self.measure))])
+        hook = Hook(self.measure)
+        super().__init__({hook: hook_forward(model, hook)}, on=False)
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         """The hook of the model."""
-        if not self.on:
-            return
         logits = getattr(output, "logits", output)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():

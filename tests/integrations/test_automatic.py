@@ -500,7 +500,7 @@ def broken(*_: object, **__: object) -> Any:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("way", ["is_still_scaled", "torch_calls.only_scaler", "torch_calls.losses_scaled_by"])
+@pytest.mark.parametrize("way", ["is_still_scaled", "torch_calls.has_losses", "torch_calls.losses_scaled_by"])
 def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     for watched in (False, True):

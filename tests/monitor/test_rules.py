@@ -859,7 +859,7 @@ def test_a_series_with_heavy_tails_has_a_higher_limit() -> None:
 def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dtype) -> None:
     model = nn.Identity()
     watch = Outputs(model)
-    watch.on = True
+    watch.switch(True)
     logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
     for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
         watch.measure(model, (), outputs.to(dtype))
