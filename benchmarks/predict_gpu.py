@@ -1,8 +1,8 @@
 """Predicts the performance of the CUDA kernels on GPUs not measured yet, from compiled code and data sheets.
 
 Compiles the kernels (needs nvcc and a disassembler, no GPU), counts the instructions of every hot loop and compares
-them with what a multiprocessor can issue while memory delivers the bytes. Prints tables, of which docs/performance.md
-has the most important figures. They are predictions, to be confirmed or refuted by measurements.
+them with what a multiprocessor can issue while memory delivers the bytes. Prints tables of predictions, to be confirmed
+or refuted by measurements.
 """
 
 from __future__ import annotations
