@@ -156,7 +156,10 @@ def golden_healthy(rows: Sequence[Row]) -> str:
 
 
 def golden_cases(rows: Sequence[Row], group: str) -> str:
-    """By change, how many runs are called unlike, the median first step, and what is named most often."""
+    """By change, how many runs are called unlike, the median first step, and what is named most often.
+
+    A line below lists the changes of which no run was called unlike.
+    """
     cells: dict[str, dict[str, float]] = {}
     told: dict[str, str] = {}
     for row in rows:
@@ -172,8 +175,12 @@ def golden_cases(rows: Sequence[Row], group: str) -> str:
             told[case],
         ]
         for case, of in cells.items()
+        if of["called unlike"]
     ]
-    return grid(["change", "called unlike", "first step", "rightly named", "what is named most often"], lines)
+    headers = ["change", "called unlike", "first step", "rightly named", "what is named most often"]
+    alike = [case for case, of in cells.items() if not of["called unlike"]]
+    listed = [f"No run was called unlike after: {'; '.join(alike)}.\n"] if alike else []
+    return "\n".join([grid(headers, lines)] * bool(lines) + listed)
 
 
 def golden_cost(rows: Sequence[Row]) -> str:
