@@ -149,10 +149,10 @@ def golden_healthy(rows: Sequence[Row]) -> str:
     providers = list(dict.fromkeys(provider for case in cells.values() for provider in case))
 
     def cell(of: dict[str, float]) -> str:
-        return f"{of['called unlike']:.1f} % ({of['called unlike, worst set']:.0f} %)"
+        return f"{of['called unlike']:.1f} ({of['called unlike, worst set']:.0f})"
 
     lines = [[case, *(cell(by[provider]) for provider in providers)] for case, by in cells.items()]
-    return grid(["called unlike, on average (by the worst of the sets)", *providers], lines)
+    return grid(["called unlike, % on average (by the worst of the sets)", *providers], lines)
 
 
 def golden_cases(rows: Sequence[Row], group: str) -> str:
@@ -169,15 +169,15 @@ def golden_cases(rows: Sequence[Row], group: str) -> str:
     lines = [
         [
             case,
-            f"{of['called unlike']:.0f} %",
+            f"{of['called unlike']:.0f}",
             f"{of['first step']:.0f}" if "first step" in of else "",
-            f"{of['right place']:.0f} %" if "right place" in of else "",
+            f"{of['right place']:.0f}" if "right place" in of else "",
             told[case],
         ]
         for case, of in cells.items()
         if of["called unlike"]
     ]
-    headers = ["change", "called unlike", "first step", "rightly named", "what is named most often"]
+    headers = ["change", "called unlike, %", "first step", "rightly named, %", "what is named most often"]
     alike = [case for case, of in cells.items() if not of["called unlike"]]
     listed = [f"No run was called unlike after: {'; '.join(alike)}.\n"] if alike else []
     return "\n".join([grid(headers, lines)] * bool(lines) + listed)
