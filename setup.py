@@ -13,6 +13,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -205,6 +206,12 @@ def project_urls():
     return {name: repository() + place for name, place in places.items()} if repository() else {}
 
 
+# With --no-build-isolation pip ignores what pyproject.toml requires, and an older setuptools complains about the license.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"gradstat needs setuptools >= 77 to be built, found {setuptools.__version__}. "
+        'Upgrade it: pip install -U "setuptools>=77"'
+    )
 setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",

@@ -325,3 +325,15 @@ def test_a_torch_that_is_too_old_is_named_with_the_remedy() -> None:
     for found in ("2.9.1", "2.9.1+cu128", "1.13.0"):
         with pytest.raises(ImportError, match=re.escape(f"needs torch >= 2.10, found torch {found}. Upgrade it: pip")):
             _torch_version.require(found)
+
+
+def test_a_setuptools_that_is_too_old_is_named_with_the_remedy() -> None:
+    """Its own message is about the license in pyproject.toml."""
+    code = "import runpy, setuptools; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    least = re.findall(r'"setuptools>=(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(
+        f"gradstat needs setuptools >= {least[0]} to be built, found 65.5.0. "
+    )
+    assert f'pip install -U "setuptools>={least[0]}"' in result.stderr
