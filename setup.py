@@ -206,7 +206,7 @@ def project_urls():
     return {name: repository() + place for name, place in places.items()} if repository() else {}
 
 
-# With --no-build-isolation pip ignores what pyproject.toml requires, and an older setuptools complains about the license.
+# With --no-build-isolation pip ignores what pyproject.toml requires. An older setuptools complains about the license.
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
         f"gradstat needs setuptools >= 77 to be built, found {setuptools.__version__}. "
