@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import itertools
 import math
+import pickle
 import re
 import statistics
 import sys
@@ -17,9 +19,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -30,25 +33,44 @@ sys.path.append(str(ROOT / "tests"))
 import detection_tables  # noqa: E402
 import public_programs  # noqa: E402
 import rows as rows_module  # noqa: E402
-from detection_cases import HEALTHY_STEPS, SEEDS, SETS, Case, all_cases  # noqa: E402
-from detection_judging import CPU, STEPS, WINDOW, Arm, Flag, Verdict, course, healthy_rows, line, rows_of  # noqa: E402
+from detection_cases import GOLDEN_SEEDS, HEALTHY_STEPS, SEEDS, SETS, Case, all_cases  # noqa: E402
+from detection_judging import (  # noqa: E402
+    CPU,
+    STEPS,
+    WINDOW,
+    Arm,
+    Flag,
+    Verdict,
+    compare,
+    course,
+    healthy_rows,
+    line,
+    rows_of,
+)
 from detection_mistakes import SUBJECTS  # noqa: E402
 from detection_published import HAS_OPERATORS  # noqa: E402
-from detection_tools import DETECT_ANOMALY, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
+from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
 from public_programs import PROGRAMS  # noqa: E402
 from rows import Row, row, step_rows  # noqa: E402
 from small_training import RECORD, Training  # noqa: E402
 
+from gradstat._core.files import replacing  # noqa: E402
 from gradstat.bench.timing import interleaved, progress_bar  # noqa: E402
 from gradstat.distributed._ranks import Ranks  # noqa: E402
+from gradstat.monitor import Golden  # noqa: E402
 
 # One run ----------------------------------------------------------------------------------------------------------
 
 
-def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS) -> Arm:
-    """Runs a case or its twin; again under torch's anomaly mode if something was not finite, as that mode raises."""
+def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS, *, redrawn: int | None = None) -> Arm:
+    """Runs a case or its twin; again under torch's anomaly mode if something was not finite, as that mode raises.
+
+    Weights and samples are those of the seed ``redrawn``, if there is one, for the same task.
+    """
+    if redrawn is not None:
+        case = replace(case, twin=partial(_redrawn, case.twin, redrawn))
     arm = _run(case, seed, is_broken, steps)
-    arm.flags[DETECT_ANOMALY] = []
+    arm.flags |= {DETECT_ANOMALY: [], GOLDEN: []}
     is_bad = torch.tensor(not all(map(math.isfinite, [*arm.losses, *arm.norms])), dtype=torch.float32)
     if case.ranks > 1:
         torch.distributed.all_reduce(is_bad, torch.distributed.ReduceOp.MAX)
@@ -73,8 +95,9 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
         try:
             case.breaks(training)
         except Exception as error:
-            return Arm(raised=_told(error), flags={name: [] for name in NAMES})
-    tools = [] if in_anomaly_mode else [Gradstat(training, case.policy), *(rival() for rival in RIVALS)]
+            return Arm(raised=_told(error), flags={name: [] for name in (*NAMES, GOLDEN)})
+    gradstat = None if in_anomaly_mode else Gradstat(training, case.policy)
+    tools: list[Any] = [] if gradstat is None else [gradstat, *(rival() for rival in RIVALS)]
     watcher = Watcher(training, tools)
     training.shown = True  # to the rules; the monitor gets no batches
     with warnings.catch_warnings():
@@ -91,6 +114,8 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
         except Exception as error:  # whatever it is, it tells about itself
             arm.raised = _told(error)
         watcher.end()
+    if gradstat is not None and not (is_broken and case.onset):
+        arm.recording = gradstat.monitor.recording()
     arm.losses, arm.norms = watcher.losses, watcher.norms
     arm.flags = {name: [Flag(noticed, *found) for noticed, found in flags] for name, flags in watcher.found.items()}
     if not arm.raised:
@@ -101,6 +126,13 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
     return arm
 
 
+def _redrawn(make: Callable[[int], Training], redrawn: int, seed: int) -> Training:
+    training, task = make(redrawn), cast(Any, make(seed).batch)
+    task.random.manual_seed(redrawn)
+    training.batch = task
+    return training
+
+
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:100]
 
@@ -109,8 +141,8 @@ def _norm_of_weights(training: Training) -> float:
     return float(torch.nn.utils.get_total_norm([p.detach() for p in training.model.parameters()]))
 
 
-def _run_on_rank(number: int, seed: int, is_broken: bool, steps: int) -> Arm:
-    return run(all_cases()[number], seed, is_broken, steps)
+def _run_on_rank(number: int, seed: int, is_broken: bool, steps: int, redrawn: int | None) -> Arm:
+    return run(all_cases()[number], seed, is_broken, steps, redrawn=redrawn)
 
 
 @cache
@@ -121,17 +153,32 @@ def _ranks() -> Ranks:
 
 
 Result = TypeVar("Result")
-Job = tuple[int, int, bool, int]  # a case's number, a seed, whether it is broken, and steps
+# A case's number, a seed, whether it is broken, steps, and another seed for weights and samples.
+Job = tuple[int, int, bool, int, int | None]
 
 
 def run_job(job: Job) -> Arm:
     """Runs an arm."""
-    number, seed, is_broken, steps = job
+    number, seed, is_broken, steps, redrawn = job
     case = all_cases()[number]
     if case.ranks > 1:
         arm: Arm = _ranks().run(case.ranks, _run_on_rank, *job, timeout=60.0, limit=120.0)[0]
         return arm
-    return run(case, seed, is_broken, steps)
+    return run(case, seed, is_broken, steps, redrawn=redrawn)
+
+
+def kept(folder: Path | None, job: Job) -> Arm:
+    """Runs an arm; or reads it from ``folder``, if it was run before."""
+    if folder is None:
+        return run_job(job)
+    file = folder / f"{'-'.join(map(str, job))}.pickle"
+    if file.exists():
+        arm: Arm = pickle.loads(file.read_bytes())
+        return arm
+    arm = run_job(job)
+    with replacing(file) as opened:
+        opened.write(pickle.dumps(arm))
+    return arm
 
 
 # All of it --------------------------------------------------------------------------------------------------------
@@ -193,20 +240,29 @@ def results_of(function: Callable[[Any], Result], jobs: Sequence[Any], processes
             yield result
 
 
-def measure(numbers: Sequence[int], seeds: Sequence[int], processes: int, steps: int = STEPS) -> Iterator[Verdict]:
-    """Runs cases with their twins, and yields each case's verdict."""
+def measure(
+    numbers: Sequence[int], seeds: Sequence[int], processes: int, steps: int = STEPS, *, keep: Path | None = None
+) -> Iterator[Verdict]:
+    """Runs cases with their twins and, for faults from step 0, golden runs; yields each case's verdict."""
     cases = all_cases()
     twin_of: dict[Any, int] = {}  # cases that share a healthy training share its runs
-    wanted: list[list[tuple[Job, Job]]] = []
+    wanted: list[list[tuple[Job, ...]]] = []  # the broken arm, its twin, and golden runs of the twin
     for number in numbers:
         twin = twin_of.setdefault((cases[number].twin, cases[number].ranks), number)
-        wanted.append([((number, seed, True, steps), (twin, seed, False, steps)) for seed in seeds])
-    jobs = list(dict.fromkeys(job for pairs in wanted for pair in pairs for job in pair))
-    coming, done = zip(jobs, results_of(run_job, jobs, processes), strict=True), dict[Job, Arm]()
-    for number, pairs in zip(numbers, wanted, strict=True):
-        while any(job not in done for pair in pairs for job in pair):
+        draws = (None,) if cases[number].onset else (None, *GOLDEN_SEEDS)
+        of_twin = [[(twin, seed, False, steps, redrawn) for redrawn in draws] for seed in seeds]
+        wanted.append([((number, seed, True, steps, None), *of) for seed, of in zip(seeds, of_twin, strict=True)])
+    jobs = list(dict.fromkeys(itertools.chain(*itertools.chain(*wanted))))
+    coming, done = zip(jobs, results_of(partial(kept, keep), jobs, processes), strict=True), dict[Job, Arm]()
+    golden = cache(lambda *jobs: Golden.of(filter(None, (done[job].recording for job in jobs))))
+    for number, of_case in zip(numbers, wanted, strict=True):
+        while any(job not in done for job in itertools.chain(*of_case)):
             done.update([next(coming)])
-        yield Verdict(cases[number], [(done[broken], done[twin]) for broken, twin in pairs])
+        arms = [(done[broken], done[twin]) for broken, twin, *_ in of_case]
+        for pair, (_, _, *healthy) in zip(arms, of_case, strict=True):
+            for arm in pair if healthy else ():
+                compare(arm, golden(*healthy))
+        yield Verdict(cases[number], arms)
 
 
 def main() -> int:
@@ -215,6 +271,7 @@ def main() -> int:
     parser.add_argument("--half", choices=SEEDS, default="tuning", help="models and seeds (default: tuning)")
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the five of the half)")
     parser.add_argument("--only", default="", help="only faults and subjects that match this regular expression")
+    parser.add_argument("--keep", type=Path, help="a folder for finished trainings, which are then run only once")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--course", action="store_true", help="also print losses and norms of harmful faults not found")
     parser.add_argument("--healthy", action="store_true", help="also run the healthy trainings of the tests")
@@ -236,9 +293,10 @@ def main() -> int:
         and re.search(arguments.only, f"{case.subject}: {case.what}, {case.when}")
     ]
     seeds, verdicts = arguments.seeds or SEEDS[arguments.half], []
-    for verdict in measure(chosen, seeds, arguments.jobs):
+    for verdict in measure(chosen, seeds, arguments.jobs, keep=arguments.keep):
         verdicts.append(verdict)
-        print(line(verdict, Gradstat.name), flush=True)
+        for tool in (Gradstat.name, GOLDEN)[: 1 if verdict.case.onset else 2]:
+            print(line(verdict, tool), flush=True)
         if arguments.course and verdict.status == "harmful" and not all(verdict.hits(Gradstat.name)):
             print(course(verdict), flush=True)
     made = rows_of(verdicts)

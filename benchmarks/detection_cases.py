@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from detection_mistakes import MISTAKES, SUBJECTS, applies
+from detection_mistakes import MISTAKES, OUTPUT, SUBJECTS, applies
 from detection_published import HAS_OPERATORS, SILENT_ERRORS, TRANSFORMERS, operators, silent_training
 from faults import FAULTS
 from healthy import HEALTHY, Healthy
@@ -21,6 +21,7 @@ ONSET = 150  # the step in which faults in the middle of a run begin
 HEALTHY_STEPS = 1000  # of a healthy training of the tests
 SETS = ("mistakes", "operators", "silent errors", "repository")
 SEEDS = {"tuning": range(5), "figures": range(5, 10)}
+GOLDEN_SEEDS = range(100, 105)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Case:
     place: str  # regular expression for names in findings about the right place; empty if the fault is everywhere
     onset: int
     broken: Callable[[int], Training] | None = None  # the training that ``breaks`` gets, if it is not the twin
+    is_everywhere: bool = False  # a comparison that says so names the place
     is_held_out: bool = False  # judged by the healthy loss of unseen batches
     ranks: int = 1
     bad_ranks: tuple[int, ...] = (0,)
@@ -61,6 +63,7 @@ def _mistakes() -> Iterator[Case]:
                     lambda training, mistake=mistake, subject=subject: mistake.breaks(training, subject),
                     mistake.place(subject),
                     ONSET if when == "mid-run" else 0,
+                    is_everywhere=mistake.place is OUTPUT,
                     is_held_out=mistake.is_held_out,
                 )
 

@@ -7,15 +7,16 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import detection_tables
 import torch
 from detection_cases import Case
-from detection_tools import NAMES, Gradstat
+from detection_tools import GOLDEN, NAMES, Gradstat
 from rows import Row, row
 
 from gradstat.bench.timing import Quartiles, quartiles
+from gradstat.monitor import Golden, Recording
 
 STEPS = 300  # of a run
 WITHIN = 60  # steps after the onset in which a finding is a hit
@@ -44,6 +45,7 @@ class Arm:
     flags: dict[str, list[Flag]] = field(default_factory=dict)
     held_out: float = math.nan  # the healthy loss of unseen batches at the end
     raised: str = ""
+    recording: Recording | None = None  # until it is compared with golden runs
 
 
 # Judging ----------------------------------------------------------------------------------------------------------
@@ -71,14 +73,37 @@ def _ratio(loss: float, healthy: float, twin: Arm) -> float:
     return 1 + (loss - healthy) / (abs(healthy) + floor)
 
 
-def hits(case: Case, broken: Arm, twin: Arm, tool: str, within: int = WITHIN) -> list[Flag]:
+def within_of(tool: str) -> int:
+    """The steps after the onset in which a flag is a hit: all, if whole runs are compared."""
+    return STEPS if tool == GOLDEN else WITHIN
+
+
+def hits(case: Case, broken: Arm, twin: Arm, tool: str, within: int | None = None) -> list[Flag]:
     """The flags of the broken arm soon after the onset that its twin has not; the first in a diagnosis first."""
-    end = case.onset + within
+    end = case.onset + (within_of(tool) if within is None else within)
     known = {(flag.rule, flag.name) for flag in twin.flags[tool] if case.onset <= flag.noticed <= end}
     found = [
         flag for flag in broken.flags[tool] if case.onset <= flag.noticed <= end and (flag.rule, flag.name) not in known
     ]
     return sorted(found, key=lambda flag: flag.step)
+
+
+# What a comparison says of a run as a whole, by names that places of cases match.
+_AS_NAMES = {"the learning rate": "lr", "the loss": "loss", "the batch": "batch", "everywhere": "batch[1]\nloss"}
+
+
+def compare(arm: Arm, golden: Golden) -> None:
+    """Flags where an arm is unlike golden runs; its recording is not kept."""
+    recording, arm.recording = arm.recording, None
+    if recording is None or not golden.covers(recording):  # it raised in its first step
+        return
+    compared = golden.compare(recording)
+    if compared.findings:
+        first = compared.findings[0]
+        parts = re.split(r", first in | and | to ", compared.where)
+        names = [_AS_NAMES.get(part, part) for part in parts] + ["optimizer"] * ("optimizer" in compared.what)
+        told = re.sub(r" \(.*", "", f"{compared.where}: {compared.what}")
+        arm.flags[GOLDEN] = [Flag(first.last, first.step, told, "\n".join(names))]
 
 
 @dataclass(frozen=True)
@@ -101,7 +126,7 @@ class Verdict:
             return "no effect"
         return "harmful" if min(self.harms) >= HARM else "harmless"
 
-    def hits(self, tool: str, within: int = WITHIN) -> list[list[Flag]]:
+    def hits(self, tool: str, within: int | None = None) -> list[list[Flag]]:
         """The hits with every seed."""
         return [hits(self.case, *pair, tool, within) for pair in self.arms]
 
@@ -116,7 +141,7 @@ def line(verdict: Verdict, tool: str) -> str:
     text += f"  hit {len(hit)}/{len(found)}"
     if hit:
         delay = statistics.median(min(flag.noticed for flag in flags) - case.onset for flags in hit)
-        first = hit[0][0]
+        first = replace(hit[0][0], name=" ".join(hit[0][0].name.split()))
         right = sum(is_right(case, flags[0]) for flags in hit)
         text += f"  delay {delay:<4g} {first.rule} ({first.name})  place right {right}/{len(hit)}"
     elif late:
@@ -166,7 +191,7 @@ def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
             for what in dict.fromkeys(verdict.case.what for verdict in of_set):
                 of_fault = [verdict for verdict in of_set if verdict.case.what == what]
                 made += _rows_of_fault(when, which, what, of_fault)
-    return made
+    return made + golden_rows(verdicts)
 
 
 def _rows_of_fault(when: str, which: str, what: str, verdicts: Sequence[Verdict]) -> list[Row]:
@@ -204,7 +229,7 @@ def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict]
         }
         if hit:
             values["delay"] = quartiles([min(flag.noticed for flag in flags) - case.onset for case, flags in hit])
-        if tool == Gradstat.name:
+        if tool in (Gradstat.name, GOLDEN):
             placed = [(case, flags) for case, flags in hit if case.place]
             values["found, with a place"] = float(len(placed))
             values["place right"] = float(sum(is_right(case, flags[0]) for case, flags in placed))
@@ -218,14 +243,35 @@ def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict]
     return made
 
 
+def golden_rows(verdicts: Sequence[Verdict]) -> list[Row]:
+    """The rows of faults from step 0 about comparisons with golden runs; DEForm's models also one by one."""
+    those = [verdict for verdict in verdicts if not verdict.case.onset]
+    harmful = [verdict for verdict in those if verdict.status == "harmful"]
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for verdict in harmful:
+        case, every = verdict.case, detection_tables.ALL
+        one_by_one = [(f"{case.set}, {case.subject}", every)] * (case.set == "operators")
+        for key in ((case.set, every), *one_by_one, (case.set, case.what)):
+            groups.setdefault(key, []).append(verdict)
+    made = []
+    for (which, what), of_group in groups.items():
+        made += _rows_of_tools(detection_tables.GOLDEN, which, what, of_group, [GOLDEN])
+    twins = {id(twin): has_alarm(verdict.case, twin, GOLDEN) for verdict in those for _, twin in verdict.arms}
+    group = detection_tables.group_of(detection_tables.GOLDEN)
+    for metric, value in (("runs", len(twins)), ("found", sum(twins.values()))):
+        made.append(row(group, detection_tables.HEALTHY_RUNS, GOLDEN, metric, "", float(value), CPU))
+    return made
+
+
 def is_right(case: Case, flag: Flag) -> bool:
-    """Whether a flag names the place of the fault."""
-    return re.search(case.place, flag.name) is not None
+    """Whether a flag names the place of the fault, in any of its lines."""
+    is_everywhere = case.is_everywhere and flag.name.startswith(_AS_NAMES["everywhere"])
+    return is_everywhere or re.search(case.place, flag.name, re.MULTILINE) is not None
 
 
 def has_alarm(case: Case, twin: Arm, tool: str) -> bool:
     """Whether a tool flags the healthy twin in the steps in which it should flag the fault."""
-    return any(case.onset <= flag.noticed <= case.onset + WITHIN for flag in twin.flags[tool])
+    return any(case.onset <= flag.noticed <= case.onset + within_of(tool) for flag in twin.flags[tool])
 
 
 def episodes(flags: Sequence[Flag]) -> int:

@@ -9,6 +9,8 @@ from rows import Row
 
 MONITOR = "gradstat"
 WHEN = ("mid-run", "from step 0")
+GOLDEN = "golden"  # faults from step 0, compared with golden runs
+HEALTHY_RUNS = "healthy | all"  # the case of rows about healthy runs compared with golden ones
 HEALTHY, TIME = "detection, healthy", "detection, time"
 ALL = "all"  # the fault of rows about a whole set
 FAULT = "fault"  # the provider of rows about the fault itself
@@ -39,6 +41,23 @@ def _count(of: dict[str, Row], metric: str) -> float:
     return of[metric].value if metric in of else 0.0
 
 
+def _scores(of: dict[str, Row]) -> list[str]:
+    """Runs found, recall, precision, F1, delay, and the share of right places."""
+    runs, found, false = (_count(of, metric) for metric in ("runs", "found", "twins flagged"))
+    recall = found / runs if runs else 0.0
+    precision = found / (found + false) if found + false else 0.0
+    f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+    placed = _count(of, "found, with a place")
+    return [
+        f"{found:.0f} of {runs:.0f}",
+        f"{recall:.0%}",
+        f"{precision:.0%}" if found + false else "-",
+        f"{f1:.2f}",
+        f"{of['delay'].value:.0f}" if "delay" in of else "-",
+        f"{_count(of, 'place right') / placed:.0%}" if placed else "-",
+    ]
+
+
 def tools(rows: Sequence[Row], when: str) -> str:
     """For every set and tool: recall, precision, F1 and delay."""
     lines = []
@@ -49,26 +68,34 @@ def tools(rows: Sequence[Row], when: str) -> str:
         for tool, of in by.items():
             if tool == FAULT:
                 continue
-            runs, found, false = (_count(of, metric) for metric in ("runs", "found", "twins flagged"))
-            recall = found / runs if runs else 0.0
-            precision = found / (found + false) if found + false else 0.0
-            f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-            placed = _count(of, "found, with a place")
-            place = f"{_count(of, 'place right') / placed:.0%}" if placed else "-"
-            lines.append(
-                [
-                    f"{which}, {tool}",
-                    f"{found:.0f} of {runs:.0f}",
-                    f"{recall:.0%}",
-                    f"{(found + _count(of, 'found later')) / runs:.0%}" if runs else "-",
-                    f"{precision:.0%}" if found + false else "-",
-                    f"{f1:.2f}",
-                    f"{of['delay'].value:.0f}" if "delay" in of else "-",
-                    place,
-                ]
-            )
+            found, recall, *others = _scores(of)
+            runs, in_all = _count(of, "runs"), _count(of, "found") + _count(of, "found later")
+            lines.append([f"{which}, {tool}", found, recall, f"{in_all / runs:.0%}" if runs else "-", *others])
     header = [f"{when}: set, tool", "runs found", "recall", "by the end", "precision", "F1", "delay", "place right"]
     return tables.grid(header, lines)
+
+
+def golden(rows: Sequence[Row]) -> str:
+    """For every set, what golden runs find of faults from step 0; what they miss or place wrongly is listed below."""
+    listed: dict[str, list[str]] = {"Missed": [], "Placed wrongly": []}
+    lines, alarms = [], ""
+    for case, by in _values(rows, group_of(GOLDEN)).items():
+        ((_, of),) = by.items()
+        (which, fault), (runs, found) = case.split(" | ", 1), (_count(of, metric) for metric in ("runs", "found"))
+        if case == HEALTHY_RUNS:
+            alarms = f"\nHealthy runs called unlike: {found:.0f} of {runs:.0f}.\n"
+        elif fault == ALL:
+            lines.append([which, *_scores(of)])
+        else:
+            for what, count, most in (
+                ("Missed", runs - found, runs),
+                ("Placed wrongly", _count(of, "found, with a place") - _count(of, "place right"), found),
+            ):
+                if count:
+                    listed[what].append(f"{which}: {fault} ({count:.0f} of {most:.0f})")
+    header = [f"{WHEN[1]}: set", "runs found", "recall", "precision", "F1", "delay", "place right"]
+    text = "".join(f"\n{what}: {'; '.join(faults)}.\n" for what, faults in listed.items() if faults)
+    return tables.grid(header, lines) + alarms + text
 
 
 def faults(rows: Sequence[Row], when: str) -> str:
@@ -156,4 +183,4 @@ def every_fault(rows: Sequence[Row]) -> str:
 def everything(rows: Sequence[Row], per_fault: bool = True) -> str:
     """All tables."""
     parts = [*(tools(rows, when) for when in WHEN), healthy(rows)]
-    return "\n".join([*parts, every_fault(rows)] if per_fault else parts)
+    return "\n".join([*parts, golden(rows), every_fault(rows)] if per_fault else parts)

@@ -209,6 +209,7 @@ class AutoTrainer(_Rule):
 
 RIVALS = (SixSigma, TenTimes, Lightning, AutoTrainer)
 DETECT_ANOMALY = "torch detect_anomaly"  # a run of its own, as it raises
+GOLDEN = "gradstat, golden runs"  # compares the recordings of finished runs
 NAMES = (Gradstat.name, *(rival.name for rival in RIVALS), DETECT_ANOMALY)
 
 

@@ -156,6 +156,11 @@ def detection(folder: Path) -> str:
     return _of_every_device("detection", partial(detection_tables.everything, per_fault=False))
 
 
+def detection_golden(folder: Path) -> str:
+    """For docs/detection.md: what golden runs find of faults from step 0."""
+    return _of_every_device("detection", detection_tables.golden)
+
+
 def detection_faults(folder: Path) -> str:
     """For docs/detection.md: what is found of every fault."""
     return _of_every_device("detection", detection_tables.every_fault)
@@ -181,6 +186,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "detected": detected,
     "detection": detection,
+    "detection_golden": detection_golden,
     "detection_faults": detection_faults,
     "everything": everything,
     "optimizer_steps": steps_of_optimizers,

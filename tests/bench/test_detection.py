@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,23 @@ import detection_tables
 import pytest
 import torch
 from detection_cases import ONSET, Case, all_cases
-from detection_judging import HARM, WITHIN, Arm, Flag, Verdict, episodes, harm, healthy_rows, hits, line, rows_of
-from detection_tools import DETECT_ANOMALY, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
+from detection_judging import (
+    HARM,
+    WITHIN,
+    Arm,
+    Flag,
+    Verdict,
+    compare,
+    episodes,
+    harm,
+    healthy_rows,
+    hits,
+    is_right,
+    line,
+    rows_of,
+)
+from detection_mistakes import LABELS, RATE
+from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 from small_training import Training
 
 
@@ -52,6 +68,88 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
         f"{found}; 0 findings in 12 healthy steps.\n"
     )
     assert [line[0] for line in cells[3:]] == [f"mistakes, {name}" for name in NAMES[1:]]
+
+
+def test_faults_from_step_0_are_compared_with_golden_runs() -> None:
+    numbers = [number_of(what, "MLP", "from step 0") for what in ("learning rate 1", "logits times 1,000")]
+    verdicts = list(detection.measure(numbers, [0], 1, steps=12))
+    for verdict, place in zip(verdicts, ("lr", "batch[1]\nloss"), strict=True):
+        ((flag,),) = verdict.hits(GOLDEN)
+        assert (flag.name, flag.noticed) == (place, 0)
+        assert is_right(verdict.case, flag)
+        ((broken, twin),) = verdict.arms
+        assert broken.recording is twin.recording is None
+        assert twin.flags[GOLDEN] == []
+    table = detection_tables.golden(rows_of(verdicts))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert cells[2] == ["mistakes", "2 of 2", "100%", "100%", "1.00", "0", "100%"]
+    assert "Healthy runs called unlike: 0 of 1." in table
+    assert "Missed" not in table
+
+
+def test_golden_runs_have_the_task_of_the_twin_and_other_weights_and_samples(case: Case) -> None:
+    twin, redrawn = case.twin(0), detection._redrawn(case.twin, 100, 0)
+    for task in ("centres", "noise", "size"):
+        torch.testing.assert_close(getattr(redrawn.batch, task), getattr(twin.batch, task), rtol=0, atol=0)
+    assert not torch.equal(redrawn.batch()[0], twin.batch()[0])
+    weights = dict(case.twin(100).model.named_parameters())
+    assert all(torch.equal(weights[name], p) for name, p in redrawn.model.named_parameters())
+
+
+def compared(case: Case, where: str, what: str = "gradients", step: int = 3) -> Flag:
+    """The flag of a comparison that says so."""
+    found: Any = SimpleNamespace(where=where, what=what, findings=[SimpleNamespace(step=step, last=2 * step)])
+    golden: Any = SimpleNamespace(covers=lambda recording: True, compare=lambda recording: found)
+    made = arm()
+    made.recording = object()  # type: ignore[assignment]
+    compare(made, golden)
+    (flag,) = made.flags[GOLDEN]
+    return flag
+
+
+def test_a_comparison_names_the_place_as_cases_do(case: Case) -> None:
+    def right(place: str, where: str, what: str = "gradients", is_everywhere: bool = False) -> bool:
+        of = dataclasses.replace(case, place=place, is_everywhere=is_everywhere)
+        return is_right(of, compared(of, where, what))
+
+    assert compared(case, "head").noticed == 6
+    assert right(r"^head", "everywhere, first in head and norm")
+    assert right(r"^blocks\.0", "tokens to blocks.0.down")
+    assert not right(r"^head", "blocks.1 and norm and 2 other modules")
+    assert not right(r"^head", "everywhere")
+    assert right(r"^head", "everywhere", is_everywhere=True)
+    assert not right(r"^head", "norm", is_everywhere=True)
+    assert right(LABELS, "everywhere")
+    assert right(LABELS, "the loss")
+    assert not right(LABELS, "head")
+    assert right(RATE, "the learning rate")
+    assert right(RATE, "blocks", "parameter, not the gradients before (the optimizer, its settings)")
+    assert not right(RATE, "everywhere")
+
+
+def test_misses_wrong_places_and_false_alarms_of_golden_runs_are_listed(case: Case) -> None:
+    case = dataclasses.replace(case, onset=0, place="^head")
+    twin, worse = arm(), arm(loss=2.0)
+    twin.flags[GOLDEN] = [Flag(9, 8, "told", "norm")]
+    late = dataclasses.replace(worse, flags={**worse.flags, GOLDEN: [Flag(250, 223, "told", "tokens")]})
+    missed = dataclasses.replace(worse, flags={**worse.flags, GOLDEN: []})
+    for each in (twin, late, missed):
+        each.flags = {**{name: [] for name in NAMES}, **each.flags}
+    rows = rows_of([Verdict(case, [(late, twin), (missed, twin)])])
+    table = detection_tables.golden(rows)
+    cells = [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")]
+    assert cells == ["mistakes", "1 of 2", "50%", "33%", "0.40", "250", "0%"]
+    assert "Healthy runs called unlike: 1 of 1." in table
+    assert f"Missed: mistakes: {case.what} (1 of 2)." in table
+    assert f"Placed wrongly: mistakes: {case.what} (1 of 1)." in table
+
+
+def test_finished_trainings_are_kept(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = all_cases().index(case)
+    (before,) = detection.measure([number], [0], 1, steps=5, keep=tmp_path)
+    monkeypatch.setattr(detection, "run_job", None)
+    (after,) = detection.measure([number], [0], 1, steps=5, keep=tmp_path)
+    assert [broken.losses for broken, _ in after.arms] == [broken.losses for broken, _ in before.arms]
 
 
 def test_arms_are_equal_until_the_fault(case: Case) -> None:

@@ -159,6 +159,25 @@ def test_one_module_is_named_and_the_others_are_not(golden: Golden) -> None:
     assert golden.compare(changed(30, ALL, "down")).where == "blocks.*.down"
 
 
+def test_several_kinds_of_modules_are_named_rather_than_what_holds_nearly_everything() -> None:
+    kinds = ("norm", "attention.query", "attention.out", "mlp.up", "mlp.down")
+    names = (*(f"body.layers.{i}.{kind}.weight" for i in range(3) for kind in kinds), "head.weight")
+
+    def made(seed: int, *others: str) -> Recording:
+        table = series(seed, np.arange(40), names=names)
+        table.values[:, [any(other in name for other in others) for name in names], :5] *= 30
+        return Recording(np.arange(40), {}, {"gradient": table})
+
+    golden = Golden.of([made(seed) for seed in range(5)])
+    assert golden.compare(made(50, "norm")).where == "body.layers.*.norm"
+    where = golden.compare(made(50, "norm", "up")).where.split(" and ")
+    assert sorted(where) == ["body.layers.*.mlp.up", "body.layers.*.norm"]
+    assert golden.compare(made(50, "layers.1")).where == "body.layers.1"
+    where = golden.compare(made(50, "layers.0.norm", "layers.2.norm")).where.split(" and ")
+    assert sorted(where) == ["body.layers.0.norm", "body.layers.2.norm"]
+    assert golden.compare(made(50, "query", "out", "up", "norm")).where == "everywhere"
+
+
 def test_the_shape_of_a_gradient_counts_as_well(golden: Golden) -> None:
     found = golden.compare(changed(5, "min max", "blocks.1.down.weight"))
     assert [(one.name, one.feature) for one in found.findings] == [("blocks.1.down.weight", "peak")]

@@ -15,6 +15,8 @@ from gradstat.monitor.recording.golden_statistics import Floats
 
 # A share of the gradients above which it is everywhere.
 _EVERYWHERE = 0.4
+# A module that holds more than this share of all tensors is no place.
+_NEARLY_ALL = 0.8
 # All norms have a factor in common if it is no smaller than this, and those of tensors, and of the first window, differ
 # from it by no more than these parts, on a logarithmic scale.
 _LEAST_FACTOR = math.log(1.15)
@@ -112,20 +114,31 @@ def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
 
 
 def _place(one: Unlike, window: int) -> str:
-    """The module of all that deviates, ``"everywhere"``, the kind of modules, or those that deviate most."""
-    excess = one.excess[window]
+    """The module of what deviates, the kind of modules, ``"everywhere"``, or the modules that deviate most."""
+    excess, modules = one.excess[window], list(map(_module_of, one.names))
     found = np.flatnonzero(excess > 1)
     found = found[np.argsort(-excess[found], kind="stable")]
-    modules = list(dict.fromkeys(map(_module_of, (one.names[j] for j in found))))
-    shared = _shared(modules)
-    if len(modules) == 1 or len(shared) > len(_shared(list(map(_module_of, one.names)))):
+    deviating = dict.fromkeys(modules[j] for j in found)
+    same_kind: dict[str, set[str]] = {}
+    for module in modules:
+        same_kind.setdefault(_kind_of(module), set()).add(module)
+    whole = {kind for kind, members in same_kind.items() if members <= deviating.keys()}
+    names = list(dict.fromkeys(_kind_of(module) if _kind_of(module) in whole else module for module in deviating))
+    if len(names) == 1:
+        return names[0]
+    shared = _shared(list(deviating))
+    inside = sum(module.split(".")[: len(shared)] == shared for module in modules)
+    if _EVERYWHERE * inside < len(found) and inside < _NEARLY_ALL * len(modules):
         return ".".join(shared)
-    kinds = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module) for module in modules}
-    if len(kinds) == 1 and any(map(str.isalpha, *kinds)):
-        return kinds.pop()
     if len(found) > _EVERYWHERE * len(excess):
         return "everywhere"
-    return " and ".join([*modules[:2], *([count_of(len(modules) - 2, "other module")] if len(modules) > 2 else [])])
+    return " and ".join([*names[:2], *([count_of(len(names) - 2, "other module")] if len(names) > 2 else [])])
+
+
+def _kind_of(module: str) -> str:
+    """The name with a star for every number, if anything else is left."""
+    kind = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module)
+    return kind if any(map(str.isalpha, kind)) else module
 
 
 def _module_of(name: str) -> str:
