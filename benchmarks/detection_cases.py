@@ -100,6 +100,7 @@ def _operators() -> Iterator[Case]:
                     operator.breaks,
                     operator.place,
                     onset,
+                    is_everywhere=operator.is_everywhere,
                 )
 
 

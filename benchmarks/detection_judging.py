@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -230,7 +231,9 @@ def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict]
         if hit:
             values["delay"] = quartiles([min(flag.noticed for flag in flags) - case.onset for case, flags in hit])
         if tool in (Gradstat.name, GOLDEN):
-            placed = [(case, flags) for case, flags in hit if case.place]
+            # Those of the repository are what a rule names first, though the fault may be everywhere.
+            is_known = [bool(case.place) and (tool, case.set) != (GOLDEN, "repository") for case, _ in hit]
+            placed = list(itertools.compress(hit, is_known))
             values["found, with a place"] = float(len(placed))
             values["place right"] = float(sum(is_right(case, flags[0]) for case, flags in placed))
             if what != detection_tables.ALL:

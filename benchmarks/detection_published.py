@@ -134,7 +134,7 @@ _PLACES = {
     "variant": "att",
     "kv_cache": "att",
     "ffn": "intermediate|output|mlp|fc|proj",
-    "layernorm": "norm|ln_",
+    "layernorm": "[Nn]orm|ln_",
     "residual": "layer|encoder|block|^h|\\.h\\.",
     "output": "classifier|head|score|logits|loss",
 }
@@ -146,6 +146,7 @@ class Operator:
 
     what: str
     place: str
+    is_everywhere: bool  # it changes what all gradients come through
     breaks: Callable[[Training], object]
 
 
@@ -168,7 +169,9 @@ def _operator(name: str, operator: Any, value: Any, injector: Any) -> Operator:
         injector(name, param_value=value)(training.model).__enter__()
 
     told = "" if value is None else f", {operator.param_name} {value}"
-    return Operator(f"{name}: {operator.root_cause.replace('_', ' ')}{told}", _PLACES[operator.component.value], breaks)
+    component = operator.component.value
+    is_everywhere = component in ("layernorm", "residual", "output")  # of all layers, or of the last
+    return Operator(f"{name}: {operator.root_cause.replace('_', ' ')}{told}", _PLACES[component], is_everywhere, breaks)
 
 
 # Silent errors ----------------------------------------------------------------------------------------------------
