@@ -479,7 +479,7 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
 
 OWN_ERRORS = [
     *((name, "_attachment.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
-    *((name, "_attachment._describe", "the bad micro-batch could not be determined") for name in UNDER),
+    *((name, "_attachment.AccumulationReport._cause", "the bad micro-batch could not be determined") for name in UNDER),
     *((name, "_attachment.Attachment.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
     ("trainer", "_handle.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
