@@ -610,8 +610,8 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
-        options = Options(given, "trainer", runs_steps=True)
-        clips = engine_clips(engine_name_of(strategy), options, max_norm, ranks, "set it there")
+        options = Options(given, "trainer", max_norm, runs_steps=True)
+        clips = engine_clips(engine_name_of(strategy), options, ranks, "set it there")
         return clips, {rule.name for rule in options.arguments["rules"]}
 
     for policy in ("skip", "rollback", "replay"):
