@@ -65,7 +65,10 @@ class AdaptiveClip(ABC):
     _if_never: str
     _method: int  # value of ClipMethod in csrc/decide.h
     _method_options: tuple[float, ...]  # as csrc/decide.h reads them
-    _method_names: tuple[str, ...] = ()  # names in `_method_state_views`, in the order of the state tensor
+    # The numbers that the method itself keeps, in the order of the state tensor, or one number for each tensor.
+    _method_names: tuple[str, ...] = ()
+    _method_initial = 0.0
+    _is_per_tensor = False
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
@@ -107,16 +110,11 @@ class AdaptiveClip(ABC):
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         """The method in plain torch: a multiplier for each of ``step.norms``, and which of them count as decided.
 
-        Updates the tensors of `_method_state_views` in place. csrc/decide.h implements the same method.
+        Updates those of ``step.state`` that are named in `_method_names`. csrc/decide.h implements the same method.
         """
 
     def _method_state(self, count: int) -> MethodState:
-        """The numbers that the method itself keeps for ``count`` tensors."""
-        return MethodState()
-
-    def _method_state_views(self, of_method: Tensor) -> State:
-        """Views of the method's own numbers, by name."""
-        return {}
+        return MethodState(count if self._is_per_tensor else len(self._method_names), self._method_initial)
 
     @property
     def _state(self) -> State:
@@ -125,7 +123,9 @@ class AdaptiveClip(ABC):
         if memory is None:
             memory = _history.extended(None, self._window, self._method_state(0), torch.device("cpu"))
         state, of_method = _history.views(memory, self._window)
-        return {**state, **self._method_state_views(of_method)}
+        if self._is_per_tensor and len(of_method):
+            return {**state, self._method_names[0]: of_method}
+        return {**state, **dict(zip(self._method_names, of_method.unbind(), strict=False))}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, its name, and ``"tensors"``, by name, on their device. No host sync."""
@@ -229,6 +229,18 @@ class NormClip(AdaptiveClip):
         return norm
 
 
+class ClipRequest(NamedTuple):
+    """The gradients of a step, none of which is distributed, for a `TensorClip` to scale."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]  # in the same order
+    name_of: NameOf  # of the i-th gradient, in errors
+    rows: Callable[[], Tensor]  # their table, on the first one's device
+    backend: str | None
+    unscale_by: Tensor | None = None  # 0-d float32, by which they are multiplied as well: 1 over the loss scale
+    skip: Tensor | None = None  # 0-d float32: unless it is zero, nothing is clipped and the state does not change
+
+
 class TensorClip(AdaptiveClip):
     """A clip that decides one multiplier for each tensor, or for each unit."""
 
@@ -236,27 +248,14 @@ class TensorClip(AdaptiveClip):
     def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
         """Raises, before anything is changed, if `scale_` cannot clip these gradients: another list, or another kind.
 
-        ``parameters``, ``gradients`` and ``name_of`` are as for `scale_`, which does not check this again.
+        The arguments are as in the `ClipRequest` for `scale_`, which does not check this again.
         """
 
     @abstractmethod
-    def scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rows: Callable[[], Tensor],
-        backend: str | None,
-        unscale_by: Tensor | None,
-        name_of: NameOf,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        """Decides the multipliers of a step, scales ``gradients`` in place, and updates the state. No host sync.
+    def scale_(self, request: ClipRequest) -> Tensor:
+        """Decides the multipliers of a step, scales the gradients in place, and updates the state. No host sync.
 
-        No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
-        on the first one's device. ``backend`` and errors are as in `AdaptiveClip.clip_`; ``name_of`` names the i-th
-        gradient in errors. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
-        they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
-        not change. Returns the norm before, without the loss scale: 0-d float64.
+        Errors are as in `AdaptiveClip.clip_`. Returns the norm before, without the loss scale: 0-d float64.
         """
 
     def _for_one_tensor(self) -> Self:
@@ -290,9 +289,11 @@ class TensorClip(AdaptiveClip):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)
         self.check(parameters, gradients, name_of)
-        return self.scale_(
-            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), backend, None, name_of
-        )
+
+        def rows() -> Tensor:
+            return _measured(gradients, name_of, backend).table()
+
+        return self.scale_(ClipRequest(parameters, gradients, name_of, rows, backend))
 
 
 def _measured(

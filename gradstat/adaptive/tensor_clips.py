@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,7 @@ from gradstat._core.tensors import (
     writable,
 )
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
-from gradstat.adaptive._history import MethodState, State
+from gradstat.adaptive._base import DEFAULT_WINDOW, ClipRequest, Step, TensorClip, limited, number, whole_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,6 +53,8 @@ class AdaGC(TensorClip):
     _decides_on = "tensor"
     _method = 3
     _method_names = ("means",)
+    _method_initial = math.inf
+    _is_per_tensor = True
     _if_often = (
         "the means start at the first norms as clipped by absolute, and grow slowly; raise absolute to a usual total "
         "norm, or raise relative to clip only outliers"
@@ -85,12 +85,6 @@ class AdaGC(TensorClip):
             )
         return super()._for_one_tensor()
 
-    def _method_state(self, count: int) -> MethodState:
-        return MethodState(count, math.inf)
-
-    def _method_state_views(self, of_method: Tensor) -> State:
-        return {"means": of_method} if len(of_method) else {}
-
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]
         warming_up = recorded - step.is_recorded.to(torch.float64) < self._warmup
@@ -115,20 +109,12 @@ class AdaGC(TensorClip):
             )
 
     @torch.no_grad()
-    def scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rows: Callable[[], Tensor],
-        backend: str | None,
-        unscale_by: Tensor | None,
-        name_of: NameOf,
-        skip: Tensor | None = None,
-    ) -> Tensor:
+    def scale_(self, request: ClipRequest) -> Tensor:
+        gradients, name_of, backend = request.gradients, request.name_of, request.backend
         kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
-        decided = self._decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
+        decided = self._decide(kernels, request.rows(), None, request.unscale_by, request.skip)
         _scale_each_(gradients, decided[:-1], backend, name_of)
-        self._parameter_ids = tuple(map(id, parameters))
+        self._parameter_ids = tuple(map(id, request.parameters))
         return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,24 +165,17 @@ class AGC(TensorClip):
                 raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
 
     @torch.no_grad()
-    def scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rows: Callable[[], Tensor],
-        backend: str | None,
-        unscale_by: Tensor | None,
-        name_of: NameOf,
-        skip: Tensor | None = None,
-    ) -> Tensor:
-        targets = writable(gradients, name_of)
-        weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
+    def scale_(self, request: ClipRequest) -> Tensor:
+        name_of = request.name_of
+        targets = writable(request.gradients, name_of)
+        weights = readable(request.parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device
         groups = by_device(targets)
-        kernels = _kernels_for(groups, backend, name_of)
+        kernels = _kernels_for(groups, request.backend, name_of)
         units = [kernels[device].unit_stats([targets[i] for i in at]) for device, at in groups.items()]
         of_weights = [kernels[device].unit_stats([weights[i] for i in at]) for device, at in groups.items()]
-        decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), unscale_by, skip)
+        tables = _concat(units, first), _concat(of_weights, first)
+        decided = self._decide(kernels[first], *tables, request.unscale_by, request.skip)
         multipliers = decided[:-1].split([len(table) for table in units])
         for (device, at), of_device in zip(groups.items(), multipliers, strict=True):
             kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))
