@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,10 +75,6 @@ class Options:
 
         asked = self.arguments.get("on_anomaly")
         return {key: each(value) for key, value in asked.items()} if isinstance(asked, Mapping) else each(asked)
-
-    def remove_rules(self, rules: Iterable[str]) -> None:
-        """Removes the rules with these names, which do not apply to what is watched."""
-        self.arguments["rules"] = [rule for rule in self.arguments["rules"] if rule.name not in rules]
 
 
 def _request(requested: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:

@@ -87,8 +87,9 @@ def install(
             f"models into one torch.nn.ModuleList and prepare that, or leave {asked} out"
         )
     if not len(pairs) == distinct == len(optimizers):
-        # Models and optimizers are not paired one to one, so the rule's findings about one model would be wrong.
-        options.remove_rules(["optimizer-coverage"])
+        # Models and optimizers are not paired one to one, so this rule's findings about one model would be wrong.
+        rules = options.arguments["rules"]
+        options.arguments["rules"] = [rule for rule in rules if rule.name != "optimizer-coverage"]
     return AccelerateHandle(accelerator, options, pairs, micro_batches)
 
 
