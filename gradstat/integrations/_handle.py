@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,25 +26,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MARK = "_gradstat_handle"  # set on the watched object, to the handle that watches it
-# For an object that several handles may patch, how many steps they have measured.
-_TURNS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 class Handle:
     """The base of what integrations return. A context manager; leaving it calls `remove`.
 
-    ``shared``: the object whose backward passes are shown to several handles, if any.
-
     Attributes:
         attachments: One `Attachment` for each model or optimizer; empty before training begins.
     """
 
-    def __init__(self, options: Options, shared: Any = None) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
         self._patches: list[PatchedMethod] = []
         self._owner: Any = None
         self._unwatched = Unwatched([])  # warns of failures of the handle itself
-        self._turns = [0] if shared is None else _TURNS.setdefault(shared, [0])
+        self._turns = [0]  # how many steps have been measured of models that take turns
         self._engine_clips = False
         self._device: torch.device | None = None  # of this rank; None if it trains alone
         self._is_replicated = False  # whether DDP keeps the same parameters on all ranks

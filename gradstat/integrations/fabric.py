@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,8 @@ require("lightning", (2, 4))
 from lightning.fabric import Fabric  # noqa: E402
 
 __all__ = ["FabricHandle", "install"]
+
+_TURNS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # of each fabric, whose backward all its handles see
 
 
 def install(
@@ -78,7 +81,8 @@ class FabricHandle(Handle):
 
     def __init__(self, fabric: Any, model: Any, optimizer: Any, options: Options, micro_batches: int) -> None:
         """Made by `install`."""
-        super().__init__(options, fabric)
+        super().__init__(options)
+        self._turns = _TURNS.setdefault(fabric, [0])
         self._micro_batches = micro_batches
         engine, setting = engine_name_of(fabric.strategy), "set its clip in its strategy's configuration"
         self._prepare(engine, fabric.world_size, fabric.device, setting)
