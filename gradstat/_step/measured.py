@@ -19,7 +19,7 @@ from gradstat._core.parameters import Labels, NamedParameters, gradients_of, lab
 from gradstat._core.tensors import ExtraGroups, NameOf, refuse_distributed, to_device, writable
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
-from gradstat.adaptive._base import ClipRequest, Limit
+from gradstat.adaptive._base import Limit
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_, scale_everywhere_, scale_gradients_
 from gradstat.guard import SpikeGuard, reasons_of
@@ -119,8 +119,7 @@ class StepMeasurement(NamedTuple):
         """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
         unscale_by = self.verdict[LOSS_SCALE].reciprocal() if self.is_scaled else None
         skip = None if self.before_guard is None else self.verdict[SKIP]
-        request = ClipRequest(parameters, gradients, self.labels.of, self.rows.table, self.backend, unscale_by, skip)
-        clip.scale_(request)
+        clip.scale_(parameters, gradients, self.rows.table, self.backend, unscale_by, self.labels.of, skip)
         torch.autograd.graph.increment_version(gradients)
 
     def step_optimizer(
@@ -232,7 +231,7 @@ class Unscaled(NamedTuple):
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
-                max_norm.scale_(ClipRequest(parameters, gradients, name_of, self.rows.table, None))
+                max_norm.scale_(parameters, gradients, self.rows.table, None, None, name_of)
             else:
                 if isinstance(max_norm, NormClip):
                     multiplier = max_norm.multiplier(total)

@@ -229,18 +229,6 @@ class NormClip(AdaptiveClip):
         return norm
 
 
-class ClipRequest(NamedTuple):
-    """The gradients of a step, none of which is distributed, for a `TensorClip` to scale."""
-
-    parameters: list[Tensor]
-    gradients: list[Tensor]  # in the same order
-    name_of: NameOf  # of the i-th gradient, in errors
-    rows: Callable[[], Tensor]  # their table, on the first one's device
-    backend: str | None
-    unscale_by: Tensor | None = None  # 0-d float32, by which they are multiplied as well: 1 over the loss scale
-    skip: Tensor | None = None  # 0-d float32: unless it is zero, nothing is clipped and the state does not change
-
-
 class TensorClip(AdaptiveClip):
     """A clip that decides one multiplier for each tensor, or for each unit."""
 
@@ -248,14 +236,27 @@ class TensorClip(AdaptiveClip):
     def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
         """Raises, before anything is changed, if `scale_` cannot clip these gradients: another list, or another kind.
 
-        The arguments are as in the `ClipRequest` for `scale_`, which does not check this again.
+        ``parameters``, ``gradients`` and ``name_of`` are as for `scale_`, which does not check this again.
         """
 
     @abstractmethod
-    def scale_(self, request: ClipRequest) -> Tensor:
-        """Decides the multipliers of a step, scales the gradients in place, and updates the state. No host sync.
+    def scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rows: Callable[[], Tensor],
+        backend: str | None,
+        unscale_by: Tensor | None,
+        name_of: NameOf,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """Decides the multipliers of a step, scales ``gradients`` in place, and updates the state. No host sync.
 
-        Errors are as in `AdaptiveClip.clip_`. Returns the norm before, without the loss scale: 0-d float64.
+        No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
+        on the first one's device. ``backend`` and errors are as in `AdaptiveClip.clip_`; ``name_of`` names the i-th
+        gradient in errors. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
+        they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
+        not change. Returns the norm before, without the loss scale: 0-d float64.
         """
 
     def _for_one_tensor(self) -> Self:
@@ -289,11 +290,9 @@ class TensorClip(AdaptiveClip):
     def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
         refuse_distributed(gradients, name_of)
         self.check(parameters, gradients, name_of)
-
-        def rows() -> Tensor:
-            return _measured(gradients, name_of, backend).table()
-
-        return self.scale_(ClipRequest(parameters, gradients, name_of, rows, backend))
+        return self.scale_(
+            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), backend, None, name_of
+        )
 
 
 def _measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from gradstat._core.tensors import (
     writable,
 )
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, ClipRequest, Step, TensorClip, limited, number, whole_number
+from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,12 +110,20 @@ class AdaGC(TensorClip):
             )
 
     @torch.no_grad()
-    def scale_(self, request: ClipRequest) -> Tensor:
-        gradients, name_of, backend = request.gradients, request.name_of, request.backend
+    def scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rows: Callable[[], Tensor],
+        backend: str | None,
+        unscale_by: Tensor | None,
+        name_of: NameOf,
+        skip: Tensor | None = None,
+    ) -> Tensor:
         kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
-        decided = self._decide(kernels, request.rows(), None, request.unscale_by, request.skip)
+        decided = self._decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
         _scale_each_(gradients, decided[:-1], backend, name_of)
-        self._parameter_ids = tuple(map(id, request.parameters))
+        self._parameter_ids = tuple(map(id, parameters))
         return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,17 +174,24 @@ class AGC(TensorClip):
                 raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
 
     @torch.no_grad()
-    def scale_(self, request: ClipRequest) -> Tensor:
-        name_of = request.name_of
-        targets = writable(request.gradients, name_of)
-        weights = readable(request.parameters, lambda i: f"the parameter of {name_of(i)}")
+    def scale_(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        rows: Callable[[], Tensor],
+        backend: str | None,
+        unscale_by: Tensor | None,
+        name_of: NameOf,
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        targets = writable(gradients, name_of)
+        weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         first = targets[0].device
         groups = by_device(targets)
-        kernels = _kernels_for(groups, request.backend, name_of)
+        kernels = _kernels_for(groups, backend, name_of)
         units = [kernels[device].unit_stats([targets[i] for i in at]) for device, at in groups.items()]
         of_weights = [kernels[device].unit_stats([weights[i] for i in at]) for device, at in groups.items()]
-        tables = _concat(units, first), _concat(of_weights, first)
-        decided = self._decide(kernels[first], *tables, request.unscale_by, request.skip)
+        decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), unscale_by, skip)
         multipliers = decided[:-1].split([len(table) for table in units])
         for (device, at), of_device in zip(groups.items(), multipliers, strict=True):
             kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))
