@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import named_parameters_of
-from gradstat._core.text import count_of, lines_of
+from gradstat._core.text import count_of, lines_of, listed
 from gradstat.check import PendingReport, check_async
 from gradstat.report import NonFiniteGradientError, Report, bad_line
-from gradstat.tensor_stats import Judged, TensorStats
+from gradstat.tensor_stats import Judged
 
-_NAMED_IN_ERROR = 5
-_NAMED_IN_TEXT = 20
+NAMED_IN_ERROR = 5
+NAMED_IN_TEXT = 20
+_NAMED_IN_CAUSE = 3
 
 
 @final
@@ -78,22 +80,46 @@ class MicroBatches:
         self.reset()
 
 
-class AccumulationReport(Judged):
+class Attribution(Judged):
+    """Which gradients were not finite, and since which micro-batch: in this process, or on any rank."""
+
+    micro_batches: int
+
+    @property
+    def first_bad(self) -> dict[str, int]:
+        """For each parameter whose gradient was ever not finite, the first micro-batch after which it was not."""
+        raise NotImplementedError
+
+    def _place(self, micro_batch: int) -> str:
+        return f"micro-batch {micro_batch} of {self.micro_batches} (counted from 0)"
+
+    def _cause(self, losses: Sequence[float]) -> str:
+        """The first micro-batch whose gradients or loss were not finite, in words; ``losses`` as far as known."""
+        lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        first = min(self.first_bad.values(), default=lost[0] if lost else None)
+        if first is None:
+            return f"none of the {self.micro_batches} micro-batches was bad by itself"
+        words = [f"{self._place(first)} was the first bad one"]
+        if names := [name for name, number in self.first_bad.items() if number == first]:
+            words.append(f"gradients not finite from then on: {listed(names, _NAMED_IN_CAUSE)}")
+        if first < len(losses):
+            words.append(f"its loss was {losses[first]:g}")
+        return "; ".join(words)
+
+
+class AccumulationReport(Attribution):
     """The reports of one step's micro-batches, and which of them caused NaN or Inf. Micro-batches count from 0.
 
     Returned by `MicroBatches.result`. It describes the accumulated gradients, as they were after each micro-batch.
 
     Attributes:
         reports: One `Report` for each micro-batch, in order.
+        micro_batches: The number of micro-batches checked.
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.reports = tuple(reports)
-
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches checked."""
-        return len(self.reports)
+        self.micro_batches = len(self.reports)
 
     @property
     def final(self) -> Report:
@@ -111,14 +137,10 @@ class AccumulationReport(Judged):
 
         Ordered by micro-batch, then worst first as in `Report.nonfinite`.
         """
-        return {name: number for name, (number, _) in self._first.items()}
-
-    @functools.cached_property
-    def _first(self) -> dict[str, tuple[int, TensorStats]]:
-        first: dict[str, tuple[int, TensorStats]] = {}
+        first: dict[str, int] = {}
         for number, report in enumerate(self.reports):
             for stats in report.nonfinite:
-                first.setdefault(stats.name, (number, stats))
+                first.setdefault(stats.name, number)
         return first
 
     def raise_if_nonfinite(self) -> None:
@@ -130,16 +152,19 @@ class AccumulationReport(Judged):
             self.final.raise_if_nonfinite()
         else:
             first = next(report for report in self.reports if not report.ok)
-            raise NonFiniteGradientError("\n".join(self._summary(_NAMED_IN_ERROR)), first)
+            raise NonFiniteGradientError("\n".join(self._summary(NAMED_IN_ERROR)), first)
 
     def _summary(self, limit: int) -> list[str]:
         """Which gradients became bad in which micro-batch, in words, naming at most ``limit`` parameters."""
-        bad = list(self._first.values())
-        title = (
-            f"NaN or Inf in {count_of(len(bad), 'gradient')}, first in micro-batch {bad[0][0]} of "
-            f"{self.micro_batches} (counted from 0):"
-        )
-        return [title, *lines_of(bad, limit, lambda one: f"  micro-batch {one[0]}:{bad_line(one[1])[1:]}")]
+        bad = list(self.first_bad.items())
+        title = f"NaN or Inf in {count_of(len(bad), 'gradient')}, first in {self._place(bad[0][1])}:"
+
+        def line(one: tuple[str, int]) -> str:
+            name, number = one
+            stats = next(stats for stats in self.reports[number].nonfinite if stats.name == name)
+            return f"  micro-batch {number}:{bad_line(stats)[1:]}"
+
+        return [title, *lines_of(bad, limit, line)]
 
     def __repr__(self) -> str:
         bad = self.first_bad
@@ -150,7 +175,7 @@ class AccumulationReport(Judged):
 
     def __str__(self) -> str:
         if self.first_bad:
-            lines = self._summary(_NAMED_IN_TEXT)
+            lines = self._summary(NAMED_IN_TEXT)
         else:
             lines = [f"{self._size()}, {'all finite after each' if self.ok else 'but no gradient'}"]
         return "\n".join([f"gradstat: {lines[0]}", *lines[1:], "after the last micro-batch:", str(self.final)])

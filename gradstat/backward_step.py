@@ -166,7 +166,7 @@ class StepInBackward:
         # torch's own `step` is called without its wrappers, which take longer than stepping a small tensor.
         original: Callable[[], Any] = functools.partial(optimizers.original_step(kind), optimizer)
         self._step = optimizer.step if self._is_foreign else original
-        self._labels = [Labels(functools.partial(_name_at, named, i), tuple) for i in range(len(named.parameters))]
+        self._labels = [Labels(names_at(named, [i]), tuple) for i in range(len(named.parameters))]
         self._measurements: list[Measurement | None] = []
         self._backward, self._is_open = -1, False
         self._is_distributed, self._has_checked_reducers = is_distributed(named.parameters), False
@@ -516,10 +516,6 @@ def _measure_over_ranks(
 def _queue(callback: Callable[[], None]) -> None:
     """Queues a callback for the end of the backward pass, behind those already queued."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _name_at(named: NamedParameters, i: int) -> list[str]:
-    return [named.names()[i]]
 
 
 def _concat(parts: list[Measurement]) -> Measurement:

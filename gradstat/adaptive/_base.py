@@ -65,7 +65,10 @@ class AdaptiveClip(ABC):
     _if_never: str
     _method: int  # value of ClipMethod in csrc/decide.h
     _method_options: tuple[float, ...]  # as csrc/decide.h reads them
-    _method_names: tuple[str, ...] = ()  # names in `_method_state_views`, in the order of the state tensor
+    # The numbers that the method itself keeps, in the order of the state tensor, or one number for each tensor.
+    _method_names: tuple[str, ...] = ()
+    _method_initial = 0.0
+    _is_per_tensor = False
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
@@ -107,16 +110,11 @@ class AdaptiveClip(ABC):
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         """The method in plain torch: a multiplier for each of ``step.norms``, and which of them count as decided.
 
-        Updates the tensors of `_method_state_views` in place. csrc/decide.h implements the same method.
+        Updates those of ``step.state`` that are named in `_method_names`. csrc/decide.h implements the same method.
         """
 
     def _method_state(self, count: int) -> MethodState:
-        """The numbers that the method itself keeps for ``count`` tensors."""
-        return MethodState()
-
-    def _method_state_views(self, of_method: Tensor) -> State:
-        """Views of the method's own numbers, by name."""
-        return {}
+        return MethodState(count if self._is_per_tensor else len(self._method_names), self._method_initial)
 
     @property
     def _state(self) -> State:
@@ -125,7 +123,9 @@ class AdaptiveClip(ABC):
         if memory is None:
             memory = _history.extended(None, self._window, self._method_state(0), torch.device("cpu"))
         state, of_method = _history.views(memory, self._window)
-        return {**state, **self._method_state_views(of_method)}
+        if self._is_per_tensor and len(of_method):
+            return {**state, self._method_names[0]: of_method}
+        return {**state, **dict(zip(self._method_names, of_method.unbind(), strict=False))}
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, its name, and ``"tensors"``, by name, on their device. No host sync."""

@@ -13,7 +13,6 @@ from gradstat._core.saved import Saved
 from gradstat._core.warn import warn_user
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, positive, whole_number
-from gradstat.adaptive._history import MethodState, State
 
 Target = Literal["reciprocal", "threshold", "mean"]
 
@@ -135,12 +134,6 @@ class ZClip(NormClip):
         to_number = float(get_args(Target).index(to))
         self._method_options = (self._z_threshold, self._alpha, float(self._warmup), to_number, self._max_norm)
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
-
-    def _method_state(self, count: int) -> MethodState:
-        return MethodState(len(self._method_names))
-
-    def _method_state_views(self, of_method: Tensor) -> State:
-        return dict(zip(self._method_names, of_method.unbind(), strict=True))
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         state, norm, is_recorded = step.state, step.norm, step.is_recorded

@@ -22,7 +22,6 @@ from gradstat._core.tensors import (
 )
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
-from gradstat.adaptive._history import MethodState, State
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,6 +54,8 @@ class AdaGC(TensorClip):
     _decides_on = "tensor"
     _method = 3
     _method_names = ("means",)
+    _method_initial = math.inf
+    _is_per_tensor = True
     _if_often = (
         "the means start at the first norms as clipped by absolute, and grow slowly; raise absolute to a usual total "
         "norm, or raise relative to clip only outliers"
@@ -84,12 +85,6 @@ class AdaGC(TensorClip):
                 "known until backward has finished; make it with warmup=0, which can load the state of another AdaGC"
             )
         return super()._for_one_tensor()
-
-    def _method_state(self, count: int) -> MethodState:
-        return MethodState(count, math.inf)
-
-    def _method_state_views(self, of_method: Tensor) -> State:
-        return {"means": of_method} if len(of_method) else {}
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]

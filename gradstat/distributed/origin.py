@@ -21,17 +21,14 @@ from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import to_device
 from gradstat._core.text import count_of, count_of_bad, lines_of, printable
 from gradstat._core.wrappers import uncompiled
+from gradstat.accumulation import NAMED_IN_ERROR, NAMED_IN_TEXT, Attribution
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
-from gradstat.tensor_stats import Judged
 
 _CALLER = "OriginTracker.result"
 _COUNTS = [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]
-_NAMED_IN_ERROR = 5
-_NAMED_IN_TEXT = 20
-# The micro-batch number that stands for "never bad".
+# The micro-batch number that stands for "always finite".
 _NEVER = torch.iinfo(torch.int64).max
-
 
 _Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
@@ -47,8 +44,7 @@ def track_origin(
     """Tracks the local gradients of a DDP model, to find the rank that causes NaN or Inf.
 
     DDP averages gradients over all ranks, so after ``backward()`` one rank's NaN is on every rank. A communication hook
-    measures each bucket just before it is reduced: one more pass over the gradients and one launch per bucket, without
-        a sync
+    measures each bucket just before it is reduced: one more pass over the gradients and one launch per bucket, no sync
     and no collective. `OriginTracker.result` then combines all ranks. ::
 
         tracker = track_origin(ddp_model)
@@ -68,9 +64,9 @@ def track_origin(
             does what DDP does without a hook.
         state: The state that ``hook`` is called with.
         per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches,
-            which does not show which of them was bad. If true, gradients are also measured after each ``backward()``
-            without a reduction, when the next ``forward`` begins or `OriginTracker.result` is called: another read and
-            launch per such micro-batch, and a Python call per parameter in every ``backward()``.
+            which does not show which of them was not finite. If true, gradients are also measured after each
+            ``backward()`` without a reduction, when the next ``forward`` begins or `OriginTracker.result` is called:
+            another read and launch per such micro-batch, and a Python call per parameter in every ``backward()``.
         backend: As for `gradstat.check`.
 
     Returns:
@@ -174,7 +170,7 @@ class OriginTracker:
         """Which rank caused NaN or Inf since the last call; the same report on every rank. Resets for the next step.
 
         A collective: all ranks have to call it. If all gradients are finite it costs one all-reduce of 8 bytes per
-        parameter and one sync; otherwise the NaN and Inf counts of bad gradients are gathered, with two more syncs.
+        parameter and one sync; otherwise the NaN and Inf counts of the others are gathered, with two more syncs.
 
         Raises:
             RuntimeError: On some rank nothing was measured since the last call. Raised on all of them.
@@ -193,7 +189,7 @@ class OriginTracker:
         return lambda: self._report(seen, count)
 
     def _report(self, seen: list[_Seen], count: int) -> OriginReport:
-        """Agrees on the first bad micro-batch of each parameter; gathers counts only for bad parameters."""
+        """Agrees on the micro-batch since which each gradient is not finite; gathers the counts of these gradients."""
         device = device_of(self._group)
         places = [(one.micro_batch, position) for one in seen for position in one.positions]
         # The last element is the number of this rank's measurements, so that all ranks learn if one has none.
@@ -213,7 +209,7 @@ class OriginTracker:
             )
         nonfinite = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
         ranks = tuple(dist.get_process_group_ranks(self._group))
-        bad_gradients: list[BadGradient] = []
+        causes: list[BadGradient] = []
         if nonfinite:
             local_counts = torch.zeros(len(self._names), len(_COUNTS), dtype=torch.float64, device="cpu")
             for (micro_batch, position), row in zip(places, counts.cpu(), strict=True):
@@ -223,8 +219,8 @@ class OriginTracker:
             for k, position in enumerate(nonfinite):
                 on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, gathered, strict=True) if any(c[k])}
                 numel = self._parameters[position].numel()
-                bad_gradients.append(BadGradient(self._names[position], numel, earliest[position], on))
-        return OriginReport(self._names, bad_gradients, ranks, count)
+                causes.append(BadGradient(self._names[position], numel, earliest[position], on))
+        return OriginReport(self._names, causes, ranks, count)
 
     def rows(self) -> Tensor:
         """The measurements of the last reduction: the table `gradstat.stats` would return for the local gradients.
@@ -264,23 +260,22 @@ class OriginTracker:
     def _measure_bucket(self, bucket: Any) -> None:
         """Measures a ``dist.GradBucket`` that is about to be reduced."""
         buffer = bucket.buffer()
-        self._measure([buffer] if buffer.is_sparse else bucket.gradients(), bucket.parameters())
-        if bucket.is_last():
-            self._micro_batch += 1
-            self._has_unmeasured = False
+        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        self._measure(gradients, bucket.parameters(), is_last=bucket.is_last())
 
     @never_traced
     def _measure_accumulated(self, *_: object) -> None:
         """Measures gradients that were accumulated but not reduced."""
         if self._has_unmeasured:
             having = [p for p in self._parameters if p.grad is not None]
-            self._measure([p.grad for p in having if p.grad is not None], having)
-            self._micro_batch += 1
-            self._has_unmeasured = False
+            self._measure([p.grad for p in having if p.grad is not None], having, is_last=True)
 
-    def _measure(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+    def _measure(self, gradients: list[Tensor], parameters: list[Tensor], is_last: bool) -> None:
         positions = [self._position[id(parameter)] for parameter in parameters]
         self._seen.append(_Seen(self._micro_batch, positions, stats(gradients, backend=self._backend)))
+        if is_last:
+            self._micro_batch += 1
+            self._has_unmeasured = False
 
 
 class BadGradient(NamedTuple):
@@ -288,16 +283,15 @@ class BadGradient(NamedTuple):
 
     name: str
     numel: int
-    micro_batch: int  # the first in which it was bad on any rank
-    # NaN and Inf elements on each rank where it was bad in that micro-batch, ordered by rank; never empty.
-    counts: dict[int, tuple[int, int]]
+    micro_batch: int  # the first in which it was not finite on some rank
+    counts: dict[int, tuple[int, int]]  # its NaN and Inf elements in that micro-batch, by rank; never empty
 
 
-class OriginReport(Judged):
+class OriginReport(Attribution):
     """Which rank caused NaN or Inf in which gradient, the same on every rank. Ranks are global.
 
-    Returned by `OriginTracker.result`. A bad gradient that was reduced or accumulated stays bad everywhere, so each
-    parameter is described as of the first micro-batch in which it was bad on any rank.
+    Returned by `OriginTracker.result`. What is not finite stays so when it is reduced or accumulated, so each parameter
+    is described as of the first micro-batch in which its gradient was not finite on some rank.
 
     Attributes:
         ranks: All ranks that took part.
@@ -319,26 +313,31 @@ class OriginReport(Judged):
 
     @property
     def nonfinite(self) -> tuple[str, ...]:
-        """The parameters whose gradient was bad on some rank, in the model's order."""
+        """The parameters whose gradient was not finite on some rank, in the model's order."""
         return tuple(self._bad)
 
+    @property
+    def first_bad(self) -> dict[str, int]:
+        """For each of `nonfinite`, the first micro-batch in which it was not, as `micro_batch_of` says."""
+        return {name: bad.micro_batch for name, bad in self._bad.items()}
+
     def rank_of(self, name: str) -> int | None:
-        """The lowest rank where ``name``'s gradient was bad first; None if it never was. KeyError if unknown."""
+        """The lowest rank where ``name``'s gradient was first not finite, or None. KeyError if ``name`` is unknown."""
         bad = self._find(name)
         return None if bad is None else next(iter(bad.counts))
 
     def ranks_bad(self, name: str) -> int:
-        """Number of ranks on which ``name``'s gradient was bad when it first was. Errors as in `rank_of`."""
+        """Number of ranks on which ``name``'s gradient was not finite when it first was so. Errors as in `rank_of`."""
         bad = self._find(name)
         return 0 if bad is None else len(bad.counts)
 
     def micro_batch_of(self, name: str) -> int | None:
-        """The first micro-batch in which ``name``'s gradient was bad, counted from 0. Errors as in `rank_of`.
+        """The first micro-batch in which ``name``'s gradient was not finite, from 0. Errors as in `rank_of`.
 
         Without ``per_micro_batch`` reductions are counted: under ``no_sync()`` all micro-batches of a step are one.
         """
-        bad = self._find(name)
-        return None if bad is None else bad.micro_batch
+        self._find(name)
+        return self.first_bad.get(name)
 
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, which names ranks and parameters, on every rank, unless `ok`.
@@ -346,7 +345,7 @@ class OriginReport(Judged):
         The error has no ``report``, since the gradients described are those of several ranks.
         """
         if not self.ok:
-            raise NonFiniteGradientError("\n".join(self._summary(_NAMED_IN_ERROR)))
+            raise NonFiniteGradientError("\n".join(self._summary(NAMED_IN_ERROR)))
 
     def __repr__(self) -> str:
         state = "ok" if self.ok else f"{len(self._bad)} not finite"
@@ -355,7 +354,7 @@ class OriginReport(Judged):
     def __str__(self) -> str:
         if self.ok:
             return f"gradstat: {len(self._names)} gradients, finite on all {len(self.ranks)} ranks before the reduction"
-        return "gradstat: " + "\n".join(self._summary(_NAMED_IN_TEXT))
+        return "gradstat: " + "\n".join(self._summary(NAMED_IN_TEXT))
 
     def _find(self, name: str) -> BadGradient | None:
         if name not in self._names:
@@ -372,7 +371,8 @@ class OriginReport(Judged):
         for micro_batch, ranks in sorted(together):
             group = together[micro_batch, ranks]
             count = count_of(len(group), "gradient")
-            lines.append(f"caused by {self._who(ranks)}{self._when(micro_batch)}: {count}")
+            when = f" in {self._place(micro_batch)}" if self.micro_batches > 1 else ""
+            lines.append(f"caused by {self._who(ranks)}{when}: {count}")
             lines += lines_of(group, left, lambda one: f"  {printable(one.name)}: {_counts(one)}")
             left = max(0, left - len(group))
         return lines
@@ -383,11 +383,6 @@ class OriginReport(Judged):
         if ranks == self.ranks:
             return f"ALL {len(ranks)} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
         return f"{format_ranks(ranks)} (of {len(self.ranks)})"
-
-    def _when(self, micro_batch: int) -> str:
-        if self.micro_batches == 1:
-            return ""
-        return f" in micro-batch {micro_batch} of {self.micro_batches} (counted from 0)"
 
 
 def _counts(bad: BadGradient) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradstat._core.parameters import as_list
 from gradstat.integrations._attachment import Attachment
-from gradstat.integrations._engines import engine_clips, engine_name_of
+from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.monitor.reporting import warn
@@ -32,15 +32,12 @@ class AcceleratorBase(Handle):
     def _check(self, accelerator: Any) -> None:
         """Raises what `engine_clips` raises; afterwards attachments can be made."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-        self._engine_clips = engine_clips(
-            None if kind == "FSDP" and getattr(accelerator, "is_fsdp2", False) else engine_name_of(kind),
-            self._options,
-            self._options.max_norm,
-            accelerator.num_processes,
-            "set its clip in its configuration, or pass a number to clip_grad_norm_",
+        is_fsdp2 = kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)
+        setting = "set its clip in its configuration, or pass a number to clip_grad_norm_"
+        self._prepare(
+            None if is_fsdp2 else engine_name_of(kind), accelerator.num_processes, accelerator.device, setting
         )
         self._accelerator, self._engine = accelerator, None
-        self._device = accelerator.device if accelerator.num_processes > 1 else None
         self._is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
         self._end_origin_tracking(accelerator)
 
@@ -67,16 +64,11 @@ class AcceleratorBase(Handle):
         self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
         return result
 
-    def _add(self, attachment: Attachment) -> Attachment:
+    def _attach(self, *args: Any, **kwargs: Any) -> Attachment:
+        attachment = super()._attach(*args, **kwargs)
         attachment._is_complete = lambda: bool(self._accelerator.sync_gradients) and attachment not in self._aside
         attachment.divisor = lambda: int(self._accelerator.gradient_accumulation_steps)
-        attachment.turns = self._turns
         return attachment
-
-    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        for attachment in self.attachments:
-            attachment.measure()
-        return original(*args, **kwargs)
 
     def _in_clip(
         self, name: str, original: Any, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import HostCopy
-from gradstat._core.text import printable
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive._base import Limit
@@ -33,10 +32,6 @@ _MICRO_BATCH_RULES = ("nonfinite-gradient", "nonfinite-loss")
 _REPLAY_INTERVAL = 20
 # Every how many steps replicas are compared, unless ``watch`` says otherwise.
 _COMPARE_EVERY = 100
-# Number of parameters named for a micro-batch.
-_MAX_NAMES = 3
-
-
 # The attribute of a model with names of parameters that DDP leaves different on each rank.
 _OWN = "_ddp_params_and_buffers_to_ignore"
 
@@ -50,8 +45,6 @@ class RankReductions:
 
     def mean(self, loss: Tensor | None) -> Tensor | None:
         """The mean loss over the ranks that have one, so that all find the same; None on a rank without a loss."""
-        import torch.distributed as dist
-
         sums = torch.full((2,), float(loss is not None), dtype=torch.float64, device=self._device)
         if loss is not None:
             sums[0].copy_(loss)  # the other element counts the losses
@@ -60,8 +53,6 @@ class RankReductions:
 
     def any_of(self, requests: Sequence[bool], wait: bool) -> list[bool]:
         """For each element, whether it is True on any rank; on a GPU, unless ``wait``, as of the previous call."""
-        import torch.distributed as dist
-
         votes = torch.zeros(len(requests), device=self._device)
         for i, is_requested in enumerate(requests):
             if is_requested:
@@ -75,25 +66,6 @@ class RankReductions:
         if wait:
             self._votes = None
         return [any(votes[i] > 0 for votes in received) for i in range(len(requests))]
-
-
-def _describe(number: int, report: AccumulationReport, losses: list[float]) -> str:
-    total = report.micro_batches
-    bad_losses = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
-    if not report.first_bad and not bad_losses:
-        return f"step {number}: none of the {total} micro-batches was bad by itself"
-    if not report.first_bad:
-        first, names = bad_losses[0], []
-    else:
-        first = min(report.first_bad.values())
-        names = [name for name, when in report.first_bad.items() if when == first]
-    words = [f"step {number}: micro-batch {first} of {total} (counted from 0) was the first bad one"]
-    if names:
-        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        words.append(f"gradients not finite from then on: {', '.join(map(printable, names[:_MAX_NAMES]))}{more}")
-    if first < len(losses):
-        words.append(f"its loss was {losses[first]:g}")
-    return "; ".join(words)
 
 
 class Attachment(AutoHandle):
@@ -291,7 +263,7 @@ class Attachment(AutoHandle):
                 self._history.remove(entry)
                 number, checked, losses = entry
                 report = self.micro_batch_reports[number] = checked.result()
-                text = _describe(number, report, [float(loss) for loss in losses])
+                text = f"step {number}: {report._cause([float(loss) for loss in losses])}"
                 text = text if self._ranks is None else f"{text} (on this rank)"
         return text
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gradstat.integrations._options import Options
 from gradstat.monitor.reporting import warn
 
@@ -44,7 +42,7 @@ def engine_name_of(strategy: object) -> str | None:
     return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
 
 
-def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size: int, setting: str) -> bool:
+def engine_clips(engine: str | None, options: Options, world_size: int, setting: str) -> bool:
     """Whether the engine clips gradients itself; warns of what cannot be measured under it.
 
     ``setting``, a part of the error message, says how its clip is set. Raises NotImplementedError if no gradients are
@@ -64,8 +62,10 @@ def engine_clips(engine: str | None, options: Options, max_norm: Any, world_size
         raise NotImplementedError(
             f"on_anomaly={policy!r} cannot be done under {engine}, {why}; use 'warn', 'raise', 'stop' or 'snapshot'"
         )
-    if max_norm is not None:
-        raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
+    if options.max_norm is not None:
+        raise NotImplementedError(
+            f"max_norm={options.max_norm!r}: expected None under {engine}, which clips itself; {setting}"
+        )
     if engine in _PARTLY_VISIBLE:
         warn(_PARTLY_VISIBLE[engine], UserWarning)
     return True

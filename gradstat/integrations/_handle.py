@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._base import Limit
 from gradstat.integrations._attachment import Attachment
+from gradstat.integrations._engines import engine_clips
 from gradstat.integrations._framework import PatchedMethod
 from gradstat.integrations._options import Options
 from gradstat.integrations.loggers import scalars_of
@@ -21,25 +26,24 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MARK = "_gradstat_handle"  # set on the watched object, to the handle that watches it
-# For an object that several handles may patch, how many steps they have measured.
-_TURNS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 class Handle:
     """The base of what integrations return. A context manager; leaving it calls `remove`.
 
-    ``shared``: the object whose backward passes are shown to several handles, if any.
-
     Attributes:
         attachments: One `Attachment` for each model or optimizer; empty before training begins.
     """
 
-    def __init__(self, options: Options, shared: Any = None) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
         self._patches: list[PatchedMethod] = []
         self._owner: Any = None
         self._unwatched = Unwatched([])  # warns of failures of the handle itself
-        self._turns = [0] if shared is None else _TURNS.setdefault(shared, [0])
+        self._turns = [0]  # how many steps have been measured of models that take turns
+        self._engine_clips = False
+        self._device: torch.device | None = None  # of this rank; None if it trains alone
+        self._is_replicated = False  # whether DDP keeps the same parameters on all ranks
         self.attachments: Sequence[Attachment] = ()
 
     def __repr__(self) -> str:
@@ -68,6 +72,26 @@ class Handle:
     def should_stop(self) -> bool:
         """Whether the policy ``"stop"`` asks the loop to end; the same on all ranks."""
         return any(attachment.should_stop for attachment in self.attachments)
+
+    def _prepare(self, engine: str | None, world_size: int, device: torch.device, setting: str) -> None:
+        """Raises what `engine_clips` raises; afterwards attachments can be made."""
+        self._engine_clips = engine_clips(engine, self._options, world_size, setting)
+        self._device = device if world_size > 1 else None
+
+    def _attach(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scaler: Any,
+        limit: Limit | None = None,
+        step_fn: Callable[..., Any] | None = None,
+    ) -> Attachment:
+        """Adds an attachment; the arguments are as for it."""
+        place = self._device, len(self.attachments), self._is_replicated
+        made = Attachment(model, optimizer, scaler, self._options, limit, step_fn, *place)
+        made.turns = self._turns
+        self.attachments = [*self.attachments, made]
+        return made
 
     @property
     def _single(self) -> Attachment:
@@ -99,6 +123,11 @@ class Handle:
     def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         for attachment in self.attachments:
             attachment.saw_backward(loss, is_micro_batch)
+
+    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        for attachment in self.attachments:
+            attachment.measure()
+        return original(*args, **kwargs)
 
     def _refuse_another_limit(self, asked: Any, caller: str) -> None:
         """ValueError if ``caller``, the framework's clip, clips to another limit than ``max_norm``."""

@@ -48,7 +48,7 @@ class StepReplay:
             for batch, batch_idx, rng in self._noted:
                 rng.restore()
                 with plugin.train_step_context():
-                    output = self._call(*((batch, batch_idx) if self._takes_index else (batch,)))
+                    output = self._run(*((batch, batch_idx) if self._takes_index else (batch,)))
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor):
                     continue  # training_step skipped this micro-batch
@@ -59,19 +59,12 @@ class StepReplay:
                 module.backward(loss)
         return losses
 
-    def _call(self, *arguments: Any) -> Any:
-        module = self._module
-        if self._trainer.strategy.model is module:
+    def _run(self, *arguments: Any) -> Any:
+        module, strategy = self._module, self._trainer.strategy
+        if strategy.model is module:
             return module.training_step(*arguments)
         # Lightning calls training_step of a wrapped module through forward(), so that hooks run; do the same here.
-        with contextlib.ExitStack() as stack:
-
-            def entered(*arguments: Any) -> Any:
-                stack.close()  # training_step has to find the module's own forward
-                return module.training_step(*arguments)
-
-            stack.enter_context(_replaced(module, forward=entered))
-            return module(*arguments)
+        return strategy._forward_redirection(module, module, "training_step", *arguments)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from gradstat.adaptive._base import checked_limit
 from gradstat.monitor import POLICIES, Finding, Monitor, default_rules
 from gradstat.monitor.arguments import refuse_unknown
 from gradstat.monitor.kinds import asked_for
-from gradstat.monitor.policies import PolicyTable
+from gradstat.monitor.policies import Policies, Policy, PolicyTable
 
 COLLECTIVE_POLICIES = ("replay", "checkpoint")
 """Policies that a monitor only requests; the adapter carries them out, on all ranks together."""
@@ -64,21 +64,15 @@ class Options:
             raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
         self.replays = bool(arguments.get("replay")) or "replay" in self.policies
 
-    def on_anomaly(self, requested: set[str]) -> Any:
+    def on_anomaly(self, requested: set[str]) -> Policies:
         """``on_anomaly`` for a monitor; `COLLECTIVE_POLICIES` become functions that add names to ``requested``."""
 
-        def each(policies: Any) -> Any:
-            if policies is None or policies == "record":  # "record" alone has a special meaning
-                return policies
-            listed = [policies] if isinstance(policies, str) or callable(policies) else list(policies)
-            return [partial(_request, requested, one) if one in COLLECTIVE_POLICIES else one for one in listed]
+        def asked(policy: Policy) -> Policy:
+            if isinstance(policy, str) and policy in COLLECTIVE_POLICIES:
+                return partial(_request, requested, policy)
+            return policy
 
-        asked = self.arguments.get("on_anomaly")
-        return {key: each(value) for key, value in asked.items()} if isinstance(asked, Mapping) else each(asked)
-
-    def remove_rules(self, rules: Iterable[str]) -> None:
-        """Removes the rules with these names, which do not apply to what is watched."""
-        self.arguments["rules"] = [rule for rule in self.arguments["rules"] if rule.name not in rules]
+        return {key: list(map(asked, policies)) for key, policies in self.table._by.items()}
 
 
 def _request(requested: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:

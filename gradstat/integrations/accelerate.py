@@ -10,7 +10,6 @@ from torch import nn
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorBase
-from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._framework import require
 from gradstat.integrations._options import Options
 from gradstat.monitor.policies import Policies
@@ -88,8 +87,9 @@ def install(
             f"models into one torch.nn.ModuleList and prepare that, or leave {asked} out"
         )
     if not len(pairs) == distinct == len(optimizers):
-        # Models and optimizers are not paired one to one, so the rule's findings about one model would be wrong.
-        options.remove_rules(["optimizer-coverage"])
+        # Models and optimizers are not paired one to one, so this rule's findings about one model would be wrong.
+        rules = options.arguments["rules"]
+        options.arguments["rules"] = [rule for rule in rules if rule.name != "optimizer-coverage"]
     return AccelerateHandle(accelerator, options, pairs, micro_batches)
 
 
@@ -101,21 +101,9 @@ class AccelerateHandle(AcceleratorBase):
     ) -> None:
         """Made by `install`."""
         super().__init__(accelerator, options, lambda: accelerator.gradient_accumulation_steps if micro_batches else 1)
-        self.attachments = [
-            self._add(
-                Attachment(
-                    model,
-                    None if wrapper is None else unwrapped(wrapper),
-                    accelerator.scaler,
-                    options,
-                    device=self._device,
-                    number=number,
-                    is_replicated=self._is_replicated,
-                )
-            )
-            for number, (model, wrapper) in enumerate(pairs)
-        ]
-        for attachment in self.attachments:  # with several optimizers, no other one takes the step for that of a model
+        for model, wrapper in pairs:
+            attachment = self._attach(model, None if wrapper is None else unwrapped(wrapper), accelerator.scaler)
+            # With several optimizers, no other one takes the step for that of a model.
             attachment._steps_itself = len(accelerator._optimizers) > 1
         self._patch_framework()
         if options.healthy_checkpoints:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._attachment import Attachment
-from gradstat.integrations._engines import engine_clips, engine_name_of
+from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
@@ -22,6 +22,8 @@ require("lightning", (2, 4))
 from lightning.fabric import Fabric  # noqa: E402
 
 __all__ = ["FabricHandle", "install"]
+
+_TURNS: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # of each fabric, whose backward all its handles see
 
 
 def install(
@@ -79,21 +81,15 @@ class FabricHandle(Handle):
 
     def __init__(self, fabric: Any, model: Any, optimizer: Any, options: Options, micro_batches: int) -> None:
         """Made by `install`."""
-        super().__init__(options, fabric)
-        self._fabric, self._micro_batches, strategy, ranks = fabric, micro_batches, fabric.strategy, fabric.world_size
-        self._engine_clips = engine_clips(
-            engine_name_of(strategy), options, options.max_norm, ranks, "set its clip in its strategy's configuration"
-        )
-        scaler = getattr(strategy.precision, "scaler", None)
-        device = fabric.device if ranks > 1 else None
+        super().__init__(options)
+        self._turns = _TURNS.setdefault(fabric, [0])
+        self._micro_batches = micro_batches
+        engine, setting = engine_name_of(fabric.strategy), "set its clip in its strategy's configuration"
+        self._prepare(engine, fabric.world_size, fabric.device, setting)
+        self._is_replicated = isinstance(model._forward_module, DistributedDataParallel)
         self._end_origin_tracking(optimizer)
-        wrapped = model._forward_module
-        is_replicated = isinstance(wrapped, DistributedDataParallel)
-        attachment = Attachment(
-            wrapped, unwrapped(optimizer), scaler, options, device=device, is_replicated=is_replicated
-        )
-        attachment.turns = self._turns
-        self.attachments = [attachment]
+        scaler = getattr(fabric.strategy.precision, "scaler", None)
+        attachment = self._attach(model._forward_module, unwrapped(optimizer), scaler)
         self._mark_watched(optimizer)
         self._patch(fabric, "backward", self._in_backward)
         self._patch(fabric, "clip_gradients", self._in_clip)
@@ -113,7 +109,3 @@ class FabricHandle(Handle):
             if "skip" in self._options.policies and len(args) < 4:  # else a bad norm is an error by default
                 kwargs.setdefault("error_if_nonfinite", False)
         return original(module, optimizer, *args, **kwargs)
-
-    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._single.measure()
-        return original(*args, **kwargs)

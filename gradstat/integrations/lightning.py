@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradstat._core.parameters import Parameters
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._attachment import Attachment
-from gradstat.integrations._engines import engine_clips, engine_name_of
+from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations._framework import require
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._lightning_step import StepReplay
@@ -123,8 +123,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             return
         self._refuse(trainer, pl_module)
         remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
-        engine = engine_name_of(trainer.strategy)
-        engine_clips(engine, self._options, self._options.max_norm, trainer.world_size, remedy)
+        self._prepare(engine_name_of(trainer.strategy), trainer.world_size, trainer.strategy.root_device, remedy)
         for callback in trainer.checkpoint_callbacks:
             for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also rotate old files out
                 if hasattr(callback, name):
@@ -164,13 +163,14 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the monitors, now that the optimizers exist."""
         self.attachments = []
+        self._is_replicated = isinstance(trainer.strategy.model, DistributedDataParallel)
         for optimizer in trainer.optimizers:
-            self._attach(trainer, pl_module, optimizer)
+            self._watch(trainer, pl_module, optimizer)
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["monitors"]:
             super().load_state_dict(loaded)
 
-    def _attach(self, trainer: Any, module: Any, optimizer: Optimizer) -> Attachment:
+    def _watch(self, trainer: Any, module: Any, optimizer: Optimizer) -> Attachment:
         model: nn.Module = module
         if len(trainer.optimizers) > 1:
             trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -178,22 +178,11 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         elif self._options.tracks_origin or engine_name_of(trainer.strategy) == "DeepSpeed":
             model = trainer.strategy.model  # the DDP module, or the engine
         by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
-        attachment = Attachment(
-            model,
-            optimizer,
-            _scaler_of(trainer),
-            self._options,
-            float(trainer.gradient_clip_val) if by_norm else None,
-            self._step_replay,
-            trainer.strategy.root_device if trainer.world_size > 1 else None,
-            len(self.attachments),
-            is_replicated=isinstance(trainer.strategy.model, DistributedDataParallel),
-        )
+        limit = float(trainer.gradient_clip_val) if by_norm else None
+        attachment = self._attach(model, optimizer, _scaler_of(trainer), limit, self._step_replay)
         attachment.divisor = lambda: int(trainer.accumulate_grad_batches)
-        attachment.turns = self._turns
         attachment.on_findings = functools.partial(_show, trainer)
         attachment.save_checkpoint = functools.partial(self._save_checkpoint, trainer)
-        self.attachments = [*self.attachments, attachment]
         return attachment
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -243,7 +232,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
         """Measures the complete gradients, carries out policies in the same way on every rank, and logs."""
         attachment = next((one for one in self.attachments if one.optimizer is optimizer), None)
-        attachment = attachment or self._attach(trainer, pl_module, optimizer)
+        attachment = attachment or self._watch(trainer, pl_module, optimizer)
         attachment.measure()  # a scaler that unscales has announced it already
         self._logged_at[id(attachment), attachment.monitor.steps - 1] = _logging_step(trainer)
         while len(self._logged_at) > 8 * len(self.attachments):  # older steps have been read

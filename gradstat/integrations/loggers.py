@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -246,13 +246,9 @@ def _put_summary(writer: Any, values: Mapping[str, float], step: int) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
     else:
         from tensorboard.compat.proto.summary_pb2 import Summary
-    entries = [Summary.Value(tag=name, simple_value=_single(value)) for name, value in values.items()]
+    # As float32, in which finite numbers that are out of its range become infinite.
+    entries = [Summary.Value(tag=name, simple_value=ctypes.c_float(value).value) for name, value in values.items()]
     file.add_summary(Summary(value=entries), step)
-
-
-def _single(value: float) -> float:
-    """``value`` for TensorBoard's float32; finite numbers out of its range become infinite."""
-    return value if abs(value) <= 3.4e38 or not math.isfinite(value) else math.copysign(math.inf, value)
 
 
 def _put_histogram(writer: Any, tag: str, report: Report, step: int) -> None:

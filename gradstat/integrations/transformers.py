@@ -13,7 +13,6 @@ from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._accelerator import AcceleratorBase
-from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._framework import require
 from gradstat.integrations._options import Options
 from gradstat.monitor import AnomalyWarning, Finding
@@ -119,7 +118,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if not (trainer.model_init is not None or engine or options.tracks_origin):  # else train() makes it
             trainer.create_optimizer()
-            self.attachments = [self._make_attachment()]
+            self._watch()
         self._patch_framework()
         trainer.add_callback(self)
 
@@ -134,21 +133,13 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         wrapped = self._options.tracks_origin or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         return trainer.model_wrapped if wrapped else trainer.model
 
-    def _make_attachment(self) -> Attachment:
+    def _watch(self) -> None:
         trainer = self.trainer
-        max_grad_norm = float(trainer.args.max_grad_norm or 0.0)  # the Trainer clips if it is positive
-        made = Attachment(
-            self._model(),
-            unwrapped(trainer.optimizer),
-            trainer.accelerator.scaler,
-            self._options,
-            max_grad_norm if max_grad_norm > 0 else None,
-            self._replay_step,
-            self._device,
-            is_replicated=self._is_replicated,
-        )
+        limit = float(trainer.args.max_grad_norm or 0.0)  # the Trainer clips if it is positive
+        optimizer, scaler = unwrapped(trainer.optimizer), trainer.accelerator.scaler
+        self.attachments = []
+        made = self._attach(self._model(), optimizer, scaler, limit if limit > 0 else None, self._replay_step)
         made.on_findings = self._on_findings
-        return self._add(made)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Makes sure that the model to be trained is the one watched, and loads the state of a checkpoint."""
@@ -162,7 +153,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         if earlier is None or earlier.model is not self._model() or earlier.optimizer is not optimizer:
             if earlier is not None:
                 earlier.remove()
-            self.attachments = [self._make_attachment()]
+            self._watch()
         resume, self._resume = self._resume, None
         if not state.global_step:
             return

@@ -479,7 +479,7 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
 
 OWN_ERRORS = [
     *((name, "_attachment.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
-    *((name, "_attachment._describe", "the bad micro-batch could not be determined") for name in UNDER),
+    *((name, "_attachment.AccumulationReport._cause", "the bad micro-batch could not be determined") for name in UNDER),
     *((name, "_attachment.Attachment.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
     ("trainer", "_handle.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
@@ -610,8 +610,8 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
-        options = Options(given, "trainer", runs_steps=True)
-        clips = engine_clips(engine_name_of(strategy), options, max_norm, ranks, "set it there")
+        options = Options(given, "trainer", max_norm, runs_steps=True)
+        clips = engine_clips(engine_name_of(strategy), options, ranks, "set it there")
         return clips, {rule.name for rule in options.arguments["rules"]}
 
     for policy in ("skip", "rollback", "replay"):

@@ -1,5 +1,7 @@
 """The adapters run on every rank, so they compare replicas now and then; a monitor alone says that nobody does."""
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 import torch.distributed as dist
 from ranked import accelerate_on_ranks, assert_alike, lightning_on_ranks
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from trainers import Net, lightning_trainer, samples, training_arguments
 
 import gradstat
 from gradstat.integrations._attachment import Attachment
@@ -64,6 +68,63 @@ def test_adapters_compare_replicas_every_hundred_steps(how: str) -> None:
             assert_alike(mismatches(handle.monitor))
             assert "not compared" not in repr(handle) or options
             handle.remove()
+
+
+class Drifting(Net):
+    """On rank 1, changes a weight by itself in step 50."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if self.passes == 50 and dist.get_rank() == 1:
+            with torch.no_grad():
+                self.first.weight[0, 1] += 1e-3
+        return super().forward(x, labels)
+
+
+def by_lightning(net: nn.Module, steps: int, folder: Path, **options: Any) -> Any:
+    import lightning.pytorch as pl
+
+    from gradstat.integrations.lightning import GradstatCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss: Tensor = self.net(*batch)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    callback = GradstatCallback(on_anomaly=RECORD, **options)
+    trainer = lightning_trainer(callback, strategy="ddp", devices=2, plugins=[lightning_on_ranks()], max_steps=steps)
+    trainer.fit(Module(), DataLoader(samples(8 * steps), batch_size=4))
+    return callback
+
+
+def by_trainer(net: nn.Module, steps: int, folder: Path, **options: Any) -> Any:
+    from transformers import Trainer
+
+    from gradstat.integrations.transformers import install
+
+    data = [{"x": x, "labels": y} for x, y in samples(8 * steps)]
+    trainer = Trainer(net, training_arguments(folder, max_steps=steps, logging_steps=steps), train_dataset=data)
+    handle = install(trainer, on_anomaly=RECORD, **options)
+    trainer.train()
+    return handle
+
+
+@pytest.mark.parametrize("how", ["lightning", "trainer"])
+@on_ranks(2, timeout=90.0)
+def test_callbacks_of_trainers_compare_replicas_every_hundred_steps(how: str, tmp_path: Path) -> None:
+    train, name = {"lightning": (by_lightning, "net.first.weight"), "trainer": (by_trainer, "first.weight")}[how]
+    for options, expected in (({}, [(100, name)]), ({"watch": {"replicas": 0}}, [])):
+        with accelerate_on_ranks(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the frameworks, about themselves
+            monitor = train(Drifting(), 102, tmp_path, **options).monitor
+        assert mismatches(monitor) == expected
+        assert_alike(mismatches(monitor))
 
 
 @on_ranks(2)
