@@ -102,6 +102,7 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
     training.shown = True  # to the rules; the monitor gets no batches
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", ".*is switched off")  # a rule that raises is a mistake of its own
         try:
             with anomaly_mode(in_anomaly_mode):
                 for step, begins in training.steps(watcher, 0, steps):  # type: ignore[arg-type]
@@ -303,7 +304,7 @@ def main() -> int:
     arms = list({id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values())
     if arguments.healthy:
         numbers = [number for number, case in enumerate(all_cases()) if case.set == "healthy"]
-        jobs = [(number, seed, False, HEALTHY_STEPS) for number in numbers for seed in seeds]
+        jobs = [(number, seed, False, HEALTHY_STEPS, None) for number in numbers for seed in seeds]
         arms += results_of(run_job, jobs, arguments.jobs)
         programs = [(number, seed) for number in range(len(PROGRAMS)) for seed in seeds]
         made += program_rows(list(results_of(run_program, programs, arguments.jobs)))

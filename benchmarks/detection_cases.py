@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from detection_mistakes import MISTAKES, OUTPUT, SUBJECTS, applies
+from detection_mistakes import MISTAKES, SUBJECTS, applies, at_outputs
 from detection_published import HAS_OPERATORS, SILENT_ERRORS, TRANSFORMERS, operators, silent_training
 from faults import FAULTS
 from healthy import HEALTHY, Healthy
@@ -63,7 +63,7 @@ def _mistakes() -> Iterator[Case]:
                     lambda training, mistake=mistake, subject=subject: mistake.breaks(training, subject),
                     mistake.place(subject),
                     ONSET if when == "mid-run" else 0,
-                    is_everywhere=mistake.place is OUTPUT,
+                    is_everywhere=mistake.place is at_outputs,
                     is_held_out=mistake.is_held_out,
                 )
 

@@ -138,7 +138,9 @@ def _modules(value: str | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(name.rpartition(".")[0] for name in value)
 
 
-OUTPUT = _at("head")  # all gradients come through it
+def at_outputs(subject: Subject) -> str:
+    """The place is the last module, through which all gradients come, or what the model returns."""
+    return f"{_at('head')(subject)}|^logits$"
 
 
 def _is(place: str) -> Callable[[Subject], str]:
@@ -324,14 +326,14 @@ def _heavy(training: Training) -> None:
 
 MISTAKES = (
     # The output and the loss
-    Mistake("softmax before cross-entropy", _wrapped(lambda out: out.softmax(-1)), OUTPUT),
-    Mistake("sigmoid before cross-entropy", _wrapped(torch.sigmoid), OUTPUT),
-    Mistake("ReLU on the logits", _wrapped(torch.relu), OUTPUT),
+    Mistake("softmax before cross-entropy", _wrapped(lambda out: out.softmax(-1)), at_outputs),
+    Mistake("sigmoid before cross-entropy", _wrapped(torch.sigmoid), at_outputs),
+    Mistake("ReLU on the logits", _wrapped(torch.relu), at_outputs),
     Mistake("log-softmax over the batch", _of(loss(_over_batch)), _is(LABELS), is_held_out=True),
     Mistake("the loss is maximised", _of(_times(-1.0)), _is("^loss"), is_held_out=True),
     Mistake("loss times 1e-6", _of(_times(1e-6)), _is(ANYTHING), is_held_out=True),
     Mistake("loss times 1e6", _of(_times(1e6)), _is(ANYTHING), is_held_out=True),
-    Mistake("logits times 1,000", _wrapped(lambda out: 1e3 * out), OUTPUT),
+    Mistake("logits times 1,000", _wrapped(lambda out: 1e3 * out), at_outputs),
     Mistake("a branch is detached", _wrapped(Tensor.detach, "hidden"), _at("first", "hidden")),
     Mistake("a layer's output is zero", _wrapped(torch.zeros_like, "hidden"), _at("hidden")),
     Mistake("dropout of 0.95", _wrapped(lambda out: F.dropout(out, 0.95), "hidden"), _at("hidden")),

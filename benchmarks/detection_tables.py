@@ -155,8 +155,7 @@ def healthy(rows: Sequence[Row]) -> str:
                     ", ".join(slower) or "-",
                 ]
             )
-    subjects = ", ".join(of_time)
-    header = ["tool, healthy", "findings", "steps", "per 10,000", f"step to that without, {subjects}"]
+    header = ["tool, healthy", "findings", "steps", "per 10,000", ", ".join(["step to that without", *of_time])]
     return tables.grid(header, lines)
 
 

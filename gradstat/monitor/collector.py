@@ -397,9 +397,9 @@ class Collector:
             copies = self._make_or_meta(step, now, lambda: [parameter.clone() for parameter in now])
             self._old_parameters = {name: copy for (name, _), copy in zip(named, copies, strict=True)}
         if self._outputs is not None and self.is_due("outputs", step):
-            share = self._outputs.take()
-            if share is not None:
-                yield Segment("output", ("logits",)), [share]
+            seen = self._outputs.take()
+            if seen:
+                yield Segment("output", tuple(seen)), list(seen.values())
         if self.is_due("replicas", step) and not self.is_joining():
             from gradstat.distributed import verify_replicas
 

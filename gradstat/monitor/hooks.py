@@ -20,6 +20,8 @@ class Hook:
         on: Whether it does anything now.
     """
 
+    __torch_unserializable__ = True  # it is left out of saved tensors without a warning
+
     def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
         self.on = True
         self._method = None if method is None else weakref.WeakMethod(method)

@@ -29,12 +29,15 @@ KINDS: tuple[Kind, ...] = (
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),
     Kind("activation", "activations", 0, "module", sizes_vary=True),
-    Kind("output", "outputs", 50, "module"),  # fraction of predictions that are certain
+    Kind("output", "outputs", 50, "module"),  # as in `observers.Outputs.take`
     GRADIENT,
     STATE,
     Kind("update", "updates", 0, "parameter"),
 )
 """All kinds, in the order in which a step computes them: if two go wrong in one step, the earlier is the cause."""
+
+LOGITS = "logits"
+"""The row of kind ``"output"`` with the fraction of predictions that are certain."""
 
 INPUT_KINDS = ("batch", "input")
 """What a training step begins with: what ``Monitor.batch`` was given, and what the model was called with."""

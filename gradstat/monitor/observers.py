@@ -403,14 +403,15 @@ class Activations(_Switched):
 
 
 class Outputs(_Switched):
-    """Measures the fraction of a model's predictions that are certain, in a forward hook while ``on``.
+    """Measures a model's predictions, and what the loss makes of them, in hooks while ``on``; keeps a few numbers.
 
     A prediction is certain if its largest logit exceeds the next by more than 10, so that a softmax gives every other
-    class less than 5e-5. The size of logits alone means nothing, since a softmax ignores a common offset.
+    class less than 5e-5. The size of logits alone means nothing, since a softmax ignores a common offset. If the loss
+    takes their softmax, each row of the gradient that it sends back sums to 0, and the label is the smallest element.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._share: Tensor | None = None
+        self._seen: dict[str, Tensor] = {}
         hook = Hook(self.measure)
         super().__init__({hook: hook_forward(model, hook)}, on=False)
 
@@ -419,17 +420,48 @@ class Outputs(_Switched):
         logits = getattr(output, "logits", output)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():
-                if logits.shape[-1] > 1:
-                    top = logits.detach().topk(2, -1).values
+                values = logits.detach()
+                if values.shape[-1] > 1:
+                    top = values.topk(2, -1).values
                     margin = top[..., 0] - top[..., 1]
                 else:
-                    margin = logits.detach().abs()
-                self._share = (margin > 10).to(torch.float32).mean().reshape(1)
+                    margin = values.abs()
+                self._seen = {"logits": (margin > 10).to(torch.float32).mean().reshape(1)}
+                if logits.grad_fn is None or values.shape[-1] < 2 or not is_plain(values) or _in_transform():
+                    return
+                low, high = torch.aminmax(values)
+                is_one = ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01).all()
+                # Equal ones tell nothing, as those of a head that begins at zero.
+                is_activated = (low >= 0) & (high > low) & ((low == 0) | (high <= 1))
+                activation = is_activated * torch.where(is_one, 1.0, torch.where(low == 0, 3.0, 2.0)).reshape(1)
+            logits.register_hook(Hook(self.measure_gradient, activation))
 
-    def take(self) -> Tensor | None:
-        """The fraction in the last forward pass since the last call, ``[1]``; None if there were no logits."""
-        share, self._share = self._share, None
-        return share
+    def measure_gradient(self, activation: Tensor, gradient: Tensor) -> None:
+        """The hook of the logits."""
+        if not self._hooks[0].on or not is_plain(gradient):
+            return
+        with torch.no_grad():
+            rows = gradient.detach().flatten(0, -2)
+            norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+            # Elements of 16 bits are rounded by up to 2 ** -9; those of other losses cancel by chance, but not in all.
+            cancels = (rows.sum(-1, dtype=torch.float32).abs() <= 0.01 * norms.amax()).all() & (norms > 0).any()
+            labels = torch.where(norms > 0, rows.argmin(-1), -1)  # no gradient where a label is ignored
+            label, count = labels.amax(), (labels >= 0).sum()
+            is_one = ((labels == label) | (labels < 0)).all()
+            self._seen["activation"] = activation * cancels
+            for name, value in (("classes", rows.shape[-1]), ("labels", count), ("label", is_one * (label + 1))):
+                self._seen[name] = (cancels * value).float().reshape(1)
+
+    def take(self) -> dict[str, Tensor]:
+        """What was seen since the last call, of the last forward pass, each ``[1]``.
+
+        ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
+        of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0; and
+        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all
+        are in (0, 1].
+        """
+        seen, self._seen = self._seen, {}
+        return seen
 
 
 def constant_features(tensor: Tensor) -> Tensor | None:

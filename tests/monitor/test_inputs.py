@@ -1,9 +1,11 @@
-"""What a monitor sees by hooks: inputs of the model, and whether anybody zeroes gradients."""
+"""What a monitor sees by hooks: inputs and outputs of the model, and whether anybody zeroes gradients."""
 
 import copy
 import gc
+import io
 import math
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss, nll_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
@@ -120,6 +122,160 @@ def test_inputs_that_are_zero_from_the_beginning_and_samples_that_repeat_are_tol
 )
 def test_usual_inputs_are_not_told(batch: Batch) -> None:
     assert of_rules(run(batch, 120), *INPUT_RULES) == []
+
+
+@pytest.mark.parametrize("first", [0, 60])
+def test_a_batch_that_repeats_is_told_unless_it_is_all_data(first: int) -> None:
+    found = of_rules(run(lambda step: normal(min(step, first)), 120), "repeated-batch")
+    assert [(each.severity, each.step, each.name) for each in found] == [("warning", 60, "input[0]")] * (first > 0)
+
+
+def words(step: int) -> Tensor:
+    return torch.randint(60, (8, 4), generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_told"),
+    [
+        (lambda step: words(min(step, 60)), True),
+        (lambda step: words(step) * (step < 60), True),
+        (words, False),
+        (lambda step: words(step) if step < 60 else torch.arange(60)[None], False),  # all of them, as in a larger batch
+        (lambda step: words(0), False),
+    ],
+)
+def test_tokens_that_repeat_are_told_by_the_gradient_of_their_embedding(batch: Batch, is_told: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(60, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+    for step in range(120):
+        optimizer.zero_grad()
+        loss = (model(batch(step)) - normal(step)[0, 0]).square().mean()
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+    monitor.flush()
+    found = of_rules(monitor, "repeated-batch")
+    assert [(each.step, each.name) for each in found] == [(60, "0.weight")] * is_told
+
+
+# Outputs ------------------------------------------------------------------------------------------------------------
+
+
+def classify(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *last: nn.Module,
+    labels: Callable[[int], Tensor] = lambda step: (normal(step)[:, :4] + normal(step)[:, 2:]).argmax(1),
+    steps: int = 310,
+    lr: float = 1e-3,
+) -> list[str]:
+    """Trains a classifier that ends with ``last``; returns what `no-learning` finds in its outputs and labels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4), *last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(model(normal(step)), labels(step))
+        value.backward()
+        monitor.step(value.float())
+        optimizer.step()
+    monitor.flush()
+    return [found.text for found in of_rules(monitor, "no-learning") if found.name == "logits"]
+
+
+def one_hot(loss: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, labels: loss(outputs, torch.nn.functional.one_hot(labels, 4).float(), **options)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.0 * x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("activation", "told"),
+    [
+        (nn.Softmax(-1), "are probabilities already, and the loss takes their softmax: it cannot fall below 0.7437"),
+        (nn.Sigmoid(), "are all between 0 and 1, and the loss takes their softmax: it cannot fall below 0.7437"),
+        (nn.ReLU(), "are never negative, but often 0, and the loss takes their softmax"),
+    ],
+)
+def test_an_activation_before_a_softmax_in_the_loss_is_told(
+    activation: nn.Module, told: str, dtype: torch.dtype
+) -> None:
+    cast = [nn.Linear(4, 4), activation]
+    (text,) = classify(lambda x, labels: cross_entropy(x.to(dtype), labels, label_smoothing=0.1), *cast, lr=1e-2)
+    assert text == f"the outputs of the model {told}"
+
+
+@pytest.mark.parametrize(
+    ("loss", "last"),
+    [
+        (cross_entropy, []),
+        (cross_entropy, [nn.ReLU(), nn.Linear(4, 4)]),
+        (nll_loss, [nn.LogSoftmax(-1)]),
+        (lambda x, labels: nll_loss(x.log(), labels), [nn.Softmax(-1)]),
+        (one_hot(mse_loss), [nn.Softmax(-1)]),
+        (one_hot(mse_loss, reduction="sum"), [nn.Softmax(-1)]),
+        (lambda x, labels: 4 * one_hot(mse_loss)(x, labels), [nn.Softmax(-1)]),
+        (one_hot(binary_cross_entropy), [nn.Sigmoid()]),
+        (one_hot(mse_loss), [nn.ReLU()]),
+        (lambda x, labels: cross_entropy(x, labels) + x.square().mean(), [nn.ReLU()]),
+        (cross_entropy, [Scaled()]),  # equal outputs, as those of a head that begins at zero
+    ],
+)
+def test_outputs_that_fit_to_their_loss_are_not_told(
+    loss: Callable[[Tensor, Tensor], Tensor], last: list[nn.Module]
+) -> None:
+    assert classify(loss, *last) == []
+
+
+def drawn(share: float) -> Callable[[int], Tensor]:
+    """Labels of which ``share`` are 0, the others 1."""
+    return lambda step: (torch.rand(16, generator=torch.Generator().manual_seed(step)) >= share).long()
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (lambda step: torch.full((16,), 2), "6 batches looked at, all labels are of the same class"),
+        (lambda step: torch.full((16,), step // 20 % 4), "3 batches looked at, all labels are of one class"),
+    ],
+)
+def test_batches_of_one_class_are_told(labels: Callable[[int], Tensor], told: str) -> None:
+    assert classify(cross_entropy, labels=labels) == [f"in each of {told}"]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+def test_classes_that_are_rare_are_not_told(share: float) -> None:
+    assert classify(cross_entropy, labels=drawn(share)) == []
+
+
+def test_labels_that_are_ignored_are_of_no_class() -> None:
+    def labels(step: int) -> Tensor:
+        given = torch.full((16,), -100)
+        given[:3] = step % 3
+        return given
+
+    assert classify(cross_entropy, labels=labels, steps=120) == []
+
+
+def test_hooks_on_outputs_are_only_there_when_looked_at_and_leave_no_trace() -> None:
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer, watch={"outputs": 2}, on_anomaly=RECORD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            output = model(normal(step))
+            assert len(output._backward_hooks or ()) == (step % 2 == 0)
+            torch.save(output, io.BytesIO())
+            output.square().sum().backward()
+            monitor.step()
+            optimizer.step()
 
 
 class Masked(nn.Module):

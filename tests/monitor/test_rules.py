@@ -168,14 +168,14 @@ def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: dict[int
     return story
 
 
-def shares(kind: str, values: Sequence[float], every: int = 50) -> Story:
+def shares(kind: str, values: Sequence[float], every: int = 50, name: str = "x") -> Story:
     """Rows of a kind, for one number, every ``every`` steps."""
     rows = {i * every: [row(v, 1, mean=v)] for i, v in enumerate(values)}
-    return rows_of(kind, rows, names=("x",), shapes=[(1,)])
+    return rows_of(kind, rows, names=(name,), shapes=[(1,)])
 
 
 def certain(values: Sequence[float], loss: float = 1.1, classes: int | None = 4) -> Story:
-    story = shares("output", values)
+    story = shares("output", values, name="logits")
     story.scalars, story.run = {"loss": [loss] * story.steps}, RunSettings(classes=classes)
     return story
 
@@ -241,6 +241,24 @@ def begun(weight: float, gradient: list[float] | None = None) -> Story:
     return rows_of("parameter", {0: weights, 50: weights}, tables={"gradient": table})
 
 
+def twins(*sizes: float, names: Sequence[str] = (), is_trained: bool = True) -> Story:
+    """Weights of layers that are alike when they are first measured."""
+    named = tuple(names or [f"{i}.weight" for i in range(len(sizes))])
+    shapes = [(8, 8)] * len(sizes)
+    tables = {"gradient": Table({0: [row() if is_trained else ABSENT] * len(sizes)}, named, shapes)}
+    return rows_of("parameter", {0: [row(size) for size in sizes]}, names=named, shapes=shapes, tables=tables)
+
+
+def repeating(first: int, steps: int, *others: float, changes: int = 1) -> Story:
+    """The first input changes in every ``changes``-th step up to ``first``, and not any more; others go on."""
+    rows = {
+        step: [row(mean=min(step, first) // changes), *(row(mean=step * other) for other in others)]
+        for step in range(first + steps + 1)
+    }
+    names = tuple(f"input[{i}]" for i in range(1 + len(others)))
+    return rows_of("input", rows, names=names, shapes=[(8, 8)] * len(names))
+
+
 def updated(*ratios: float) -> Story:
     rows = {1 + 10 * i: [row(ratio), row(1e3, 8), row(1e-3)] for i, ratio in enumerate(ratios)}
     return rows_of("update", rows, tables={"parameter": Table({0: [row(), row(1.0, 8), row()]})})
@@ -254,12 +272,18 @@ def unchanged(times: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1
 
 
 def learning(
-    losses: Sequence[float], mean: float = 0.0, certain: float | None = None, **scalars: Sequence[float]
+    losses: Sequence[float],
+    mean: float = 0.0,
+    certain: float | None = None,
+    weights: tuple[float, float] | None = None,
+    **scalars: Sequence[float],
 ) -> Story:
     """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0."""
     tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
     if certain is not None:
-        tables["output"] = Table({0: [row(1.0, 1, mean=certain)]}, ("",), [(1,)])
+        tables["output"] = Table({0: [row(1.0, 1, mean=certain)]}, ("logits",), [(1,)])
+    if weights is not None:
+        tables["parameter"] = Table({0: [row(weights[0], zeros=1), row(1.0, 8), row(weights[1], zeros=1)]})
     return Story(len(losses), {"loss": losses, **scalars}, tables)
 
 
@@ -346,6 +370,19 @@ CASES = [
           rows_of("parameter", {0: [row(1e-4), row(1, 8), row()], 50: [row(0.1), row(1, 8), row()]}),
           one("parameter", [0.0, 1.0]), one("parameter", [math.nan, 1.0]))),
     Case("parameter-jump", begun(1.1e8), 0, "a.weight", (begun(0.9e8), begun(1.1e8, ABSENT), one("parameter", [1e9]))),
+    Case("parameter-jump", one("parameter", [1.0, 1.6, 1.7, 8.6]), 150, "x",
+         (one("parameter", [1.0, 1.6, 1.7, 8.4]), one("parameter", [1.0, 1.8, 1.7, 8.6]),
+          one("parameter", [1.0, 1.6, 8.6]), one("parameter", [0.0, 0.05, 1.0, 90.0]))),
+    Case("parameter-jump", one("parameter", [1.0, 1.0, 0.032]), 100, "x",
+         (one("parameter", [1.0, 1.0, 0.034]), one("parameter", [1.0, math.nan, 1.0]), one("exp_avg", [1.0, 0.0]))),
+    Case("parameter-jump", one("parameter", [1.0, 0.0]), 50, "x", (one("parameter", [0.0, 0.0]),)),
+    Case("parameter-jump", twins(1.0, 11.0, 1.0), 0, "1.weight",
+         (twins(1.0, 9.0, 1.0), twins(11.0, 0.0), twins(1.0, 0.0, 2.0), twins(1.0, 11.0, 12.0),
+          twins(1.0, 11.0, names=("up.weight", "down.weight")), twins(1.0, 11.0, is_trained=False))),
+    Case("parameter-jump", twins(11.0, 1.0), 0, "0.weight", (twins(9.0, 1.0),)),
+    Case("repeated-batch", repeating(100, 20), 100, "input[0]",
+         (repeating(100, 19), repeating(25, 60), repeating(0, 120), repeating(100, 20, changes=2),
+          repeating(100, 20, 1.0, 2.0))),
     Case("nonfinite-buffer", rows_of("buffer", {0: healthy_rows(), 50: with_nan(0)}), 50, "a.weight",
          (rows_of("buffer", {0: healthy_rows()}),)),
     # A mask of -Inf from the start is meant; one with more of them is not.
@@ -369,7 +406,7 @@ CASES = [
     Case("loss-spike", series("loss", [*SETTLED, *[1.2, 1.2, 0.1, 0.1, 0.1] * 6]), 143, "loss",
          (series("loss", [*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
           series("loss", [1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6))),  # it never fell
-    Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "x",
+    Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "logits",
          (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
     Case("bad-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3, "b.weight",
          (seen("origin", report(ok=True)),)),
@@ -413,6 +450,9 @@ CASES = [
          (learning([-2.1] * 40 + [-6.0] * 88), learning([-2.1] * 40 + [-10.0, 1.0] * 44))),
     Case("no-learning", learning([5.3] + [1.0] * 40, certain=0.4), 0, "loss",
          (learning([5.1] + [1.0] * 40, certain=0.4), learning([5.3] + [1.0] * 40, certain=0.2))),
+    Case("no-learning", learning([5.3] + [1.0] * 40, weights=(0.17, 1.8)), 0, "b.weight",
+         (learning([5.1] + [1.0] * 40, weights=(0.17, 1.8)), learning([5.3] + [1.0] * 40, weights=(0.19, 1.8)),
+          learning([5.3] + [1.0] * 40, weights=(0.01, 1.7)))),
     Case("no-learning", learning([2.1] + [11.0] * 20, lr=[0.1] * 21), 0, "lr",
          (learning([2.1] + [10.0] * 20), learning([2.1] + [11.0] * 7 + [2.0] * 13))),
     Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16, 0.9e-16]), 50, "x",
@@ -863,11 +903,9 @@ def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dt
     logits = torch.tensor([[0.0, 11.0, -50.0], [-100.0, -108.0, -109.0], [90.0, 95.0, 90.0], [0.0, math.nan, 1.0]])
     for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
         watch.measure(model, (), outputs.to(dtype))
-        measured = watch.take()
-        assert measured is not None
-        assert measured.item() == share
+        assert {name: value.item() for name, value in watch.take().items()} == {"logits": share}
     watch.measure(model, (), torch.ones(3))
-    assert watch.take() is None
+    assert watch.take() == {}
 
 
 # Rules of users ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import INPUT_KINDS
-from gradstat.monitor.rows import Rows, RunSettings, Window
+from gradstat.monitor.rows import Floats, Rows, RunSettings, Window
 from gradstat.monitor.rules.base import Episodes, Rule
 
 
@@ -187,16 +188,85 @@ class _RankRule(Rule):
 
 
 class RepeatedBatch(_RankRule):
-    """Ranks that train on the same batch; needs ``watch={"batches": n}``."""
+    """The same batch step after step, in place of ever new ones; or on all ranks, for which ``watch={"batches": n}``.
+
+    A batch is the same if the sums of all inputs are. Tokens are not measured: without other inputs it is the same if
+    as many rows of gradients are zero, as those of embeddings are for tokens that a batch has not; but not as few as
+    ever, as once batches contain all tokens. A training that begins so is not told: all its data may be in one batch.
+
+    Args:
+        in_a_row: Number of steps.
+        changing: The share of steps that brought a change before, weighted over the last 32 or so. If changes come by
+            chance, the chance of ``in_a_row`` steps without one is then 0.4 ** 20.
+    """
 
     name = "repeated-batch"
     observed = "batches"
     causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
     advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
 
+    def __init__(self, in_a_row: int = 20, changing: float = 0.6) -> None:
+        super().__init__()
+        self.in_a_row, self.changing = in_a_row, changing
+        # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
+        self._last: dict[str, float] = {}
+        self._least: dict[str, float] = {}
+        self._share: dict[str, float] = {}
+        self._same_for: dict[str, float] = {}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        yield from super().review(window)
+        measured = [kind for kind in INPUT_KINDS if window.rows(kind) is not None]
+        for kind in measured or ["gradient"]:
+            rows = window.rows(kind)
+            if rows is not None and self._repeats(rows, kind) and self._episodes.record("repeats", rows.steps[-1]):
+                steps, name = int(self._same_for[kind]), rows.names[0]
+                text = f"{name} has been exactly the same for {steps} steps, and changed before"
+                if kind == "gradient":
+                    name = rows.names[int((_zero_rows(rows)[-1] > 0).argmax())]
+                    text = f"the gradient of {name} has had zeros in the same number of rows for {steps} steps, which "
+                    text += "changed before: batches have the same tokens"
+                began = max(0, int(rows.steps[-1]) - steps)
+                yield self.found(began, name, text, kind, "warning", _STUCK, _LOOK, steps=steps)
+
+    def _repeats(self, rows: Rows, kind: str) -> bool:
+        """Notes whether ``rows`` of a kind change; returns whether they no longer do."""
+        sums = np.nansum(_zero_rows(rows) if kind == "gradient" else rows.field("sum"), axis=1)
+        changed = sums != np.concatenate([[self._last.get(kind, np.nan)], sums[:-1]])
+        count = len(sums)
+        since = count if not changed.any() else int(changed[::-1].argmax())
+        same_for = self._same_for[kind] = since + (self._same_for.get(kind, 0) if since == count else 0)
+        kept = 1 - 1 / 32
+        share = kept**count * self._share.get(kind, 0.0) + float(changed @ kept ** np.arange(count - 1, -1, -1)) / 32
+        last = self._last[kind] = float(sums[-1])
+        least = self._least[kind] = float(np.fmin(self._least.get(kind, np.inf), np.fmin.reduce(sums)))
+        self._share[kind] = share
+        is_same = same_for >= self.in_a_row and share > self.changing * kept**same_for
+        # Inputs of a single value are no batch; `BatchRange` tells about them.
+        return is_same and (
+            last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())
+        )
+
     def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
         repeated = [list(ranks) for ranks in report.repeated]
         return self.found(step, "batch", str(report), about="batch", ranks=repeated)
+
+
+def _zero_rows(rows: Rows) -> Floats:
+    """``[m, n]``: the number of rows of each gradient that are zero, if all zeros are in such rows."""
+    sizes = [
+        max(1, math.prod(info.shape[1:])) if info is not None and is_matrix else math.inf
+        for info, is_matrix in zip(rows.tensors.infos, rows.tensors.matrices, strict=True)
+    ]
+    counts: Floats = rows.field("zero_count") // sizes
+    return counts
+
+
+_STUCK = (
+    "next(iter(loader)) in each step, an iterator or a cache that no longer moves on, or an index that stays the same",
+    "inputs that are replaced by constants",
+)
+_LOOK = ("compare the samples of two steps, right before the model",)
 
 
 class ReplicaMismatch(_RankRule):

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Rows, Window
+from gradstat.monitor.kinds import LOGITS
+from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Rule, StateChecks, is_texts
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
@@ -17,12 +18,29 @@ _SOON, _HALF, _SPAN = 16, 32, 64
 # By |sum| / (norm * sqrt(count)), up to which a gradient's elements cancel, even if it was computed in 16 bits.
 _CANCELS = 3e-4
 
+# By chance, so many labels are all of a class that has 95 % of them in 1 of 100 trainings; and batches of one class,
+# not all of the same, have so many labels beside the first of each in 1 of 2 ** 16.
+_ALIKE, _BITS = 90, 16
+
 _SCALES = (
     "inputs that are not normalised, or logits or weights with a factor too many",
     "weights initialised far too large",
 )
 _RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
 _SIGNS = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
+_ACTIVATIONS = {
+    1.0: "are probabilities already",
+    2.0: "are all between 0 and 1",
+    3.0: "are never negative, but often 0",
+}
+_ACTIVATED = (
+    "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
+)
+_ONE_LABEL = (
+    "data sorted by class, and not shuffled",
+    "labels that were lost, or read from the wrong column",
+    "one class far more frequent than all others",
+)
 
 
 class NoLearning(Rule):
@@ -44,9 +62,13 @@ class NoLearning(Rule):
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
             the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
             their norm.
-        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well.
+        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
+            all of the latter or one of them, by ten times the median.
         small, large: Of the weights, the median of their root mean square times the root of their inputs, which is
             about 1 if they keep the size of signals.
+        measurements: In so many in a row, outputs of which the loss takes the softmax are not negative, as after an
+            activation; probabilities are told in the first step, or not at all. In at least so many, the first ones,
+            all labels are of one class.
     """
 
     name = "no-learning"
@@ -59,7 +81,7 @@ class NoLearning(Rule):
         "train on a single batch: a loss that does not fall to nearly 0 means that the program is wrong, not the data",
         "look at a batch, and at its labels, right before the model",
     )
-    _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
+    _state_checks: ClassVar[StateChecks] = {"_told": is_texts, "_odd": is_texts}
 
     def __init__(
         self,
@@ -70,11 +92,15 @@ class NoLearning(Rule):
         far: float = 2.5,
         small: float = 0.02,
         large: float = 5.0,
+        measurements: int = 3,
     ) -> None:
         self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
-        self.far, self.small, self.large = far, small, large
+        self.far, self.small, self.large, self.measurements = far, small, large, measurements
         self._told: list[str] = []
+        self._odd: list[str] = []  # a weight that begins far larger than others
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
+        self._activated_for = 0  # measurements in a row
+        self._labels: list[float] = []  # of the batches looked at: the only label, and how many
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
         self._first: list[float] = []
         self._recent: list[float] = []
@@ -90,6 +116,9 @@ class NoLearning(Rule):
         if not self._count:
             self._begin(window, float(losses[is_finite][0]))
             self._recent = []
+        outputs = window.rows("output")
+        if outputs is not None:
+            yield from self._outputs(window, outputs, losses)
         if not self._classes:
             self._count = 1  # of no interest from now on
             return
@@ -124,6 +153,32 @@ class NoLearning(Rule):
             if abs(loss) < usual / 2:
                 self._classes = 0  # it has learned before
 
+    def _outputs(self, window: Window, outputs: Rows, losses: Floats) -> Iterator[Finding]:
+        """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
+        seen = outputs.of(("activation", "classes", "labels", "label")).mean
+        for step, (activation, classes, count, label) in zip(outputs.steps.tolist(), seen.tolist(), strict=True):
+            self._activated_for = self._activated_for + 1 if activation > 1 else 0
+            # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
+            is_first = not self._count and step == window.steps[0]
+            is_one = activation == 1 and is_first and 0.9 < losses[0] / math.log(classes) < 1.1
+            if (is_one or self._activated_for == self.measurements) and "activation" not in self._told:
+                least = math.log1p((classes - 1) / math.e)
+                text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
+                text += f": it cannot fall below {least:.4g}" * (activation < 3)
+                yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
+            if not self._classes or "label" in self._told or math.isnan(count):
+                continue
+            self._labels += [label, count]
+            each, counts = self._labels[::2], self._labels[1::2]
+            if not label:
+                self._told.append("label")  # of several classes, as it should be
+            elif len(each) >= self.measurements and (
+                sum(counts) >= _ALIKE or (len({*each}) > 1 and sum(counts) - len(counts) >= _BITS)
+            ):
+                which = "one" if len({*each}) > 1 else "the same"
+                text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
+                yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
+
     def _weights(self, parameters: Rows) -> Iterator[Finding]:
         """Looks at the weights of the first step, and remembers how far they have come."""
         norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[-1])))
@@ -138,7 +193,10 @@ class NoLearning(Rule):
         if len(judged) < 2:
             return
         inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
-        self._scale = float(np.median(parameters.rms[0, judged] * np.sqrt(inputs)))
+        scales = parameters.rms[0, judged] * np.sqrt(inputs)
+        self._scale = float(np.median(scales))
+        if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
+            self._odd = [parameters.names[judged[int(scales.argmax())]]]
         name, step = parameters.names[judged[0]], int(parameters.steps[0])
         if (parameters.field("min")[0, judged] == parameters.field("max")[0, judged]).all():
             text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
@@ -158,10 +216,12 @@ class NoLearning(Rule):
         """Judges the losses of the first steps."""
         usual, first, soon = math.log(self._classes), abs(self._first[0]), float(np.median(np.abs(self._first)))
         share = _certain(window)
-        if first > self.far * usual and (share > 0.3 or self._scale > self.large):
+        if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
             text = f"the loss begins at {first:.4g}, where guessing among {self._classes} classes has {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
-            yield self._once("far", 0, "loss", text, "series", _SCALES, loss=first, chance=usual, share=share)
+            text += "".join(f"; {name} begins far larger than other weights" for name in self._odd)
+            where = (self._odd[0], text, "parameter") if self._odd else ("loss", text, "series")
+            yield self._once("far", 0, *where, _SCALES, loss=first, chance=usual, share=share)
         elif soon > 2 * self.far * max(first, self._chance):
             text = f"within {_SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
             yield self._once("rate", 0, "lr", text, "series", _RATES, loss=soon, first=first)
@@ -224,7 +284,7 @@ class NoLearning(Rule):
 def _certain(window: Window) -> float:
     """The share of certain predictions, when last measured; 0 if it never was."""
     outputs = window.latest.get("output")
-    return 0.0 if outputs is None else float(np.nan_to_num(outputs.mean[-1]).max())
+    return 0.0 if outputs is None else float(np.nan_to_num(outputs.of((LOGITS,)).mean[-1, 0]))
 
 
 def _classes_of(window: Window, gradients: Rows) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.monitor.findings import Finding, Severity
+from gradstat.monitor.kinds import LOGITS
 from gradstat.monitor.rows import Window, rate_name
 from gradstat.monitor.rules.base import Band, Episodes, Rule, StateChecks, is_texts, series
 from gradstat.monitor.rules.spikes import Shift, SpikeRule
@@ -376,7 +377,7 @@ class SaturatedOutput(Rule):
         if rows is None:
             return
         losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
-        for step, shares in zip(rows.steps.tolist(), np.nanmax(rows.mean, axis=1).tolist(), strict=True):
+        for step, shares in zip(rows.steps.tolist(), rows.of((LOGITS,)).mean[:, 0].tolist(), strict=True):
             loss = float(losses[np.searchsorted(window.steps, step)])
             if self._run == 0:
                 self._since, self._wrong = step, window.run.classes is not None
@@ -390,7 +391,7 @@ class SaturatedOutput(Rule):
                 )
                 text += f"; the loss is {loss:.3g}" * (not math.isnan(loss))
                 finite_loss = None if math.isnan(loss) else loss
-                yield self.found(self._since, rows.names[0], text, "output", severity, share=shares, loss=finite_loss)
+                yield self.found(self._since, LOGITS, text, "output", severity, share=shares, loss=finite_loss)
 
 
 class OptimizerCoverage(Rule):
