@@ -160,6 +160,21 @@ def test_tokens_that_repeat_are_told_by_the_gradient_of_their_embedding(batch: B
     assert [(each.step, each.name) for each in found] == [(60, "0.weight")] * is_told
 
 
+def test_dead_units_are_no_tokens() -> None:
+    """Their number changes at first, in a model without floating inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer, watch={"batch": 0}, on_anomaly=RECORD)
+    for step in range(120):
+        optimizer.zero_grad()
+        loss = model(normal(min(step, 60))[:2]).square().mean()
+        loss.backward()
+        monitor.step(loss)
+    monitor.flush()
+    assert of_rules(monitor, "repeated-batch") == []
+
+
 # Outputs ------------------------------------------------------------------------------------------------------------
 
 

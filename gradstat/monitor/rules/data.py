@@ -253,10 +253,16 @@ class RepeatedBatch(_RankRule):
 
 
 def _zero_rows(rows: Rows) -> Floats:
-    """``[m, n]``: the number of rows of each gradient that are zero, if all zeros are in such rows."""
+    """``[m, n]``: the number of rows of each gradient that are zero, if all zeros are in such rows.
+
+    It is 0 for what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
+    """
+    names = {*rows.names}
     sizes = [
-        max(1, math.prod(info.shape[1:])) if info is not None and is_matrix else math.inf
-        for info, is_matrix in zip(rows.tensors.infos, rows.tensors.matrices, strict=True)
+        max(1, math.prod(info.shape[1:]))
+        if info is not None and is_matrix and f"{name.rpartition('.')[0]}.bias" not in names
+        else math.inf
+        for name, info, is_matrix in zip(rows.names, rows.tensors.infos, rows.tensors.matrices, strict=True)
     ]
     counts: Floats = rows.field("zero_count") // sizes
     return counts
