@@ -209,7 +209,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
 constexpr int kGuarded = 3;
 
 struct GuardOptions {
-  double by_sigmas;  // 1 for the mean-and-sigma rule, 0 for the median rule
+  double by_sigmas;  // 1 to judge by mean and sigma, 0 by the median
   double threshold;
   double warmup;
   double most_in_a_row;     // refusals

@@ -66,7 +66,7 @@ inline void decide_step(const ClipRequest& request) {
   decide_clip(request, SingleThread{});
 }
 
-inline void guard_step(const GuardRequest& request) {
+inline void decide_step(const GuardRequest& request) {
   require_counts(reinterpret_cast<const GuardTotals*>(request.state)->recorded, kGuarded);
   int judgements[kGuarded];
   for (int series = 0; series < kGuarded; ++series)

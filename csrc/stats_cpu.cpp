@@ -321,7 +321,7 @@ void update_cpu(const std::vector<UpdateEntry>& entries, const UpdateCoefficient
   int64_t operands = 1;
   for (const UpdateEntry& entry : entries) {
     gradients.push_back(entry.operands[0]);
-    operands = std::max<int64_t>(operands, operands_of(entry.rule));
+    operands = std::max<int64_t>(operands, operands_of(entry.formula));
   }
   const Work work(gradients, operands);
   std::vector<UpdateSums<double>> slots(work.slots());

@@ -41,17 +41,13 @@ class Kernels:
         update_sums: Callable[[list[Tensor], list[int], Tensor], Tensor],
     ) -> None:
         self.update_sums = update_sums  # same contract as `gradstat._core.reference.update_sums`
+        self.scale_ = scale_  # multiplies all tensors in place by a 0-d float64 tensor on their device
         self._stats = stats
-        self._scale = scale_
         self._scale_each = scale_each_
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         """The table, and a signature that is equal for equal sizes, strides, dtypes and devices, or None."""
         return self._stats(tensors), None
-
-    def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> None:
-        """Multiplies all tensors in place by the 0-d float64 ``multiplier`` on their device."""
-        self._scale(tensors, multiplier)
 
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
         """Multiplies ``tensors[i]`` in place by ``multipliers[i]``: contiguous float64 on their device, else an error.
@@ -64,7 +60,7 @@ class Kernels:
     def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
         """`scale_` by the 0-d float32 ``multiplier``, then the table: same bits, but a single pass where possible."""
         _require_numbers(multiplier, torch.float32, 1, tensors[0].device)
-        self._scale(tensors, multiplier.to(torch.float64))
+        self.scale_(tensors, multiplier.to(torch.float64))
         return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
@@ -84,12 +80,12 @@ class NativeKernels(Kernels):
     """The compiled kernels: through torch's dispatcher, and for ordinary tensors past it."""
 
     def __init__(self, direct: DeviceModule) -> None:
-        stats, scale_, scale_each_, decide_clip_ = (
-            getattr(torch.ops.gradstat, name).default for name in ("stats", "scale_", "scale_each_", "decide_clip_")
+        stats, scale_, scale_each_ = (
+            getattr(torch.ops.gradstat, name).default for name in ("stats", "scale_", "scale_each_")
         )
         super().__init__(stats, scale_, scale_each_, self._directly("update_sums"))
         self.direct = direct
-        self.decide_clip_, self.guard_ = decide_clip_, self._directly("guard_")
+        self.decide_clip_, self.guard_ = self._directly("decide_clip_"), self._directly("guard_")
 
     def _directly(self, name: str) -> Callable[..., Tensor]:
         """The operator ``name`` past the dispatcher, or through it if the tensors are not ordinary."""

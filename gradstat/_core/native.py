@@ -45,6 +45,12 @@ class DeviceModule(Protocol):
     # The norm before clipping.
     def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None: ...
 
+    # The multipliers, then the norm; `gradstat.adaptive` documents what is changed in place.
+    def decide_clip_(
+        self, method: int, options: tuple[float, ...], state: Tensor, window: int, measured: Tensor,
+        weights: Tensor | None, factor: Tensor | None, skip: Tensor | None, /,
+    ) -> Tensor | None: ...  # fmt: skip
+
     # The verdict; `gradstat.guard` documents what is changed in place.
     def guard_(
         self, options: tuple[float, ...], state: Tensor, window: int, scaling: Tensor, verdict: Tensor,
@@ -64,9 +70,9 @@ class DeviceModule(Protocol):
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor, /) -> bool | None: ...
 
     # Same contract as `gradstat._core.reference.update_sums`.
-    def update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor, /) -> Tensor | None: ...
+    def update_sums(self, operands: list[Tensor], formulas: list[int], coefficients: Tensor, /) -> Tensor | None: ...
 
-    # Multiplies by a float32 number; table and signature of the results. Also None if an address occurs twice.
+    # Multiplies by a float32 number; table and signature of the results.
     def unscale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> tuple[Tensor, int] | None: ...
 
 
@@ -211,7 +217,7 @@ def _register_fakes() -> None:
         "unit_stats": lambda tensors: table(tensors, sum(map(unit_count, tensors))),
         "measure": decided,
         "clip_": norm,
-        "update_sums": lambda _, rules, coefficients: coefficients.new_empty((len(rules), len(_fields.UPDATE_SUMS))),
+        "update_sums": lambda _, formulas, by: by.new_empty((len(formulas), len(_fields.UPDATE_SUMS))),
         **dict.fromkeys(("scale_", "scale_each_", "scale_units_"), lambda tensors, multipliers: None),
     }
     for name, fake in fakes.items():

@@ -68,15 +68,15 @@ def scale_each_(tensors: list[Tensor], multipliers: Tensor) -> None:
         scale_([tensor], multiplier)
 
 
-def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
-    """``[len(rules), len(UPDATE_SUMS)]`` float64: the sums that csrc/update.h defines, with the same names.
+def update_sums(operands: list[Tensor], formulas: list[int], coefficients: Tensor) -> Tensor:
+    """``[len(formulas), len(UPDATE_SUMS)]`` float64: the sums that csrc/update.h defines, with the same names.
 
-    ``operands`` lists the operands of each tensor in turn, as many as its rule has, all real and of one shape;
-    ``coefficients`` is ``[len(rules), len(UPDATE_COEFFICIENTS)]`` float64. The update excludes the learning rate.
+    ``operands`` lists the operands of each tensor in turn, as many as its formula has, all real and of one shape;
+    ``coefficients`` is ``[len(formulas), len(UPDATE_COEFFICIENTS)]`` float64. The update excludes the learning rate.
     """
     rows, rest = [], iter(operands)
-    for number, numbers in zip(rules, coefficients.unbind(), strict=True):
-        rule = _fields.UPDATE_RULES[number]
+    for number, numbers in zip(formulas, coefficients.unbind(), strict=True):
+        formula = _fields.UPDATE_FORMULAS[number]
         tensors = [next(rest).to(torch.float64) for _ in range(_fields.UPDATE_OPERANDS[number])]
         by = dict(zip(_fields.UPDATE_COEFFICIENTS, numbers.unbind(), strict=True))
         gradient, weight, *state = tensors
@@ -87,11 +87,11 @@ def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) 
         update = by["from_gradient"] * gradient + by["from_momentum"] * new_momentum
         scaled = torch.zeros_like(gradient)
         if len(state) > 1:
-            if rule == "adamax":
+            if formula == "adamax":
                 divisor = torch.maximum(by["second_decay"] * state[1], gradient.abs() + by["eps"])
             else:
                 second = by["second_decay"] * state[1] + by["second_gain"] * gradient.square()
-                if rule == "amsgrad":
+                if formula == "amsgrad":
                     second = torch.maximum(state[2], second)
                 divisor = by["root_scale"] * second.sqrt() + by["eps"]
             scaled = gradient / divisor

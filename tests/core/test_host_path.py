@@ -44,13 +44,13 @@ def test_ordinary_tensors_are_measured_directly() -> None:
     assert (checked[0].shape, checked[1]) == (table.shape, signature)
 
 
-def test_a_tensor_listed_twice_is_not_unscaled_directly() -> None:
+def test_a_tensor_listed_twice_is_multiplied_twice_before_it_is_measured() -> None:
     x, empty = torch.ones(3), torch.zeros(0)
-    assert HELPERS.unscale_([x, torch.ones(2), x], torch.tensor(0.5)) is None
-    assert x.tolist() == [1.0] * 3
-    assert HELPERS.unscale_([x, empty, empty], torch.tensor(0.5)) is not None
+    unscaled = HELPERS.unscale_([x, empty, torch.ones(2), x, empty], torch.tensor(0.5))
+    assert unscaled is not None
+    assert unscaled[0][:, _fields.column("sum")].tolist() == [0.75, 0.0, 1.0, 0.75, 0.0]
     assert HELPERS.scale_each_([x, x], torch.tensor([3.0, 5.0], dtype=torch.float64))
-    assert x.tolist() == [7.5] * 3
+    assert x.tolist() == [3.75] * 3
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_multipliers_of_another_kind_are_refused(multipliers: Any) -> None:
     assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
 
 
-@pytest.mark.parametrize(("rule", "error"), [("adam", TypeError), (0.5, TypeError), (2**70, OverflowError)])
-def test_an_update_rule_that_is_no_integer_raises(rule: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("formula", "error"), [("adam", TypeError), (0.5, TypeError), (2**70, OverflowError)])
+def test_an_update_formula_that_is_no_integer_raises(formula: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        HELPERS.update_sums([torch.ones(2)] * 2, [rule], WIDE.reshape(1, -1)[:, :12].contiguous())
+        HELPERS.update_sums([torch.ones(2)] * 2, [formula], WIDE.reshape(1, -1)[:, :12].contiguous())
 
 
 def fake() -> Tensor:

@@ -54,7 +54,7 @@ def update(kernels: EmulatedKernels) -> None:
     coefficients = torch.zeros(1, len(_fields.UPDATE_COEFFICIENTS), dtype=torch.float64)
     coefficients[0, _fields.UPDATE_COEFFICIENTS.index("gradient_scale")] = 1
     coefficients[0, _fields.UPDATE_COEFFICIENTS.index("from_gradient")] = 1
-    table = kernels._sums(operands, [_fields.UPDATE_RULES.index("gradient")], coefficients)
+    table = kernels._sums(operands, [_fields.UPDATE_FORMULAS.index("gradient")], coefficients)
     got = table[0, _fields.UPDATE_SUMS.index("weight")].item()
     if got != pytest.approx(operands[1].double().square().sum().item(), rel=1e-6):
         raise WrongError
