@@ -54,7 +54,8 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) {
-#define GRADSTAT_REGISTER(name, schema) library.impl(#name, TORCH_BOX(&gradstat::Ops<gradstat::Cpu>::name));
+#define GRADSTAT_REGISTER(name, schema) \
+  library.impl(#name, TORCH_BOX(&gradstat::Operations<gradstat::Dispatcher<gradstat::Cpu>>::name));
   GRADSTAT_OPERATORS(GRADSTAT_REGISTER)
 }
 

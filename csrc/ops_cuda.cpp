@@ -71,7 +71,8 @@ void* allocate_forever(size_t bytes, int32_t device, const char* /*torch says it
 }  // namespace gradstat
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) {
-#define GRADSTAT_REGISTER(name, schema) library.impl(#name, TORCH_BOX(&gradstat::Ops<gradstat::Cuda>::name));
+#define GRADSTAT_REGISTER(name, schema) \
+  library.impl(#name, TORCH_BOX(&gradstat::Operations<gradstat::Dispatcher<gradstat::Cuda>>::name));
   GRADSTAT_OPERATORS(GRADSTAT_REGISTER)
 }
 

@@ -9,7 +9,7 @@
 //   kDLPackType          the same device type in DLPack's numbering, for python_ops.h
 // A `Caller` has the types of arguments and results, and reads arguments, or throws if it cannot:
 //   Tensors, Argument, Result  a list of tensors, a single tensor, a new tensor
-//   list                 the TensorList of a list
+//   list                 the TensorList of a list, by tensor or by unit
 //   view                 the metadata of a single tensor on a device of this type; errors call it `what`
 //   require(holds, why)  throws unless an argument is as expected
 //   kMultipliers         how many numbers scale_ takes; -1 for any number of which it takes the first
@@ -86,6 +86,10 @@ struct Operations {
   using Result = typename Caller::Result;
   using Signed = std::tuple<Result, int64_t>;  // a table, and the signature of the list
 
+  static Result stats(const Tensors& tensors) { return table_of(Caller::list(tensors)); }
+
+  static Result unit_stats(const Tensors& tensors) { return table_of(units_of(tensors)); }
+
   static Signed check(const Tensors& tensors) {
     const TensorList& list = Caller::list(tensors);
     return {table_of(list), list.signature()};
@@ -105,10 +109,10 @@ struct Operations {
   }
 
   // Table, signature, norm, `scaling` in float64, `verdict` as in entry.h.
-  static std::tuple<Result, int64_t, Result, Result, Result> measure_and_sign(const Tensors& tensors,
-                                                                              double max_norm, double norm_type,
-                                                                              const Optional& loss_scale,
-                                                                              const Optional& counters) {
+  static std::tuple<Result, int64_t, Result, Result, Result> measure_step(const Tensors& tensors,
+                                                                          double max_norm, double norm_type,
+                                                                          const Optional& loss_scale,
+                                                                          const Optional& counters) {
     const TensorList& list = Caller::list(tensors);
     const int32_t device = list.device_index();
     StepRequest step{};
@@ -120,6 +124,14 @@ struct Operations {
     measure_into(list, max_norm, norm_type, norm, static_cast<double*>(scaling.data()),
                  static_cast<Row*>(table.data()), step);
     return {table.result(), list.signature(), norm.result(), scaling.result(), verdict.result()};
+  }
+
+  // Without the signature, which depends on real tensors: for torch.compile.
+  static std::tuple<Result, Result, Result, Result> measure(const Tensors& tensors, double max_norm,
+                                                            double norm_type, const Optional& loss_scale,
+                                                            const Optional& counters) {
+    auto [table, _, norm, scaling, verdict] = measure_step(tensors, max_norm, norm_type, loss_scale, counters);
+    return {std::move(table), std::move(norm), std::move(scaling), std::move(verdict)};
   }
 
   // The norm; and the multiplier, followed by the rows, which are not used any more.
@@ -142,6 +154,10 @@ struct Operations {
 
   static void scale_each_(const Tensors& tensors, const Argument& multipliers) {
     scale_entries(Caller::list(tensors), multipliers);
+  }
+
+  static void scale_units_(const Tensors& tensors, const Argument& multipliers) {
+    scale_entries(units_of(tensors), multipliers);
   }
 
   static Result update_sums(const Tensors& operands, const std::vector<int64_t>& formulas,
@@ -221,7 +237,9 @@ struct Operations {
     return out.result();
   }
 
- protected:
+ private:
+  static TensorList units_of(const Tensors& tensors) { return Caller::list(tensors, Granularity::kUnits); }
+
   static void require_window(int64_t window) {
     STD_TORCH_CHECK(window > 0 && window <= kMostWindow, "gradstat: window must be from 1 to ", kMostWindow,
                     ", got ", window);
@@ -301,7 +319,7 @@ struct Operations {
   }
 };
 
-// Operators as torch's dispatcher calls them.
+// Operations as torch's dispatcher calls them.
 template <class DeviceType>
 struct Dispatcher {
   using Device = DeviceType;
@@ -334,42 +352,19 @@ struct Dispatcher {
   }
 };
 
-// All operators, with the schemas below.
-template <class Device>
-struct Ops : Operations<Dispatcher<Device>> {
-  using Base = Operations<Dispatcher<Device>>;
-  using Caller = Dispatcher<Device>;
-  using typename Base::Tensors;
-
-  static TensorList units_of(const Tensors& tensors) { return Caller::list(tensors, Granularity::kUnits); }
-
-  static Tensor stats(const Tensors& tensors) { return Base::table_of(Caller::list(tensors)); }
-
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> measure(const Tensors& tensors, double max_norm,
-                                                            double norm_type,
-                                                            const std::optional<Tensor>& loss_scale,
-                                                            const std::optional<Tensor>& counters) {
-    const auto [table, signature, norm, scaling, verdict] =
-        Base::measure_and_sign(tensors, max_norm, norm_type, loss_scale, counters);
-    return {table, norm, scaling, verdict};
-  }
-
-  static Tensor unit_stats(const Tensors& tensors) { return Base::table_of(units_of(tensors)); }
-
-  static void scale_units_(const Tensors& tensors, const Tensor& multipliers) {
-    Base::scale_entries(units_of(tensors), multipliers);
-  }
-};
-
 }  // namespace gradstat
 
-// X(name, schema)
+// All operations: X(name, schema).
 #define GRADSTAT_OPERATORS(X)                                                                                 \
   X(stats, "(Tensor[] tensors) -> Tensor")                                                                    \
   X(check, "(Tensor[] tensors) -> (Tensor table, int signature)")                                             \
   X(measure,                                                                                                  \
     "(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? counters=None)" \
-    " -> (Tensor table, Tensor norm, Tensor multiplier, Tensor verdict)")                                     \
+    " -> (Tensor table, Tensor norm, Tensor scaling, Tensor verdict)")                                        \
+  X(measure_step,                                                                                             \
+    "(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? counters=None)" \
+    " -> (Tensor table, int signature, Tensor norm, Tensor scaling, Tensor verdict)")                         \
+  X(measure_norm, "(Tensor[] tensors, float max_norm, float norm_type) -> (Tensor norm, Tensor multiplier)")  \
   X(scale_, "(Tensor(a!)[] tensors, Tensor multiplier) -> ()")                                                \
   X(scale_each_, "(Tensor(a!)[] tensors, Tensor multipliers) -> ()")                                          \
   X(unscale_, "(Tensor(a!)[] tensors, Tensor factor) -> (Tensor table, int signature)")                       \

@@ -285,20 +285,24 @@ template <class OnDevice>
 struct PythonCaller {
   using Device = ReleasingGil<OnDevice>;
   using Memory = NewTensor<OnDevice>;
+  using Tensors = Ref;  // a new list, which keeps its tensors alive while the GIL is released
   using Result = Ref;
   static constexpr int64_t kMultipliers = -1;  // at least one
-
-  // A list that can be read in place, and references that keep its tensors alive while the GIL is released.
-  struct Tensors {
-    Ref references;
-    TensorList list{0, 0};
-  };
 
   struct Argument {
     PyObject* tensor;
   };
 
-  static const TensorList& list(const Tensors& tensors) { return tensors.list; }
+  static TensorList list(const Tensors& tensors, Granularity granularity = Granularity::kTensors) {
+    const Py_ssize_t size = PyList_Size(tensors.get());
+    TensorList list(static_cast<size_t>(size), Device::type(), granularity);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const TypedView view = ordinary_view(PyList_GetItem(tensors.get(), i), Device::kDLPackType);
+      const ElementType* element = element_of(view.type);
+      if (element == nullptr || list.add(view, *element) != nullptr) throw UseDispatcher();
+    }
+    return list;
+  }
 
   static TypedView view(const Argument& argument, const char*) {
     return ordinary_view(argument.tensor, Device::kDLPackType);
@@ -313,12 +317,7 @@ struct PythonCaller {
   static void read(PyObject* object, Tensors& tensors) {
     const Py_ssize_t size = PyList_Check(object) ? PyList_Size(object) : 0;
     if (size == 0) throw UseDispatcher();
-    tensors = {owned(PyList_GetSlice(object, 0, size)), TensorList(static_cast<size_t>(size), Device::type())};
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      const TypedView view = ordinary_view(PyList_GetItem(tensors.references.get(), i), Device::kDLPackType);
-      const ElementType* element = element_of(view.type);
-      if (element == nullptr || tensors.list.add(view, *element) != nullptr) throw UseDispatcher();
-    }
+    tensors = owned(PyList_GetSlice(object, 0, size));
   }
   static void read(PyObject* object, Argument& argument) { argument.tensor = object; }
   static void read(PyObject* object, std::optional<Argument>& argument) {
@@ -387,20 +386,11 @@ template <class Device>
 PyObject* make_module(const char* name, PyMethodDef* own) {
   using Caller = PythonCaller<Device>;
   using Do = Operations<Caller>;
-  static PyMethodDef methods[] = {
-      {"fingerprint", fingerprint, METH_NOARGS, nullptr},
-      {"use_exchange", use_exchange, METH_VARARGS, nullptr},
-      {"check", Caller::template function<&Do::check>, METH_VARARGS, nullptr},
-      {"clip_", Caller::template function<&Do::clip_>, METH_VARARGS, nullptr},
-      {"decide_clip_", Caller::template function<&Do::decide_clip_>, METH_VARARGS, nullptr},
-      {"guard_", Caller::template function<&Do::guard_>, METH_VARARGS, nullptr},
-      {"measure", Caller::template function<&Do::measure_norm>, METH_VARARGS, nullptr},
-      {"measure_step", Caller::template function<&Do::measure_and_sign>, METH_VARARGS, nullptr},
-      {"scale_", Caller::template function<&Do::scale_>, METH_VARARGS, nullptr},
-      {"scale_each_", Caller::template function<&Do::scale_each_>, METH_VARARGS, nullptr},
-      {"unscale_", Caller::template function<&Do::unscale_>, METH_VARARGS, nullptr},
-      {"update_sums", Caller::template function<&Do::update_sums>, METH_VARARGS, nullptr},
-      {nullptr, nullptr, 0, nullptr}};
+#define GRADSTAT_FUNCTION(name, schema) {#name, Caller::template function<&Do::name>, METH_VARARGS, nullptr},
+  static PyMethodDef methods[] = {{"fingerprint", fingerprint, METH_NOARGS, nullptr},
+                                  {"use_exchange", use_exchange, METH_VARARGS, nullptr},
+                                  GRADSTAT_OPERATORS(GRADSTAT_FUNCTION){nullptr, nullptr, 0, nullptr}};
+#undef GRADSTAT_FUNCTION
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   Ref module(PyModule_Create(&definition));

@@ -113,7 +113,7 @@ def test_what_is_not_ordinary_is_left_alone(what: str) -> None:
     untouched = torch.full((3,), 2.0)
     assert HELPERS.check([untouched, value]) is None
     assert HELPERS.clip_([untouched, value], 0.1, 2.0) is None
-    assert HELPERS.measure([untouched, value], 0.1, 2.0) is None
+    assert HELPERS.measure_norm([untouched, value], 0.1, 2.0) is None
     assert not HELPERS.scale_([untouched, value], torch.tensor(0.1, dtype=torch.float64))
     assert not HELPERS.scale_each_([untouched, value], torch.full((2,), 0.1, dtype=torch.float64))
     assert HELPERS.unscale_([untouched, value], torch.tensor(0.1)) is None
@@ -163,7 +163,7 @@ def test_ordinary_gradients_are_not_read_another_way(
 
 def test_what_cannot_be_done_directly_the_dispatcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
-        measure, check = staticmethod(HELPERS.measure), staticmethod(HELPERS.check)
+        measure_norm, check = staticmethod(HELPERS.measure_norm), staticmethod(HELPERS.check)
 
         def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> bool:
             return False
