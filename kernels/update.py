@@ -1,8 +1,8 @@
 """Update statistics in Triton: sums over gradient, weight and optimizer state of many tensors (see csrc/update.h).
 
-Tensors with the same formula and dtype share two launches. Each program reads one chunk of one tensor and stores its sums;
-a second kernel adds up the chunks of each tensor in order. Vectors are summed in float32 per lane and promoted. A chunk
-whose sums cannot be trusted is read again in float64, as are incomplete steps.
+Tensors with the same formula and dtype share two launches. Each program reads one chunk of one tensor and stores its
+sums; a second kernel adds up the chunks of each tensor in order. Vectors are summed in float32 per lane and promoted. A
+chunk whose sums cannot be trusted is read again in float64, as are incomplete steps.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _operands(
     place, offsets, mask, REAL: tl.constexpr, FORMULA: tl.constexpr, ELEMENT: tl.constexpr, WHOLE: tl.constexpr
 ):
     """The operands at `offsets`; zeros for those the formula does not have. WHOLE: no mask, aligned vectors."""
-    found = ()
+    operands = ()
     for k in tl.static_range(5):
         if k < OPERANDS[FORMULA]:
             pointer = tl.load(place + k).to(tl.pointer_type(ELEMENT))
@@ -76,10 +76,10 @@ def _operands(
                 x = tl.load(tl.multiple_of(pointer, 16) + offsets)
             else:
                 x = tl.load(pointer + offsets, mask=mask, other=0)
-            found = found + (_widen(x, 0).to(REAL),)
+            operands = operands + (_widen(x, 0).to(REAL),)
         else:
-            found = found + (tl.zeros(offsets.shape, REAL),)
-    return found
+            operands = operands + (tl.zeros(offsets.shape, REAL),)
+    return operands
 
 
 @triton.jit
@@ -193,16 +193,16 @@ def update_sums(operands: list[torch.Tensor], formulas: list[int], coefficients:
     groups: dict[tuple[int, torch.dtype, bool], list[list[int]]] = {}
     converted = []
     for row, formula in enumerate(formulas):
-        given = [next(rest) for _ in range(_fields.UPDATE_OPERANDS[formula])]
-        types = {tensor.dtype for tensor in given}
+        inputs = [next(rest) for _ in range(_fields.UPDATE_OPERANDS[formula])]
+        types = {tensor.dtype for tensor in inputs}
         if len(types) > 1 or not types <= _ELEMENTS.keys():
             dtype = torch.float64 if torch.float64 in types else torch.float32
-            given = [tensor.to(dtype) for tensor in given]
-            converted += given
-        addresses = [tensor.data_ptr() for tensor in given]
-        use_vectors = given[0].dtype != torch.float64 and not any(address % 16 for address in addresses)
-        group = groups.setdefault((formula, given[0].dtype, use_vectors), [])
-        group.append([*addresses, *[0] * (5 - len(given)), given[0].numel(), row])
+            inputs = [tensor.to(dtype) for tensor in inputs]
+            converted += inputs
+        addresses = [tensor.data_ptr() for tensor in inputs]
+        use_vectors = inputs[0].dtype != torch.float64 and not any(address % 16 for address in addresses)
+        group = groups.setdefault((formula, inputs[0].dtype, use_vectors), [])
+        group.append([*addresses, *[0] * (5 - len(inputs)), inputs[0].numel(), row])
     table = torch.empty((len(formulas), len(_fields.UPDATE_SUMS)), dtype=torch.float64, device=device)
     with _table.on_device(device):
         for (formula, dtype, use_vectors), group in groups.items():

@@ -58,7 +58,9 @@ class DeviceModule(Protocol):
     ) -> Tensor | None: ...  # fmt: skip
 
     # The norm, and a tensor whose first element is the multiplier to pass to `scale_`.
-    def measure_norm(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None: ...
+    def measure_norm(
+        self, tensors: list[Tensor], max_norm: float, norm_type: float, /
+    ) -> tuple[Tensor, Tensor] | None: ...
 
     # Table, signature, norm, [multiplier, norm] as float64, verdict (csrc/entry.h).
     def measure_step(

@@ -50,22 +50,16 @@ def row(tensor: Tensor) -> Tensor:
     return torch.stack([fields[name].to(torch.float64) for name in _fields.NAMES])
 
 
-def scale_(tensors: list[Tensor], multiplier: Tensor) -> None:
-    """Multiplies every tensor in place by ``multiplier``, a 0-d float64 tensor on their device.
+def scale_(tensors: list[Tensor], multipliers: Tensor) -> None:
+    """Multiplies every tensor in place: all by a 0-d float64 tensor on their device, or each by its own element.
 
     Dtypes narrower than float64 are multiplied in float32, by the multiplier rounded to float32; complex tensors as
     pairs of reals.
     """
-    for tensor in tensors:
+    for tensor, multiplier in zip(tensors, multipliers.expand(len(tensors)), strict=True):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = torch.float64 if real.dtype == torch.float64 else torch.float32
         real.copy_(real.to(wide) * multiplier.to(wide))
-
-
-def scale_each_(tensors: list[Tensor], multipliers: Tensor) -> None:
-    """Multiplies every tensor in place by its own element of ``multipliers``, float64, as `scale_` does."""
-    for tensor, multiplier in zip(tensors, multipliers.unbind(), strict=True):
-        scale_([tensor], multiplier)
 
 
 def update_sums(operands: list[Tensor], formulas: list[int], coefficients: Tensor) -> Tensor:

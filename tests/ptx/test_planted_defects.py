@@ -44,7 +44,7 @@ def scale(kernels: EmulatedKernels) -> None:
     values = [torch.randn(size)[skip:] for size, skip in ((9000, 1), (77, 3), (5, 0))]
     values += [torch.randn(3000).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
     expected = [rounded_product(one, torch.tensor(0.3).double(), one.dtype) for one in values]
-    kernels._scale_all(values, torch.tensor(0.3).double())
+    kernels._scale(values, torch.tensor(0.3).double())
     if not all(torch.equal(a.double(), b.double()) for a, b in zip(values, expected, strict=True)):
         raise WrongError
 

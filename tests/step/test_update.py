@@ -184,7 +184,9 @@ def test_operands_of_different_types_and_addresses(formula: int, where: tuple[st
     length = shorter(3000, where)
     operands, formulas = [], []
     for turn in range(5):
-        made = [t.to(types[(turn + i) % 5]) for i, t in enumerate(operands_of(formula, length, torch.float32, where[1]))]
+        made = [
+            t.to(types[(turn + i) % 5]) for i, t in enumerate(operands_of(formula, length, torch.float32, where[1]))
+        ]
         operands += [*(tensor[i + turn :][: length - 223] for i, tensor in enumerate(made)), *made]
         formulas += [formula, formula]
     made = operands_of(formula, length + 1, torch.float32, where[1])
