@@ -209,9 +209,9 @@ struct Operations {
     STD_TORCH_CHECK(is_table ? view.sizes[1] == kFields : !is_each,
                     "gradstat: measured must be a table of rows for this method, of ", kFields, " columns");
     request.count = is_table ? view.sizes[0] : 0;
-    const int64_t own = request.method == ClipMethod::kZScore    ? 2
-                        : request.method == ClipMethod::kTensors ? request.count
-                                                                 : 0;
+    const int64_t of_method = request.method == ClipMethod::kZScore    ? 2
+                              : request.method == ClipMethod::kTensors ? request.count
+                                                                       : 0;
     STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: expected at most ", kClipOptions,
                     " options, got ", options.size());
     const double percentile = request.method == ClipMethod::kPercentile && !options.empty() ? options[0] : 0.0;
@@ -221,7 +221,7 @@ struct Operations {
     STD_TORCH_CHECK(weights.has_value() == (request.method == ClipMethod::kUnits),
                     "gradstat: weights are required for units and only for units");
     std::copy(options.begin(), options.end(), request.options);
-    request.state = numbers<double>(state, kClipTotals + window + own, device, "state");
+    request.state = numbers<double>(state, kClipTotals + window + of_method, device, "state");
     request.window = window;
     if (is_table) {
       request.rows = rows(measured, request.count, device, "measured");

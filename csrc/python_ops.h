@@ -381,9 +381,9 @@ struct PythonCaller {
 
 inline PyObject* fingerprint(PyObject*, PyObject*) { return PyUnicode_FromString(GRADSTAT_FINGERPRINT); }
 
-// Creates the extension module of a device: functions that all devices have, and its `own`.
+// Creates the extension module of a device: functions that all devices have, and its own ones.
 template <class Device>
-PyObject* make_module(const char* name, PyMethodDef* own) {
+PyObject* make_module(const char* name, PyMethodDef* more) {
   using Caller = PythonCaller<Device>;
   using Do = Operations<Caller>;
 #define GRADSTAT_FUNCTION(name, schema) {#name, Caller::template function<&Do::name>, METH_VARARGS, nullptr},
@@ -394,7 +394,7 @@ PyObject* make_module(const char* name, PyMethodDef* own) {
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   Ref module(PyModule_Create(&definition));
-  if (!module || PyModule_AddFunctions(module.get(), own) != 0) return nullptr;
+  if (!module || PyModule_AddFunctions(module.get(), more) != 0) return nullptr;
   return module.release();
 }
 

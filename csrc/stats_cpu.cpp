@@ -183,13 +183,13 @@ Kernels choose_kernels() {
 #endif
   const char* forced = std::getenv("GRADSTAT_CPU_INSTRUCTIONS");
   if (forced == nullptr || *forced == '\0') return supported.back();
-  std::string known;
+  std::string names;
   for (const Kernels& kernels : supported) {
     if (std::string(kernels.name) == forced) return kernels;
-    known += std::string(known.empty() ? "" : ", ") + kernels.name;
+    names += std::string(names.empty() ? "" : ", ") + kernels.name;
   }
   throw std::runtime_error(std::string("gradstat: GRADSTAT_CPU_INSTRUCTIONS=") + forced +
-                           " is not available on this machine; available: " + known);
+                           " is not available on this machine; available: " + names);
 }
 
 const Kernels& kernels() {

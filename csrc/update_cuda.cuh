@@ -167,7 +167,15 @@ GRADSTAT_DEVICE void merge_over_warp(UpdateSums<double>& sums) {
   }
 }
 
-GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory& memory) {
+// sm_120 has too few registers for a third block without spilling.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define GRADSTAT_UPDATE_BLOCKS 2
+#else
+#define GRADSTAT_UPDATE_BLOCKS kBlocksPerMultiprocessor
+#endif
+__global__ void __launch_bounds__(kThreads, GRADSTAT_UPDATE_BLOCKS)
+    update_kernel(const __grid_constant__ UpdateArguments arguments) {
+  __shared__ UpdateMemory memory;
   const uint32_t thread = threadIdx.x, tensor = arguments.tensors[blockIdx.x];
   if (thread == 0) {
     memory.place = arguments.places[tensor];
@@ -188,18 +196,6 @@ GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory
     for (int warp = 1; warp < kWarps; ++warp) merge_into(sums, memory.of_warp[warp]);
     arguments.slots[blockIdx.x] = sums;
   }
-}
-
-// sm_120 has too few registers for a third block without spilling.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-#define GRADSTAT_UPDATE_BLOCKS 2
-#else
-#define GRADSTAT_UPDATE_BLOCKS kBlocksPerMultiprocessor
-#endif
-__global__ void __launch_bounds__(kThreads, GRADSTAT_UPDATE_BLOCKS)
-    update_kernel(const __grid_constant__ UpdateArguments arguments) {
-  __shared__ UpdateMemory memory;
-  update_block(arguments, memory);
 }
 
 // One warp per tensor.
