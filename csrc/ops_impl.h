@@ -126,14 +126,6 @@ struct Operations {
     return {table.result(), list.signature(), norm.result(), scaling.result(), verdict.result()};
   }
 
-  // Without the signature, which depends on real tensors: for torch.compile.
-  static std::tuple<Result, Result, Result, Result> measure(const Tensors& tensors, double max_norm,
-                                                            double norm_type, const Optional& loss_scale,
-                                                            const Optional& counters) {
-    auto [table, _, norm, scaling, verdict] = measure_step(tensors, max_norm, norm_type, loss_scale, counters);
-    return {std::move(table), std::move(norm), std::move(scaling), std::move(verdict)};
-  }
-
   // The norm; and the multiplier, followed by the rows, which are not used any more.
   static std::tuple<Result, Result> measure_norm(const Tensors& tensors, double max_norm, double norm_type) {
     auto [norm, memory] = norm_and_memory(Caller::list(tensors), max_norm, norm_type);
@@ -358,9 +350,6 @@ struct Dispatcher {
 #define GRADSTAT_OPERATORS(X)                                                                                 \
   X(stats, "(Tensor[] tensors) -> Tensor")                                                                    \
   X(check, "(Tensor[] tensors) -> (Tensor table, int signature)")                                             \
-  X(measure,                                                                                                  \
-    "(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? counters=None)" \
-    " -> (Tensor table, Tensor norm, Tensor scaling, Tensor verdict)")                                        \
   X(measure_step,                                                                                             \
     "(Tensor[] tensors, float max_norm, float norm_type, Tensor? loss_scale=None, Tensor(a!)? counters=None)" \
     " -> (Tensor table, int signature, Tensor norm, Tensor scaling, Tensor verdict)")                         \

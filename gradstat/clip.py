@@ -146,7 +146,7 @@ def get_total_norm(
         require_foreach(listed)
     if torch.compiler.is_compiling():
         refuse_in_compiled("get_total_norm", listed, norm_type, error_if_nonfinite, backend, extra_groups)
-        compiled: Tensor = operators(listed[0].device).measure.default(listed, math.inf, norm_type)[1]
+        compiled: Tensor = operators(listed[0].device).measure_norm.default(listed, math.inf, norm_type)[0]
         return compiled
     direct = None
     if extra_groups is None and is_fused(listed, norm_type):

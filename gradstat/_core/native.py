@@ -202,22 +202,20 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 
 def _register_fakes() -> None:
-    # `check` and `unscale_` have no fake implementation: their signature is a host number that depends on real tensors.
+    # Operators that return a signature have no fake implementation: it is a host number that depends on real tensors.
     def table(tensors: list[Tensor], rows: int) -> Tensor:
         return tensors[0].new_empty((rows, _fields.COUNT), dtype=torch.float64)
 
     def norm(tensors: list[Tensor], *_: object, **__: object) -> Tensor:
         return tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))
 
-    def decided(tensors: list[Tensor], *_: object, **__: object) -> tuple[Tensor, ...]:
-        scaling = tensors[0].new_empty(2, dtype=torch.float64)
-        verdict = tensors[0].new_empty(3, dtype=torch.float32)
-        return table(tensors, len(tensors)), norm(tensors), scaling, verdict
+    def norm_and_multiplier(tensors: list[Tensor], *_: object) -> tuple[Tensor, Tensor]:
+        return norm(tensors), tensors[0].new_empty(1 + len(tensors) * _fields.COUNT, dtype=torch.float64)
 
     fakes: dict[str, Callable[..., object]] = {
         "stats": lambda tensors: table(tensors, len(tensors)),
         "unit_stats": lambda tensors: table(tensors, sum(map(unit_count, tensors))),
-        "measure": decided,
+        "measure_norm": norm_and_multiplier,
         "clip_": norm,
         "update_sums": lambda _, formulas, by: by.new_empty((len(formulas), len(_fields.UPDATE_SUMS))),
         **dict.fromkeys(("scale_", "scale_each_", "scale_units_"), lambda tensors, multipliers: None),

@@ -40,7 +40,7 @@ PROGRAM = """
             for order in (2.0, "inf"):
                 parameter = torch.nn.Parameter(torch.zeros(count, dtype=dtype), requires_grad=False)
                 parameter.grad = held.clone()
-                limit = 0.3 * ops.measure([held], 1.0, float(order))[2][1].item() if dtype is not float64 else 1e-310
+                limit = 0.3 * ops.measure_step([held], 1.0, float(order))[3][1].item() if dtype is not float64 else 1e-310
                 show(what + f" clipped by {order}", gradstat.clip_grad_norm_([parameter], limit, order), parameter.grad)
             scaled = [held.clone(), held.clone()]
             ops.scale_each_(scaled, torch.tensor([0.5, 3.25], dtype=float64))
