@@ -125,7 +125,8 @@ int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, con
   });
 }
 
-// Takes the operands of all tensors, and for each tensor a formula, a row of multipliers and a row of the table.
+// Takes the operands of all tensors, and for each tensor a formula, a row of multipliers and a row of the
+// table.
 int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t* formulas,
                      const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
   const auto entries = update_entries(ENTRIES, std::vector<int64_t>(formulas, formulas + tensors));
