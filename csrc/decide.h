@@ -1,10 +1,11 @@
 // How adaptive clips decide about a step and what state they keep, for CPU and device alike. The methods are
 // those of gradstat/adaptive, which cites their sources and also implements them in plain torch. A `Team` is
 // the group of threads that decide together (decide_cpu.h, decide_cuda.cuh):
-//   rank, size                  of the calling thread in the team
-//   barrier()                   makes all writes before it visible
-//   all_reduce(value, how)      reduces the values of all threads; every thread gets the result
-//   select(numbers, count, k)   the k-th smallest number, counted from 0, and the next, or itself if last
+//   rank, size               of the calling thread in the team
+//   barrier()                makes all writes before it visible
+//   all_reduce(value, how)   reduces the values of all threads; every thread gets the result
+// and neighbours(team, numbers, count, k): the k-th smallest of numbers(0 .. count - 1), counted from 0, and
+// the next, or itself if last.
 #pragma once
 
 #include "entry.h"
@@ -31,7 +32,7 @@ template <class Team, class Numbers>
 GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int64_t count, double share) {
   const double place = share * static_cast<double>(count - 1);
   const auto below = static_cast<int64_t>(place);
-  const Neighbours at = team.select(numbers, count, below);
+  const Neighbours at = neighbours(team, numbers, count, below);
   const double part = place - static_cast<double>(below), gap = at.upper - at.lower;
   return part < 0.5 ? at.lower + part * gap : at.upper - (1.0 - part) * gap;
 }
@@ -131,7 +132,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   const double* const options = request.options;
   auto& totals = *reinterpret_cast<ClipTotals*>(request.state);
   double* const norms = request.state + kClipTotals;
-  double* const own = norms + request.window;
+  double* const of_method = norms + request.window;
   const double factor = request.factor != nullptr ? static_cast<double>(*request.factor) : 1.0;
   double norm = 0;
   if (request.norm != nullptr) {
@@ -169,7 +170,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
         multiplier = tally.count(clips::limiting_multiplier(each, options[0] * merge::max(weight, options[1])));
       } else if (each > 0 && (is_kept || !warming_up)) {
         // During warmup the total norm clips all tensors, so their norms are used only if it is finite.
-        multiplier = tally.count(clips::by_own_mean(options, own[i], each, norm, warming_up));
+        multiplier = tally.count(clips::by_own_mean(options, of_method[i], each, norm, warming_up));
       }
       request.out[i] = multiplier * factor;
     }
@@ -185,7 +186,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
       if (is_kept) {
         multiplier = tally.count(request.method == ClipMethod::kFixed ? clip_multiplier(norm, options[0])
                                  : request.method == ClipMethod::kZScore
-                                     ? clips::by_z_score(options, own, norm, recorded)
+                                     ? clips::by_z_score(options, of_method, norm, recorded)
                                      : clips::limiting_multiplier(norm, limit));
       }
       request.out[0] = multiplier * factor;
@@ -209,7 +210,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
 constexpr int kGuarded = 3;
 
 struct GuardOptions {
-  double by_sigmas;  // 1 for the mean-and-sigma rule, 0 for the median rule
+  double by_sigmas;  // 1 to judge by mean and sigma, 0 by the median
   double threshold;
   double warmup;
   double most_in_a_row;     // refusals
@@ -266,8 +267,8 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
   // The newest values are left out, so that a growing series is compared with values from before it grew.
   const int64_t newest = options.by_sigmas != 0 ? 0 : request.window / 8;
   if (recorded < options.warmup || recorded < static_cast<double>(newest + 2)) return kOrdinary;
-  const auto held = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
-  const int64_t count = held - newest;
+  const auto kept = static_cast<int64_t>(merge::min(recorded, static_cast<double>(request.window)));
+  const int64_t count = kept - newest;
   const int64_t oldest = recorded > request.window ? static_cast<int64_t>(recorded) % request.window : 0;
   const double* const wrapped = ring - request.window;
   const int64_t end = request.window - oldest;

@@ -16,7 +16,7 @@ void launch_decide(const ClipRequest& request, int32_t device, void* stream) {
          request);
 }
 
-void launch_guard(const GuardRequest& request, int32_t device, void* stream) {
+void launch_decide(const GuardRequest& request, int32_t device, void* stream) {
   const OnDevice on_device(device);
   launch(guard_kernel, 1, static_cast<cudaStream_t>(stream), "launching the guard kernel", request);
 }

@@ -6,70 +6,63 @@
 
 namespace gradstat {
 
-// The selection algorithm shared by teams of threads; `Threads` is the team.
-template <class Threads>
-class RadixSelect {
- public:
-  // Radix select, one bit at a time from the highest bit in which any numbers differ: counting the candidates
-  // with a 0 there tells the bit of the result. Ends as soon as one candidate is left.
-  template <class Numbers>
-  GRADSTAT_DEVICE Neighbours select(const Numbers& numbers, int64_t count, int64_t k) const {
-    const Threads& team = *static_cast<const Threads*>(this);
-    const auto smaller = [](double a, double b) { return merge::min(a, b); };
-    const auto larger = [](double a, double b) { return merge::max(a, b); };
-    const auto sum = [](double a, double b) { return merge::sum(a, b); };
-    const auto each = [&](auto&& take) {
-      for (int64_t i = team.rank(); i < count; i += team.size()) take(numbers(i));
-    };
-    double least = kInf, most = -kInf;
-    each([&](double number) {
-      least = smaller(least, number);
-      most = larger(most, number);
-    });
-    const uint64_t low = key_of(team.all_reduce(least, smaller)), high = key_of(team.all_reduce(most, larger));
-    uint64_t known = low, decided = ~uint64_t{0};  // bits of the result's key, and the mask of known bits
-    while ((low & decided) != (high & decided)) decided <<= 1;
-    known &= decided;
-    auto left = static_cast<double>(count), place = static_cast<double>(k);
-    for (uint64_t bit = (~decided >> 1) + 1; ~decided != 0 && left > 1; bit >>= 1) {
-      double mine = 0;
-      each([&](double number) {
-        const uint64_t key = key_of(number);
-        mine += (key & decided) == known && (key & bit) == 0 ? 1 : 0;
-      });
-      const double zeros = team.all_reduce(mine, sum);
-      decided |= bit;
-      if (place < zeros) {
-        left = zeros;
-      } else {
-        known |= bit;
-        place -= zeros;
-        left -= zeros;
-      }
-    }
-    double found = kInf;
-    each([&](double number) {
-      if ((key_of(number) & decided) == known) found = smaller(found, number);
-    });
-    found = team.all_reduce(found, smaller);
-    double next = kInf;
-    each([&](double number) {
-      if (number > found) next = smaller(next, number);
-    });
-    next = team.all_reduce(next, smaller);
-    return {found, place + 1 < left || next == kInf ? found : next};
-  }
+// Unsigned integers in the order of the numbers; -0 and +0 are equal.
+GRADSTAT_DEVICE uint64_t key_of(double number) {
+  const auto bits = bitcast<uint64_t>(number + 0.0);
+  return bits >> 63 != 0 ? ~bits : bits | uint64_t{1} << 63;
+}
 
- private:
-  // Unsigned integers in the order of the numbers; -0 and +0 are equal.
-  GRADSTAT_DEVICE static uint64_t key_of(double number) {
-    const auto bits = bitcast<uint64_t>(number + 0.0);
-    return bits >> 63 != 0 ? ~bits : bits | uint64_t{1} << 63;
+// Radix select, one bit at a time from the highest bit in which any numbers differ: counting the candidates
+// with a 0 there tells the bit of the result. Ends as soon as one candidate is left.
+template <class Team, class Numbers>
+GRADSTAT_DEVICE Neighbours neighbours(const Team& team, const Numbers& numbers, int64_t count, int64_t k) {
+  const auto smaller = [](double a, double b) { return merge::min(a, b); };
+  const auto larger = [](double a, double b) { return merge::max(a, b); };
+  const auto sum = [](double a, double b) { return merge::sum(a, b); };
+  const auto each = [&](auto&& take) {
+    for (int64_t i = team.rank(); i < count; i += team.size()) take(numbers(i));
+  };
+  double least = kInf, most = -kInf;
+  each([&](double number) {
+    least = smaller(least, number);
+    most = larger(most, number);
+  });
+  const uint64_t low = key_of(team.all_reduce(least, smaller)), high = key_of(team.all_reduce(most, larger));
+  uint64_t prefix = low, mask = ~uint64_t{0};  // bits of the result's key, and the mask of known bits
+  while ((low & mask) != (high & mask)) mask <<= 1;
+  prefix &= mask;
+  auto left = static_cast<double>(count), place = static_cast<double>(k);
+  for (uint64_t bit = (~mask >> 1) + 1; ~mask != 0 && left > 1; bit >>= 1) {
+    double mine = 0;
+    each([&](double number) {
+      const uint64_t key = key_of(number);
+      mine += (key & mask) == prefix && (key & bit) == 0 ? 1 : 0;
+    });
+    const double zeros = team.all_reduce(mine, sum);
+    mask |= bit;
+    if (place < zeros) {
+      left = zeros;
+    } else {
+      prefix |= bit;
+      place -= zeros;
+      left -= zeros;
+    }
   }
-};
+  double result = kInf;
+  each([&](double number) {
+    if ((key_of(number) & mask) == prefix) result = smaller(result, number);
+  });
+  result = team.all_reduce(result, smaller);
+  double next = kInf;
+  each([&](double number) {
+    if (number > result) next = smaller(next, number);
+  });
+  next = team.all_reduce(next, smaller);
+  return {result, place + 1 < left || next == kInf ? result : next};
+}
 
 // The team of decide.h for a warp.
-class Warp : public RadixSelect<Warp> {
+class Warp {
  public:
   GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x % 32; }
   GRADSTAT_DEVICE int64_t size() const { return 32; }
@@ -87,7 +80,7 @@ class Warp : public RadixSelect<Warp> {
 };
 
 // The team of decide.h for a block.
-class Block : public RadixSelect<Block> {
+class Block {
  public:
   GRADSTAT_DEVICE explicit Block(double* of_warp) : of_warp_(of_warp) {}
   GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x; }

@@ -77,10 +77,10 @@ Staging& free_staging(StreamState& state, size_t bytes) {
 // Loads all kernels of a device once; returns how many blocks of the statistics and scale kernels it holds.
 uint32_t resident_blocks(int32_t device) {
   static std::mutex& mutex = *new std::mutex;
-  static auto& known = *new std::vector<uint32_t>;
+  static auto& of_devices = *new std::vector<uint32_t>;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (known.size() <= static_cast<size_t>(device)) known.resize(device + 1);
-  uint32_t& blocks = known[device];
+  if (of_devices.size() <= static_cast<size_t>(device)) of_devices.resize(device + 1);
+  uint32_t& blocks = of_devices[device];
   if (blocks == 0) {
     const OnDevice on_device(device);
     const AllowMemoryCalls allow;

@@ -34,9 +34,9 @@ class ModulePlan {
     std::unordered_map<PyObject*, size_t> place;
     for (size_t i = 0; i < values.size(); ++i) place.emplace(values[i], i);
     for (Py_ssize_t i = 0; i < PyList_Size(parameters); ++i) {
-      const auto found = place.find(PyList_GetItem(parameters, i));
-      if (found == place.end()) return false;
-      places_.push_back(found->second);
+      const auto position = place.find(PyList_GetItem(parameters, i));
+      if (position == place.end()) return false;
+      places_.push_back(position->second);
     }
     return true;
   }
@@ -136,13 +136,13 @@ inline PyObject* holds_exactly(PyObject*, PyObject* arguments) {
   const Py_ssize_t count = PyList_Size(parameters);
   for (Py_ssize_t g = 0; g < PyList_Size(groups); ++g) {
     PyObject* group = PyList_GetItem(groups, g);
-    PyObject* held = PyDict_Check(group) ? PyDict_GetItemWithError(group, params) : nullptr;
-    if (held == nullptr || !PyList_Check(held)) {
+    PyObject* members = PyDict_Check(group) ? PyDict_GetItemWithError(group, params) : nullptr;
+    if (members == nullptr || !PyList_Check(members)) {
       if (PyErr_Occurred() != nullptr) return nullptr;
       Py_RETURN_FALSE;
     }
-    for (Py_ssize_t i = 0; i < PyList_Size(held); ++i, ++next) {
-      if (next == count || PyList_GetItem(held, i) != PyList_GetItem(parameters, next)) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < PyList_Size(members); ++i, ++next) {
+      if (next == count || PyList_GetItem(members, i) != PyList_GetItem(parameters, next)) Py_RETURN_FALSE;
     }
   }
   return PyBool_FromLong(next == count);
@@ -170,7 +170,7 @@ inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* parameter = PyList_GetItem(parameters, i);  // null if the list was shortened in the meantime
       if (parameter == nullptr) throw PythonError();
-      const Ref held = Ref::borrow(parameter);
+      const Ref kept_alive = Ref::borrow(parameter);
       const Ref gradient = owned(PyObject_GetAttr(parameter, grad));
       if (gradient.get() != Py_None) {
         if (PyList_Append(gradients.get(), gradient.get()) != 0) throw PythonError();

@@ -17,9 +17,10 @@ struct Cpu {
     return cpu;
   }
 
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
+  static void measure(const std::vector<Entry>& entries, int32_t, Row* table, const NormRequest* norm,
+                      const float* factor) {
     const KeepsDenormals kept;
-    const Row total = rows_cpu(list.entries(), table, factor != nullptr ? *factor : 1.0);
+    const Row total = rows_cpu(entries, table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
 
@@ -32,14 +33,10 @@ struct Cpu {
     scale_cpu(entries, multipliers);
   }
 
-  static void decide(const ClipRequest& request, int32_t) {
+  template <class Request>
+  static void decide(const Request& request, int32_t) {
     const KeepsDenormals kept;
     decide_step(request);
-  }
-
-  static void guard(const GuardRequest& request, int32_t) {
-    const KeepsDenormals kept;
-    guard_step(request);
   }
 
   static void update(const std::vector<UpdateEntry>& entries, int32_t,
@@ -57,7 +54,8 @@ STABLE_TORCH_LIBRARY(gradstat, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CPU, library) {
-#define GRADSTAT_REGISTER(name, schema) library.impl(#name, TORCH_BOX(&gradstat::Ops<gradstat::Cpu>::name));
+#define GRADSTAT_REGISTER(name, schema) \
+  library.impl(#name, TORCH_BOX(&gradstat::Operations<gradstat::Dispatcher<gradstat::Cpu>>::name));
   GRADSTAT_OPERATORS(GRADSTAT_REGISTER)
 }
 

@@ -32,11 +32,11 @@ struct Cuda {
     return new_tensor({bytes > 0 ? bytes : 1}, aoti_torch_dtype_uint8(), type(), device);
   }
 
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
-    const int32_t device = list.device_index();
+  static void measure(const std::vector<Entry>& entries, int32_t device, Row* table, const NormRequest* norm,
+                      const float* factor) {
     const torch::stable::accelerator::DeviceGuard guard(device);
-    const Tensor memory = workspace(stats_workspace_bytes(list.entries(), device), device);
-    launch_stats(list.entries(), table, norm, factor, memory.data_ptr(), device, current_stream(device));
+    const Tensor memory = workspace(stats_workspace_bytes(entries, device), device);
+    launch_stats(entries, table, norm, factor, memory.data_ptr(), device, current_stream(device));
   }
 
   // The kernel checks the multipliers itself.
@@ -50,14 +50,10 @@ struct Cuda {
     launch_scale(entries, multipliers, room, device, current_stream(device));
   }
 
-  static void decide(const ClipRequest& request, int32_t device) {
+  template <class Request>
+  static void decide(const Request& request, int32_t device) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     launch_decide(request, device, current_stream(device));
-  }
-
-  static void guard(const GuardRequest& request, int32_t device) {
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    launch_guard(request, device, current_stream(device));
   }
 
   static void update(const std::vector<UpdateEntry>& entries, int32_t device,
@@ -75,7 +71,8 @@ void* allocate_forever(size_t bytes, int32_t device, const char* /*torch says it
 }  // namespace gradstat
 
 STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) {
-#define GRADSTAT_REGISTER(name, schema) library.impl(#name, TORCH_BOX(&gradstat::Ops<gradstat::Cuda>::name));
+#define GRADSTAT_REGISTER(name, schema) \
+  library.impl(#name, TORCH_BOX(&gradstat::Operations<gradstat::Dispatcher<gradstat::Cuda>>::name));
   GRADSTAT_OPERATORS(GRADSTAT_REGISTER)
 }
 

@@ -108,30 +108,23 @@ inline Exchange& exchange() {
 // interface is supported.
 inline PyObject* use_exchange(PyObject*, PyObject* arguments) {
   PyObject* capsule = nullptr;
-  Exchange given;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &capsule, &given.tensor_type, &given.parameter_type,
-                        &given.is_conj, &given.is_neg, &given.is_sparse)) {
+  Exchange torchs;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO", &capsule, &torchs.tensor_type, &torchs.parameter_type,
+                        &torchs.is_conj, &torchs.is_neg, &torchs.is_sparse)) {
     return nullptr;
   }
-  given.api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-  if (given.api == nullptr) return nullptr;
-  if (given.api->header.version.major != DLPACK_MAJOR_VERSION ||
-      given.api->dltensor_from_py_object_no_sync == nullptr) {
+  torchs.api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (torchs.api == nullptr) return nullptr;
+  if (torchs.api->header.version.major != DLPACK_MAJOR_VERSION ||
+      torchs.api->dltensor_from_py_object_no_sync == nullptr) {
     Py_RETURN_FALSE;
   }
   for (PyObject* kept :
-       {given.tensor_type, given.parameter_type, given.is_conj, given.is_neg, given.is_sparse}) {
+       {torchs.tensor_type, torchs.parameter_type, torchs.is_conj, torchs.is_neg, torchs.is_sparse}) {
     Py_INCREF(kept);
   }
-  exchange() = given;
+  exchange() = torchs;
   Py_RETURN_TRUE;
-}
-
-inline ElementType element_of(DLDataType type) {
-  for (const KnownType& known : kKnownTypes) {
-    if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return known.element;
-  }
-  throw UseDispatcher();
 }
 
 // New memory from torch's allocator, which becomes a Python tensor or is freed. Throws UseDispatcher if torch
@@ -180,8 +173,8 @@ inline bool call_predicate(PyObject* method, PyObject* tensor) {
   return owned(PyObject_CallFunctionObjArgs(method, tensor, nullptr)).get() == Py_True;
 }
 
-// A plain tensor or parameter with memory on a device of this type, and its dtype, which is not checked.
-inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDeviceType device_type) {
+// A plain tensor or parameter with memory on a device of this type; the dtype is not checked.
+inline TypedView ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (type != exchange().tensor_type && type != exchange().parameter_type) throw UseDispatcher();
   if (exchange().check_sparse_first && call_predicate(exchange().is_sparse, tensor)) throw UseDispatcher();
@@ -192,7 +185,7 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
     throw UseDispatcher();
   }
   if (dl.device.device_type != device_type || dl.strides == nullptr) throw UseDispatcher();
-  TensorView view{};
+  TypedView view{{}, dl.dtype};
   view.numel = 1;
   for (int32_t d = 0; d < dl.ndim; ++d) view.numel *= dl.shape[d];
   view.data = static_cast<char*>(dl.data) + dl.byte_offset;
@@ -209,18 +202,25 @@ inline std::pair<TensorView, DLDataType> ordinary_view(PyObject* tensor, DLDevic
   const bool is_pair = dl.dtype.code == kDLComplex;
   if (is_pair && call_predicate(exchange().is_conj, tensor)) throw UseDispatcher();
   if ((is_pair || view.numel == 1) && call_predicate(exchange().is_neg, tensor)) throw UseDispatcher();
-  return {view, dl.dtype};
+  return view;
 }
 
 // Tables in host memory, for a monitor's step log: numpy's calls take some 6 us a step, mostly because they are
 // cold.
 
+// A float64 tensor in host memory, adjacent along its last dimension.
+inline TypedView host_numbers(PyObject* tensor, int64_t dims) {
+  if (exchange().api == nullptr) throw UseDispatcher();
+  const TypedView view = ordinary_view(tensor, kDLCPU);
+  if (view.type.code != kDLFloat || view.type.bits != 64 || view.dims != dims) throw UseDispatcher();
+  if (view.strides[dims - 1] != 1) throw UseDispatcher();
+  return view;
+}
+
 // The first `count` rows of a table: where they begin, and from one to the next.
 inline std::pair<const double*, int64_t> host_rows(PyObject* table, int64_t count) {
-  if (exchange().api == nullptr || table == nullptr) throw UseDispatcher();
-  const auto [view, type] = ordinary_view(table, kDLCPU);
-  if (type.code != kDLFloat || type.bits != 64 || view.dims != 2) throw UseDispatcher();
-  if (view.sizes[0] < count || view.sizes[1] < kFields || view.strides[1] != 1) throw UseDispatcher();
+  const TypedView view = host_numbers(table, 2);
+  if (view.sizes[0] < count || view.sizes[1] < kFields) throw UseDispatcher();
   return {static_cast<const double*>(view.data), view.strides[0]};
 }
 
@@ -249,11 +249,8 @@ inline PyObject* by_field(PyObject*, PyObject* arguments) {
   Py_ssize_t step = 0;
   if (!PyArg_ParseTuple(arguments, "OOn", &table, &block, &step)) return nullptr;
   return translating_exceptions([&]() -> PyObject* {
-    if (exchange().api == nullptr) throw UseDispatcher();
-    const auto [view, type] = ordinary_view(block, kDLCPU);
-    if (type.code != kDLFloat || type.bits != 64 || view.dims != 3 || view.sizes[0] != kFields)
-      throw UseDispatcher();
-    if (view.strides[2] != 1 || step < 0 || step >= view.sizes[1]) throw UseDispatcher();
+    const TypedView view = host_numbers(block, 3);
+    if (view.sizes[0] != kFields || step < 0 || step >= view.sizes[1]) throw UseDispatcher();
     const auto [rows, stride] = host_rows(table, view.sizes[2]);
     for (int field = 0; field < kFields; ++field) {
       double* out = static_cast<double*>(view.data) + field * view.strides[0] + step * view.strides[1];
@@ -266,18 +263,20 @@ inline PyObject* by_field(PyObject*, PyObject* arguments) {
 // A device that releases the GIL while it works.
 template <class Device>
 struct ReleasingGil : Device {
-  static void measure(const TensorList& list, Row* table, const NormRequest* norm, const float* factor) {
+  template <class... Arguments>
+  static void measure(const Arguments&... arguments) {
     const WithoutGil others_may_run;
-    Device::measure(list, table, norm, factor);
+    Device::measure(arguments...);
   }
-  static void scale(const std::vector<Entry>& entries, int32_t device_index, const Multipliers& multipliers) {
+  template <class... Arguments>
+  static void scale(const Arguments&... arguments) {
     const WithoutGil others_may_run;
-    Device::scale(entries, device_index, multipliers);
+    Device::scale(arguments...);
   }
-  static void update(const std::vector<UpdateEntry>& entries, int32_t device_index,
-                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
+  template <class... Arguments>
+  static void update(const Arguments&... arguments) {
     const WithoutGil others_may_run;
-    Device::update(entries, device_index, coefficients, table);
+    Device::update(arguments...);
   }
 };
 
@@ -286,57 +285,39 @@ template <class OnDevice>
 struct PythonCaller {
   using Device = ReleasingGil<OnDevice>;
   using Memory = NewTensor<OnDevice>;
+  using Tensors = Ref;  // a new list, which keeps its tensors alive while the GIL is released
   using Result = Ref;
   static constexpr int64_t kMultipliers = -1;  // at least one
-
-  // A list that can be read in place, and references that keep its tensors alive while the GIL is released.
-  struct Tensors {
-    Ref tensors;
-    TensorList list{0, 0};
-  };
 
   struct Argument {
     PyObject* tensor;
   };
 
-  static const TensorList& list(const Tensors& held) { return held.list; }
-
-  static int32_t device_index(const Argument& argument) {
-    return ordinary_view(argument.tensor, Device::kDLPackType).first.device_index;
-  }
-
-  template <class Number>
-  static Number* numbers(const Argument& argument, int64_t count, int32_t device_index, const char*) {
-    const auto [view, type] = ordinary_view(argument.tensor, Device::kDLPackType);
-    const auto code = std::is_integral_v<Number> ? kDLInt : kDLFloat;
-    const bool is_enough = count == kMultipliers ? view.numel > 0 : view.numel == count;
-    if (type.code != code || type.bits != 8 * sizeof(Number) || type.lanes != 1 || !is_enough ||
-        !is_row_major(view) || view.device_index != device_index) {
-      throw UseDispatcher();
+  static TensorList list(const Tensors& tensors, Granularity granularity = Granularity::kTensors) {
+    const Py_ssize_t size = PyList_Size(tensors.get());
+    TensorList list(static_cast<size_t>(size), Device::type(), granularity);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const TypedView view = ordinary_view(PyList_GetItem(tensors.get(), i), Device::kDLPackType);
+      const ElementType* element = element_of(view.type);
+      if (element == nullptr || list.add(view, *element) != nullptr) throw UseDispatcher();
     }
-    return static_cast<Number*>(view.data);
+    return list;
   }
 
-  static const void* number(const Argument& argument, DType& dtype, int32_t device_index, const char*) {
-    const auto [view, type] = ordinary_view(argument.tensor, Device::kDLPackType);
-    const ElementType element = element_of(type);
-    if (element.is_pair || view.numel != 1 || view.device_index != device_index) throw UseDispatcher();
-    dtype = element.dtype;
-    return view.data;
+  static TypedView view(const Argument& argument, const char*) {
+    return ordinary_view(argument.tensor, Device::kDLPackType);
   }
 
-  static Memory widened(const Argument&, int32_t) { throw UseDispatcher(); }
+  template <class... Parts>
+  static void require(bool holds, const Parts&...) {
+    if (!holds) throw UseDispatcher();
+  }
 
   // Converts an argument from Python.
-  static void read(PyObject* tensors, Tensors& held) {
-    const Py_ssize_t size = PyList_Check(tensors) ? PyList_Size(tensors) : 0;
+  static void read(PyObject* object, Tensors& tensors) {
+    const Py_ssize_t size = PyList_Check(object) ? PyList_Size(object) : 0;
     if (size == 0) throw UseDispatcher();
-    held = {owned(PyList_GetSlice(tensors, 0, size)), TensorList(static_cast<size_t>(size), Device::type())};
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      auto [view, type] = ordinary_view(PyList_GetItem(held.tensors.get(), i), Device::kDLPackType);
-      view.element = element_of(type);
-      if (held.list.add(view) != nullptr) throw UseDispatcher();
-    }
+    tensors = owned(PyList_GetSlice(object, 0, size));
   }
   static void read(PyObject* object, Argument& argument) { argument.tensor = object; }
   static void read(PyObject* object, std::optional<Argument>& argument) {
@@ -385,14 +366,14 @@ struct PythonCaller {
     }
     return translating_exceptions([&]() -> PyObject* {
       if (exchange().api == nullptr) throw UseDispatcher();
-      std::tuple<std::decay_t<In>...> given;
+      std::tuple<std::decay_t<In>...> values;
       Py_ssize_t i = 0;
-      std::apply([&](auto&... each) { (read(PyTuple_GetItem(arguments, i++), each), ...); }, given);
+      std::apply([&](auto&... each) { (read(PyTuple_GetItem(arguments, i++), each), ...); }, values);
       if constexpr (std::is_void_v<Out>) {
-        std::apply(operation, given);
+        std::apply(operation, values);
         Py_RETURN_TRUE;
       } else {
-        return to_python(std::apply(operation, given)).release();
+        return to_python(std::apply(operation, values)).release();
       }
     });
   }
@@ -400,28 +381,20 @@ struct PythonCaller {
 
 inline PyObject* fingerprint(PyObject*, PyObject*) { return PyUnicode_FromString(GRADSTAT_FINGERPRINT); }
 
-// Creates the extension module of a device: functions that all devices have, and its `own`.
+// Creates the extension module of a device: functions that all devices have, and its own ones.
 template <class Device>
-PyObject* make_module(const char* name, PyMethodDef* own) {
+PyObject* make_module(const char* name, PyMethodDef* more) {
   using Caller = PythonCaller<Device>;
   using Do = Operations<Caller>;
-  static PyMethodDef methods[] = {
-      {"fingerprint", fingerprint, METH_NOARGS, nullptr},
-      {"use_exchange", use_exchange, METH_VARARGS, nullptr},
-      {"check", Caller::template function<&Do::check>, METH_VARARGS, nullptr},
-      {"clip_", Caller::template function<&Do::clip_>, METH_VARARGS, nullptr},
-      {"guard_", Caller::template function<&Do::guard_>, METH_VARARGS, nullptr},
-      {"measure", Caller::template function<&Do::measure_norm>, METH_VARARGS, nullptr},
-      {"measure_step", Caller::template function<&Do::measure_and_sign>, METH_VARARGS, nullptr},
-      {"scale_", Caller::template function<&Do::scale_>, METH_VARARGS, nullptr},
-      {"scale_each_", Caller::template function<&Do::scale_each_>, METH_VARARGS, nullptr},
-      {"unscale_", Caller::template function<&Do::unscale_>, METH_VARARGS, nullptr},
-      {"update_sums", Caller::template function<&Do::update_sums>, METH_VARARGS, nullptr},
-      {nullptr, nullptr, 0, nullptr}};
+#define GRADSTAT_FUNCTION(name, schema) {#name, Caller::template function<&Do::name>, METH_VARARGS, nullptr},
+  static PyMethodDef methods[] = {{"fingerprint", fingerprint, METH_NOARGS, nullptr},
+                                  {"use_exchange", use_exchange, METH_VARARGS, nullptr},
+                                  GRADSTAT_OPERATORS(GRADSTAT_FUNCTION){nullptr, nullptr, 0, nullptr}};
+#undef GRADSTAT_FUNCTION
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   Ref module(PyModule_Create(&definition));
-  if (!module || PyModule_AddFunctions(module.get(), own) != 0) return nullptr;
+  if (!module || PyModule_AddFunctions(module.get(), more) != 0) return nullptr;
   return module.release();
 }
 

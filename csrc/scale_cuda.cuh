@@ -63,9 +63,13 @@ GRADSTAT_DEVICE void scale_tiles_of(const Place& place, const Extent& extent, ui
 }
 
 template <class Table>
-GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& arguments, uint32_t range,
-                                 double multiplier, uint8_t* products) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    scale_kernel(const __grid_constant__ Table table, const __grid_constant__ ScaleArguments arguments) {
+  __shared__ uint8_t products[256];
+  const uint32_t range = blockIdx.x;
   const bool is_per_tensor = arguments.multipliers.stride != 0;
+  double multiplier = arguments.multipliers.of(0);
+  if (!is_per_tensor && multiplier == 1.0) return;
   const uint32_t begin = arguments.partition.first_tile(range), end = arguments.partition.first_tile(range + 1);
   DType of_products = DType::kFloat32;  // none
   for (int32_t tensor = table.first_tensors[range + 1]; tensor >= 0; --tensor) {
@@ -93,21 +97,6 @@ GRADSTAT_DEVICE void scale_range(const Table& table, const ScaleArguments& argum
                    by);
     if (first >= begin) scale_edges(place, extent, thread, by);
   }
-}
-
-template <class Table>
-GRADSTAT_DEVICE void scale_block(const Table& table, const ScaleArguments& arguments, uint8_t* products) {
-  const bool is_per_tensor = arguments.multipliers.stride != 0;
-  const double multiplier = arguments.multipliers.of(0);
-  if (!is_per_tensor && multiplier == 1.0) return;
-  scale_range(table, arguments, blockIdx.x, multiplier, products);
-}
-
-template <class Table>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    scale_kernel(const __grid_constant__ Table table, const __grid_constant__ ScaleArguments arguments) {
-  __shared__ uint8_t products[256];
-  scale_block(table, arguments, products);
 }
 
 }  // namespace gradstat

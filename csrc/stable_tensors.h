@@ -1,4 +1,4 @@
-// Access through torch's stable interface: a TensorList from an operator's arguments, and new tensors.
+// Access through torch's stable interface: the metadata of an operator's arguments, and new tensors.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,9 +13,8 @@
 #include <ATen/dlpack.h>
 #pragma pop_macro("TORCH_TARGET_VERSION")
 
-#include <algorithm>
 #include <initializer_list>
-#include <iterator>
+#include <utility>
 
 #include "tensor_list.h"
 
@@ -44,6 +43,11 @@ constexpr KnownType kKnownTypes[] = {
     {{DType::kFloat8E5M2FNUZ, false}, kDLFloat8_e5m2fnuz, 8, aoti_torch_dtype_float8_e5m2fnuz},
 };
 
+// A tensor's metadata with its dtype.
+struct TypedView : TensorView {
+  DLDataType type;
+};
+
 // The real type `dtype`; real types come before the complex types of the same dtype.
 inline const KnownType& known_type(DType dtype) {
   const KnownType* type = kKnownTypes;
@@ -51,51 +55,68 @@ inline const KnownType& known_type(DType dtype) {
   return *type;
 }
 
-// Whether a tensor's storage, which may have been freed or shrunk, holds `count` adjacent numbers of `size`
-// bytes.
-inline bool is_stored(AtenTensorHandle tensor, int64_t count, int64_t size) {
-  int64_t bytes = 0, offset = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor, &bytes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor, &offset));
-  return count == 0 || (count <= bytes / size && offset <= bytes / size - count);
+// What kernels read a type as; null if they do not read it.
+inline const ElementType* element_of(DLDataType type) {
+  for (const KnownType& known : kKnownTypes) {
+    if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return &known.element;
+  }
+  return nullptr;
 }
 
-inline void add_tensor(TensorList& list, const Tensor& tensor, int32_t device_type) {
-  static const int32_t strided = aoti_torch_layout_strided();
-  AtenTensorHandle handle = tensor.get();
-  int32_t layout = 0, type = 0, scalar = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &scalar));
-  if (layout != strided) list.reject("is not strided");
-  if (type != device_type) list.reject("is on a different device type than the operator");
-  const auto* known = std::find_if(std::begin(kKnownTypes), std::end(kKnownTypes),
-                                   [&](const KnownType& type) { return type.torch_code() == scalar; });
-  if (known == std::end(kKnownTypes)) list.reject("has an unsupported dtype");
+// DLPack's type of a tensor; one that equals no other for a dtype that no operator takes.
+inline DLDataType type_of(AtenTensorHandle tensor) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
+  for (const KnownType& known : kKnownTypes) {
+    if (known.torch_code() == dtype) return {known.code, known.bits, 1};
+  }
+  if (dtype == aoti_torch_dtype_int64()) return {kDLInt, 64, 1};
+  return {kDLOpaqueHandle, 0, 0};
+}
 
-  TensorView view{};
-  view.element = known->element;
-  int64_t *sizes = nullptr, *strides = nullptr;
+inline bool is_on(const Tensor& tensor, int32_t device_type) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type == device_type;
+}
+
+// The metadata of a strided tensor. Its address is null if its storage, which may have been freed or shrunk,
+// does not hold as many adjacent elements.
+inline TypedView view_of(const Tensor& tensor) {
+  AtenTensorHandle handle = tensor.get();
+  TypedView view{{}, type_of(handle)};
+  int64_t *sizes = nullptr, *strides = nullptr, bytes = 0, offset = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.dims));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &view.numel));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  if (view.numel > 0) {
-    const int64_t size = size_of(view.element.dtype) * (view.element.is_pair ? 2 : 1);
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
-    if (!is_stored(handle, view.numel, size) || view.data == nullptr) list.reject("has no memory");
-  }
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &offset));
   view.sizes = sizes;
   view.strides = strides;
-  if (const char* why = list.add(view)) list.reject(why);
+  const int64_t stored = view.type.bits > 0 ? bytes / (view.type.bits / 8) - offset : 0;
+  if (view.numel > 0 && view.numel <= stored) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
+  }
+  return view;
 }
 
 // Throws std::runtime_error naming the first tensor that cannot be read in place.
-inline TensorList list_of(const std::vector<Tensor>& tensors, int32_t device_type,
-                          Granularity granularity = Granularity::kTensors) {
+inline TensorList list_of(const std::vector<Tensor>& tensors, int32_t device_type, Granularity granularity) {
+  static const int32_t strided = aoti_torch_layout_strided();
   TensorList list(tensors.size(), device_type, granularity);
-  for (const Tensor& tensor : tensors) add_tensor(list, tensor, device_type);
+  for (const Tensor& tensor : tensors) {
+    int32_t layout = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+    if (layout != strided) list.reject("is not strided");
+    if (!is_on(tensor, device_type)) list.reject("is on a different device type than the operator");
+    const TypedView view = view_of(tensor);
+    const ElementType* element = element_of(view.type);
+    if (element == nullptr) list.reject("has an unsupported dtype");
+    if (view.numel > 0 && view.data == nullptr) list.reject("has no memory");
+    if (const char* why = list.add(view, *element)) list.reject(why);
+  }
   return list;
 }
 

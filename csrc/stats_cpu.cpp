@@ -183,13 +183,13 @@ Kernels choose_kernels() {
 #endif
   const char* forced = std::getenv("GRADSTAT_CPU_INSTRUCTIONS");
   if (forced == nullptr || *forced == '\0') return supported.back();
-  std::string known;
+  std::string names;
   for (const Kernels& kernels : supported) {
     if (std::string(kernels.name) == forced) return kernels;
-    known += std::string(known.empty() ? "" : ", ") + kernels.name;
+    names += std::string(names.empty() ? "" : ", ") + kernels.name;
   }
   throw std::runtime_error(std::string("gradstat: GRADSTAT_CPU_INSTRUCTIONS=") + forced +
-                           " is not available on this machine; available: " + known);
+                           " is not available on this machine; available: " + names);
 }
 
 const Kernels& kernels() {
@@ -236,9 +236,6 @@ class Work {
     borders_.push_back(place);
   }
 
-  size_t slots() const { return borders_.back().slot; }
-  bool has_slots(size_t tensor) const { return entries_[tensor].values() > kChunk; }
-
   // Calls body(tensor, first value, number of values, slot) for every chunk, at least once per tensor.
   template <class Body>
   void for_each_chunk(const Body& body) const {
@@ -256,6 +253,24 @@ class Work {
     }
   }
 
+  // Fills table[i] with the merged rows of the chunks of tensor i. Calls read(tensor, first value, number of
+  // values, row) for every chunk, with a row that equals `nothing`.
+  template <class Merged, class Read>
+  void fill(Merged* table, const Merged& nothing, const Read& read) const {
+    std::vector<Merged> slots(borders_.back().slot);
+    for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
+      Merged& row = has_slots(tensor) ? slots[slot] : table[tensor];
+      row = nothing;
+      read(tensor, first, count, row);
+    });
+    auto slot = slots.begin();
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      if (!has_slots(i)) continue;
+      table[i] = nothing;
+      for (int64_t first = 0; first < entries_[i].values(); first += kChunk) merge_into(table[i], *slot++);
+    }
+  }
+
  private:
   struct Place {
     size_t tensor;
@@ -264,6 +279,8 @@ class Work {
 
     bool operator!=(const Place& other) const { return tensor != other.tensor || first != other.first; }
   };
+
+  bool has_slots(size_t tensor) const { return entries_[tensor].values() > kChunk; }
 
   int64_t chunk_at(const Place& place) const {
     return std::min(kChunk, entries_[place.tensor].values() - place.first);
@@ -286,22 +303,11 @@ class Work {
 
 Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor) {
   const auto read = kernels().read;
-  const Work work(entries);
-  std::vector<Row> slots(work.slots());
-  work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
-    Row& row = work.has_slots(tensor) ? slots[slot] : table[tensor];
-    row = identity_row();
+  Work(entries).fill(table, identity_row(), [&](size_t tensor, int64_t first, int64_t count, Row& row) {
     read(entries[tensor], first, count, factor, row);
   });
   Row total = identity_row();
-  auto slot = slots.begin();
-  for (size_t i = 0; i < entries.size(); ++i) {
-    if (work.has_slots(i)) {
-      table[i] = identity_row();
-      for (int64_t first = 0; first < entries[i].values(); first += kChunk) merge_into(table[i], *slot++);
-    }
-    merge_into(total, table[i]);
-  }
+  for (size_t i = 0; i < entries.size(); ++i) merge_into(total, table[i]);
   return total;
 }
 
@@ -321,21 +327,12 @@ void update_cpu(const std::vector<UpdateEntry>& entries, const UpdateCoefficient
   int64_t operands = 1;
   for (const UpdateEntry& entry : entries) {
     gradients.push_back(entry.operands[0]);
-    operands = std::max<int64_t>(operands, operands_of(entry.rule));
+    operands = std::max<int64_t>(operands, operands_of(entry.formula));
   }
-  const Work work(gradients, operands);
-  std::vector<UpdateSums<double>> slots(work.slots());
-  work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
-    UpdateSums<double> sums = {};
+  using Sums = UpdateSums<double>;
+  Work(gradients, operands).fill(table, Sums{}, [&](size_t tensor, int64_t first, int64_t count, Sums& sums) {
     read_update(entries[tensor], first, count, coefficients[tensor], sums);
-    (work.has_slots(tensor) ? slots[slot] : table[tensor]) = sums;
   });
-  auto slot = slots.begin();
-  for (size_t i = 0; i < entries.size(); ++i) {
-    if (!work.has_slots(i)) continue;
-    table[i] = {};
-    for (int64_t first = 0; first < entries[i].numel(); first += kChunk) merge_into(table[i], *slot++);
-  }
 }
 
 const char* cpu_instructions() { return kernels().name; }

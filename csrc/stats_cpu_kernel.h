@@ -64,16 +64,16 @@ GRADSTAT_INLINE Vector<T> load_part(const T* p, int64_t count, T fill) {
   __asan_loadN(p, count * sizeof(T));  // compilers do not instrument masked loads
 #endif
 #if GRADSTAT_X86_LEVEL == 4
-  const auto there = static_cast<uint64_t>((uint64_t{1} << count) - 1);
+  const auto loaded = static_cast<uint64_t>((uint64_t{1} << count) - 1);
   const __m512i others = bitcast<__m512i>(V{} + fill);
   if constexpr (sizeof(T) == 1) {
-    return bitcast<V>(_mm512_mask_loadu_epi8(others, there, p));
+    return bitcast<V>(_mm512_mask_loadu_epi8(others, loaded, p));
   } else if constexpr (sizeof(T) == 2) {
-    return bitcast<V>(_mm512_mask_loadu_epi16(others, static_cast<__mmask32>(there), p));
+    return bitcast<V>(_mm512_mask_loadu_epi16(others, static_cast<__mmask32>(loaded), p));
   } else if constexpr (sizeof(T) == 4) {
-    return bitcast<V>(_mm512_mask_loadu_epi32(others, static_cast<__mmask16>(there), p));
+    return bitcast<V>(_mm512_mask_loadu_epi32(others, static_cast<__mmask16>(loaded), p));
   } else {
-    return bitcast<V>(_mm512_mask_loadu_epi64(others, static_cast<__mmask8>(there), p));
+    return bitcast<V>(_mm512_mask_loadu_epi64(others, static_cast<__mmask8>(loaded), p));
   }
 #else
   T part[kVectorBytes / sizeof(T)];

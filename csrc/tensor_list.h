@@ -27,7 +27,6 @@ struct TensorView {
   int64_t dims;
   const int64_t* sizes;
   const int64_t* strides;
-  ElementType element;
   int32_t device_index;
 };
 
@@ -91,7 +90,7 @@ class TensorList {
   }
 
   // Returns null, or the reason why the tensor cannot be read in place; then nothing was added.
-  const char* add(const TensorView& view) {
+  const char* add(const TensorView& view, ElementType element) {
     if (tensors_ > 0 && view.device_index != device_index_) return "is on a different device than tensor 0";
     if (!is_dense(view)) return "is not dense in memory";
     const bool has_units = granularity_ == Granularity::kUnits && view.dims > 1;
@@ -105,7 +104,6 @@ class TensorList {
       empty_units_ += view.sizes[0];
     }
     device_index_ = view.device_index;
-    const ElementType element = view.element;
     const DType real = size_of(element.dtype) == 1 ? DType::kFloat32 : element.dtype;
     norm_dtype_ = tensors_ == 0 ? real : promote(norm_dtype_, real);
 

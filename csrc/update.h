@@ -12,13 +12,13 @@
 
 namespace gradstat {
 
-// Numbered as UPDATE_RULES of gradstat/_fields.py. The order of operands is: gradient, weight, momentum, second
-// moment (Adamax: infinity norm), its maximum.
-enum class UpdateRule : int32_t { kGradient, kMomentum, kAdam, kAmsgrad, kAdamax };
-constexpr int kUpdateRules = 5;
+// Numbered as UPDATE_FORMULAS of gradstat/_fields.py. The order of operands is: gradient, weight, momentum,
+// second moment (Adamax: infinity norm), its maximum.
+enum class UpdateFormula : int32_t { kGradient, kMomentum, kAdam, kAmsgrad, kAdamax };
+constexpr int kUpdateFormulas = 5;
 constexpr int kMaxOperands = 5;
-GRADSTAT_HD constexpr int operands_of(UpdateRule rule) {
-  return rule == UpdateRule::kAdamax ? 4 : static_cast<int>(rule) + 2;
+GRADSTAT_HD constexpr int operands_of(UpdateFormula formula) {
+  return formula == UpdateFormula::kAdamax ? 4 : static_cast<int>(formula) + 2;
 }
 
 // UPDATE_COEFFICIENTS of gradstat/_fields.py; in float64 it has the memory layout of a row of their table.
@@ -66,17 +66,17 @@ GRADSTAT_HD bool is_safe_square(Real sum) {
 }
 
 // False if float32 squares of small gradients could underflow in the divisor and eps is too small to hide that.
-GRADSTAT_HD bool fits_float(const UpdateCoefficients<double>& by, UpdateRule rule) {
-  return rule < UpdateRule::kAdam || rule == UpdateRule::kAdamax || by.eps >= 0x1p-50;
+GRADSTAT_HD bool fits_float(const UpdateCoefficients<double>& by, UpdateFormula formula) {
+  return formula < UpdateFormula::kAdam || formula == UpdateFormula::kAdamax || by.eps >= 0x1p-50;
 }
 
 // Whether sums formed in float32 are accurate, given which operands are known to be zero.
 template <class Real>
 GRADSTAT_HD bool is_safe(const UpdateSums<Real>& sums, bool no_gradient, bool no_momentum, bool no_weight,
-                         UpdateRule rule) {
+                         UpdateFormula formula) {
   return (no_gradient || is_safe_square(sums.gradient)) && (no_momentum || is_safe_square(sums.momentum)) &&
          (no_weight || is_safe_square(sums.weight)) &&
-         (no_gradient || rule < UpdateRule::kAdam || is_safe_square(sums.scaled)) &&
+         (no_gradient || formula < UpdateFormula::kAdam || is_safe_square(sums.scaled)) &&
          ((no_gradient && no_momentum) || is_safe_square(sums.update)) && sums.second <= Real(0x1p+120);
 }
 
@@ -126,44 +126,44 @@ GRADSTAT_HD Real magnitude(Real x) {
 
 #include "update_element.h"
 
-// Calls body(rule) with the rule as an integral_constant.
+// Calls body(formula) with the formula as an integral_constant.
 template <class Body>
-GRADSTAT_HD void with_rule(UpdateRule rule, const Body& body) {
-  switch (rule) {
-    case UpdateRule::kGradient:
-      return body(std::integral_constant<UpdateRule, UpdateRule::kGradient>());
-    case UpdateRule::kMomentum:
-      return body(std::integral_constant<UpdateRule, UpdateRule::kMomentum>());
-    case UpdateRule::kAdam:
-      return body(std::integral_constant<UpdateRule, UpdateRule::kAdam>());
-    case UpdateRule::kAmsgrad:
-      return body(std::integral_constant<UpdateRule, UpdateRule::kAmsgrad>());
+GRADSTAT_HD void with_formula(UpdateFormula formula, const Body& body) {
+  switch (formula) {
+    case UpdateFormula::kGradient:
+      return body(std::integral_constant<UpdateFormula, UpdateFormula::kGradient>());
+    case UpdateFormula::kMomentum:
+      return body(std::integral_constant<UpdateFormula, UpdateFormula::kMomentum>());
+    case UpdateFormula::kAdam:
+      return body(std::integral_constant<UpdateFormula, UpdateFormula::kAdam>());
+    case UpdateFormula::kAmsgrad:
+      return body(std::integral_constant<UpdateFormula, UpdateFormula::kAmsgrad>());
     default:
-      return body(std::integral_constant<UpdateRule, UpdateRule::kAdamax>());
+      return body(std::integral_constant<UpdateFormula, UpdateFormula::kAdamax>());
   }
 }
 
 // A tensor and its optimizer state: operands of equal length.
 struct UpdateEntry {
   Entry operands[kMaxOperands];
-  UpdateRule rule;
+  UpdateFormula formula;
 
   int64_t numel() const { return operands[0].numel; }
 };
 
-// Groups consecutive operands by tensor. Throws std::runtime_error if they do not fit the rules.
+// Groups consecutive operands by tensor. Throws std::runtime_error if they do not fit the formulas.
 inline std::vector<UpdateEntry> update_entries(const std::vector<Entry>& operands,
-                                               const std::vector<int64_t>& rules) {
+                                               const std::vector<int64_t>& formulas) {
   std::vector<UpdateEntry> entries;
-  entries.reserve(rules.size());
+  entries.reserve(formulas.size());
   size_t at = 0;
-  for (const int64_t number : rules) {
-    if (number < 0 || number >= kUpdateRules) {
-      throw std::runtime_error("gradstat: unknown update rule " + std::to_string(number));
+  for (const int64_t number : formulas) {
+    if (number < 0 || number >= kUpdateFormulas) {
+      throw std::runtime_error("gradstat: unknown update formula " + std::to_string(number));
     }
-    UpdateEntry entry = {{}, static_cast<UpdateRule>(number)};
-    for (int i = 0; i < operands_of(entry.rule); ++i, ++at) {
-      if (at >= operands.size()) throw std::runtime_error("gradstat: too few operands for the update rules");
+    UpdateEntry entry = {{}, static_cast<UpdateFormula>(number)};
+    for (int i = 0; i < operands_of(entry.formula); ++i, ++at) {
+      if (at >= operands.size()) throw std::runtime_error("gradstat: too few operands for the update formulas");
       entry.operands[i] = operands[at];
       if (entry.operands[i].is_pair || entry.operands[i].numel != entry.numel()) {
         throw std::runtime_error("gradstat: update operand " + std::to_string(at) +
@@ -172,7 +172,7 @@ inline std::vector<UpdateEntry> update_entries(const std::vector<Entry>& operand
     }
     entries.push_back(entry);
   }
-  if (at != operands.size()) throw std::runtime_error("gradstat: too many operands for the update rules");
+  if (at != operands.size()) throw std::runtime_error("gradstat: too many operands for the update formulas");
   return entries;
 }
 

@@ -49,19 +49,19 @@ bool is_zero(const Storage* p, int64_t count) {
   return !any;
 }
 
-template <class Type, UpdateRule kRule>
+template <class Type, UpdateFormula kFormula>
 void read_update_block(const typename Type::Storage* const* operands, int64_t count,
                        const UpdateCoefficients<double>& by, const UpdateCoefficients<float>& narrow,
                        bool fits_float, UpdateSums<double>& row) {
   using V = typename Type::V;
-  constexpr int kOperands = operands_of(kRule);
+  constexpr int kOperands = operands_of(kFormula);
   constexpr bool kIsNarrow = sizeof(typename Type::Real) == 4;
   constexpr int kTwo = 2 * Type::kValues, kGroup = 4;
   const auto exactly = [&](int64_t from, UpdateSums<double>& sums) {
     for (int64_t i = from; i < count; ++i) {
       double x[kOperands];
       for (int k = 0; k < kOperands; ++k) x[k] = Type::to_real(operands[k][i]);
-      gradstat::add_update<kRule>(sums, x, by);
+      gradstat::add_update<kFormula>(sums, x, by);
     }
   };
   if (kIsNarrow && !fits_float) return exactly(0, row);
@@ -77,11 +77,11 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
       V x[2][kOperands];
       for (int k = 0; k < kOperands; ++k) load_two<Type>(operands[k] + i, x[0][k], x[1][k]);
       if constexpr (kIsNarrow) {
-        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[0], narrow);
-        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[1], narrow);
+        GRADSTAT_NAMESPACE::add_update<kFormula>(sums, x[0], narrow);
+        GRADSTAT_NAMESPACE::add_update<kFormula>(sums, x[1], narrow);
       } else {
-        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[0], by);
-        GRADSTAT_NAMESPACE::add_update<kRule>(sums, x[1], by);
+        GRADSTAT_NAMESPACE::add_update<kFormula>(sums, x[0], by);
+        GRADSTAT_NAMESPACE::add_update<kFormula>(sums, x[1], by);
       }
     }
     const V* from = &sums.update;
@@ -95,8 +95,9 @@ void read_update_block(const typename Type::Storage* const* operands, int64_t co
     const bool no_weight = sums.weight == 0 && is_zero(operands[1], i);
     const bool no_gradient =
         sums.gradient == 0 && is_zero(operands[0], i) && (by.weight_decay == 0 || no_weight);
-    const bool no_momentum = kRule == UpdateRule::kGradient || (sums.momentum == 0 && is_zero(operands[2], i));
-    if (!is_safe(sums, no_gradient, no_momentum, no_weight, kRule)) return exactly(0, row);
+    const bool no_momentum =
+        kFormula == UpdateFormula::kGradient || (sums.momentum == 0 && is_zero(operands[2], i));
+    if (!is_safe(sums, no_gradient, no_momentum, no_weight, kFormula)) return exactly(0, row);
   }
   exactly(i, sums);
   merge_into(row, sums);
@@ -108,10 +109,10 @@ void read_update(const UpdateEntry& entry, int64_t first, int64_t count, const U
                  UpdateSums<double>& row) {
   using Storage = typename Type::Storage;
   const UpdateCoefficients<float> narrow = narrowed(by);
-  const bool fits = fits_float(by, entry.rule);
-  const int operands = operands_of(entry.rule);
+  const bool fits = fits_float(by, entry.formula);
+  const int operands = operands_of(entry.formula);
   Storage widened[kWidens ? kMaxOperands : 1][kWidens ? kUpdateBlock : 1];
-  with_rule(entry.rule, [&](auto rule) {
+  with_formula(entry.formula, [&](auto formula) {
     for (int64_t done = 0; done < count; done += kUpdateBlock) {
       const int64_t take = std::min(kUpdateBlock, count - done);
       const Storage* block[kMaxOperands];
@@ -127,7 +128,7 @@ void read_update(const UpdateEntry& entry, int64_t first, int64_t count, const U
           block[k] = static_cast<const Storage*>(operand.data) + first + done;
         }
       }
-      read_update_block<Type, decltype(rule)::value>(block, take, by, narrow, fits, row);
+      read_update_block<Type, decltype(formula)::value>(block, take, by, narrow, fits, row);
     }
   });
 }
@@ -135,7 +136,7 @@ void read_update(const UpdateEntry& entry, int64_t first, int64_t count, const U
 void read_update(const UpdateEntry& entry, int64_t first, int64_t count, const UpdateCoefficients<double>& by,
                  UpdateSums<double>& row) {
   bool is_mixed = false, has_double = false;
-  for (int k = 0; k < operands_of(entry.rule); ++k) {
+  for (int k = 0; k < operands_of(entry.formula); ++k) {
     is_mixed |= entry.operands[k].dtype != entry.operands[0].dtype;
     has_double |= entry.operands[k].dtype == DType::kFloat64;
   }

@@ -16,7 +16,7 @@ struct UpdatePlace {
   uint64_t addresses[kMaxOperands];
   int64_t numel;
   uint32_t first_chunk;
-  UpdateRule rule;
+  UpdateFormula formula;
   DType dtypes[kMaxOperands];
   bool can_use_vectors;  // all operands are of one type, narrower than float64, and aligned to 16 bytes
 
@@ -26,8 +26,8 @@ struct UpdatePlace {
 };
 
 inline UpdatePlace update_place(const UpdateEntry& entry, uint32_t first_chunk) {
-  UpdatePlace place = {{}, entry.numel(), first_chunk, entry.rule, {}, true};
-  for (int k = 0; k < operands_of(entry.rule); ++k) {
+  UpdatePlace place = {{}, entry.numel(), first_chunk, entry.formula, {}, true};
+  for (int k = 0; k < operands_of(entry.formula); ++k) {
     const Entry& operand = entry.operands[k];
     place.addresses[k] = reinterpret_cast<uint64_t>(operand.data);
     place.dtypes[k] = operand.dtype;
@@ -80,10 +80,10 @@ GRADSTAT_DEVICE bool is_zero(const uint4& v) {
 }
 
 // Reads elements begin, begin + step, ... before end, in float64.
-template <UpdateRule kRule>
+template <UpdateFormula kFormula>
 GRADSTAT_DEVICE void read_update_exactly(const UpdateMemory& memory, int64_t begin, int64_t end, int64_t step,
                                          UpdateSums<double>& sums) {
-  constexpr int kOperands = operands_of(kRule);
+  constexpr int kOperands = operands_of(kFormula);
 #pragma unroll 1
   for (int64_t i = begin; i < end; i += step) {
     double x[kOperands];
@@ -91,15 +91,15 @@ GRADSTAT_DEVICE void read_update_exactly(const UpdateMemory& memory, int64_t beg
     for (int k = 0; k < kOperands; ++k) {
       x[k] = value_at(memory.place.addresses[k], memory.place.dtypes[k], i);
     }
-    add_update<kRule>(sums, x, memory.by);
+    add_update<kFormula>(sums, x, memory.by);
   }
 }
 
 // Reads this thread's vectors of [at, end), every kThreads-th, and stops `at` the first that cannot be trusted.
-template <UpdateRule kRule, class Format>
+template <UpdateFormula kFormula, class Format>
 GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, int64_t end,
                                       UpdateSums<double>& total) {
-  constexpr int kOperands = operands_of(kRule);
+  constexpr int kOperands = operands_of(kFormula);
 #pragma unroll 1
   for (; at < end; at += kThreads * Format::kElements) {
     uint4 v[kOperands];
@@ -114,14 +114,14 @@ GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, i
       float x[kOperands];
 #pragma unroll
       for (int k = 0; k < kOperands; ++k) x[k] = Format::element(v[k], e);
-      add_update<kRule>(sums, x, memory.narrow);
+      add_update<kFormula>(sums, x, memory.narrow);
     }
-    if (!is_safe(sums, false, kRule == UpdateRule::kGradient, false, kRule)) {
+    if (!is_safe(sums, false, kFormula == UpdateFormula::kGradient, false, kFormula)) {
       // Zeros are rare, so loading the vectors again to check for them is cheap.
       const bool no_weight = is_zero<Format>(load(1));
       const bool no_gradient = is_zero<Format>(load(0)) && (memory.narrow.weight_decay == 0 || no_weight);
-      const bool no_momentum = kRule == UpdateRule::kGradient || is_zero<Format>(load(2));
-      if (!is_safe(sums, no_gradient, no_momentum, no_weight, kRule)) return;
+      const bool no_momentum = kFormula == UpdateFormula::kGradient || is_zero<Format>(load(2));
+      if (!is_safe(sums, no_gradient, no_momentum, no_weight, kFormula)) return;
     }
     merge_into(total, sums);
   }
@@ -129,11 +129,11 @@ GRADSTAT_DEVICE void read_update_fast(const UpdateMemory& memory, int64_t& at, i
 
 // Reads this thread's elements of [begin, end), where `begin` is aligned to a vector. The fast and the exact
 // path alternate, to keep the registers of the latter out of the hot loop.
-template <UpdateRule kRule>
+template <UpdateFormula kFormula>
 GRADSTAT_DEVICE void read_update(const UpdateMemory& memory, int64_t begin, int64_t end,
                                  UpdateSums<double>& total) {
   const DType dtype = memory.place.dtypes[0];
-  const bool can_use_vectors = memory.place.can_use_vectors && fits_float(memory.by, kRule);
+  const bool can_use_vectors = memory.place.can_use_vectors && fits_float(memory.by, kFormula);
   const int64_t elements = can_use_vectors ? kVectorBytes / size_of(dtype) : 1;
   const int64_t whole = can_use_vectors ? end - (end - begin) % elements : begin;
   int64_t at = begin + threadIdx.x * elements;
@@ -142,16 +142,16 @@ GRADSTAT_DEVICE void read_update(const UpdateMemory& memory, int64_t begin, int6
   while (!is_rest) {
     if (at < whole) {
       if (dtype == DType::kFloat32) {
-        read_update_fast<kRule, UpdateFloat32>(memory, at, whole, total);
+        read_update_fast<kFormula, UpdateFloat32>(memory, at, whole, total);
       } else if (dtype == DType::kBFloat16) {
-        read_update_fast<kRule, UpdatePacked<PackedBFloat16>>(memory, at, whole, total);
+        read_update_fast<kFormula, UpdatePacked<PackedBFloat16>>(memory, at, whole, total);
       } else {
-        read_update_fast<kRule, UpdatePacked<PackedHalf>>(memory, at, whole, total);
+        read_update_fast<kFormula, UpdatePacked<PackedHalf>>(memory, at, whole, total);
       }
     }
     is_rest = at >= whole;
     const int64_t first = is_rest ? whole + threadIdx.x : at;
-    read_update_exactly<kRule>(memory, first, is_rest ? end : at + elements, is_rest ? kThreads : 1, total);
+    read_update_exactly<kFormula>(memory, first, is_rest ? end : at + elements, is_rest ? kThreads : 1, total);
     at += kThreads * elements;
   }
 }
@@ -167,7 +167,15 @@ GRADSTAT_DEVICE void merge_over_warp(UpdateSums<double>& sums) {
   }
 }
 
-GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory& memory) {
+// sm_120 has too few registers for a third block without spilling.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#define GRADSTAT_UPDATE_BLOCKS 2
+#else
+#define GRADSTAT_UPDATE_BLOCKS kBlocksPerMultiprocessor
+#endif
+__global__ void __launch_bounds__(kThreads, GRADSTAT_UPDATE_BLOCKS)
+    update_kernel(const __grid_constant__ UpdateArguments arguments) {
+  __shared__ UpdateMemory memory;
   const uint32_t thread = threadIdx.x, tensor = arguments.tensors[blockIdx.x];
   if (thread == 0) {
     memory.place = arguments.places[tensor];
@@ -179,7 +187,8 @@ GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory
   const int64_t begin = static_cast<int64_t>(blockIdx.x - place.first_chunk) * kUpdateChunk;
   const int64_t end = begin + kUpdateChunk < place.numel ? begin + kUpdateChunk : place.numel;
   UpdateSums<double> sums = {};
-  with_rule(place.rule, [&](auto rule) { read_update<decltype(rule)::value>(memory, begin, end, sums); });
+  with_formula(place.formula,
+               [&](auto formula) { read_update<decltype(formula)::value>(memory, begin, end, sums); });
   merge_over_warp(sums);
   if (thread % 32 == 0) memory.of_warp[thread / 32] = sums;
   __syncthreads();
@@ -187,18 +196,6 @@ GRADSTAT_DEVICE void update_block(const UpdateArguments& arguments, UpdateMemory
     for (int warp = 1; warp < kWarps; ++warp) merge_into(sums, memory.of_warp[warp]);
     arguments.slots[blockIdx.x] = sums;
   }
-}
-
-// sm_120 has too few registers for a third block without spilling.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-#define GRADSTAT_UPDATE_BLOCKS 2
-#else
-#define GRADSTAT_UPDATE_BLOCKS kBlocksPerMultiprocessor
-#endif
-__global__ void __launch_bounds__(kThreads, GRADSTAT_UPDATE_BLOCKS)
-    update_kernel(const __grid_constant__ UpdateArguments arguments) {
-  __shared__ UpdateMemory memory;
-  update_block(arguments, memory);
 }
 
 // One warp per tensor.

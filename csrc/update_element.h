@@ -10,16 +10,16 @@
 #endif
 
 // `x`: the operands in order.
-template <UpdateRule kRule, class Real, class Number>
+template <UpdateFormula kFormula, class Real, class Number>
 GRADSTAT_ELEMENT void add_update(UpdateSums<Real>& sums, const Real* x, const UpdateCoefficients<Number>& by) {
-  constexpr bool kHasSecond = kRule >= UpdateRule::kAdam;
+  constexpr bool kHasSecond = kFormula >= UpdateFormula::kAdam;
   const Real weight = x[1];
   Real gradient = x[0] * by.gradient_scale;
   if (by.weight_decay != 0) gradient += weight * by.weight_decay;
   Real new_momentum = gradient * by.momentum_gain;
   sums.gradient += gradient * gradient;
   sums.weight += weight * weight;
-  if constexpr (kRule != UpdateRule::kGradient) {
+  if constexpr (kFormula != UpdateFormula::kGradient) {
     const Real momentum = x[2];
     new_momentum += momentum * by.momentum_decay;
     sums.product += gradient * momentum;
@@ -29,11 +29,11 @@ GRADSTAT_ELEMENT void add_update(UpdateSums<Real>& sums, const Real* x, const Up
   if constexpr (kHasSecond) {
     Real divisor = x[3];
     sums.second += divisor;
-    if constexpr (kRule == UpdateRule::kAdamax) {
+    if constexpr (kFormula == UpdateFormula::kAdamax) {
       divisor = larger(divisor * by.second_decay, magnitude(gradient) + by.eps);
     } else {
       divisor = divisor * by.second_decay + gradient * gradient * by.second_gain;
-      if constexpr (kRule == UpdateRule::kAmsgrad) {
+      if constexpr (kFormula == UpdateFormula::kAmsgrad) {
         sums.second += x[4];
         divisor = larger(divisor, x[4]);
       }

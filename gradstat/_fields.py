@@ -26,8 +26,8 @@ UPDATE_COEFFICIENTS = (
     *("gradient_scale", "weight_decay", "momentum_decay", "momentum_gain", "second_decay", "second_gain"),
     *("from_gradient", "from_momentum", "root_scale", "eps", "is_adaptive", "lr"),
 )
-UPDATE_RULES = ("gradient", "momentum", "adam", "amsgrad", "adamax")
-"""Update rules by number. A tensor with the n-th rule has `UPDATE_OPERANDS[n]` operands."""
+UPDATE_FORMULAS = ("gradient", "momentum", "adam", "amsgrad", "adamax")
+"""Update formulas by number. A tensor with the n-th formula has `UPDATE_OPERANDS[n]` operands."""
 UPDATE_OPERANDS = (2, 3, 4, 5, 4)  # gradient, weight, momentum, second moment, maximum of the second moment
 
 _IDENTITY: dict[str, float] = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -94,9 +94,9 @@ FINGERPRINT: str = ",".join(
     [f"{field.name}:{field.merge}" for field in FIELDS]
     + [number.hex() for number in (LARGE, SMALL, LARGE_SCALE, SMALL_SCALE)]
     + [*UPDATE_SUMS, *UPDATE_COEFFICIENTS]
-    + [f"{rule}:{operands}" for rule, operands in zip(UPDATE_RULES, UPDATE_OPERANDS, strict=True)]
+    + [f"{formula}:{operands}" for formula, operands in zip(UPDATE_FORMULAS, UPDATE_OPERANDS, strict=True)]
 )
-"""Identifies fields, merges, Blue's constants, update rules and tables. A compiled extension carries its own."""
+"""Identifies fields, merges, Blue's constants, update formulas and tables. A compiled extension carries its own."""
 
 
 def column(name: str) -> int:

@@ -213,7 +213,7 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
-        scale, steps, skipped, in_a_row = self._counters.newest(self._scale_and_counts, wait).tolist()
+        scale, steps, skipped, in_a_row = self._counters.newest(wait, self._scale_and_counts).tolist()
         trend = "ok"
         if in_a_row >= self.collapse_after:
             trend = "collapsing"

@@ -106,7 +106,7 @@ def clip_grad_norm_(
 
 def _clip_if_finite(direct: DeviceModule, gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
     """``direct.clip_``, but waits for the norm before changing anything, and raises if it is not finite."""
-    measured = direct.measure(gradients, max_norm, norm_type)
+    measured = direct.measure_norm(gradients, max_norm, norm_type)
     if measured is None:
         return None
     norm, multiplier = measured
@@ -146,12 +146,12 @@ def get_total_norm(
         require_foreach(listed)
     if torch.compiler.is_compiling():
         refuse_in_compiled("get_total_norm", listed, norm_type, error_if_nonfinite, backend, extra_groups)
-        compiled: Tensor = operators(listed[0].device).measure.default(listed, math.inf, norm_type)[1]
+        compiled: Tensor = operators(listed[0].device).measure_norm.default(listed, math.inf, norm_type)[0]
         return compiled
     direct = None
     if extra_groups is None and is_fused(listed, norm_type):
         direct = direct_for(listed[0], backend)
-    measured = direct.measure(listed, math.inf, norm_type) if direct is not None else None
+    measured = direct.measure_norm(listed, math.inf, norm_type) if direct is not None else None
     if measured is not None:
         norm = measured[0]
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from gradstat._core.host_copy import Mirror, refuse_capture
+from gradstat._core.host_copy import DeviceState, refuse_capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class StepCounts:
     consecutive_skipped: int
 
 
-class StepCounters(Mirror):
+class StepCounters(DeviceState):
     """The counts of an optimizer's guarded steps, kept on the device as int64.
 
     Attributes:
@@ -38,8 +38,7 @@ class StepCounters(Mirror):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.tensor = torch.zeros(3, dtype=torch.int64, device=device)
+        super().__init__(torch.zeros(3, dtype=torch.int64, device=device))
         self.steps, self.skipped, self.consecutive_skipped = self.tensor.unbind()
 
     def __repr__(self) -> str:
@@ -62,7 +61,7 @@ class StepCounters(Mirror):
         Without ``wait`` only the first call waits for the device; on a GPU the counts are then those at the previous
         call, or of one step earlier than the last if this is called on every step.
         """
-        return StepCounts(*map(int, self.newest(lambda: self.tensor, wait)))
+        return StepCounts(*map(int, self.newest(wait)))
 
 
 _counters: weakref.WeakKeyDictionary[Optimizer, StepCounters] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
-from gradstat._core.host_copy import Mirror, Streams, refuse_capture, streams_of
+from gradstat._core.host_copy import DeviceState, Streams
 from gradstat._core.saved import A_COUNT, Saved, is_count
 from gradstat._core.tensors import is_distributed, to_device
 from gradstat.adaptive._base import number, positive, whole_number
@@ -138,8 +138,8 @@ class SpikeGuard:
         self._options |= {"warmup": int(self._method_options[1]), "max_consecutive": max_consecutive}
         self._options |= {"scale": scale, **limits}
         self._group = process_group
-        self._state_tensor: Tensor | None = None
-        self._mirror = Mirror()
+        numbers = torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
+        self._state = DeviceState(numbers)
 
     @classmethod
     def sigma(
@@ -176,13 +176,13 @@ class SpikeGuard:
 
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
-        numbers = map(int, self._mirror.newest(lambda: self._state()[:_RECORDED], wait))
+        numbers = map(int, self._state.newest(wait, lambda: self._state.tensor[:_RECORDED]))
         steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reason = numbers
         return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reasons_of(reason))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, and ``"tensors"``, by name, on their device. No host sync."""
-        memory = self._state()
+        memory = self._state.tensor
         values = memory[_TOTALS:].view(len(SERIES), self._window)
         return {"rule": self._method, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
 
@@ -195,9 +195,7 @@ class SpikeGuard:
             ValueError: The state is of another method or window, or not what `state_dict` returns; the entry is named.
                 Nothing has been changed then.
         """
-        memory = self._loaded(state)
-        self._state_tensor = memory if self._state_tensor is None else self._state_tensor.copy_(memory)
-        self._mirror = Mirror(streams_of([self._state_tensor]))
+        self._state.load_(self._loaded(state))
 
     def _loaded(self, state: object) -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
@@ -235,29 +233,20 @@ class SpikeGuard:
         ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
         """
         device = verdict.device
-        if self._state_tensor is None or self._state_tensor.device != device:
-            refuse_capture(device, "the state of a guard")
-            self._state_tensor = self._state().to(device)
-        self._mirror.streams = streams
+        memory = self._state.moved_to(device, "the state of a guard")
+        self._state.streams = streams
         loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         update = None if update is None else _on(update.detach(), device)
         options = (float(self._by_sigmas), *self._method_options)
         if kernels.guard_ is not None:
-            return kernels.guard_(
-                options, self._state_tensor, self._window, scaling.numbers, verdict, loss, update, counters
-            )
+            return kernels.guard_(options, memory, self._window, scaling.numbers, verdict, loss, update, counters)
         values = [loss, scaling.norm, update]
-        return _judge(options, self._state_tensor, self._window, scaling, verdict, values, counters)
+        return _judge(options, memory, self._window, scaling, verdict, values, counters)
 
     @property
-    def reason(self) -> Tensor | None:
-        """Why the last step was not taken unchanged, as bits in a 0-d float64 on the device; None before the first."""
-        return None if self._state_tensor is None else self._state_tensor[_REASON]
-
-    def _state(self) -> Tensor:
-        if self._state_tensor is not None:
-            return self._state_tensor
-        return torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
+    def reason(self) -> Tensor:
+        """Why the last step was not taken unchanged, as bits in a 0-d float64 on the device."""
+        return self._state.tensor[_REASON]
 
     def _leave(self, loss: Tensor | None, error: Exception) -> None:
         """Takes part in the mean of the loss, which the other ranks wait for, after a step failed with ``error``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
-from gradstat._core.host_copy import Mirror, refuse_capture, streams_of
+from gradstat._core.host_copy import DeviceState, streams_of
 from gradstat._core.measure import measure
 from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
 from gradstat._core.saved import Saved
@@ -86,8 +86,7 @@ class NoiseScale:
         if not self._names:
             raise ValueError(f"none of the {len(named.parameters)} parameters requires a gradient")
         self._decay, self._backend = decay, backend
-        self._averages = torch.zeros(2, len(self._names), dtype=torch.float64, device="cpu")
-        self._mirror = Mirror()
+        self._averages = DeviceState(torch.zeros(2, len(self._names), dtype=torch.float64, device="cpu"))
         self._first: Tensor | None = None  # rows of the first micro-batch, in a step that is measured
         self._count = 0  # micro-batches in the current step
         self._steps = 0
@@ -168,7 +167,7 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the averages, on their device, with the parameter names and micro-batch size. No host sync."""
-        return {"averages": self._averages.clone(), "names": list(self._names), "micro_batch_size": self._size}
+        return {"averages": self._averages.tensor.clone(), "names": list(self._names), "micro_batch_size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from ``state``, made by `state_dict`, at any size. Waits for the device.
@@ -185,15 +184,12 @@ class NoiseScale:
             size.refuse("a whole number from 1 to 2**53")
         averages[0] *= size.value / self._size
         saved["averages"].require(averages, averages.isfinite(), "a finite number")
-        self._averages.copy_(averages)
-        self._mirror = Mirror(streams_of([self._averages]))
+        self._averages.load_(averages)
         self.reset()
 
     def _add(self, both: Tensor) -> None:
         """Adds a step to the averages, given the rows of its first micro-batch and of all micro-batches."""
-        if self._averages.device != both.device:
-            refuse_capture(both.device, "the averages of NoiseScale")
-            self._averages = self._averages.to(both.device)
+        before = self._averages.moved_to(both.device, "the averages of NoiseScale")
         # With s and a the squared norms of the gradients averaged over one micro-batch of b examples, and over all n
         # micro-batches of all ranks, tr(S) is estimated as b (s - a) / (1 - 1/n) and |G|^2 as (a - s/n) / (1 - 1/n).
         # The divisors cancel, and b is applied when values are read. The first measurement is s / count^2, since a
@@ -202,9 +198,9 @@ class NoiseScale:
         minus_noise = torch.sub(whole, first, alpha=self._count**2)
         signal = torch.sub(whole, first, alpha=self._count / self._ranks)
         left_out = both[..., _fields.NONFINITE].any() | both[..., _LARGE].any()
-        averages = self._averages.lerp(torch.stack([minus_noise, signal]), 1.0 - self._decay)
-        torch.where(left_out, self._averages, averages, out=self._averages)
-        self._mirror.streams = streams_of([self._averages])
+        after = before.lerp(torch.stack([minus_noise, signal]), 1.0 - self._decay)
+        torch.where(left_out, before, after, out=before)
+        self._averages.streams = streams_of([before])
 
     def _rows(self, caller: str, rows: Tensor | None) -> Tensor:
         """One row per parameter; zeros, correct for the columns used here, for a parameter without a gradient."""
@@ -230,7 +226,7 @@ class NoiseScale:
 
     def _read(self, wait: bool) -> Any:
         """The averages of noise and signal for each parameter, [2, parameters], on the host."""
-        averages = self._mirror.newest(lambda: self._averages, wait).copy()
+        averages = self._averages.newest(wait).copy()
         averages[0] *= -self._size
         return averages
 

@@ -6,9 +6,8 @@ one program each. The split depends only on the tensor itself, and therefore so 
 
 from __future__ import annotations
 
+import functools
 import operator
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,10 +49,6 @@ _REAL_BYTES = np.array([dtype.itemsize for dtype in _REAL], dtype=np.int64)
 
 _dtype_of = operator.attrgetter("dtype")
 
-# Number of tables kept on the devices. A training step uses one or two lists, and gradients usually have the same
-# addresses as in the previous step.
-_KEPT_TABLES = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -64,10 +59,6 @@ class Table:
     chunks: int  # of all tensors: the number of programs
     is_split: bool  # whether any tensor has more than one chunk
 
-
-_Key = tuple[torch.device, int, tuple[int, ...], tuple[int, ...], tuple[torch.dtype, ...]]
-_tables: OrderedDict[_Key, Table] = OrderedDict()
-_lock = threading.Lock()
 
 # Each replay of a captured upload reads its pinned source, and graphs do not notify anyone when they are destroyed.
 _sources_of_captured_uploads: list[torch.Tensor] = []
@@ -94,9 +85,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def table_of(tensors: Sequence[torch.Tensor]) -> Table:
-    """The table of ``tensors``, uploaded without a host sync, or cached from an earlier call."""
-    # A cached table is never stale: its contents depend only on its key. The key includes the stream, whose order
-    # ensures that the upload finishes before the table is used, and that all uses finish before its memory is reused.
+    """The table of ``tensors``, uploaded without a host sync, or kept from an earlier call."""
     device = tensors[0].device
     # This is a good part of the host time of checking a small model; map is a tenth faster than comprehensions.
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
@@ -104,18 +93,7 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     dtypes = tuple(map(_dtype_of, tensors))
     if is_capturing(device):
         return _new_table(addresses, lengths, dtypes, device)
-    key = (device, stream_of(device), addresses, lengths, dtypes)
-    with _lock:
-        table = _tables.get(key)
-        if table is not None:
-            _tables.move_to_end(key)
-            return table
-    table = _new_table(addresses, lengths, dtypes, device)
-    with _lock:
-        _tables[key] = table
-        while len(_tables) > _KEPT_TABLES:
-            _tables.popitem(last=False)
-    return table
+    return _kept_table(addresses, lengths, dtypes, device, stream_of(device))
 
 
 def _new_table(
@@ -154,6 +132,16 @@ def _new_table(
     words[:entries] = np.stack([address, values, kind, shift, first_chunk, chunks], axis=1).reshape(-1)
     words[entries:].view(np.int32)[:total] = np.repeat(np.arange(count, dtype=np.int32), chunks)
     return Table(upload(source, device), count, total, total > count)
+
+
+# A training step uses one or two lists, and gradients usually have the same addresses as in the previous step. A table
+# that is kept is never stale: its contents depend only on the arguments. One of them is the stream, whose order ensures
+# that the upload finishes before the table is used, and that all uses finish before its memory is reused.
+@functools.lru_cache(maxsize=16)
+def _kept_table(
+    addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
+) -> Table:
+    return _new_table(addresses, lengths, dtypes, device)
 
 
 def upload(source: torch.Tensor, device: torch.device) -> torch.Tensor:

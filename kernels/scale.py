@@ -133,22 +133,14 @@ def _split_repeated(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return rounds
 
 
-def scale_(tensors: list[torch.Tensor], multiplier: torch.Tensor) -> None:
-    """Multiplies tensors in place by a 0-d float64 tensor. A tensor listed k times is scaled k times, in k launches.
+def scale_(tensors: list[torch.Tensor], multipliers: torch.Tensor) -> None:
+    """As `gradstat._core.reference.scale_`. A tensor listed k times is scaled k times, in k launches.
 
     Tensors that share memory must be identical. Raises NotImplementedError for 8-bit floats, before any is changed.
     """
-    _scale(tensors, multiplier, 0)
-
-
-def scale_each_(tensors: list[torch.Tensor], multipliers: torch.Tensor) -> None:
-    """As `scale_`, with one multiplier per tensor: contiguous float64, ``[len(tensors)]``."""
-    _scale(tensors, multipliers, 1)
-
-
-def _scale(tensors: list[torch.Tensor], multipliers: torch.Tensor, stride: int) -> None:
     assert tensors, "expected at least one tensor"
     assert multipliers.dtype == torch.float64
+    assert multipliers.shape in ((), (len(tensors),))
     unsupported = _UNSUPPORTED.intersection(tensor.dtype for tensor in tensors)
     if unsupported:
         names = ", ".join(sorted(str(dtype) for dtype in unsupported))
@@ -157,4 +149,6 @@ def _scale(tensors: list[torch.Tensor], multipliers: torch.Tensor, stride: int) 
     with _table.on_device(device):
         for part in _split_repeated(tensors):
             table = _table.table_of(part)
-            _launch_scale(device, table.chunks, (table.buffer,), multipliers, table.tensors, table.chunks, stride)
+            _launch_scale(
+                device, table.chunks, (table.buffer,), multipliers, table.tensors, table.chunks, multipliers.dim()
+            )

@@ -1,8 +1,8 @@
 """Update statistics in Triton: sums over gradient, weight and optimizer state of many tensors (see csrc/update.h).
 
-Tensors with the same rule and dtype share two launches. Each program reads one chunk of one tensor and stores its sums;
-a second kernel adds up the chunks of each tensor in order. Vectors are summed in float32 per lane and promoted. A chunk
-whose sums cannot be trusted is read again in float64, as are incomplete steps.
+Tensors with the same formula and dtype share two launches. Each program reads one chunk of one tensor and stores its
+sums; a second kernel adds up the chunks of each tensor in order. Vectors are summed in float32 per lane and promoted. A
+chunk whose sums cannot be trusted is read again in float64, as are incomplete steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPERANDS = tl.constexpr(_fields.UPDATE_OPERANDS)
 SUMS = tl.constexpr(len(_fields.UPDATE_SUMS))
 COEFFICIENTS = tl.constexpr(len(_fields.UPDATE_COEFFICIENTS))
 WEIGHT_DECAY, EPS = (tl.constexpr(_fields.UPDATE_COEFFICIENTS.index(name)) for name in ("weight_decay", "eps"))
-ADAM, AMSGRAD, ADAMAX = (tl.constexpr(_fields.UPDATE_RULES.index(name)) for name in ("adam", "amsgrad", "adamax"))
+ADAM, AMSGRAD, ADAMAX = (tl.constexpr(_fields.UPDATE_FORMULAS.index(name)) for name in ("adam", "amsgrad", "adamax"))
 SAFE_LOW, SAFE_HIGH, MIN_EPS = tl.constexpr(2.0**-90), tl.constexpr(2.0**120), tl.constexpr(2.0**-50)
 MERGED = tl.constexpr(128)
 
@@ -36,7 +36,7 @@ _ELEMENTS[torch.float64] = tl.float64
 
 
 @triton.jit
-def _add_update(x, by, RULE: tl.constexpr):
+def _add_update(x, by, FORMULA: tl.constexpr):
     """add_update of csrc/update_element.h, elementwise: the contribution of each element to every sum."""
     gradient_scale, weight_decay, momentum_decay, momentum_gain, second_decay, second_gain = (
         by[0], by[1], by[2], by[3], by[4], by[5]
@@ -48,12 +48,12 @@ def _add_update(x, by, RULE: tl.constexpr):
     new_momentum = gradient * momentum_gain + momentum * momentum_decay
     update = gradient * from_gradient + new_momentum * from_momentum
     scaled = tl.zeros_like(gradient)
-    if RULE >= ADAM:
-        if RULE == ADAMAX:
+    if FORMULA >= ADAM:
+        if FORMULA == ADAMAX:
             divisor = tl.maximum(second * second_decay, tl.abs(gradient) + eps)
         else:
             divisor = second * second_decay + gradient * gradient * second_gain
-            if RULE == AMSGRAD:
+            if FORMULA == AMSGRAD:
                 divisor = tl.maximum(divisor, maximum)
             divisor = tl.sqrt(divisor) * root_scale + eps
         inverse = 1.0 / divisor
@@ -64,20 +64,22 @@ def _add_update(x, by, RULE: tl.constexpr):
 
 
 @triton.jit
-def _operands(place, offsets, mask, REAL: tl.constexpr, RULE: tl.constexpr, ELEMENT: tl.constexpr, WHOLE: tl.constexpr):
-    """The operands at `offsets`; zeros for those the rule does not have. WHOLE: no mask, aligned vectors."""
-    found = ()
+def _operands(
+    place, offsets, mask, REAL: tl.constexpr, FORMULA: tl.constexpr, ELEMENT: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The operands at `offsets`; zeros for those the formula does not have. WHOLE: no mask, aligned vectors."""
+    operands = ()
     for k in tl.static_range(5):
-        if k < OPERANDS[RULE]:
+        if k < OPERANDS[FORMULA]:
             pointer = tl.load(place + k).to(tl.pointer_type(ELEMENT))
             if WHOLE:
                 x = tl.load(tl.multiple_of(pointer, 16) + offsets)
             else:
                 x = tl.load(pointer + offsets, mask=mask, other=0)
-            found = found + (_widen(x, 0).to(REAL),)
+            operands = operands + (_widen(x, 0).to(REAL),)
         else:
-            found = found + (tl.zeros(offsets.shape, REAL),)
-    return found
+            operands = operands + (tl.zeros(offsets.shape, REAL),)
+    return operands
 
 
 @triton.jit
@@ -91,20 +93,20 @@ def _is_zero(x):
 
 
 @triton.jit
-def _is_safe(sums, x, weight_decay, RULE: tl.constexpr):
+def _is_safe(sums, x, weight_decay, FORMULA: tl.constexpr):
     """is_safe of csrc/update.h, per lane."""
     no_gradient = _is_zero(x[0]) & _is_zero(x[1] * weight_decay)
     no_momentum = _is_zero(x[2])
     good = (no_gradient | _is_safe_square(sums[4])) & (no_momentum | _is_safe_square(sums[5]))
     good = good & (_is_zero(x[1]) | _is_safe_square(sums[1])) & (sums[6] <= SAFE_HIGH)
-    if RULE >= ADAM:
+    if FORMULA >= ADAM:
         good = good & (no_gradient | _is_safe_square(sums[2]))
     return good & ((no_gradient & no_momentum) | _is_safe_square(sums[0]))
 
 
 @triton.jit(do_not_specialize=["tensors"])
 def update_kernel(
-    places, coefficients, rows, tensors, RULE: tl.constexpr, ELEMENT: tl.constexpr, USE_VECTORS: tl.constexpr
+    places, coefficients, rows, tensors, FORMULA: tl.constexpr, ELEMENT: tl.constexpr, USE_VECTORS: tl.constexpr
 ):
     """One program per chunk; `places` ends with the tensor index of each chunk. rows: [chunks, sums]."""
     VECTOR: tl.constexpr = 128 // ELEMENT.primitive_bitwidth
@@ -127,19 +129,19 @@ def update_kernel(
     at = begin
     if USE_VECTORS:
         fits = eps >= MIN_EPS
-        if RULE < ADAM or RULE == ADAMAX:
+        if FORMULA < ADAM or FORMULA == ADAMAX:
             fits = eps == eps
         good = tl.full((LANES,), 1, tl.int1)
         if fits:
             while at + STEP <= end:
-                x = _operands(place, at + offsets, offsets >= 0, tl.float32, RULE, ELEMENT, True)
-                each = _add_update(x, narrow, RULE)
+                x = _operands(place, at + offsets, offsets >= 0, tl.float32, FORMULA, ELEMENT, True)
+                each = _add_update(x, narrow, FORMULA)
                 sums = ()
                 added = ()
                 for i in tl.static_range(SUMS):
                     sums = sums + (tl.sum(each[i], axis=1),)
                     added = added + (totals[i] + sums[i].to(tl.float64),)
-                good = good & _is_safe(sums, x, weight_decay, RULE)
+                good = good & _is_safe(sums, x, weight_decay, FORMULA)
                 totals = added
                 at += STEP
         if tl.min(good.to(tl.int32)) == 0:
@@ -156,8 +158,8 @@ def update_kernel(
     pairs = tl.arange(0, LANES)[:, None] * 2 + tl.arange(0, 2)[None, :]
     while at < end:
         mask = at + pairs < end
-        x = _operands(place, at + pairs, mask, tl.float64, RULE, ELEMENT, False)
-        each = _add_update(x, wide, RULE)
+        x = _operands(place, at + pairs, mask, tl.float64, FORMULA, ELEMENT, False)
+        each = _add_update(x, wide, FORMULA)
         added = ()
         for i in tl.static_range(SUMS):
             added = added + (totals[i] + tl.sum(tl.where(mask, each[i], 0.0), axis=1),)
@@ -185,25 +187,25 @@ def merge_kernel(places, rows, table, tensors):
     tl.store(target, tl.sum(total, axis=0), mask=tl.arange(0, 8) < SUMS)
 
 
-def update_sums(operands: list[torch.Tensor], rules: list[int], coefficients: torch.Tensor) -> torch.Tensor:
+def update_sums(operands: list[torch.Tensor], formulas: list[int], coefficients: torch.Tensor) -> torch.Tensor:
     """As `gradstat._core.reference.update_sums`. Operands of mixed dtypes are converted first."""
     device, rest = operands[0].device, iter(operands)
     groups: dict[tuple[int, torch.dtype, bool], list[list[int]]] = {}
     converted = []
-    for row, rule in enumerate(rules):
-        given = [next(rest) for _ in range(_fields.UPDATE_OPERANDS[rule])]
-        types = {tensor.dtype for tensor in given}
+    for row, formula in enumerate(formulas):
+        inputs = [next(rest) for _ in range(_fields.UPDATE_OPERANDS[formula])]
+        types = {tensor.dtype for tensor in inputs}
         if len(types) > 1 or not types <= _ELEMENTS.keys():
             dtype = torch.float64 if torch.float64 in types else torch.float32
-            given = [tensor.to(dtype) for tensor in given]
-            converted += given
-        addresses = [tensor.data_ptr() for tensor in given]
-        use_vectors = given[0].dtype != torch.float64 and not any(address % 16 for address in addresses)
-        group = groups.setdefault((rule, given[0].dtype, use_vectors), [])
-        group.append([*addresses, *[0] * (5 - len(given)), given[0].numel(), row])
-    table = torch.empty((len(rules), len(_fields.UPDATE_SUMS)), dtype=torch.float64, device=device)
+            inputs = [tensor.to(dtype) for tensor in inputs]
+            converted += inputs
+        addresses = [tensor.data_ptr() for tensor in inputs]
+        use_vectors = inputs[0].dtype != torch.float64 and not any(address % 16 for address in addresses)
+        group = groups.setdefault((formula, inputs[0].dtype, use_vectors), [])
+        group.append([*addresses, *[0] * (5 - len(inputs)), inputs[0].numel(), row])
+    table = torch.empty((len(formulas), len(_fields.UPDATE_SUMS)), dtype=torch.float64, device=device)
     with _table.on_device(device):
-        for (rule, dtype, use_vectors), group in groups.items():
+        for (formula, dtype, use_vectors), group in groups.items():
             words, tensors, chunks = [], [], 0
             for i, place in enumerate(group):
                 count = -(-place[NUMEL.value] // CHUNK.value)
@@ -216,6 +218,8 @@ def update_sums(operands: list[torch.Tensor], rules: list[int], coefficients: to
             options = {"num_warps": WARPS, "enable_fp_fusion": _table.FUSE}
             if chunks:
                 element = _ELEMENTS[dtype]
-                update_kernel[(chunks,)](places, coefficients, rows, len(group), rule, element, use_vectors, **options)
+                update_kernel[(chunks,)](
+                    places, coefficients, rows, len(group), formula, element, use_vectors, **options
+                )
             merge_kernel[(len(group),)](places, rows, table, len(group), **options)
     return table

@@ -93,7 +93,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> It
 
     vectors = 2 * stats.UNROLL.value * stats.LANES.value
     assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS  # a chunk is one tile before and after
-    _table._tables.clear()
+    _table._kept_table.cache_clear()
     if not HAS_CUDA and not PTX:  # constants of compiled kernels cannot be changed
         for module, name, value in (
             *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
@@ -102,7 +102,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> It
         ):
             monkeypatch.setattr(module, name, value)
     yield
-    _table._tables.clear()
+    _table._kept_table.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ class EmulatedKernels(Kernels):
     def __init__(
         self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None, device: CudaDevice | None = None
     ) -> None:
-        super().__init__(self.measured, self._scale_all, self._scale_each, self._sums)
+        super().__init__(self.measured, self._scale, self._sums)
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
         self.device = device
         self.decide_clip_, self.guard_ = self._decide, self._guard
@@ -103,18 +103,15 @@ class EmulatedKernels(Kernels):
         )
         return table
 
-    def _scale_all(self, tensors: Sequence[Tensor], multipliers: Tensor, stride: int = 0) -> None:
+    def _scale(self, tensors: Sequence[Tensor], multipliers: Tensor) -> None:
         left = list(tensors)
         while True:  # a launch for every time that a tensor is listed, as the operators do
             first = {one.data_ptr(): i for i, one in reversed(list(enumerate(left))) if one.numel()}
             now = [one if first.get(one.data_ptr()) == i else one.as_strided((0,), (1,)) for i, one in enumerate(left)]
-            self.start("scale", next(self._devices), *arrays(now), at(multipliers), ctypes.c_int64(stride))
+            self.start("scale", next(self._devices), *arrays(now), at(multipliers), ctypes.c_int64(multipliers.dim()))
             left = [one.as_strided((0,), (1,)) if done.numel() else one for done, one in zip(now, left, strict=True)]
             if not any(map(Tensor.numel, left)):
                 return
-
-    def _scale_each(self, tensors: Sequence[Tensor], multipliers: Tensor) -> None:
-        self._scale_all(tensors, multipliers, stride=1)
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
         if len(set(map(id, tensors))) < len(tensors):  # which the operators give to separate launches

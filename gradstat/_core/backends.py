@@ -24,8 +24,8 @@ ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 class Kernels:
     """The operations of a backend on one device type, on tensors as `gradstat._core.tensors.readable` returns them.
 
-    A backend supplies four functions: fill a table, scale all tensors by one number, scale each tensor by its own
-    number, and compute the sums of an optimizer's update. This class composes the rest from them, in more passes than
+    A backend supplies three functions, whose contracts are those of `gradstat._core.reference`: fill a table, scale
+    tensors, and compute the sums of an optimizer's update. This class composes the rest from them, in more passes than
     dedicated kernels need; it makes one view per unit, which costs microseconds of host time each.
     """
 
@@ -37,21 +37,13 @@ class Kernels:
         self,
         stats: Callable[[list[Tensor]], Tensor],
         scale_: Callable[[list[Tensor], Tensor], None],
-        scale_each_: Callable[[list[Tensor], Tensor], None],
         update_sums: Callable[[list[Tensor], list[int], Tensor], Tensor],
     ) -> None:
-        self.update_sums = update_sums  # same contract as `gradstat._core.reference.update_sums`
-        self._stats = stats
-        self._scale = scale_
-        self._scale_each = scale_each_
+        self._stats, self.scale_, self.update_sums = stats, scale_, update_sums
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         """The table, and a signature that is equal for equal sizes, strides, dtypes and devices, or None."""
         return self._stats(tensors), None
-
-    def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> None:
-        """Multiplies all tensors in place by the 0-d float64 ``multiplier`` on their device."""
-        self._scale(tensors, multiplier)
 
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
         """Multiplies ``tensors[i]`` in place by ``multipliers[i]``: contiguous float64 on their device, else an error.
@@ -59,12 +51,12 @@ class Kernels:
         A tensor listed twice is multiplied by both of its multipliers.
         """
         _require_numbers(multipliers, torch.float64, len(tensors), tensors[0].device)
-        self._scale_each(tensors, multipliers)
+        self.scale_(tensors, multipliers.reshape(-1))
 
     def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
         """`scale_` by the 0-d float32 ``multiplier``, then the table: same bits, but a single pass where possible."""
         _require_numbers(multiplier, torch.float32, 1, tensors[0].device)
-        self._scale(tensors, multiplier.to(torch.float64))
+        self.scale_(tensors, multiplier.reshape(()).to(torch.float64))
         return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
@@ -84,12 +76,10 @@ class NativeKernels(Kernels):
     """The compiled kernels: through torch's dispatcher, and for ordinary tensors past it."""
 
     def __init__(self, direct: DeviceModule) -> None:
-        stats, scale_, scale_each_, decide_clip_ = (
-            getattr(torch.ops.gradstat, name).default for name in ("stats", "scale_", "scale_each_", "decide_clip_")
-        )
-        super().__init__(stats, scale_, scale_each_, self._directly("update_sums"))
+        operators = torch.ops.gradstat
+        super().__init__(operators.stats.default, operators.scale_.default, self._directly("update_sums"))
         self.direct = direct
-        self.decide_clip_, self.guard_ = decide_clip_, self._directly("guard_")
+        self.decide_clip_, self.guard_ = self._directly("decide_clip_"), self._directly("guard_")
 
     def _directly(self, name: str) -> Callable[..., Tensor]:
         """The operator ``name`` past the dispatcher, or through it if the tensors are not ordinary."""
@@ -104,6 +94,9 @@ class NativeKernels(Kernels):
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         table, signature = torch.ops.gradstat.check.default(tensors)
         return table, signature
+
+    def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
+        torch.ops.gradstat.scale_each_.default(tensors, multipliers)
 
     def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
         table: Tensor = torch.ops.gradstat.unscale_.default(tensors, multiplier)[0]
@@ -150,7 +143,7 @@ def _load_triton(device_type: str) -> Kernels:
         import gradstat.kernels.update as update_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    return Kernels(stats_module.stats, scale_module.scale_, scale_module.scale_each_, update_module.update_sums)
+    return Kernels(stats_module.stats, scale_module.scale_, update_module.update_sums)
 
 
 def _load_reference(device_type: str) -> Kernels:
@@ -159,7 +152,7 @@ def _load_reference(device_type: str) -> Kernels:
     _require_device(device_type)
     from gradstat._core import reference
 
-    return Kernels(reference.stats, reference.scale_, reference.scale_each_, reference.update_sums)
+    return Kernels(reference.stats, reference.scale_, reference.update_sums)
 
 
 class Backend(NamedTuple):

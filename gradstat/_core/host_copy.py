@@ -91,13 +91,17 @@ class HostCopy:
         return self.on_host().numpy()
 
 
-class Mirror:
-    """Host view of values that keep changing on a device, on ``streams``.
+class DeviceState:
+    """Numbers that keep changing in place on a device, on ``streams``, and a view of them on the host.
 
-    A copy or pickle of it begins anew, on the current stream, since streams cannot be copied.
+    A copy or pickle of it begins a view anew, on the current stream, since streams cannot be copied.
     """
 
-    def __init__(self, streams: Streams = ()) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._begin(())
+
+    def _begin(self, streams: Streams) -> None:
         self.streams = streams
         self._seen: Any = None
         self._copy: HostCopy | None = None
@@ -105,13 +109,25 @@ class Mirror:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "streams": (), "_seen": None, "_copy": None}
 
-    def newest(self, values: Callable[[], Tensor], wait: bool) -> Any:
-        """The newest ``values`` that have arrived, as an array; then starts the next copy.
+    def moved_to(self, device: torch.device, what: str) -> Tensor:
+        """The tensor, which is moved if it is not on ``device``; that raises in a graph capture, naming ``what``."""
+        if self.tensor.device != device:
+            refuse_capture(device, what)
+            self.tensor = self.tensor.to(device)
+        return self.tensor
+
+    def load_(self, numbers: Tensor) -> None:
+        """Overwrites the tensor in place, so that captured graphs see it."""
+        self.tensor.copy_(numbers)
+        self._begin(streams_of([self.tensor]))
+
+    def newest(self, wait: bool, values: Callable[[], Tensor] | None = None) -> Any:
+        """The newest numbers that have arrived, as an array; then starts the next copy. ``values`` derives others.
 
         Without ``wait`` only the first call waits for a GPU; later results may be some calls old.
         """
         with on_streams(self.streams):
-            numbers = values()
+            numbers = self.tensor if values is None else values()
             if wait or self._copy is None or not self._copy.needs_copy:
                 self._copy = HostCopy(numbers)
             if wait or self._seen is None or self._copy.done():

@@ -45,6 +45,12 @@ class DeviceModule(Protocol):
     # The norm before clipping.
     def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None: ...
 
+    # The multipliers, then the norm; `gradstat.adaptive` documents what is changed in place.
+    def decide_clip_(
+        self, method: int, options: tuple[float, ...], state: Tensor, window: int, measured: Tensor,
+        weights: Tensor | None, factor: Tensor | None, skip: Tensor | None, /,
+    ) -> Tensor | None: ...  # fmt: skip
+
     # The verdict; `gradstat.guard` documents what is changed in place.
     def guard_(
         self, options: tuple[float, ...], state: Tensor, window: int, scaling: Tensor, verdict: Tensor,
@@ -52,7 +58,9 @@ class DeviceModule(Protocol):
     ) -> Tensor | None: ...  # fmt: skip
 
     # The norm, and a tensor whose first element is the multiplier to pass to `scale_`.
-    def measure(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> tuple[Tensor, Tensor] | None: ...
+    def measure_norm(
+        self, tensors: list[Tensor], max_norm: float, norm_type: float, /
+    ) -> tuple[Tensor, Tensor] | None: ...
 
     # Table, signature, norm, [multiplier, norm] as float64, verdict (csrc/entry.h).
     def measure_step(
@@ -64,9 +72,9 @@ class DeviceModule(Protocol):
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor, /) -> bool | None: ...
 
     # Same contract as `gradstat._core.reference.update_sums`.
-    def update_sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor, /) -> Tensor | None: ...
+    def update_sums(self, operands: list[Tensor], formulas: list[int], coefficients: Tensor, /) -> Tensor | None: ...
 
-    # Multiplies by a float32 number; table and signature of the results. Also None if an address occurs twice.
+    # Multiplies by a float32 number; table and signature of the results.
     def unscale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> tuple[Tensor, int] | None: ...
 
 
@@ -194,24 +202,22 @@ def _is_sparse(tensor: Tensor) -> bool:
 
 
 def _register_fakes() -> None:
-    # `check` and `unscale_` have no fake implementation: their signature is a host number that depends on real tensors.
+    # Operators that return a signature have no fake implementation: it is a host number that depends on real tensors.
     def table(tensors: list[Tensor], rows: int) -> Tensor:
         return tensors[0].new_empty((rows, _fields.COUNT), dtype=torch.float64)
 
     def norm(tensors: list[Tensor], *_: object, **__: object) -> Tensor:
         return tensors[0].new_empty((), dtype=norms.norm_dtype(tensors))
 
-    def decided(tensors: list[Tensor], *_: object, **__: object) -> tuple[Tensor, ...]:
-        scaling = tensors[0].new_empty(2, dtype=torch.float64)
-        verdict = tensors[0].new_empty(3, dtype=torch.float32)
-        return table(tensors, len(tensors)), norm(tensors), scaling, verdict
+    def norm_and_multiplier(tensors: list[Tensor], *_: object) -> tuple[Tensor, Tensor]:
+        return norm(tensors), tensors[0].new_empty(1 + len(tensors) * _fields.COUNT, dtype=torch.float64)
 
     fakes: dict[str, Callable[..., object]] = {
         "stats": lambda tensors: table(tensors, len(tensors)),
         "unit_stats": lambda tensors: table(tensors, sum(map(unit_count, tensors))),
-        "measure": decided,
+        "measure_norm": norm_and_multiplier,
         "clip_": norm,
-        "update_sums": lambda _, rules, coefficients: coefficients.new_empty((len(rules), len(_fields.UPDATE_SUMS))),
+        "update_sums": lambda _, formulas, by: by.new_empty((len(formulas), len(_fields.UPDATE_SUMS))),
         **dict.fromkeys(("scale_", "scale_each_", "scale_units_"), lambda tensors, multipliers: None),
     }
     for name, fake in fakes.items():

@@ -50,33 +50,27 @@ def row(tensor: Tensor) -> Tensor:
     return torch.stack([fields[name].to(torch.float64) for name in _fields.NAMES])
 
 
-def scale_(tensors: list[Tensor], multiplier: Tensor) -> None:
-    """Multiplies every tensor in place by ``multiplier``, a 0-d float64 tensor on their device.
+def scale_(tensors: list[Tensor], multipliers: Tensor) -> None:
+    """Multiplies every tensor in place: all by a 0-d float64 tensor on their device, or each by its own element.
 
     Dtypes narrower than float64 are multiplied in float32, by the multiplier rounded to float32; complex tensors as
     pairs of reals.
     """
-    for tensor in tensors:
+    for tensor, multiplier in zip(tensors, multipliers.expand(len(tensors)), strict=True):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = torch.float64 if real.dtype == torch.float64 else torch.float32
         real.copy_(real.to(wide) * multiplier.to(wide))
 
 
-def scale_each_(tensors: list[Tensor], multipliers: Tensor) -> None:
-    """Multiplies every tensor in place by its own element of ``multipliers``, float64, as `scale_` does."""
-    for tensor, multiplier in zip(tensors, multipliers.unbind(), strict=True):
-        scale_([tensor], multiplier)
+def update_sums(operands: list[Tensor], formulas: list[int], coefficients: Tensor) -> Tensor:
+    """``[len(formulas), len(UPDATE_SUMS)]`` float64: the sums that csrc/update.h defines, with the same names.
 
-
-def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
-    """``[len(rules), len(UPDATE_SUMS)]`` float64: the sums that csrc/update.h defines, with the same names.
-
-    ``operands`` lists the operands of each tensor in turn, as many as its rule has, all real and of one shape;
-    ``coefficients`` is ``[len(rules), len(UPDATE_COEFFICIENTS)]`` float64. The update excludes the learning rate.
+    ``operands`` lists the operands of each tensor in turn, as many as its formula has, all real and of one shape;
+    ``coefficients`` is ``[len(formulas), len(UPDATE_COEFFICIENTS)]`` float64. The update excludes the learning rate.
     """
     rows, rest = [], iter(operands)
-    for number, numbers in zip(rules, coefficients.unbind(), strict=True):
-        rule = _fields.UPDATE_RULES[number]
+    for number, numbers in zip(formulas, coefficients.unbind(), strict=True):
+        formula = _fields.UPDATE_FORMULAS[number]
         tensors = [next(rest).to(torch.float64) for _ in range(_fields.UPDATE_OPERANDS[number])]
         by = dict(zip(_fields.UPDATE_COEFFICIENTS, numbers.unbind(), strict=True))
         gradient, weight, *state = tensors
@@ -87,11 +81,11 @@ def update_sums(operands: list[Tensor], rules: list[int], coefficients: Tensor) 
         update = by["from_gradient"] * gradient + by["from_momentum"] * new_momentum
         scaled = torch.zeros_like(gradient)
         if len(state) > 1:
-            if rule == "adamax":
+            if formula == "adamax":
                 divisor = torch.maximum(by["second_decay"] * state[1], gradient.abs() + by["eps"])
             else:
                 second = by["second_decay"] * state[1] + by["second_gain"] * gradient.square()
-                if rule == "amsgrad":
+                if formula == "amsgrad":
                     second = torch.maximum(state[2], second)
                 divisor = by["root_scale"] * second.sqrt() + by["eps"]
             scaled = gradient / divisor

@@ -21,13 +21,13 @@ from gradstat._core.tensors import NameOf, is_distributed, readable, shard_of, t
 from gradstat._step.optimizers import original_step, require_optimizer
 
 Numbers: TypeAlias = Mapping[str, Tensor]
-_GRADIENT, _MOMENTUM, _ADAM, _AMSGRAD, _ADAMAX = range(len(_fields.UPDATE_RULES))
+_GRADIENT, _MOMENTUM, _ADAM, _AMSGRAD, _ADAMAX = range(len(_fields.UPDATE_FORMULAS))
 _LR, _GRADIENT_SCALE = map(_fields.UPDATE_COEFFICIENTS.index, ("lr", "gradient_scale"))
 _UPDATE, _SCALED = map(_fields.UPDATE_SUMS.index, ("update", "scaled_gradient"))
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Counts kept in the state, with their initial values.
 _COUNTED = {"step": 0.0, "mu_product": 1.0}
-# Defaults for coefficients that a rule does not set; all others default to 0.
+# Defaults for coefficients that a formula does not set; all others default to 0.
 _DEFAULT_COEFFICIENTS = {"root_scale": 1.0, "is_adaptive": 1.0}
 
 
@@ -78,7 +78,7 @@ class _Kind(NamedTuple):
     states: tuple[str, ...]  # names of its operands besides gradient and weight
     settings: tuple[str, ...]  # names of a group's numeric options
     coefficients: Callable[[Numbers, Tensor], dict[str, Tensor]]  # from the options and the number of the coming step
-    rule: int = _ADAM
+    formula: int = _ADAM
 
 
 _KINDS = {
@@ -107,10 +107,10 @@ def kind_of(optimizer: object) -> _Kind:
 
 
 class _Batch(NamedTuple):
-    """Parameters of one group, on one device, with the same rule."""
+    """Parameters of one group, on one device, with the same formula."""
 
     group: Mapping[str, Any]
-    rule: int
+    formula: int
     positions: list[int]  # among all parameters of the optimizer
     operands: list[Tensor]
     states: list[Mapping[str, Any]]
@@ -165,8 +165,8 @@ def _local_sums(
         coefficients = torch.cat([to_device(_coefficients_of(kind, batch), device) for batch in of_device])
         if loss_scale is not None:
             coefficients[:, _GRADIENT_SCALE] /= to_device(loss_scale, device)
-        rules = [batch.rule for batch in of_device for _ in batch.positions]
-        table = kernels.update_sums([t for batch in of_device for t in batch.operands], rules, coefficients)
+        formulas = [batch.formula for batch in of_device for _ in batch.positions]
+        table = kernels.update_sums([t for batch in of_device for t in batch.operands], formulas, coefficients)
         table[:, _UPDATE] *= coefficients[:, _LR].square()
         if len(kind.states) < len(_MOMENTS):
             table[:, _SCALED] = torch.nan
@@ -190,15 +190,15 @@ def _batches_of(kind: _Kind, optimizer: Optimizer, name_of: NameOf) -> list[_Bat
                 continue
             _refuse_gradient(parameter, gradient, name_of, position)
             state = optimizer.state.get(parameter) or {}  # not [], which would add an entry to the defaultdict
-            rule = _AMSGRAD if is_amsgrad else kind.rule
+            formula = _AMSGRAD if is_amsgrad else kind.formula
             keys = (*kind.states, "max_exp_avg_sq") if is_amsgrad else kind.states
-            if rule == _MOMENTUM and not (group["momentum"] and state.get("momentum_buffer") is not None):
-                rule, keys = _GRADIENT, ()
+            if formula == _MOMENTUM and not (group["momentum"] and state.get("momentum_buffer") is not None):
+                formula, keys = _GRADIENT, ()
             states = [_state_of(parameter, state, key, name_of, position) for key in keys] if state else []
             operands = _alike([gradient, parameter, *states], name_of, position)
             if not state:  # the step would create zeros
                 operands += [_zeros_like(operands[0], zeros, optimizer)] * len(keys)
-            batch = batches.setdefault((number, rule, operands[0].device), _Batch(group, rule, [], [], []))
+            batch = batches.setdefault((number, formula, operands[0].device), _Batch(group, formula, [], [], []))
             batch.positions.append(position)
             batch.operands.extend(operands)
             batch.states.append(state)
@@ -253,7 +253,7 @@ def _coefficients_of(kind: _Kind, batch: _Batch) -> Tensor:
     group = batch.group
     settings = {name: group[name] for name in ("lr", "weight_decay", *kind.settings)}
     settings["beta1"], settings["beta2"] = group.get("betas", (0.0, 0.0))
-    settings["has_momentum"] = batch.rule == _MOMENTUM
+    settings["has_momentum"] = batch.formula == _MOMENTUM
     shared = _vector(list(settings.values()))
     counted = _vector([state.get(key, start) for key, start in _COUNTED.items() for state in batch.states])
     home = shared.device if counted.device.type == "cpu" else counted.device

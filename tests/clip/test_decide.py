@@ -135,7 +135,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
         ),
     ):
         with pytest.raises(RuntimeError, match=message):
-            decide(*arguments)
+            decide(*arguments, *[None] * (8 - len(arguments)))
     assert not state.any()
 
 

@@ -40,7 +40,8 @@ PROGRAM = """
             for order in (2.0, "inf"):
                 parameter = torch.nn.Parameter(torch.zeros(count, dtype=dtype), requires_grad=False)
                 parameter.grad = held.clone()
-                limit = 0.3 * ops.measure([held], 1.0, float(order))[2][1].item() if dtype is not float64 else 1e-310
+                norm = ops.measure_step([held], 1.0, float(order))[3][1].item()
+                limit = 0.3 * norm if dtype is not float64 else 1e-310
                 show(what + f" clipped by {order}", gradstat.clip_grad_norm_([parameter], limit, order), parameter.grad)
             scaled = [held.clone(), held.clone()]
             ops.scale_each_(scaled, torch.tensor([0.5, 3.25], dtype=float64))
@@ -51,9 +52,9 @@ PROGRAM = """
                     pairs = held[: count // 2 * 2].view(complexes)
                     show(what + " pairs", gradstat.stats([pairs]), gradstat.get_total_norm([pairs]))
             if dtype.itemsize > 1:
-                for rule, operands in enumerate((2, 3, 4, 5, 4)):
-                    by = torch.tensor([1, 0.01, 0.9, 0.1, 0.99, 0.01, 1, 1, 1, 1e-30, rule > 1, 0.1], dtype=float64)
-                    show(what + f" update {rule}", ops.update_sums([held.abs()] * operands, [rule], by))
+                for formula, operands in enumerate((2, 3, 4, 5, 4)):
+                    by = torch.tensor([1, 0.01, 0.9, 0.1, 0.99, 0.01, 1, 1, 1, 1e-30, formula > 1, 0.1], dtype=float64)
+                    show(what + f" update {formula}", ops.update_sums([held.abs()] * operands, [formula], by))
     tiny = torch.tensor([3], dtype=torch.int64).view(float64)[0]
     for rule in range(3):
         state = torch.zeros(6 + 4 + 2 * (rule == 2), dtype=float64)

@@ -44,13 +44,13 @@ def test_ordinary_tensors_are_measured_directly() -> None:
     assert (checked[0].shape, checked[1]) == (table.shape, signature)
 
 
-def test_a_tensor_listed_twice_is_not_unscaled_directly() -> None:
+def test_a_tensor_listed_twice_is_multiplied_twice_before_it_is_measured() -> None:
     x, empty = torch.ones(3), torch.zeros(0)
-    assert HELPERS.unscale_([x, torch.ones(2), x], torch.tensor(0.5)) is None
-    assert x.tolist() == [1.0] * 3
-    assert HELPERS.unscale_([x, empty, empty], torch.tensor(0.5)) is not None
+    unscaled = HELPERS.unscale_([x, empty, torch.ones(2), x, empty], torch.tensor(0.5))
+    assert unscaled is not None
+    assert unscaled[0][:, _fields.column("sum")].tolist() == [0.75, 0.0, 1.0, 0.75, 0.0]
     assert HELPERS.scale_each_([x, x], torch.tensor([3.0, 5.0], dtype=torch.float64))
-    assert x.tolist() == [7.5] * 3
+    assert x.tolist() == [3.75] * 3
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_multipliers_of_another_kind_are_refused(multipliers: Any) -> None:
     assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
 
 
-@pytest.mark.parametrize(("rule", "error"), [("adam", TypeError), (0.5, TypeError), (2**70, OverflowError)])
-def test_an_update_rule_that_is_no_integer_raises(rule: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("formula", "error"), [("adam", TypeError), (0.5, TypeError), (2**70, OverflowError)])
+def test_an_update_formula_that_is_no_integer_raises(formula: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        HELPERS.update_sums([torch.ones(2)] * 2, [rule], WIDE.reshape(1, -1)[:, :12].contiguous())
+        HELPERS.update_sums([torch.ones(2)] * 2, [formula], WIDE.reshape(1, -1)[:, :12].contiguous())
 
 
 def fake() -> Tensor:
@@ -113,7 +113,7 @@ def test_what_is_not_ordinary_is_left_alone(what: str) -> None:
     untouched = torch.full((3,), 2.0)
     assert HELPERS.check([untouched, value]) is None
     assert HELPERS.clip_([untouched, value], 0.1, 2.0) is None
-    assert HELPERS.measure([untouched, value], 0.1, 2.0) is None
+    assert HELPERS.measure_norm([untouched, value], 0.1, 2.0) is None
     assert not HELPERS.scale_([untouched, value], torch.tensor(0.1, dtype=torch.float64))
     assert not HELPERS.scale_each_([untouched, value], torch.full((2,), 0.1, dtype=torch.float64))
     assert HELPERS.unscale_([untouched, value], torch.tensor(0.1)) is None
@@ -163,7 +163,7 @@ def test_ordinary_gradients_are_not_read_another_way(
 
 def test_what_cannot_be_done_directly_the_dispatcher_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
-        measure, check = staticmethod(HELPERS.measure), staticmethod(HELPERS.check)
+        measure_norm, check = staticmethod(HELPERS.measure_norm), staticmethod(HELPERS.check)
 
         def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> bool:
             return False

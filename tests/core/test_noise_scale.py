@@ -201,9 +201,9 @@ def test_a_copy_has_averages_of_its_own() -> None:
     parts = [lambda x=x: model(torch.ones(2, 3) * x).square().mean() for x in (3, 2.8, 2.6)]
     accumulate(noise, model, parts)
     before = noise.value()
-    noise._mirror.streams = (threading.Lock(),)  # type: ignore[assignment]  # like a torch.Stream, it cannot be copied
+    noise._averages.streams = (threading.Lock(),)  # type: ignore[assignment]  # like a torch.Stream, it cannot be copied
     copies = [copy.deepcopy(noise), pickle.loads(pickle.dumps(noise))]
-    noise._mirror.streams = ()
+    noise._averages.streams = ()
     accumulate(noise, model, parts[:2])
     assert noise.value() != before
     assert [copied.value() for copied in copies] == [before, before]

@@ -28,13 +28,14 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
     [
         ("stats", (), UTILITIES),
         ("unit_stats", (), UTILITIES),
-        ("measure", (1.0, 2.0), UTILITIES),
+        ("measure_norm", (1.0, 2.0), UTILITIES),
         ("clip_", (0.5, 2.0), UTILITIES),
         ("clip_", (1e9, float("inf")), UTILITIES),
         ("scale_", (COEFFICIENT,), UTILITIES),
         ("scale_each_", (COEFFICIENT.repeat(3),), UTILITIES),
         ("scale_units_", (COEFFICIENT.repeat(9),), UTILITIES),
         ("check", (), UTILITIES[:2]),
+        ("measure_step", (1.0, 2.0), UTILITIES[:2]),
         ("unscale_", (COEFFICIENT.float(),), UTILITIES[:2]),
     ],
 )

@@ -19,7 +19,7 @@ from gradstat.kernels import _table
 from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
 from gradstat.kernels._table import Launcher
-from gradstat.kernels.scale import scale_, scale_each_, scale_kernel
+from gradstat.kernels.scale import scale_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
 from gradstat.kernels.update import update_sums
 
@@ -150,7 +150,7 @@ def test_compiled_once() -> None:
         scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
         scale_(scalable, half[0])
         scale_(scalable, half[1])
-        scale_each_(scalable, half[:1].repeat(len(scalable)))
+        scale_(scalable, half[:1].repeat(len(scalable)))
     for kernel in (stats_kernel, scale_kernel):
         assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
 
@@ -193,7 +193,7 @@ def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
                 multipliers[i],
             )
         scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
-        scale_each_(scalable, torch.full((len(scalable) + 1,), 0.5, dtype=torch.float64, device=DEVICE)[1:])
+        scale_(scalable, torch.full((len(scalable) + 1,), 0.5, dtype=torch.float64, device=DEVICE)[1:])
     assert {name: len(keys) for name, keys in seen.items()} == {"stats_kernel": 1, "scale_kernel": 1}
 
 

@@ -125,10 +125,11 @@ int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, con
   });
 }
 
-// Takes the operands of all tensors, and for each tensor a rule, a row of multipliers and a row of the table.
-int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t* rules,
+// Takes the operands of all tensors, and for each tensor a formula, a row of multipliers and a row of the
+// table.
+int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t* formulas,
                      const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
-  const auto entries = update_entries(ENTRIES, std::vector<int64_t>(rules, rules + tensors));
+  const auto entries = update_entries(ENTRIES, std::vector<int64_t>(formulas, formulas + tensors));
   return start(stream, update_workspace_bytes(entries),
                [&](void* memory) { launch_update(entries, coefficients, table, memory, 0, stream); });
 }
@@ -150,7 +151,7 @@ int32_t start_guard(FakeStream* stream, const double* options, double* state, in
   GuardRequest request{{}, state, window,  reinterpret_cast<Scaling*>(numbers), verdict, loss, update,
                        {}, out,   counters};
   std::memcpy(&request.options, options, sizeof(GuardOptions));
-  return translating_exceptions([&] { launch_guard(request, 0, stream); });
+  return translating_exceptions([&] { launch_decide(request, 0, stream); });
 }
 
 }  // extern "C"

@@ -44,7 +44,7 @@ def scale(kernels: EmulatedKernels) -> None:
     values = [torch.randn(size)[skip:] for size, skip in ((9000, 1), (77, 3), (5, 0))]
     values += [torch.randn(3000).to(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)]
     expected = [rounded_product(one, torch.tensor(0.3).double(), one.dtype) for one in values]
-    kernels._scale_all(values, torch.tensor(0.3).double())
+    kernels._scale(values, torch.tensor(0.3).double())
     if not all(torch.equal(a.double(), b.double()) for a, b in zip(values, expected, strict=True)):
         raise WrongError
 
@@ -54,7 +54,7 @@ def update(kernels: EmulatedKernels) -> None:
     coefficients = torch.zeros(1, len(_fields.UPDATE_COEFFICIENTS), dtype=torch.float64)
     coefficients[0, _fields.UPDATE_COEFFICIENTS.index("gradient_scale")] = 1
     coefficients[0, _fields.UPDATE_COEFFICIENTS.index("from_gradient")] = 1
-    table = kernels._sums(operands, [_fields.UPDATE_RULES.index("gradient")], coefficients)
+    table = kernels._sums(operands, [_fields.UPDATE_FORMULAS.index("gradient")], coefficients)
     got = table[0, _fields.UPDATE_SUMS.index("weight")].item()
     if got != pytest.approx(operands[1].double().square().sum().item(), rel=1e-6):
         raise WrongError

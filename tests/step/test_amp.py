@@ -124,7 +124,7 @@ def passes_over_gradients(call: Callable[[], object], monkeypatch: pytest.Monkey
     from gradstat._core import native
 
     module, seen = native.load_cpu(), []
-    for name in ("check", "clip_", "measure", "measure_step", "scale_", "unscale_"):
+    for name in ("check", "clip_", "measure_norm", "measure_step", "scale_", "unscale_"):
         original = getattr(module, name)
 
         def noted(*arguments: object, name: str = name, original: Callable[..., object] = original) -> object:

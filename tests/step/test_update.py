@@ -119,7 +119,7 @@ def scaled_of(optimizer: Optimizer, group: dict, parameter: Tensor, gradient: Te
 
 # Backends against the reference -------------------------------------------------------------------------------
 
-RULES = range(len(_fields.UPDATE_RULES))
+FORMULAS = range(len(_fields.UPDATE_FORMULAS))
 
 
 def shorter(length: int, where: tuple[str, str]) -> int:
@@ -127,8 +127,8 @@ def shorter(length: int, where: tuple[str, str]) -> int:
     return length // 3 if where == INTERPRETED else length
 
 
-def operands_of(rule: int, shape: tuple[int, ...] | int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    made = [torch.randn(shape, dtype=torch.float32) for _ in range(_fields.UPDATE_OPERANDS[rule])]
+def operands_of(formula: int, shape: tuple[int, ...] | int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    made = [torch.randn(shape, dtype=torch.float32) for _ in range(_fields.UPDATE_OPERANDS[formula])]
     made[3:] = [tensor.square() for tensor in made[3:]]
     return [tensor.to(dtype).to(device) for tensor in made]
 
@@ -141,12 +141,12 @@ def coefficients_of(count: int, device: str, **given: float) -> Tensor:
 
 
 def assert_same(
-    where: tuple[str, str], operands: list[Tensor], rules: list[int], tolerance: float, **given: float
+    where: tuple[str, str], operands: list[Tensor], formulas: list[int], tolerance: float, **given: float
 ) -> Tensor:
     backend, device = where
-    coefficients = coefficients_of(len(rules), device, **given)
-    found = backends.resolve(backend, device).update_sums(operands, rules, coefficients)
-    expected = backends.resolve("reference", device).update_sums(operands, rules, coefficients)
+    coefficients = coefficients_of(len(formulas), device, **given)
+    found = backends.resolve(backend, device).update_sums(operands, formulas, coefficients)
+    expected = backends.resolve("reference", device).update_sums(operands, formulas, coefficients)
     assert_close_sums(found, expected, tolerance)
     return found
 
@@ -162,14 +162,14 @@ def assert_close_sums(found: Tensor, expected: Tensor, tolerance: float) -> None
 
 
 @pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_every_size(rule: int, dtype: torch.dtype, where: tuple[str, str]) -> None:
+def test_every_size(formula: int, dtype: torch.dtype, where: tuple[str, str]) -> None:
     sizes = [0, 1, 17, 1023, 1024, 4163]  # with Triton's interpreter, two chunks and a part of one
     if where != INTERPRETED:
         sizes += [3, 64, 255, 1029, 9001, *range(100, 140), 2 * 65536 + 77]
-    operands = [tensor for size in sizes for tensor in operands_of(rule, size, dtype, where[1])]
-    assert_same(where, operands, [rule] * len(sizes), 1e-13 if dtype is torch.float64 else 1e-6)
+    operands = [tensor for size in sizes for tensor in operands_of(formula, size, dtype, where[1])]
+    assert_same(where, operands, [formula] * len(sizes), 1e-13 if dtype is torch.float64 else 1e-6)
 
 
 def test_several_chunks_of_triton_as_they_are() -> None:
@@ -178,18 +178,20 @@ def test_several_chunks_of_triton_as_they_are() -> None:
     assert_same(where, operands_of(0, 40_001, torch.bfloat16, where[1]), [0], 1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_operands_of_different_types_and_addresses(rule: int, where: tuple[str, str]) -> None:
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_operands_of_different_types_and_addresses(formula: int, where: tuple[str, str]) -> None:
     types = [torch.bfloat16, torch.float32, torch.float64, torch.float16, torch.float32]
     length = shorter(3000, where)
-    operands, rules = [], []
+    operands, formulas = [], []
     for turn in range(5):
-        made = [t.to(types[(turn + i) % 5]) for i, t in enumerate(operands_of(rule, length, torch.float32, where[1]))]
+        made = [
+            t.to(types[(turn + i) % 5]) for i, t in enumerate(operands_of(formula, length, torch.float32, where[1]))
+        ]
         operands += [*(tensor[i + turn :][: length - 223] for i, tensor in enumerate(made)), *made]
-        rules += [rule, rule]
-    made = operands_of(rule, length + 1, torch.float32, where[1])
+        formulas += [formula, formula]
+    made = operands_of(formula, length + 1, torch.float32, where[1])
     operands += [tensor[i % 2 :][: length - 1] for i, tensor in enumerate(made)]
-    assert_same(where, operands, [*rules, rule], 1e-6)
+    assert_same(where, operands, [*formulas, formula], 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -201,58 +203,58 @@ def test_magnitudes_beyond_float32s_squares(
 ) -> None:
     operands: list[Tensor] = []
     scales, length = thinned([1e-30, 1e-22, 1e-15, 1e15, 1e25, 1e36], where, 2), shorter(2100, where)
-    for rule in RULES:
+    for formula in FORMULAS:
         for scale in scales:
-            made = operands_of(rule, length, dtype, where[1])
+            made = operands_of(formula, length, dtype, where[1])
             mixed = torch.where(torch.rand(length) < 0.5, scale, 1.0).to(dtype).to(where[1])
             for by in (torch.full_like(mixed, scale), mixed):
                 scaled = [tensor * by for tensor in made[:3]]
                 scaled += [(tensor.double() * by.double().square()).clamp(max=1e38).to(dtype) for tensor in made[3:]]
                 operands += scaled
-    rules = [rule for rule in RULES for _ in scales for _ in range(2)]
-    assert_same(where, operands, rules, 2e-6, **given)
+    formulas = [formula for formula in FORMULAS for _ in scales for _ in range(2)]
+    assert_same(where, operands, formulas, 2e-6, **given)
 
 
 def test_a_second_moment_that_decayed_into_subnormal_numbers(where: tuple[str, str]) -> None:
     """CUDA's approximate root flushes them to zero."""
     operands: list[Tensor] = []
-    for rule in RULES:
-        gradient, weight, *state = operands_of(rule, shorter(2100, where), torch.float64, where[1])
+    for formula in FORMULAS:
+        gradient, weight, *state = operands_of(formula, shorter(2100, where), torch.float64, where[1])
         operands += [gradient.zero_(), weight, *state[:1], *(second.fill_(5e-323) for second in state[1:])]
-    assert_same(where, operands, list(RULES), 1e-13)
+    assert_same(where, operands, list(FORMULAS), 1e-13)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("rule", RULES)
-def test_what_is_not_finite_is_named(rule: int, bad: float, where: tuple[str, str]) -> None:
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_what_is_not_finite_is_named(formula: int, bad: float, where: tuple[str, str]) -> None:
     """At any place of any operand; each operand has its column."""
     backend, device = where
-    operands, rules, expected = [], [], []
+    operands, formulas, expected = [], [], []
     length = shorter(2100, where)
     of_operand = ["gradient", "weight", "momentum", "second_moment", "second_moment"]
-    for which in range(_fields.UPDATE_OPERANDS[rule]):
+    for which in range(_fields.UPDATE_OPERANDS[formula]):
         for place in (0, length - 1) if where == INTERPRETED else (0, 1500, length - 1):
-            made = operands_of(rule, length, torch.float32, device)
+            made = operands_of(formula, length, torch.float32, device)
             made[which][place] = bad
             operands += made
-            rules.append(rule)
+            formulas.append(formula)
             expected.append(of_operand[which])
     sums = backends.resolve(backend, device).update_sums(
-        operands, rules, coefficients_of(len(rules), device, weight_decay=0.0)
+        operands, formulas, coefficients_of(len(formulas), device, weight_decay=0.0)
     )
-    report = gradstat.UpdateReport(lambda: [str(i) for i in range(len(rules))], sums, [length] * len(rules))
+    report = gradstat.UpdateReport(lambda: [str(i) for i in range(len(formulas))], sums, [length] * len(formulas))
     for stats, name in zip(report, expected, strict=True):
         assert stats.nonfinite == (name,)
         assert all(math.isnan(value) or math.isinf(value) for value in stats[1:-1]), stats
 
 
 def test_zeros_are_exact(where: tuple[str, str]) -> None:
-    for rule in RULES:
-        made = operands_of(rule, shorter(5000, where), torch.float32, where[1])
+    for formula in FORMULAS:
+        made = operands_of(formula, shorter(5000, where), torch.float32, where[1])
         for zeroed in ([0], [0, 2], [1], list(range(5))):
             operands = [tensor * 0 if i in zeroed else tensor for i, tensor in enumerate(made)]
             operands[0][shorter(4000, where) :] = made[0][shorter(4000, where) :]
-            assert_same(where, operands, [rule], 1e-6, weight_decay=0.0)
+            assert_same(where, operands, [formula], 1e-6, weight_decay=0.0)
 
 
 # The public call ------------------------------------------------------------------------------------------------

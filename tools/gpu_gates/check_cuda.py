@@ -24,7 +24,7 @@ ARCHITECTURES = re.findall(r'"(\d+)"', re.findall(r"CUDA_ARCHITECTURES = (.*)", 
 
 # 16-byte instructions that a kernel must have. Statistics: eleven formats, each with four loads before the loop, four
 # in it and four for a partial tile. Unscaling: the same, and stores for the loads in and after the loop. Scaling: five
-# formats with four loads and four stores. Updates: three formats with all operands of five rules.
+# formats with four loads and four stores. Updates: three formats with all operands of five formulas.
 EXPECTED = {
     "stats": {"LDG": 11 * 12, "STG": 0},
     "unscale": {"LDG": 11 * 12, "STG": 11 * 8},

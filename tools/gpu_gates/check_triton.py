@@ -76,12 +76,12 @@ GATES = (
         Gate(
             update.update_kernel,
             {"places": "*i64", "coefficients": "*fp64", "rows": "*fp64", "tensors": "i32"}
-            | dict.fromkeys(("RULE", "ELEMENT", "USE_VECTORS"), "constexpr"),
+            | dict.fromkeys(("FORMULA", "ELEMENT", "USE_VECTORS"), "constexpr"),
             loops=((update._operands, "tl.load(tl.multiple_of(pointer, 16) + offsets)", operands),),
             warps=update.WARPS,
-            constants={"RULE": rule, "ELEMENT": element, "USE_VECTORS": True},
+            constants={"FORMULA": formula, "ELEMENT": element, "USE_VECTORS": True},
         )
-        for rule, operands in enumerate(_fields.UPDATE_OPERANDS)
+        for formula, operands in enumerate(_fields.UPDATE_OPERANDS)
         for element in (tl.float32, tl.bfloat16)
     ),
 )

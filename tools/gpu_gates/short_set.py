@@ -147,11 +147,11 @@ def units(kernels: backends.Kernels, device: str) -> None:
 
 
 def updates(kernels: backends.Kernels, device: str, large_bytes: int) -> None:
-    """Statistics of the coming updates: every rule and dtype, large and small tensors, one of them misaligned."""
-    rules = range(len(_fields.UPDATE_RULES))
+    """Statistics of the coming updates: every formula and dtype, large and small tensors, one of them misaligned."""
+    formulas = range(len(_fields.UPDATE_FORMULAS))
     coefficients = torch.tensor([0.5, 0.01, 0.9, 0.1, 0.99, 0.01, 0.3, 1.7, 1.1, 1e-8, 1.0, 1.0], dtype=torch.float64)
     assert len(coefficients) == len(_fields.UPDATE_COEFFICIENTS)
-    by = coefficients.repeat(3 * len(rules), 1)
+    by = coefficients.repeat(3 * len(formulas), 1)
     memory = [random(large_bytes // 16, torch.float32) for _ in range(5)]
     memory[3:] = [each.square() for each in memory[3:]]
     cut = ((0, len(memory[0]) // 2), (len(memory[0]) // 2 + 1, len(memory[0])), (8, 75))
@@ -161,11 +161,11 @@ def updates(kernels: backends.Kernels, device: str, large_bytes: int) -> None:
             backend.update_sums(
                 [
                     each[begin:end]
-                    for rule in rules
+                    for formula in formulas
                     for begin, end in cut
-                    for each in on[: _fields.UPDATE_OPERANDS[rule]]
+                    for each in on[: _fields.UPDATE_OPERANDS[formula]]
                 ],
-                [rule for rule in rules for _ in cut],
+                [formula for formula in formulas for _ in cut],
                 by.to(on[0].device),
             ).cpu()
             for backend, on in (

@@ -33,7 +33,7 @@ class TritonDevice(Device):
         self.compiled: dict[object, tuple[Kernel, int]] = {}
         for kernel in taken:
             kernel.run = functools.partial(self._run, kernel)
-        kernels = backends.Kernels(stats.stats, scale.scale_, scale.scale_each_, update.update_sums)
+        kernels = backends.Kernels(stats.stats, scale.scale_, update.update_sums)
         backends.REGISTRY["triton"] = backends.REGISTRY["triton"]._replace(load=lambda _: kernels)
 
     def _run(self, kernel: Any, *arguments: Any, grid: tuple[int], warmup: bool, **options: Any) -> None:
