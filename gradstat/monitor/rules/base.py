@@ -229,18 +229,16 @@ def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
     return zip(window.steps.tolist(), window.scalars.get(name, np.empty(0)).tolist(), strict=name in window.scalars)
 
 
-def runs(condition: Bools, lengths: Floats) -> Iterator[tuple[int, Floats]]:
-    """Yields for each row of ``condition``, ``[m, n]``, its index and for how many rows in a row each tensor's holds.
+def run_lengths(condition: Bools, lengths: Floats) -> Floats:
+    """For how many rows in a row the ``condition`` has held for each tensor, in each of its rows, ``[m, n]``.
 
-    ``lengths`` are the lengths so far, ``[n]``; updated in place. Yields nothing if no condition holds.
+    ``lengths`` are the lengths so far, ``[n]``; updated in place.
     """
-    if not condition.any():
-        lengths[:] = 0
-        return
-    for i, holds in enumerate(condition):
-        lengths += 1
-        lengths *= holds
-        yield i, lengths
+    row = np.arange(1.0, len(condition) + 1)[:, None]
+    ended = np.maximum.accumulate(np.where(condition, -lengths, row))  # the last row in which it did not hold
+    every: Floats = row - ended
+    lengths[:] = every[-1]
+    return every
 
 
 class LastingRule(Rule):
@@ -274,7 +272,9 @@ class LastingRule(Rule):
         lasts_for, since = self._lasts_for.values_for(names), self._since.values_for(names)
         times = self._times.values_for(names)
         needed = np.broadcast_to(measurements, condition.shape)
-        for row, lengths in runs(condition, lasts_for):
+        if not condition.any():
+            return self.nowhere(names)
+        for row, lengths in enumerate(run_lengths(condition, lasts_for)):
             step = int(rows.steps[row])
             since[lengths == 1] = step
             times += lengths == 1

@@ -22,7 +22,7 @@ from gradstat.monitor.rules.base import (
     is_number,
     is_steps,
     is_texts,
-    runs,
+    run_lengths,
 )
 
 # Fields that stay the same only by chance if any element changes.
@@ -90,10 +90,12 @@ class GradientWeightRatio(Rule):
             (high, self._high_for, self.in_a_row, "standard deviation"),
             (low, self._low_for, self.long, "norm"),
         ):
-            for row, lengths in runs(condition, state.values_for(gradients.names)):
-                step = int(gradients.steps[row])
+            lengths_of = run_lengths(condition, state.values_for(gradients.names))
+            is_due = (lengths_of >= needed) & (lengths_of > gradients.steps[:, None] + 1 - parameters.steps[-1])
+            for row in np.flatnonzero(is_due.any(1)):
+                step, lengths = int(gradients.steps[row]), lengths_of[row]
                 began = step - lengths + 1
-                for i in np.flatnonzero((lengths >= needed) & (parameters.steps[-1] > began)):
+                for i in np.flatnonzero(is_due[row]):
                     name = gradients.names[i]
                     if not self._episodes.record(name, step):
                         continue
