@@ -19,7 +19,7 @@ from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
 from gradstat._core.text import and_more, columns, count_of, count_of_bad, lines_of, listed, printable
-from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, Judged, RowValues, TensorStats, derived
+from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, Judged, OneRow, RowValues, TensorStats
 
 # Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
@@ -42,12 +42,14 @@ class NonFiniteGradientError(RuntimeError):
         self.report = report
 
 
-class Report(Judged, RowValues, ByName[TensorStats]):
+class Report(Judged, OneRow, ByName[TensorStats]):
     """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` returns one.
 
     Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors. In a condition it is
     true only if it is `ok`.
     """
+
+    _place = ()
 
     def __init__(
         self,
@@ -76,12 +78,8 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         arguments = (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row, self._refused)
         return Report, arguments
 
-    def _column(self, field: str) -> Array:
-        column: Array = self._table[:, _fields.INDEX[field]]
-        return column
-
     @functools.cached_property
-    def _row(self) -> Array:  # type: ignore[override]
+    def _row(self) -> Array:
         if self._total_row is not None:
             return self._total_row
         if not len(self._table):
@@ -90,14 +88,14 @@ class Report(Judged, RowValues, ByName[TensorStats]):
             return np.asarray(_fields.merge(np, self._table))
 
     @functools.cached_property
-    def _derived(self) -> dict[str, Any]:  # type: ignore[override]
-        return derived(self._row, self.numel)
+    def _values(self) -> RowValues:  # type: ignore[override]
+        return RowValues(self._row, self.numel, self.numel)
 
     @functools.cached_property
-    def _each(self) -> dict[str, Any]:
-        """The derived values of each tensor, for all of them at once."""
+    def _each(self) -> RowValues:
+        """The values of each tensor."""
         numel, is_complex = np.array([(i.numel, i.dtype.is_complex) for i in self._infos], np.int64).reshape(-1, 2).T
-        return {"numel": numel, **derived(self._table, numel, 1 + is_complex)}
+        return RowValues(self._table, numel, numel * (1 + is_complex))
 
     @functools.cached_property
     def ok(self) -> bool:
@@ -125,14 +123,14 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         return self._loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
 
     @functools.cached_property
-    def numel(self) -> int:  # type: ignore[override]
+    def numel(self) -> int:
         """Number of elements in all tensors."""
         return sum(info.numel for info in self._infos)
 
     @property
     def total_norm(self) -> float:
         """L2 norm of all elements together, as torch would compute it: NaN if any is NaN, else Inf if any is."""
-        return float(self._derived["l2_norm"])
+        return self._value("l2_norm")
 
     @functools.cached_property
     def missing(self) -> tuple[str, ...]:
@@ -140,8 +138,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         return tuple(self._missing())
 
     def _at(self, position: int) -> TensorStats:
-        values = {name: column[position] for name, column in self._each.items()}
-        return TensorStats(self.names[position], self._table[position], self._infos[position], values)
+        return TensorStats(self.names[position], self._infos[position], self._each, position)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -154,7 +151,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
     @functools.cached_property
     def nonfinite(self) -> list[TensorStats]:
         """The tensors that contain NaN or Inf, worst first: most NaN, then most Inf, then in order."""
-        nan, inf = self._column("nan_count"), self._column("inf_count")
+        nan, inf = self._each.field("nan_count"), self._each.field("inf_count")
         bad = np.flatnonzero(nan + inf)
         return [self._at(int(i)) for i in bad[np.lexsort((-inf[bad], -nan[bad]))]]
 
@@ -196,9 +193,10 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         integers, floats = [(f, np.int64) for f in INTEGERS], [(f, np.float64) for f in (*FLOATS, "sum")]
         out = np.zeros(len(self), [("name", f"U{width}"), *integers, *floats, ("first_nonfinite", np.int64)])
         out["name"] = self.names
-        for field, _ in (*integers, *floats):
-            out[field] = self._each[field] if field in self._each else self._column(field)
-        first = self._column("first_nonfinite")
+        with np.errstate(all="ignore"):
+            for field, _ in (*integers, *floats):
+                out[field] = self._each.column(field)
+        first = self._each.field("first_nonfinite")
         out["first_nonfinite"] = np.where(np.isfinite(first), first, -1)
         for i in np.flatnonzero(np.isfinite(first)).tolist():
             shards = self._infos[i].shards
