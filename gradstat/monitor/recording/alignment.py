@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +21,6 @@ _MOST_NAMES = 5
 # What torch.compile, FSDP and activation checkpointing insert into names.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _DDP = "module."  # the prefix that DDP adds to all names
-
-
-class Sized(Protocol):
-    """Names of tensors and their numbers of elements."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def numel(self) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -83,8 +74,7 @@ def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
 
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
     """What both have, in the order in which a step computes it, and sentences about what only one of them has."""
-    structure = one_sided("series", tuple(a.scalars), tuple(b.scalars))
-    structure += one_sided("tables", tuple(a.tables), tuple(b.tables))
+    structure = one_sided("series", a.scalars, b.scalars) + one_sided("tables", a.tables, b.tables)
     gradient = place_of("gradient")
     rest = tuple(name for name in a.scalars if name not in (*_FIRST_SERIES, _LOSS))
     by_place: list[tuple[float, Measured]] = []
@@ -93,7 +83,7 @@ def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, 
     for kind in in_order(kind for kind in a.tables if kind in b.tables):
         by_place.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
         structure += one_sided(plural_of(kind), a.tables[kind].names, b.tables[kind].names)
-        structure += sizes(kind, a.tables[kind], b.tables[kind])
+        structure += differing_sizes(kind, a.tables[kind].sizes, b.tables[kind].sizes)
     by_place.sort(key=lambda pair: pair[0])
     return [measured for _, measured in by_place if measured.names], tuple(structure)
 
@@ -143,20 +133,16 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
     return Measured(kind, tuple(a.names[i] for i, _ in pairs), steps, COLUMNS, x, y, scale, beyond)
 
 
-def one_sided(
-    what: str, a: tuple[str, ...], b: tuple[str, ...], which: tuple[str, str] = ("first", "second")
-) -> list[str]:
+def one_sided(what: str, a: Iterable[str], b: Iterable[str], which: tuple[str, str] = ("first", "second")) -> list[str]:
     """Sentences about names that only one of two runs has."""
-    here, there = set(a), set(b)
-    only = zip(which, ([n for n in a if n not in there], [n for n in b if n not in here]), strict=True)
-    return [f"{what} only in the {one}: {listed(names, _MOST_NAMES)}" for one, names in only if names]
+    a, b = dict.fromkeys(a), dict.fromkeys(b)
+    only = zip(which, ([name for name in a if name not in b], [name for name in b if name not in a]), strict=True)
+    return [f"{what} only in the {run}: {listed(names, _MOST_NAMES)}" for run, names in only if names]
 
 
-def sizes(kind: str, a: Sized, b: Sized) -> list[str]:
-    """A sentence about tensors of one kind that have different sizes in two runs."""
+def differing_sizes(kind: str, a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
+    """A sentence about tensors of one kind that have different sizes in two runs; these are by name."""
     if kind_of(kind).sizes_vary:
         return []
-    size = dict(zip(b.names, b.numel.tolist(), strict=True))
-    pairs = zip(a.names, a.numel.tolist(), strict=True)
-    other = [f"{name} ({n:,} and {size[name]:,})" for name, n in pairs if name in size and size[name] != n]
-    return [f"{plural_of(kind)} of different sizes: {listed(other, _MOST_NAMES)}"] if other else []
+    differing = [f"{name} ({size:,} and {b[name]:,})" for name, size in a.items() if b.get(name, size) != size]
+    return [f"{plural_of(kind)} of different sizes: {listed(differing, _MOST_NAMES)}"] if differing else []

@@ -6,7 +6,7 @@ import html
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradstat._core.text import lines_of, listed, plain_fields, printable
+from gradstat._core.text import lines_of, listed, plain_fields, printable, steps_in_words
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.page_data import GoldenBands
@@ -90,7 +90,7 @@ class GoldenComparison:
         if self.ok:
             return f"Like the {self.runs} golden runs in steps {first} to {last}"
         at = self.findings[0]
-        when = f"step {at.step}" if at.step == at.last else f"steps {at.step} to {at.last}"
+        when = steps_in_words((at.step, at.last))
         return printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}")
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
@@ -422,26 +423,18 @@ def _corrected(squared: float, runs: int) -> float:
 
 def digamma(x: float) -> float:
     """The derivative of the logarithm of the gamma function."""
-    below = 0.0
-    while x < 6:
-        below, x = below - 1 / x, x + 1
-    y = 1 / (x * x)
-    return below + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y / 252))
+    return float(torch.special.digamma(torch.tensor(x, dtype=torch.float64)))
 
 
 def trigamma(x: float) -> float:
     """The derivative of `digamma`."""
-    below = 0.0
-    while x < 6:
-        below, x = below + 1 / (x * x), x + 1
-    y = 1 / (x * x)
-    return below + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y / 42))
+    return float(torch.special.polygamma(1, torch.tensor(x, dtype=torch.float64)))
 
 
 def inverse_trigamma(value: float) -> float:
     """The ``x`` with ``trigamma(x) == value``."""
     low, high = 1e-8, 1e8
-    for _ in range(200):
+    for _ in range(60):  # more than a float64 has bits
         middle = math.sqrt(low * high)
         low, high = (middle, high) if trigamma(middle) > value else (low, middle)
     return low
