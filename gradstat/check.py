@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,24 +43,15 @@ class PendingReport:
             self._rows, self._others = None, []
         return self._report
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        nothing = Measurement([], None, ())
-        return PendingReport, (nothing, _Arrived(self.result()))
+    def __getstate__(self) -> dict[str, Any]:
+        self.result()
+        return {**vars(self), "_make_report": None}  # the report is made, and what made it is of this process
 
     def __repr__(self) -> str:
         return f"PendingReport({repr(self.result()) if self.done() else 'not arrived yet; result() waits'})"
 
     def __str__(self) -> str:
         return str(self.result()) if self.done() else repr(self)
-
-
-class _Arrived(NamedTuple):
-    """Makes the report of a pickled `PendingReport`: returns it."""
-
-    report: Report
-
-    def __call__(self, *_: Any) -> Report:
-        return self.report
 
 
 @never_traced

@@ -86,10 +86,8 @@ def _factor(change: Floats) -> float | None:
     by_tensor = _means(change)
     if not by_tensor.size:
         return None
-    middle, now = (
-        float(np.median(by_tensor)),
-        float(np.median(_means(change[:1]) if np.isfinite(change[0]).any() else by_tensor)),
-    )
+    middle = float(np.median(by_tensor))
+    now = float(np.median(_means(change[:1]))) if np.isfinite(change[0]).any() else middle
     spread = float(np.median(np.abs(by_tensor - middle)))
     is_common = abs(middle) > _LEAST_FACTOR and spread < _OF_TENSORS * abs(middle)
     return math.exp(middle) if is_common and abs(now - middle) < _OF_WINDOWS * abs(middle) else None
@@ -97,20 +95,16 @@ def _factor(change: Floats) -> float | None:
 
 def _means(change: Floats) -> Floats:
     """``[n]``: means over the windows that are known, without tensors of which none is."""
-    known = np.isfinite(change)
-    count = known.sum(0)
-    means: Floats = (np.where(known, change, 0.0).sum(0) / np.maximum(count, 1))[count > 0]
+    means: Floats = np.nanmean(change[:, ~np.isnan(change).all(0)], axis=0)
     return means
 
 
 def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
-    own = _means(loss.change[first:]) if loss is not None else np.empty(0)
-    is_scaled = own.size and abs(float(own[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor))
-    return (
-        "as the loss (it is scaled)"
-        if is_scaled
-        else "the loss not (the size or variety of batches, or a scale after the loss)"
-    )
+    """Whether the loss has the factor of the norms, in words."""
+    of_loss = _means(loss.change[first:]) if loss is not None else np.empty(0)
+    if of_loss.size and abs(float(of_loss[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor)):
+        return "as the loss (it is scaled)"
+    return "the loss not (the size or variety of batches, or a scale after the loss)"
 
 
 def _place(one: Unlike, window: int) -> str:

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.files import replacing
 from gradstat._core.text import steps_in_words
-from gradstat._version import __version__
 from gradstat.monitor.kinds import kind_of, place_of, plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.alignment import differing_sizes, one_sided, unwrapped
 from gradstat.monitor.recording.explanation import Unlike, explained
-from gradstat.monitor.recording.file import load, opened
+from gradstat.monitor.recording.file import load, opened, write
 from gradstat.monitor.recording.golden_comparison import Deviation, GoldenComparison
 from gradstat.monitor.recording.golden_statistics import (
     PACKED,
@@ -282,9 +280,6 @@ class Golden:
             OSError: The file cannot be written; nothing is left behind.
         """
         header = {
-            "format": FORMAT,
-            "version": list(VERSION),
-            "gradstat": __version__,
             "runs": self.runs,
             "starts": self._starts.tolist(),
             "left_out": list(self.left_out),
@@ -300,10 +295,7 @@ class Golden:
             arrays[f"tensors/{i}/numel"] = np.array(list(of_kind.values()), "<i8")
         for i, group in enumerate(self._groups.values()):
             arrays |= {f"groups/{i}/{name}": array for name, array in packed(group).items()}
-        target = Path(path)
-        with replacing(target) as file:
-            archive.write(file, header, arrays)
-        return target
+        return write(path, FORMAT, VERSION, header, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Golden:
