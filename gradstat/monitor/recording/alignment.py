@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.text import listed
-from gradstat.monitor.kinds import in_order, kind_of, place_of, plural_of
+from gradstat.monitor.kinds import in_order, kind_of, place_of, place_of_series, plural_of
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
-_FIRST_SERIES = ("lr", "loss_scale")  # set before the step
-_LOSS = "loss"
 # Float32 has 24 bits: below this fraction of the total norm, elements may be rounding errors of larger ones.
 _ROUNDING = 1e-7
 _MOST_NAMES = 5
@@ -40,11 +39,15 @@ class Measured:
 def unwrapped(recording: Recording) -> Recording:
     """The recording with tensor names freed of wrappers, except in tables where two names would become equal."""
     bare = _bare_names(recording)
-    tables = {
-        kind: series if _is_of_input(kind) else _renamed(series, bare) for kind, series in recording.tables.items()
-    }
+    tables = {}
+    for kind, series in recording.tables.items():
+        names = series.names if kind_of(kind).names == "batch" else tuple(map(bare, series.names))
+        tables[kind] = replace(series, names=names) if len(set(names)) == len(names) else series
     findings = tuple(
-        f if f.about == "series" or _is_of_input(f.about) else replace(f, name=bare(f.name)) for f in recording.findings
+        finding
+        if finding.about == "series" or kind_of(finding.about).names == "batch"
+        else replace(finding, name=bare(finding.name))
+        for finding in recording.findings
     )
     order = tuple(map(bare, recording.backward_order))
     return replace(recording, tables=tables, findings=findings, backward_order=order)
@@ -63,23 +66,11 @@ def _bare_names(recording: Recording) -> Callable[[str], str]:
     return bare
 
 
-def _is_of_input(kind: str) -> bool:
-    return kind_of(kind).names == "batch"
-
-
-def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
-    names = tuple(map(bare, series.names))
-    return replace(series, names=names) if len(set(names)) == len(names) else series
-
-
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
     """What both have, in the order in which a step computes it, and sentences about what only one of them has."""
     structure = one_sided("series", a.scalars, b.scalars) + one_sided("tables", a.tables, b.tables)
-    gradient = place_of("gradient")
-    rest = tuple(name for name in a.scalars if name not in (*_FIRST_SERIES, _LOSS))
-    by_place: list[tuple[float, Measured]] = []
-    for place, names in ((-1.0, _FIRST_SERIES), (gradient - 0.5, (_LOSS,)), (gradient + 0.5, rest)):
-        by_place.append((place, _scalars(a, b, [name for name in a.scalars if name in names and name in b.scalars])))
+    series = sorted((name for name in a.scalars if name in b.scalars), key=place_of_series)
+    by_place = [(place, _scalars(a, b, list(names))) for place, names in itertools.groupby(series, place_of_series)]
     for kind in in_order(kind for kind in a.tables if kind in b.tables):
         by_place.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
         structure += one_sided(plural_of(kind), a.tables[kind].names, b.tables[kind].names)

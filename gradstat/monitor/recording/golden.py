@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.text import steps_in_words
-from gradstat.monitor.kinds import kind_of, place_of, plural_of
+from gradstat.monitor.kinds import kind_of, place_of, place_of_series, plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.alignment import differing_sizes, one_sided, unwrapped
 from gradstat.monitor.recording.explanation import Unlike, explained
 from gradstat.monitor.recording.file import load, opened, write
 from gradstat.monitor.recording.golden_comparison import Deviation, GoldenComparison
 from gradstat.monitor.recording.golden_statistics import (
+    NOISE_OF_HALF,
     PACKED,
     Averages,
     Floats,
@@ -111,7 +112,7 @@ class Golden:
         scalars = {kind: (kind,) for kind in of_runs[0].names if kind not in golden[0].tables}
         names = scalars | {kind: tuple(of_kind) for kind, of_kind in sizes.items()}
         of_runs = [run.of(names) for run in of_runs]
-        left_out = tuple(dict.fromkeys(name for run in of_runs for name in run.rounding_noise()[0]))
+        left_out = tuple(dict.fromkeys(name for run in of_runs for name in run.rounding_noise()))
         values = [run.without(left_out).values for run in of_runs]
         for name in scalars:  # the logarithm of a loss that is never negative, else the loss
             is_signed = name == "loss" and any((np.asarray(run.scalars.get(name, 1)) <= 0).any() for run in golden)
@@ -123,7 +124,9 @@ class Golden:
         if not groups:
             raise ValueError("recordings: the golden runs have no steps in common; record all from the same step on")
         inflation = inflation_of(values, numels)
-        groups = {key: rounded(replace(group, scale=group.scale * inflation)) for key, group in groups.items()}
+        for group in groups.values():
+            group.scale *= inflation
+        groups = {key: rounded(group) for key, group in groups.items()}
         return cls(len(golden), starts, sizes, groups, left_out, golden[0].meta)
 
     def last_complete(self, steps: int) -> int:
@@ -159,8 +162,8 @@ class Golden:
         left_out: tuple[str, ...] = ()
         if ("gradient", "norm") in self._groups:
             expected = self._groups["gradient", "norm"].mean[run.covered]
-            small = noise_in(self._names["gradient"], expected)[1]
-            left_out = tuple(name for name in run.rounding_noise()[0] if name in small)
+            small = noise_in(self._names["gradient"], expected, NOISE_OF_HALF)
+            left_out = tuple(name for name in run.rounding_noise() if name in small)
             run = run.without(left_out)
             if ("gradient", "norm") in run.values:
                 cells = noise_cells(self._groups["gradient", "norm"].mean, run.values["gradient", "norm"])
@@ -343,7 +346,7 @@ def _loaded(recording: Recording | str | os.PathLike[str]) -> Recording:
 def _order(found: Deviation) -> tuple[int, float, float]:
     """Findings by step; within a step causes before effects, then what deviates most."""
     if found.kind == "series":
-        place = place_of("gradient") - 0.5 if found.name == "loss" else -1.0
+        place = place_of_series(found.name)
     elif found.step and kind_of(found.kind).name in ("parameter", "buffer"):
         place = place_of("update") + 1.0  # what a parameter is after the first step is an effect of gradients
     else:
