@@ -56,7 +56,7 @@ class PendingReport:
 
 @never_traced
 def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> Report:
-    """Checks the gradients of ``target``: which are bad, where, and how large all of them are.
+    """Checks the gradients of ``target``: which are not finite, where, and how large all of them are.
 
     Call it after ``backward()`` and before clipping: clipping with a NaN norm turns every gradient into NaN, and the
     culprit is lost. Takes one pass over the gradients, and exactly one host sync per device (none on the CPU).

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
-from gradstat._core.text import and_more, columns, count_of, count_of_bad, lines_of, listed, printable
+from gradstat._core.text import and_more, columns, count_of, lines_of, listed, nan_and_inf, printable
 from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, Judged, OneRow, RowValues, TensorStats
 
 # Valid values of ``by`` in `Report.worst`.
@@ -26,12 +26,12 @@ _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
 # Rows shown in the text.
 _SHOWN = 20
 _EXTREMES = 3
-_BAD_STYLE = ' style="color:#d32f2f;font-weight:bold"'
-_HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "zeros")
+_NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
+_HEADER = ("name", "shape", "NaN", "Inf", "first at", "norm", "min", "max", "zeros")
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the first bad index.
+    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the index of the first element.
 
     Attributes:
         report: The whole `Report`.
@@ -152,8 +152,8 @@ class Report(Judged, OneRow, ByName[TensorStats]):
     def nonfinite(self) -> list[TensorStats]:
         """The tensors that contain NaN or Inf, worst first: most NaN, then most Inf, then in order."""
         nan, inf = self._each.field("nan_count"), self._each.field("inf_count")
-        bad = np.flatnonzero(nan + inf)
-        return [self._at(int(i)) for i in bad[np.lexsort((-inf[bad], -nan[bad]))]]
+        nonfinite = np.flatnonzero(nan + inf)
+        return [self._at(int(i)) for i in nonfinite[np.lexsort((-inf[nonfinite], -nan[nonfinite]))]]
 
     def rank_of(self, name: str) -> int | None:
         """`TensorStats.rank` of the tensor ``name``; KeyError if there is no such tensor."""
@@ -179,7 +179,7 @@ class Report(Judged, OneRow, ByName[TensorStats]):
         order = np.argsort(-np.nan_to_num(values, nan=undefined, posinf=math.inf, neginf=-math.inf), kind="stable")
         return [self._at(int(i)) for i in order[:n]]
 
-    # Output formats; the text lists bad tensors first, then the extremes ---------------------------------------
+    # Output formats; the text lists nonfinite tensors first, then the extremes ---------------------------------------
 
     @never_traced
     def to_numpy(self) -> npt.NDArray[np.void]:
@@ -253,7 +253,7 @@ class Report(Judged, OneRow, ByName[TensorStats]):
             f"{len(self.nonfinite)} of {count_of(len(self), self._what)} not finite "
             f"({self.nan_count:,} NaN, {self.inf_count:,} Inf){_at_scale(self.loss_scale)}:"
         )
-        lines = lines_of(self.nonfinite, 5, bad_line) or ["  all of them on other ranks"]
+        lines = lines_of(self.nonfinite, 5, nonfinite_line) or ["  all of them on other ranks"]
         raise NonFiniteGradientError("\n".join([title, *lines]), self)
 
     @property
@@ -279,7 +279,7 @@ class Report(Judged, OneRow, ByName[TensorStats]):
 
         parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
         for title, rows in self._sections():
-            body = "".join(row("td", _cells(stats), "" if stats.ok else _BAD_STYLE) for stats in rows)
+            body = "".join(row("td", _cells(stats), "" if stats.ok else _NONFINITE_STYLE) for stats in rows)
             head = row("th", _HEADER)
             parts.append(f"<p>{html.escape(title)}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>")
         return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in self._footers()])
@@ -301,7 +301,7 @@ class Report(Judged, OneRow, ByName[TensorStats]):
         )
 
     def _sections(self) -> list[tuple[str, list[TensorStats]]]:
-        """The sections of the text and the HTML: bad tensors, then the extremes of the healthy ones."""
+        """The sections of the text and the HTML: nonfinite tensors, then the extremes of the healthy ones."""
         healthy = [stats for stats in self.worst(len(self), by="l2_norm") if stats.ok]
         sections = [("not finite, worst first", self.nonfinite[:_SHOWN])]
         if len(healthy) <= 2 * _EXTREMES:
@@ -324,20 +324,20 @@ class Report(Judged, OneRow, ByName[TensorStats]):
         return [line for line in lines if line]
 
 
-def bad_words(stats: TensorStats) -> str:
-    """How many elements of a tensor are bad and where the first one is, in words."""
+def nonfinite_words(stats: TensorStats) -> str:
+    """How many elements of a tensor are not finite and where the first one is, in words."""
     first = stats.first_nonfinite
     where = "" if first is None else f" at {list(first)}"
     if stats.rank is not None:
         others = f" (of {stats.bad_ranks} ranks with NaN or Inf)"
         where += f" on rank {stats.rank}{others * ((stats.bad_ranks or 0) > 1)}"
     place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
-    return f"{count_of_bad(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, {place}"
+    return f"{nan_and_inf(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, {place}"
 
 
-def bad_line(stats: TensorStats) -> str:
-    """`bad_words` behind the name, indented."""
-    return f"  {printable(stats.name)}: {bad_words(stats)}"
+def nonfinite_line(stats: TensorStats) -> str:
+    """`nonfinite_words` behind the name, indented."""
+    return f"  {printable(stats.name)}: {nonfinite_words(stats)}"
 
 
 def _at_scale(loss_scale: float | None) -> str:

@@ -33,7 +33,7 @@ def steps_in_words(extent: tuple[int, int] | None) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def count_of_bad(nan: int, inf: int) -> str:
+def nan_and_inf(nan: int, inf: int) -> str:
     """``3 NaN and 1 Inf``, without what there is none of."""
     return " and ".join(f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count)
 
