@@ -31,7 +31,7 @@ _HEADER = ("name", "shape", "NaN", "Inf", "first at", "norm", "min", "max", "zer
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the index of the first element.
+    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the first index.
 
     Attributes:
         report: The whole `Report`.

@@ -15,7 +15,7 @@ from gradstat.monitor.replay.taint import first, is_nonfinite, report_of
 
 
 class LeafHooks:
-    """Hooks on parameters, around those of the user: find what is not finite in complete gradients, and their origins."""
+    """Hooks on parameters, around those of the user: find nonfinite values in complete gradients, and their origins."""
 
     def __init__(self, watch: NonfiniteMode, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._watch = watch

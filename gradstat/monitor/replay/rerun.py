@@ -42,9 +42,9 @@ def find_culprit(
 ) -> Culprit | None:
     """Runs a step again, restores all state, and names the first place that produced a NaN or Inf.
 
-    That is the origin of a nonfinite loss, or else of the first nonfinite gradient, in the order in which gradients were
-    complete. Infinities that were written on purpose (a mask of -Inf) count only if an operation turns them into NaN, or if
-    nothing else is to blame. Many times slower than a step.
+    That is the origin of a nonfinite loss, or else of the first nonfinite gradient, in the order in which gradients
+    were complete. Infinities that were written on purpose (a mask of -Inf) count only if an operation turns them into
+    NaN, or if nothing else is to blame. Many times slower than a step.
 
     While it runs, optimizers and learning-rate schedulers do not step, gradients begin as None and compiled models
     run eagerly. Afterwards parameters, gradients, buffers, optimizers, the scaler, training flags and random states

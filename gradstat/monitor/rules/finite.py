@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.text import nan_and_inf
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import INPUT_KINDS, kind_of
 from gradstat.monitor.rows import Rows, Window
@@ -43,9 +44,8 @@ def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
 
 
 def _described(counted: dict[str, Any]) -> str:
-    kinds = [f"{counted[key]:,} {kind}" for key, kind in (("nan_count", "NaN"), ("inf_count", "Inf")) if counted[key]]
     where = f", the first at {counted['first']}" if "first" in counted else ""
-    return f"{' and '.join(kinds)} in {counted['numel']:,} elements{where}"
+    return f"{nan_and_inf(counted['nan_count'], counted['inf_count'])} in {counted['numel']:,} elements{where}"
 
 
 class NonfiniteBatch(Rule):
