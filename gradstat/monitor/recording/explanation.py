@@ -40,17 +40,17 @@ class Unlike:
 
 def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
     """Where the run deviates, and what kind of change it is; ``first`` is the first window in which it deviates."""
-    at_first = {kind: bool((one.excess[first] > 1).any()) for kind, one in unlike.items()}
-    for kind, one in unlike.items():
+    at_first = {kind: bool((of_kind.excess[first] > 1).any()) for kind, of_kind in unlike.items()}
+    for kind, of_kind in unlike.items():
         if kind.startswith("lr") and at_first[kind]:
-            return "the learning rate" + f" {kind}" * (kind != "lr"), f"times {math.exp(one.change[first, 0]):.4g}"
+            return "the learning rate" + f" {kind}" * (kind != "lr"), f"times {math.exp(of_kind.change[first, 0]):.4g}"
     if at_first.get("batch"):
         return "the batch", "its values are distributed otherwise"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
         if first == 0 and at_first.get(kind):
-            one = unlike[kind]
-            factor = _factor(one.change[:1, one.excess[0] > 1])
-            return _place(one, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
+            of_kind = unlike[kind]
+            factor = _factor(of_kind.change[:1, of_kind.excess[0] > 1])
+            return _place(of_kind, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
     gradient = unlike.get("gradient")
     if gradient is not None and np.isinf(gradient.excess[first]).any():
         absent = replace(gradient, excess=np.where(np.isinf(gradient.excess), np.inf, np.nan))
@@ -74,10 +74,10 @@ def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
                 place = "everywhere" + f", first in {place}" * (place != "everywhere")
                 what += " (data, labels, loss or forward pass" + ", or updates)" * (first > 0) + ")" * (first == 0)
             return place, what
-    for kind, one in unlike.items():
+    for kind, of_kind in unlike.items():
         if at_first[kind] and kind != "loss":
             why = "the optimizer, its settings, clipping, or how batches repeat"
-            return _place(one, first), f"{kind}, not the gradients before ({why})"
+            return _place(of_kind, first), f"{kind}, not the gradients before ({why})"
     return "the loss", "not the gradients (how it is reduced, smoothed or reported)"
 
 
@@ -107,12 +107,11 @@ def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
     return "the loss not (the size or variety of batches, or a scale after the loss)"
 
 
-def _place(one: Unlike, window: int) -> str:
+def _place(of_kind: Unlike, window: int) -> str:
     """The module of what deviates, the kind of modules, ``"everywhere"``, or the modules that deviate most."""
-    excess, modules = one.excess[window], list(map(_module_of, one.names))
-    found = np.flatnonzero(excess > 1)
-    found = found[np.argsort(-excess[found], kind="stable")]
-    deviating = dict.fromkeys(modules[j] for j in found)
+    excess, modules = of_kind.excess[window], list(map(_module_of, of_kind.names))
+    farthest = [j for j in np.argsort(-excess, kind="stable").tolist() if excess[j] > 1]
+    deviating = dict.fromkeys(modules[j] for j in farthest)
     same_kind: dict[str, set[str]] = {}
     for module in modules:
         same_kind.setdefault(_kind_of(module), set()).add(module)
@@ -122,9 +121,9 @@ def _place(one: Unlike, window: int) -> str:
         return names[0]
     shared = _shared(list(deviating))
     inside = sum(module.split(".")[: len(shared)] == shared for module in modules)
-    if _EVERYWHERE * inside < len(found) and inside < _NEARLY_ALL * len(modules):
+    if _EVERYWHERE * inside < len(farthest) and inside < _NEARLY_ALL * len(modules):
         return ".".join(shared)
-    if len(found) > _EVERYWHERE * len(excess):
+    if len(farthest) > _EVERYWHERE * len(excess):
         return "everywhere"
     return " and ".join([*names[:2], *([count_of(len(names) - 2, "other module")] if len(names) > 2 else [])])
 

@@ -248,8 +248,10 @@ class Replayer:
             )
         batch = self._batch if takes_batch(chosen) else None
         self.require_batch(chosen)
-        held = {"batch": batch, "optimizer": self._optimizer, "scaler": self.scaler}
-        return find_culprit(self._model, chosen, state=self._states.states, **held)
+        states = self._states.states
+        return find_culprit(
+            self._model, chosen, state=states, batch=batch, optimizer=self._optimizer, scaler=self.scaler
+        )
 
     def remove(self) -> None:
         """Removes the hook from the model and drops everything kept."""
