@@ -193,9 +193,8 @@ class Report(Judged, OneRow, ByName[TensorStats]):
         integers, floats = [(f, np.int64) for f in INTEGERS], [(f, np.float64) for f in (*FLOATS, "sum")]
         out = np.zeros(len(self), [("name", f"U{width}"), *integers, *floats, ("first_nonfinite", np.int64)])
         out["name"] = self.names
-        with np.errstate(all="ignore"):
-            for field, _ in (*integers, *floats):
-                out[field] = self._each.column(field)
+        for field, _ in (*integers, *floats):
+            out[field] = self._each.column(field)
         first = self._each.field("first_nonfinite")
         out["first_nonfinite"] = np.where(np.isfinite(first), first, -1)
         for i in np.flatnonzero(np.isfinite(first)).tolist():

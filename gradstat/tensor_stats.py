@@ -95,8 +95,13 @@ class RowValues:
 
     def column(self, name: str) -> Array:
         """A value by name, whether measured or computed here."""
-        value: Array = self.field(name) if name in _MEASURED else getattr(self, name)
-        return value
+        if name in _MEASURED:
+            return self.field(name)
+        computed: dict[str, Array] = vars(self)
+        if name not in computed:
+            with np.errstate(all="ignore"):  # sums may have overflowed float64, and there may be nothing to divide by
+                getattr(self, name)
+        return computed[name]
 
     @functools.cached_property
     def is_plain(self) -> bool:
@@ -185,8 +190,7 @@ class OneRow:
     _place: Any  # of the row in `_values`
 
     def _value(self, name: str) -> float:
-        with np.errstate(all="ignore"):  # sums may have overflowed float64, and there may be nothing to divide by
-            return float(self._values.column(name)[self._place])
+        return float(self._values.column(name)[self._place])
 
     @property
     def nan_count(self) -> int:

@@ -145,7 +145,7 @@ class Rows(RowValues):
         present: Bools = ~np.isnan(self.raw[:, :, 0])
         return present
 
-    @property
+    @functools.cached_property
     def l2_norm(self) -> Floats:
         """L2 norm, of the finite elements like all other values."""
         return self.finite_norm
