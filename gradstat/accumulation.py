@@ -11,7 +11,7 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.parameters import named_parameters_of
 from gradstat._core.text import count_of, lines_of, listed
 from gradstat.check import PendingReport, check_async
-from gradstat.report import NonFiniteGradientError, Report, bad_line
+from gradstat.report import NonFiniteGradientError, Report, nonfinite_line
 from gradstat.tensor_stats import Judged
 
 NAMED_IN_ERROR = 5
@@ -162,7 +162,7 @@ class AccumulationReport(Attribution):
         def line(one: tuple[str, int]) -> str:
             name, number = one
             stats = next(stats for stats in self.reports[number].nonfinite if stats.name == name)
-            return f"  micro-batch {number}:{bad_line(stats)[1:]}"
+            return f"  micro-batch {number}:{nonfinite_line(stats)[1:]}"
 
         return [title, *lines_of(bad, limit, line)]
 

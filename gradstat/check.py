@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ class PendingReport:
             self._rows, self._others = None, []
         return self._report
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        nothing = Measurement([], None, ())
-        return PendingReport, (nothing, _Arrived(self.result()))
+    def __getstate__(self) -> dict[str, Any]:
+        self.result()
+        return {**vars(self), "_make_report": None}  # the report is made, and what made it is of this process
 
     def __repr__(self) -> str:
         return f"PendingReport({repr(self.result()) if self.done() else 'not arrived yet; result() waits'})"
@@ -54,18 +54,9 @@ class PendingReport:
         return str(self.result()) if self.done() else repr(self)
 
 
-class _Arrived(NamedTuple):
-    """Makes the report of a pickled `PendingReport`: returns it."""
-
-    report: Report
-
-    def __call__(self, *_: Any) -> Report:
-        return self.report
-
-
 @never_traced
 def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups | None = None) -> Report:
-    """Checks the gradients of ``target``: which are bad, where, and how large all of them are.
+    """Checks the gradients of ``target``: which are not finite, where, and how large all of them are.
 
     Call it after ``backward()`` and before clipping: clipping with a NaN norm turns every gradient into NaN, and the
     culprit is lost. Takes one pass over the gradients, and exactly one host sync per device (none on the CPU).

@@ -18,20 +18,20 @@ import numpy.typing as npt
 from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
-from gradstat._core.text import and_more, columns, count_of, count_of_bad, lines_of, listed, printable
-from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, Judged, RowValues, TensorStats, derived
+from gradstat._core.text import and_more, columns, count_of, lines_of, listed, nan_and_inf, printable
+from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, Judged, OneRow, RowValues, TensorStats
 
 # Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
 # Rows shown in the text.
 _SHOWN = 20
 _EXTREMES = 3
-_BAD_STYLE = ' style="color:#d32f2f;font-weight:bold"'
-_HEADER = ("name", "shape", "NaN", "Inf", "first bad", "norm", "min", "max", "zeros")
+_NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
+_HEADER = ("name", "shape", "NaN", "Inf", "first at", "norm", "min", "max", "zeros")
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the first bad index.
+    """Gradients contain NaN or Inf. The message names the worst gradients, with counts and the first index.
 
     Attributes:
         report: The whole `Report`.
@@ -42,12 +42,14 @@ class NonFiniteGradientError(RuntimeError):
         self.report = report
 
 
-class Report(Judged, RowValues, ByName[TensorStats]):
+class Report(Judged, OneRow, ByName[TensorStats]):
     """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` returns one.
 
     Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors. In a condition it is
     true only if it is `ok`.
     """
+
+    _place = ()
 
     def __init__(
         self,
@@ -76,12 +78,8 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         arguments = (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row, self._refused)
         return Report, arguments
 
-    def _column(self, field: str) -> Array:
-        column: Array = self._table[:, _fields.INDEX[field]]
-        return column
-
     @functools.cached_property
-    def _row(self) -> Array:  # type: ignore[override]
+    def _row(self) -> Array:
         if self._total_row is not None:
             return self._total_row
         if not len(self._table):
@@ -90,14 +88,14 @@ class Report(Judged, RowValues, ByName[TensorStats]):
             return np.asarray(_fields.merge(np, self._table))
 
     @functools.cached_property
-    def _derived(self) -> dict[str, Any]:  # type: ignore[override]
-        return derived(self._row, self.numel)
+    def _values(self) -> RowValues:  # type: ignore[override]
+        return RowValues(self._row, self.numel, self.numel)
 
     @functools.cached_property
-    def _each(self) -> dict[str, Any]:
-        """The derived values of each tensor, for all of them at once."""
+    def _each(self) -> RowValues:
+        """The values of each tensor."""
         numel, is_complex = np.array([(i.numel, i.dtype.is_complex) for i in self._infos], np.int64).reshape(-1, 2).T
-        return {"numel": numel, **derived(self._table, numel, 1 + is_complex)}
+        return RowValues(self._table, numel, numel * (1 + is_complex))
 
     @functools.cached_property
     def ok(self) -> bool:
@@ -125,14 +123,14 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         return self._loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
 
     @functools.cached_property
-    def numel(self) -> int:  # type: ignore[override]
+    def numel(self) -> int:
         """Number of elements in all tensors."""
         return sum(info.numel for info in self._infos)
 
     @property
     def total_norm(self) -> float:
         """L2 norm of all elements together, as torch would compute it: NaN if any is NaN, else Inf if any is."""
-        return float(self._derived["l2_norm"])
+        return self._value("l2_norm")
 
     @functools.cached_property
     def missing(self) -> tuple[str, ...]:
@@ -140,8 +138,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         return tuple(self._missing())
 
     def _at(self, position: int) -> TensorStats:
-        values = {name: column[position] for name, column in self._each.items()}
-        return TensorStats(self.names[position], self._table[position], self._infos[position], values)
+        return TensorStats(self.names[position], self._infos[position], self._each, position)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -154,9 +151,9 @@ class Report(Judged, RowValues, ByName[TensorStats]):
     @functools.cached_property
     def nonfinite(self) -> list[TensorStats]:
         """The tensors that contain NaN or Inf, worst first: most NaN, then most Inf, then in order."""
-        nan, inf = self._column("nan_count"), self._column("inf_count")
-        bad = np.flatnonzero(nan + inf)
-        return [self._at(int(i)) for i in bad[np.lexsort((-inf[bad], -nan[bad]))]]
+        nan, inf = self._each.field("nan_count"), self._each.field("inf_count")
+        nonfinite = np.flatnonzero(nan + inf)
+        return [self._at(int(i)) for i in nonfinite[np.lexsort((-inf[nonfinite], -nan[nonfinite]))]]
 
     def rank_of(self, name: str) -> int | None:
         """`TensorStats.rank` of the tensor ``name``; KeyError if there is no such tensor."""
@@ -182,7 +179,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         order = np.argsort(-np.nan_to_num(values, nan=undefined, posinf=math.inf, neginf=-math.inf), kind="stable")
         return [self._at(int(i)) for i in order[:n]]
 
-    # Output formats; the text lists bad tensors first, then the extremes ---------------------------------------
+    # Output formats; the text lists nonfinite tensors first, then the extremes ---------------------------------------
 
     @never_traced
     def to_numpy(self) -> npt.NDArray[np.void]:
@@ -197,8 +194,8 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         out = np.zeros(len(self), [("name", f"U{width}"), *integers, *floats, ("first_nonfinite", np.int64)])
         out["name"] = self.names
         for field, _ in (*integers, *floats):
-            out[field] = self._each[field] if field in self._each else self._column(field)
-        first = self._column("first_nonfinite")
+            out[field] = self._each.column(field)
+        first = self._each.field("first_nonfinite")
         out["first_nonfinite"] = np.where(np.isfinite(first), first, -1)
         for i in np.flatnonzero(np.isfinite(first)).tolist():
             shards = self._infos[i].shards
@@ -255,7 +252,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
             f"{len(self.nonfinite)} of {count_of(len(self), self._what)} not finite "
             f"({self.nan_count:,} NaN, {self.inf_count:,} Inf){_at_scale(self.loss_scale)}:"
         )
-        lines = lines_of(self.nonfinite, 5, bad_line) or ["  all of them on other ranks"]
+        lines = lines_of(self.nonfinite, 5, nonfinite_line) or ["  all of them on other ranks"]
         raise NonFiniteGradientError("\n".join([title, *lines]), self)
 
     @property
@@ -281,7 +278,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
 
         parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
         for title, rows in self._sections():
-            body = "".join(row("td", _cells(stats), "" if stats.ok else _BAD_STYLE) for stats in rows)
+            body = "".join(row("td", _cells(stats), "" if stats.ok else _NONFINITE_STYLE) for stats in rows)
             head = row("th", _HEADER)
             parts.append(f"<p>{html.escape(title)}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>")
         return "".join(parts + [f"<p>{html.escape(line)}</p>" for line in self._footers()])
@@ -303,7 +300,7 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         )
 
     def _sections(self) -> list[tuple[str, list[TensorStats]]]:
-        """The sections of the text and the HTML: bad tensors, then the extremes of the healthy ones."""
+        """The sections of the text and the HTML: nonfinite tensors, then the extremes of the healthy ones."""
         healthy = [stats for stats in self.worst(len(self), by="l2_norm") if stats.ok]
         sections = [("not finite, worst first", self.nonfinite[:_SHOWN])]
         if len(healthy) <= 2 * _EXTREMES:
@@ -326,20 +323,20 @@ class Report(Judged, RowValues, ByName[TensorStats]):
         return [line for line in lines if line]
 
 
-def bad_words(stats: TensorStats) -> str:
-    """How many elements of a tensor are bad and where the first one is, in words."""
+def nonfinite_words(stats: TensorStats) -> str:
+    """How many elements of a tensor are not finite and where the first one is, in words."""
     first = stats.first_nonfinite
     where = "" if first is None else f" at {list(first)}"
     if stats.rank is not None:
         others = f" (of {stats.bad_ranks} ranks with NaN or Inf)"
         where += f" on rank {stats.rank}{others * ((stats.bad_ranks or 0) > 1)}"
     place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
-    return f"{count_of_bad(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, {place}"
+    return f"{nan_and_inf(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, {place}"
 
 
-def bad_line(stats: TensorStats) -> str:
-    """`bad_words` behind the name, indented."""
-    return f"  {printable(stats.name)}: {bad_words(stats)}"
+def nonfinite_line(stats: TensorStats) -> str:
+    """`nonfinite_words` behind the name, indented."""
+    return f"  {printable(stats.name)}: {nonfinite_words(stats)}"
 
 
 def _at_scale(loss_scale: float | None) -> str:

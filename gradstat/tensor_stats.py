@@ -18,6 +18,9 @@ Array = npt.NDArray[np.float64]
 
 INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
 FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
+_MEASURED = _fields.INDEX.keys() - {"min", "max"}
+_EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
+_NOT_PLAIN = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
 
 T = TypeVar("T")
 
@@ -68,70 +71,156 @@ class ByName(Generic[T]):
         return self._at(self._position[key])
 
 
-def derived(rows: Array, numel: Any, parts: Any = 1) -> dict[str, Array]:
-    """The values of `TensorStats` that are computed from rows ``[..., len(FIELDS)]``, by name, each ``[...]``.
-
-    ``numel`` elements of ``parts`` numbers each, 2 for complex ones, belong to a row. NaN where a value is undefined.
-    """
-    columns = {name: rows[..., i] for name, i in _fields.INDEX.items()}
-    low, high = columns["min"], columns["max"]
-    with np.errstate(all="ignore"):  # sums may have overflowed float64
-        low, high = (np.where(low <= high, extreme, np.nan) for extreme in (low, high))
-        finite = (numel - columns["nan_count"] - columns["inf_count"]) * parts
-        norm, mean = l2_norm_of(rows), np.where(finite > 0, columns["sum"] / finite, np.nan)
-        of_bad = np.where(columns["nan_count"] > 0, np.nan, np.inf)
-        return {
-            "l2_norm": np.where(columns["nan_count"] + columns["inf_count"] > 0, of_bad, norm),
-            "finite_norm": norm,
-            "min": low,
-            "max": high,
-            "max_abs": np.maximum(abs(low), abs(high)),
-            "mean": mean,
-            "std": _fields.std(np, norm / np.sqrt(finite), mean),
-            "zero_fraction": columns["zero_count"] / np.where(numel, numel, np.nan),
-        }
-
-
 class RowValues:
-    """Values that derive from a row alone, whether of one tensor or of several together."""
+    """Values that follow from rows ``[..., len(FIELDS)]``: each ``[...]`` float64, computed when it is first read.
+
+    Norms, extremes and moments are over the finite elements, and NaN where there is none.
+
+    Attributes:
+        raw: The rows; all NaN where a tensor was absent.
+        numel: Number of elements; its shape broadcasts to ``[...]``.
+        values: Count of real numbers, of the shape of ``numel``: a complex element is two.
+    """
+
+    def __init__(self, raw: Array, numel: Any, values: Any, is_plain: bool | None = None) -> None:
+        """``is_plain`` is looked for if it is not given."""
+        self.raw, self.numel, self.values = raw, numel, values
+        if is_plain is not None:
+            self.is_plain = is_plain
+
+    def field(self, name: str) -> Array:
+        """A measured column: ``name`` is one of `gradstat.FIELDS`."""
+        column: Array = self.raw[..., _fields.INDEX[name]]
+        return column
+
+    def column(self, name: str) -> Array:
+        """A value by name, whether measured or computed here."""
+        if name in _MEASURED:
+            return self.field(name)
+        computed: dict[str, Array] = vars(self)
+        if name not in computed:
+            with np.errstate(all="ignore"):  # sums may have overflowed float64, and there may be nothing to divide by
+                getattr(self, name)
+        return computed[name]
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether all tensors were present, not empty, finite and neither huge nor tiny: the usual case."""
+        return not self.raw[..., _NOT_PLAIN].any() and bool(np.all(self.numel > 0))  # an absent one is all NaN
+
+    @functools.cached_property
+    def _is_ordinary(self) -> bool:
+        """Whether no other sums of squares are used than the middle one."""
+        return self.is_plain or not (self.raw[..., _EXTREMES] > 0).any()
+
+    @functools.cached_property
+    def nonfinite(self) -> Array:
+        """Number of NaN and Inf elements; 0 where the tensor was absent."""
+        if self.is_plain:
+            return np.zeros(self.raw.shape[:-1])
+        counts: Array = np.nan_to_num(self.raw[..., _fields.NONFINITE].sum(-1))
+        return counts
+
+    @functools.cached_property
+    def _finite_values(self) -> Array:
+        count: Array = self.values
+        if not self.is_plain:
+            count = (self.numel - self.nonfinite) * (self.values / np.maximum(self.numel, 1))
+        return count
+
+    @functools.cached_property
+    def finite_norm(self) -> Array:
+        """L2 norm of the finite elements."""
+        return np.sqrt(self.field("sq_sum")) if self._is_ordinary else l2_norm_of(self.raw)
+
+    @functools.cached_property
+    def l2_norm(self) -> Array:
+        """L2 norm of all elements, as torch would compute it: NaN if any is NaN, else Inf if any is."""
+        if self.is_plain:
+            return self.finite_norm
+        of_nonfinite = np.where(self.field("nan_count") > 0, np.nan, np.inf)
+        return np.where(self.nonfinite > 0, of_nonfinite, self.finite_norm)
+
+    @functools.cached_property
+    def rms(self) -> Array:
+        """Root mean square."""
+        return self.finite_norm / np.sqrt(self._finite_values)
+
+    @functools.cached_property
+    def mean(self) -> Array:
+        """Mean."""
+        return self.field("sum") / self._finite_values
+
+    @functools.cached_property
+    def std(self) -> Array:
+        """Population standard deviation; see `gradstat.TensorStats.std` for its accuracy."""
+        deviation: Array = _fields.std(np, self.rms, self.mean)
+        return deviation
+
+    def _extremum(self, name: str) -> Array:
+        return self.field(name) if self.is_plain else np.where(np.isfinite(self.field(name)), self.field(name), np.nan)
+
+    @functools.cached_property
+    def min(self) -> Array:
+        """Smallest element."""
+        return self._extremum("min")
+
+    @functools.cached_property
+    def max(self) -> Array:
+        """Largest element."""
+        return self._extremum("max")
+
+    @functools.cached_property
+    def max_abs(self) -> Array:
+        """Largest magnitude."""
+        return np.maximum(np.abs(self.min), np.abs(self.max))
+
+    @functools.cached_property
+    def zero_fraction(self) -> Array:
+        """Fraction of elements that are zero."""
+        fraction: Array = self.field("zero_count") / self.numel
+        return fraction
+
+
+class OneRow:
+    """What is told of one row, whether that of a tensor or that of several together."""
 
     __slots__ = ()
-    _row: Array
-    numel: int
-    _derived: dict[str, Any]
+    _values: RowValues
+    _place: Any  # of the row in `_values`
 
-    def _field(self, field: str) -> float:
-        return float(self._row[_fields.INDEX[field]])
+    def _value(self, name: str) -> float:
+        return float(self._values.column(name)[self._place])
 
     @property
     def nan_count(self) -> int:
         """Number of NaN elements."""
-        return int(self._field("nan_count"))
+        return int(self._value("nan_count"))
 
     @property
     def inf_count(self) -> int:
         """Number of elements that are +Inf or -Inf."""
-        return int(self._field("inf_count"))
+        return int(self._value("inf_count"))
 
     @property
     def zero_count(self) -> int:
         """Number of elements equal to zero, of either sign."""
-        return int(self._field("zero_count"))
+        return int(self._value("zero_count"))
 
     @property
     def zero_fraction(self) -> float:
         """Fraction of elements that are zero; NaN when there are no elements."""
-        return float(self._derived["zero_fraction"])
+        return self._value("zero_fraction")
 
     @property
     def finite_norm(self) -> float:
         """L2 norm of the finite elements."""
-        return float(self._derived["finite_norm"])
+        return self._value("finite_norm")
 
     @property
     def max_abs(self) -> float:
         """Largest magnitude of a finite element; NaN when there is none."""
-        return float(self._derived["max_abs"])
+        return self._value("max_abs")
 
     def _json(self, *names: str) -> dict[str, float | None]:
         """The named values; None for those that are not finite."""
@@ -139,7 +228,7 @@ class RowValues:
         return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-class TensorStats(Judged, RowValues):
+class TensorStats(Judged, OneRow):
     """The statistics of one tensor. All values are Python numbers, computed when read.
 
     Counts are of elements. An element of a complex tensor is NaN if either part is NaN, else Inf if either part is Inf,
@@ -151,20 +240,15 @@ class TensorStats(Judged, RowValues):
         name: The name of the parameter or tensor in the report.
     """
 
-    __slots__ = ("_info", "_row", "_values", "name")
+    __slots__ = ("_info", "_place", "_values", "name")
 
-    def __init__(self, name: str, row: Array, info: TensorInfo, values: dict[str, Any] | None = None) -> None:
-        """``values`` are those of ``derived``, if they are known already."""
-        self.name = name
-        self._row = row
-        self._info = info
-        self._values = values
+    def __init__(self, name: str, info: TensorInfo, values: RowValues, place: Any = ()) -> None:
+        """``place`` is that of the tensor's row in ``values``."""
+        self.name, self._info, self._values, self._place = name, info, values, place
 
-    @property
-    def _derived(self) -> dict[str, Any]:  # type: ignore[override]
-        if self._values is None:
-            self._values = derived(self._row, self.numel, 2 if self.dtype.is_complex else 1)
-        return self._values
+    def __reduce__(self) -> tuple[Any, ...]:  # without the rows of other tensors
+        values = self.numel * (2 if self.dtype.is_complex else 1)
+        return TensorStats, (self.name, self._info, RowValues(self._values.raw[self._place], self.numel, values))
 
     @property
     def shape(self) -> torch.Size:
@@ -182,7 +266,7 @@ class TensorStats(Judged, RowValues):
         return self._info.device
 
     @property
-    def numel(self) -> int:  # type: ignore[override]
+    def numel(self) -> int:
         """Number of elements; of those that a sparse tensor stores, since all values are over these."""
         return self._info.numel
 
@@ -199,22 +283,22 @@ class TensorStats(Judged, RowValues):
     @property
     def sum(self) -> float:
         """Sum of the finite elements; infinite or NaN if a partial sum overflows float64."""
-        return self._field("sum")
+        return self._value("sum")
 
     @property
     def l2_norm(self) -> float:
         """L2 norm of all elements, as torch would compute it: NaN if any is NaN, else Inf if any is."""
-        return float(self._derived["l2_norm"])
+        return self._value("l2_norm")
 
     @property
     def min(self) -> float:
         """Smallest finite element; NaN when there is none."""
-        return float(self._derived["min"])
+        return self._value("min")
 
     @property
     def max(self) -> float:
         """Largest finite element; NaN when there is none."""
-        return float(self._derived["max"])
+        return self._value("max")
 
     @property
     def finite_values(self) -> int:
@@ -224,12 +308,12 @@ class TensorStats(Judged, RowValues):
     @property
     def mean(self) -> float:
         """Mean of the finite values; NaN when there is none."""
-        return float(self._derived["mean"])
+        return self._value("mean")
 
     @property
     def std(self) -> float:
         """Population standard deviation of the finite values, to about 1e-4 of their root mean square; or NaN."""
-        return float(self._derived["std"])
+        return self._value("std")
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
@@ -238,7 +322,7 @@ class TensorStats(Judged, RowValues):
         The first in memory order, which for a contiguous or sparse tensor is row-major order. For a distributed tensor
         the first one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
         """
-        flat = self._field("first_nonfinite")
+        flat = self._value("first_nonfinite")
         if math.isinf(flat):
             return None
         shards, order = self._info.shards, self._info.order
@@ -254,13 +338,13 @@ class TensorStats(Judged, RowValues):
     @property
     def rank(self) -> int | None:
         """The lowest rank whose shard of a distributed tensor contains NaN or Inf; None otherwise."""
-        flat, shards = self._field("first_nonfinite"), self._info.shards
+        flat, shards = self._value("first_nonfinite"), self._info.shards
         return None if shards is None or math.isinf(flat) else shards.split(flat)[0]
 
     @property
     def bad_ranks(self) -> int | None:
         """Number of ranks whose shards contain NaN or Inf; None for a tensor that is not distributed."""
-        return None if self._info.shards is None else int(self._row[_fields.COUNT])
+        return None if self._info.shards is None else int(self._values.raw[self._place][_fields.COUNT])
 
     def to_dict(self) -> dict[str, Any]:
         """All of the above as JSON-serializable values: numbers, strings, lists; None where undefined."""

@@ -25,7 +25,15 @@ def count_of(count: int, word: str, ending: str = "s") -> str:
     return f"{count:,} {word}{ending * (count != 1)}"
 
 
-def count_of_bad(nan: int, inf: int) -> str:
+def steps_in_words(extent: tuple[int, int] | None) -> str:
+    """``steps 3 to 5``, ``step 3``, or ``no steps`` for None."""
+    if extent is None:
+        return "no steps"
+    first, last = extent
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def nan_and_inf(nan: int, inf: int) -> str:
     """``3 NaN and 1 Inf``, without what there is none of."""
     return " and ".join(f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count)
 

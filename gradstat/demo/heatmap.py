@@ -8,7 +8,7 @@ import numpy as np
 
 from gradstat.monitor.recording import Recording
 
-_BAD, _LOSS, _NORM = "#ff2d55", "#1f6feb", "#8a8a8a"
+_NONFINITE, _LOSS, _NORM = "#ff2d55", "#1f6feb", "#8a8a8a"
 
 
 def layers_of(names: tuple[str, ...]) -> dict[str, list[int]]:
@@ -33,8 +33,8 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
     squares = np.square(gradients.column("l2_norm"))  # of finite elements
     norms = np.array([np.sqrt(squares[:, at].sum(1)) for at in layers.values()])
     counts = gradients.column("nan_count") + gradients.column("inf_count")
-    bad = np.array([counts[:, at].any(1) for at in layers.values()])
-    shown = np.ma.masked_array(np.log10(np.maximum(norms, 1e-12)), mask=bad)
+    nonfinite = np.array([counts[:, at].any(1) for at in layers.values()])
+    shown = np.ma.masked_array(np.log10(np.maximum(norms, 1e-12)), mask=nonfinite)
     low, high = np.percentile(shown.compressed(), [1, 99.5])
 
     figure = Figure(figsize=(14, 1.9 + 0.245 * len(layers)), layout="constrained", dpi=100)
@@ -43,7 +43,7 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
     top.set_title("A small GPT learning Python, every gradient checked on every step", loc="left", fontsize=14)
     top.semilogy(steps, recording.scalars["norm"], color=_NORM, linewidth=1.1, label="gradient norm")
     top.semilogy(steps, recording.scalars["loss"], color=_LOSS, linewidth=1.8, label="loss")
-    top.axvline(corrupted_step, color=_BAD, linewidth=1.2, linestyle="--", label="corrupted step")
+    top.axvline(corrupted_step, color=_NONFINITE, linewidth=1.2, linestyle="--", label="corrupted step")
     top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     top.yaxis.set_major_formatter("{x:g}")
     top.yaxis.set_minor_formatter(NullFormatter())
@@ -51,7 +51,7 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
     top.spines[["top", "right"]].set_visible(False)
     top.legend(loc="upper right", ncols=3, frameon=False, fontsize=10)
 
-    colors = colormaps["viridis"].with_extremes(bad=_BAD)
+    colors = colormaps["viridis"].with_extremes(bad=_NONFINITE)
     image = bottom.imshow(shown, aspect="auto", cmap=colors, vmin=low, vmax=high, interpolation="nearest")
     bottom.set_yticks(range(len(layers)), list(layers), fontsize=9.5)
     bottom.tick_params(axis="y", length=0)
@@ -63,9 +63,9 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
     figure.colorbar(image, ax=bottom, label="log10 of the gradient norm", pad=0.01, fraction=0.03, extend="both")
 
     # A cell is only a few pixels wide, so a ring marks it.
-    rows, columns = np.nonzero(bad)
-    ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgecolor": _BAD, "markeredgewidth": 2}
-    bottom.plot(columns, rows, linestyle="none", **ring)
+    rows, columns = np.nonzero(nonfinite)
+    ring = {"markersize": 13, "markerfacecolor": "none", "markeredgecolor": _NONFINITE, "markeredgewidth": 2}
+    bottom.plot(columns, rows, linestyle="none", marker="o", **ring)
     if len(rows):
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         left = columns[0] > len(steps) / 2
@@ -79,8 +79,10 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
             color="white",
             fontsize=11,
             fontweight="bold",
-            bbox={"boxstyle": "round,pad=0.3", "facecolor": _BAD, "edgecolor": "none"},
+            bbox={"boxstyle": "round,pad=0.3", "facecolor": _NONFINITE, "edgecolor": "none"},
         )
-    cell = Line2D([], [], linestyle="none", marker="s", markersize=10, color=_BAD, label="not finite (NaN or Inf)")
+    cell = Line2D(
+        [], [], linestyle="none", marker="s", markersize=10, color=_NONFINITE, label="not finite (NaN or Inf)"
+    )
     bottom.legend(handles=[cell], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=10, borderpad=0)
     figure.savefig(path)

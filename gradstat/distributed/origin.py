@@ -19,7 +19,7 @@ from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
 from gradstat._core.compiling import never_traced
 from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import to_device
-from gradstat._core.text import count_of, count_of_bad, lines_of, printable
+from gradstat._core.text import count_of, lines_of, nan_and_inf, printable
 from gradstat._core.wrappers import uncompiled
 from gradstat.accumulation import NAMED_IN_ERROR, NAMED_IN_TEXT, Attribution
 from gradstat.check import stats
@@ -387,4 +387,4 @@ class OriginReport(Attribution):
 
 def _counts(bad: BadGradient) -> str:
     rank, counts = next(iter(bad.counts.items()))
-    return f"{count_of_bad(*counts)} of {bad.numel:,} elements" + (f" on rank {rank}" if len(bad.counts) > 1 else "")
+    return f"{nan_and_inf(*counts)} of {bad.numel:,} elements" + (f" on rank {rank}" if len(bad.counts) > 1 else "")

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from gradstat._core.importing import UsageError
-from gradstat._core.text import listed, printable
+from gradstat._core.text import listed, printable, steps_in_words
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.kinds import plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import load
 from gradstat.monitor.recording.golden import Golden
-from gradstat.monitor.recording.recording import Recording, headline
+from gradstat.monitor.recording.recording import Recording, extent_of, headline
 from gradstat.monitor.recording.view import write_page, write_text
 
 
@@ -24,8 +24,7 @@ def describe(recording: Recording) -> str:
     """A recording as text for a terminal: its headline, its steps and tensors, and the diagnosis."""
     _, sentence, _ = headline(recording)
     tensors = ", ".join(f"{len(series.names)} {plural_of(kind)}" for kind, series in recording.tables.items())
-    steps = recording.steps
-    extent = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no steps"
+    extent = steps_in_words(extent_of(recording))
     lines = [printable(sentence), f"Recorded: {extent}" + printable(f"; {tensors}") * bool(tensors)]
     if recording.findings:
         lines += ["", str(Diagnosis.of(recording, str(recording.meta.get("culprit", ""))))]
@@ -39,17 +38,50 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
         description="Print a summary of a recording and write it as one self-contained HTML page.",
         epilog='The page needs plotly: pip install "gradstat[view]". Exit status: 0, or 2 if a file cannot be read or '
         "written.",
+        parents=[_with_json()],
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a recording, usually *.gradstat")
     parser.add_argument(
         "--output", type=Path, metavar="PAGE.html", help="where to write the page (default: FILE with the suffix .html)"
     )
     parser.add_argument("--no-page", action="store_true", help="only print")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
     if options.no_page and options.output is not None:
         parser.error("--output cannot be used with --no-page, which writes none")
-    return _view(options)
+    recording = load(options.file)
+    # The page lists causes before effects, too.
+    recording.findings = Diagnosis.of(recording).findings
+    page = None if options.no_page else _page_of(options)
+    if options.json:
+        level, sentence, incident = headline(recording)
+        _print_json(
+            {
+                "verdict": sentence,
+                "level": level,
+                "incident": incident,
+                "steps": extent_of(recording),
+                "findings": [finding.to_dict() for finding in recording.findings],
+                "meta": recording.meta,
+                "page": None if page is None else str(page),
+            }
+        )
+    else:
+        print(describe(recording))
+    if page is not None:
+        write_page(recording, page, title=options.file.name, diagnosis_text=str(recording.meta.get("culprit", "")))
+        if not options.json:
+            print(f"\npage: {page}")
+    return 0
+
+
+def _page_of(options: argparse.Namespace) -> Path:
+    """Where the page is written: not over the recording."""
+    page: Path = options.output or options.file.with_suffix(".html")
+    if options.output is None and page == options.file:
+        page = options.file.with_name(options.file.name + ".page.html")
+    if page.exists() and page.samefile(options.file):
+        raise UsageError(f"--output {printable(str(page))} is the recording itself; choose another file")
+    return page
 
 
 def diff_main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +91,7 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
         description="Find the first step in which two runs diverge, bitwise and beyond a tolerance, and what is first.",
         epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
         "cannot be read or have no step in common.",
+        parents=[_with_json()],
     )
     parser.add_argument("first", type=Path, metavar="A", help="a recording")
     parser.add_argument("second", type=Path, metavar="B", help="another recording, of the same steps")
@@ -68,9 +101,16 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
         default=TOLERANCE,
         help="relative difference up to which numbers count as equal (default %(default)s; 0: bitwise)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
-    return _diff(options)
+    comparison = compare(load(options.first), load(options.second), options.tolerance)
+    if options.json:
+        _print_json(comparison.to_dict())
+    else:
+        print(f"first: {printable(str(options.first))}, second: {printable(str(options.second))}")
+        print(comparison)
+    if not comparison.comparable:
+        return 2
+    return 0 if comparison.same else 1
 
 
 def golden_main(arguments: Sequence[str] | None = None) -> int:
@@ -87,13 +127,12 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
         "runs", type=Path, nargs="+", metavar="RUN", help="recordings of healthy runs: three, better five"
     )
     make.add_argument("-o", "--output", type=Path, default=Path("golden.gradstat"), help="default: %(default)s")
-    check = actions.add_parser("check", help="compare a run with golden runs")
+    check = actions.add_parser("check", help="compare a run with golden runs", parents=[_with_json()])
     check.add_argument("run", type=Path, metavar="RUN", help="the recording of a run")
     check.add_argument("golden", type=Path, metavar="GOLDEN", help="the file of golden runs")
     check.add_argument(
         "--html", type=Path, metavar="PAGE.html", help='write a page, too; needs plotly: "gradstat[view]"'
     )
-    check.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args(arguments)
     try:
         return _make_golden(options) if options.action == "make" else _check_golden(options)
@@ -125,50 +164,11 @@ def _check_golden(options: argparse.Namespace) -> int:
     return 0 if comparison.ok else 1
 
 
-def _view(options: argparse.Namespace) -> int:
-    recording = load(options.file)
-    culprit = str(recording.meta.get("culprit", ""))
-    # The page lists causes before effects, too.
-    recording.findings = Diagnosis.of(recording).findings
-    page: Path | None = None
-    if not options.no_page:
-        page = options.output or options.file.with_suffix(".html")
-        if options.output is None and page == options.file:
-            page = options.file.with_name(options.file.name + ".page.html")
-        if page.exists() and page.samefile(options.file):
-            raise UsageError(f"--output {printable(str(page))} is the recording itself; choose another file")
-    if options.json:
-        level, sentence, incident = headline(recording)
-        _print_json(
-            {
-                "verdict": sentence,
-                "level": level,
-                "incident": incident,
-                "steps": [int(recording.steps[0]), int(recording.steps[-1])] if len(recording.steps) else None,
-                "findings": [finding.to_dict() for finding in recording.findings],
-                "meta": recording.meta,
-                "page": None if page is None else str(page),
-            }
-        )
-    else:
-        print(describe(recording))
-    if page is not None:
-        write_page(recording, page, title=options.file.name, diagnosis_text=culprit or None)
-        if not options.json:
-            print(f"\npage: {page}")
-    return 0
-
-
-def _diff(options: argparse.Namespace) -> int:
-    comparison = compare(load(options.first), load(options.second), options.tolerance)
-    if options.json:
-        _print_json(comparison.to_dict())
-    else:
-        print(f"first: {printable(str(options.first))}, second: {printable(str(options.second))}")
-        print(comparison)
-    if not comparison.comparable:
-        return 2
-    return 0 if comparison.same else 1
+def _with_json() -> argparse.ArgumentParser:
+    """What every command that tells something has."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
 
 
 def _tolerance(text: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradstat._core.text import count_of, lines_of, printable
+from gradstat._core.text import count_of, lines_of, printable, steps_in_words
 from gradstat.monitor.findings import Finding, in_words
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.rules import RULES
@@ -118,7 +118,7 @@ class Diagnosis(Judged):
         number = 0
         for i, incident in enumerate(self.incidents):
             if len(self.incidents) > 1:
-                lines += ["", f"incident {i + 1}, {_when(incident)}"]
+                lines += ["", f"incident {i + 1}, {steps_in_words((incident.first, incident.last))}"]
             for finding in incident.findings:
                 number += 1
                 lines += ["", *_entry(number, finding)]
@@ -143,7 +143,7 @@ class Diagnosis(Judged):
         if self.culprit:
             out.append(f"<pre>{html.escape(self.culprit)}</pre>")
         for incident in self.incidents:
-            out.append(f"<h3>{html.escape(_when(incident))}</h3><ol>")
+            out.append(f"<h3>{steps_in_words((incident.first, incident.last))}</h3><ol>")
             for f in incident.findings:
                 causes, advice = (_listed(items) for items in (f.causes, f.advice))
                 out.append(
@@ -158,10 +158,6 @@ class Diagnosis(Judged):
         return "".join(out) + "</div>"
 
     _repr_html_ = to_html
-
-
-def _when(incident: Incident) -> str:
-    return f"step {incident.first}" if incident.first == incident.last else f"steps {incident.first} to {incident.last}"
 
 
 def _entry(number: int, finding: Finding) -> list[str]:

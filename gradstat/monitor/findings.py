@@ -12,15 +12,13 @@ Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 """From the least to the most severe."""
 
-
-_WORDS: dict[Any, str] = {str: "text", int: "an integer", Mapping: "numbers by name", list | tuple: "a list of texts"}
-_TYPES: dict[str, Any] = dict.fromkeys(("rule", "severity", "name", "text", "about"), str) | {
-    "step": int,
-    "evidence": Mapping,
-    "causes": list | tuple,
-    "advice": list | tuple,
+# By value of a saved finding: its type, and what a message calls that.
+_TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("rule", "severity", "name", "text", "about"), (str, "text")),
+    **dict.fromkeys(("causes", "advice"), (list | tuple, "a list of texts")),
+    "step": (int, "an integer"),
+    "evidence": (Mapping, "numbers by name"),
 }
-
 
 # What evidence is called where it is shown, if its key says it only to a program.
 _WORDS = {
@@ -91,9 +89,9 @@ class Finding:
         if missing := [name for name in _TYPES if name not in values]:
             raise ValueError(f"a finding has no {missing[0]!r}")
         fields = {name: values[name] for name in _TYPES}
-        for name, kind in _TYPES.items():
+        for name, (kind, words) in _TYPES.items():
             if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
-                raise ValueError(f"the {name} of a finding is {fields[name]!r:.80}; expected {_WORDS[kind]}")
+                raise ValueError(f"the {name} of a finding is {fields[name]!r:.80}; expected {words}")
         if fields["severity"] not in SEVERITIES:
             raise ValueError(f"severity is {fields['severity']!r:.80}; expected one of {', '.join(SEVERITIES)}")
         for name in ("causes", "advice"):

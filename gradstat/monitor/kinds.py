@@ -56,6 +56,13 @@ def place_of(name: str) -> int:
     return _PLACES.get(name, _PLACES[STATE.name])
 
 
+def place_of_series(name: str) -> float:
+    """As `place_of`, of a scalar: rates are before all, the loss is before the gradients, others are after them."""
+    if name.startswith("lr") or name == "loss_scale":
+        return -1.0
+    return place_of(GRADIENT.name) + (-0.5 if name == "loss" else 0.5)
+
+
 def kind_of(name: str) -> Kind:
     """The kind called ``name``; `STATE` for names that are not in `KINDS`."""
     return KINDS[place_of(name)]

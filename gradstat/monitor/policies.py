@@ -30,9 +30,6 @@ class AnomalyError(RuntimeError):
         super().__init__(message)
         self.finding = finding
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.finding)
-
 
 class PolicyTable:
     """By severity and rule, the policies of ``on_anomaly``, each in ``names`` or a callable, or the default ones."""

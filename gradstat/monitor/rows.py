@@ -12,15 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.recording.recording import COLUMNS, Series
-from gradstat.tensor_stats import TensorStats, l2_norm_of
+from gradstat.tensor_stats import RowValues, TensorStats
 
 __all__ = ["Observation", "Rows", "RunSettings", "Window"]
 
-_EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
-_NOT_PLAIN = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
@@ -49,13 +46,15 @@ class TensorSet(NamedTuple):
         return cls(tuple(names), tuple(infos), numel, numel * parts, matrices, dtypes)
 
 
-class Rows:
+class Rows(RowValues):
     """The rows of one kind of tensors over some steps.
 
     Attributes:
         tensors: Which tensors the rows belong to; the newest, if some changed their size.
         steps: ``[m]`` int64, rising.
         raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
+        numel: Number of elements, ``[n]``, or ``[m, n]`` if it varies.
+        values: Count of real numbers, of the shape of ``numel``: a complex element is two.
         by_row: Which tensors each row belongs to, of the same names; None if ``tensors`` is true of all.
 
     All values below are ``[m, n]`` float64 over finite elements, as in `gradstat.TensorStats`, NaN where there is none.
@@ -70,13 +69,12 @@ class Rows:
         is_plain: bool | None = None,
     ) -> None:
         """`is_plain` is looked for if it is not given."""
-        self.tensors = tensors
-        self.steps = steps
-        self.raw = raw
-        self.by_row = by_row
+        numel, values = tensors.numel, tensors.values
+        if by_row is not None:
+            numel, values = np.stack([row.numel for row in by_row]), np.stack([row.values for row in by_row])
+        super().__init__(raw, numel, values, is_plain)
+        self.tensors, self.steps, self.by_row = tensors, steps, by_row
         self._extremes: dict[tuple[str, str], Floats] = {}
-        if is_plain is not None:
-            self.is_plain = is_plain
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,18 +108,8 @@ class Rows:
             position: Position in `names`.
         """
         info = (self.tensors if self.by_row is None else self.by_row[row]).infos[position]
-        stats = None if info is None else TensorStats(self.names[position], self.raw[row, position], info)
+        stats = None if info is None else TensorStats(self.names[position], info, self, (row, position))
         return None if stats is None or stats.first_nonfinite is None else list(stats.first_nonfinite)
-
-    def field(self, name: str) -> Floats:
-        """A measured column: ``name`` is one of `gradstat.FIELDS`."""
-        column: Floats = self.raw[:, :, _fields.INDEX[name]]
-        return column
-
-    @functools.cached_property
-    def is_plain(self) -> bool:
-        """Whether all tensors were present, not empty, finite and neither huge nor tiny: the usual case."""
-        return not self.raw[:, :, _NOT_PLAIN].any() and bool((self.numel > 0).all())  # an absent one is all NaN
 
     @functools.cached_property
     def newest(self) -> Rows:
@@ -144,22 +132,12 @@ class Rows:
     def _extreme(self, choose: np.ufunc, name: str) -> Floats:
         key = choose.__name__, name
         if key not in self._extremes:
-            if name == "l2_norm" and not self._is_at_ends_of_range:
+            if name == "l2_norm" and self._is_ordinary:
                 self._extremes[key] = np.sqrt(self._extreme(choose, "sq_sum"))
             else:
-                values = self.field(name) if name in _fields.INDEX else getattr(self, name)
+                values = self.column(name)
                 self._extremes[key] = values[0] if len(self) == 1 else choose.reduce(values, axis=0)
         return self._extremes[key]
-
-    @functools.cached_property
-    def numel(self) -> npt.NDArray[np.int64]:
-        """Number of elements, ``[n]``, or ``[m, n]`` if it varies."""
-        return self.tensors.numel if self.by_row is None else np.stack([tensors.numel for tensors in self.by_row])
-
-    @functools.cached_property
-    def values(self) -> Floats:
-        """Count of real numbers, of the shape of `numel`: a complex element is two."""
-        return self.tensors.values if self.by_row is None else np.stack([tensors.values for tensors in self.by_row])
 
     @functools.cached_property
     def present(self) -> Bools:
@@ -168,67 +146,16 @@ class Rows:
         return present
 
     @functools.cached_property
-    def nonfinite(self) -> Floats:
-        """Number of NaN and Inf elements; 0 where the tensor was absent."""
-        if self.is_plain:
-            return np.zeros(self.raw.shape[:2])
-        counts: Floats = np.nan_to_num(self.raw[:, :, _fields.NONFINITE].sum(2))
-        return counts
-
-    @functools.cached_property
-    def _finite_values(self) -> Floats:
-        if self.is_plain:
-            return self.values
-        parts = self.values / np.maximum(self.numel, 1)
-        values: Floats = (self.numel - self.nonfinite) * parts
-        return values
-
-    @functools.cached_property
     def l2_norm(self) -> Floats:
-        """L2 norm."""
-        return l2_norm_of(self.raw) if self._is_at_ends_of_range else np.sqrt(self.field("sq_sum"))
-
-    @functools.cached_property
-    def _is_at_ends_of_range(self) -> bool:
-        """Whether other sums of squares are used than the middle one."""
-        return not self.is_plain and bool((self.raw[:, :, _EXTREMES] > 0).any())
-
-    @functools.cached_property
-    def rms(self) -> Floats:
-        """Root mean square."""
-        return self.l2_norm / np.sqrt(self._finite_values)
-
-    @functools.cached_property
-    def mean(self) -> Floats:
-        """Mean."""
-        return self.field("sum") / self._finite_values
-
-    @functools.cached_property
-    def std(self) -> Floats:
-        """Population standard deviation; see `gradstat.TensorStats.std` for its accuracy."""
-        deviation: Floats = _fields.std(np, self.rms, self.mean)
-        return deviation
-
-    @functools.cached_property
-    def max_abs(self) -> Floats:
-        """Largest magnitude."""
-        largest = np.maximum(np.abs(self.field("min")), np.abs(self.field("max")))
-        return np.where(np.isfinite(largest), largest, np.nan)
-
-    @functools.cached_property
-    def zero_fraction(self) -> Floats:
-        """Fraction of elements that are zero."""
-        return self.field("zero_count") / self.numel
+        """L2 norm, of the finite elements like all other values."""
+        return self.finite_norm
 
     def series(self) -> Series:
         """The rows in the float32 form that the history keeps."""
         values = np.empty((*self.raw.shape[:2], len(COLUMNS)), dtype=np.float32)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             for i, name in enumerate(COLUMNS):
-                column = self.field(name) if name in _fields.INDEX else getattr(self, name)
-                if name in ("min", "max") and not self.is_plain:
-                    column = np.where(np.isfinite(column), column, np.nan)
-                values[:, :, i] = column
+                values[:, :, i] = self.column(name)
         # Values beyond float32 are clamped to its largest number, since infinity has another meaning here.
         if np.isinf(values).any():
             limit = np.finfo(np.float32).max

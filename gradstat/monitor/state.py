@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.archive import encoded, texts
 from gradstat.monitor.recording.recording import Recording, Series, check
 from gradstat.monitor.rules import Rule
+
+_T = TypeVar("_T")
 
 VERSION = 1
 # Later steps still have to fit into 64 bits.
@@ -52,34 +55,28 @@ def checked(state: Any) -> State:
     """The contents of ``state``. ValueError, which names the field, if they are not those of a monitor's state."""
     if not isinstance(state, Mapping):
         raise ValueError(f"expected what Monitor.state_dict() returned, got {type(state).__name__}")
-    with reading("version"):
-        version = _count(state["version"])
+
+    def read(field: str, check: Callable[[Any], _T], missing: Any = ...) -> _T:
+        with reading(field):
+            return check(state[field] if missing is ... else state.get(field, missing))
+
+    version = read("version", _count)
     if version != VERSION:
         raise ValueError(
             f"this state has version {version}, made by a newer gradstat; this is gradstat {__version__}, "
             f"which reads version {VERSION}. Upgrade gradstat: pip install -U gradstat"
         )
-    with reading("steps"):
-        steps = _count(state["steps"])
-    with reading("nonfinite_steps"):
-        nonfinite_steps = _count(state.get("nonfinite_steps", 0))  # states of early versions have none
-    with reading("should_stop"):
-        should_stop = _of(bool, state["should_stop"])
-    with reading("findings"):
-        findings = [Finding.from_dict(values) for values in _of(list, state["findings"])]
-        for finding in findings:
-            json.dumps(encoded(finding.evidence))  # otherwise no recording could be saved
-    with reading("rules"):
-        rules = [(_of(str, name), _of(Mapping, values)) for name, values in _of(list, state["rules"])]
-    with reading("backward_order"):
-        backward_order = texts(state["backward_order"])
-    with reading("history"):
-        history = _history(_of(Mapping, state["history"]))
-        newest = max([-1, *(int(one[-1]) for one in _steps_of(history) if len(one))])
-        if newest >= steps:
-            raise ValueError(f"it has step {newest}, and the state {steps} steps; expected only steps before that")
-    guard = state.get("guard")
-    return State(steps, nonfinite_steps, should_stop, findings, rules, backward_order, history, guard)
+    steps = read("steps", _count)
+    return State(
+        steps,
+        read("nonfinite_steps", _count, 0),  # states of early versions have none
+        read("should_stop", partial(_of, bool)),
+        read("findings", _findings),
+        read("rules", lambda rules: [(_of(str, name), _of(Mapping, values)) for name, values in _of(list, rules)]),
+        read("backward_order", texts),
+        read("history", partial(_history, steps)),
+        state.get("guard"),
+    )
 
 
 def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]) -> None:
@@ -115,7 +112,15 @@ def reading(field: str) -> Iterator[None]:
         ) from error
 
 
-def _history(values: Mapping[str, Any]) -> Recording:
+def _findings(values: Any) -> list[Finding]:
+    findings = list(map(Finding.from_dict, _of(list, values)))
+    for finding in findings:
+        json.dumps(encoded(finding.evidence))  # otherwise no recording could be saved
+    return findings
+
+
+def _history(steps_of_run: int, values: Any) -> Recording:
+    values = _of(Mapping, values)
     scalars = {_of(str, name): _array(one, torch.float64) for name, one in _of(Mapping, values["scalars"]).items()}
     tables = {}
     for kind, table in _of(Mapping, values["tables"]).items():
@@ -123,12 +128,11 @@ def _history(values: Mapping[str, Any]) -> Recording:
         tables[_of(str, kind)] = Series(texts(table["names"]), numel, steps, _array(table["values"], torch.float32))
     recording = Recording(_array(values["steps"], torch.int64), scalars, tables)
     check(recording)
+    every = [recording.steps, *(series.steps for series in tables.values())]
+    newest = max(int(steps[-1]) if len(steps) else -1 for steps in every)
+    if newest >= steps_of_run:
+        raise ValueError(f"it has step {newest}, and the state {steps_of_run} steps; expected only steps before that")
     return recording
-
-
-def _steps_of(recording: Recording) -> Iterator[Any]:
-    yield recording.steps
-    yield from (series.steps for series in recording.tables.values())
 
 
 def _array(tensor: Any, dtype: torch.dtype) -> Any:

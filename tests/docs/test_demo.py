@@ -17,7 +17,7 @@ def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.C
     assert main(["demo", "--quick", "--steps", "25", "--device", "cpu", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "1 of 29 gradients NOT FINITE: 0 NaN and 32 Inf" in printed
-    assert "the fault is in blocks.1.mlp.down.weight: 32 bad elements, the first at [0, 7]" in printed
+    assert "the fault is in blocks.1.mlp.down.weight: 32 elements are not finite, the first at [0, 7]" in printed
     for variant in ("plain step", "gradstat.check", "torch clip", "naive", "detect_anomaly"):
         assert variant in printed
     picture = image.imread(tmp_path / "gradient-norms.png")

@@ -109,12 +109,13 @@ def test_within_a_step_causes_come_before_effects() -> None:
     for r in (a, b):
         for kind in ("exp_avg", "update", "output", "activation", "buffer", "batch"):
             r.tables[kind] = series(3, r.steps)
+        r.scalars["lr[1]"] = r.scalars["lr"]  # of another group
     for table in b.tables.values():
         at = int(np.flatnonzero(table.steps == 10)[0])
         table.values[at, 1, NORM] *= 3
     b.scalars = {name: np.where(b.steps == 10, 3 * x + 1, x) for name, x in b.scalars.items()}
     kinds = [p.kind if p.kind != "series" else p.name for p in compare(a, b).first]
-    order = ["lr", "loss_scale", "batch", "parameter", "buffer", "activation", "output", "loss", "gradient"]
+    order = ["lr", "loss_scale", "lr[1]", "batch", "parameter", "buffer", "activation", "output", "loss", "gradient"]
     assert kinds == [*order, "norm", "finite_norm", "nonfinite", "missing", "exp_avg", "update"]
 
 

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.text import listed
-from gradstat.monitor.kinds import in_order, kind_of, place_of, plural_of
+from gradstat.monitor.kinds import in_order, kind_of, place_of, place_of_series, plural_of
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
-_FIRST_SERIES = ("lr", "loss_scale")  # set before the step
-_LOSS = "loss"
 # Float32 has 24 bits: below this fraction of the total norm, elements may be rounding errors of larger ones.
 _ROUNDING = 1e-7
 _MOST_NAMES = 5
 # What torch.compile, FSDP and activation checkpointing insert into names.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _DDP = "module."  # the prefix that DDP adds to all names
-
-
-class Sized(Protocol):
-    """Names of tensors and their numbers of elements."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def numel(self) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -49,11 +39,15 @@ class Measured:
 def unwrapped(recording: Recording) -> Recording:
     """The recording with tensor names freed of wrappers, except in tables where two names would become equal."""
     bare = _bare_names(recording)
-    tables = {
-        kind: series if _is_of_input(kind) else _renamed(series, bare) for kind, series in recording.tables.items()
-    }
+    tables = {}
+    for kind, series in recording.tables.items():
+        names = series.names if kind_of(kind).names == "batch" else tuple(map(bare, series.names))
+        tables[kind] = replace(series, names=names) if len(set(names)) == len(names) else series
     findings = tuple(
-        f if f.about == "series" or _is_of_input(f.about) else replace(f, name=bare(f.name)) for f in recording.findings
+        finding
+        if finding.about == "series" or kind_of(finding.about).names == "batch"
+        else replace(finding, name=bare(finding.name))
+        for finding in recording.findings
     )
     order = tuple(map(bare, recording.backward_order))
     return replace(recording, tables=tables, findings=findings, backward_order=order)
@@ -72,28 +66,15 @@ def _bare_names(recording: Recording) -> Callable[[str], str]:
     return bare
 
 
-def _is_of_input(kind: str) -> bool:
-    return kind_of(kind).names == "batch"
-
-
-def _renamed(series: Series, bare: Callable[[str], str]) -> Series:
-    names = tuple(map(bare, series.names))
-    return replace(series, names=names) if len(set(names)) == len(names) else series
-
-
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
     """What both have, in the order in which a step computes it, and sentences about what only one of them has."""
-    structure = one_sided("series", tuple(a.scalars), tuple(b.scalars))
-    structure += one_sided("tables", tuple(a.tables), tuple(b.tables))
-    gradient = place_of("gradient")
-    rest = tuple(name for name in a.scalars if name not in (*_FIRST_SERIES, _LOSS))
-    by_place: list[tuple[float, Measured]] = []
-    for place, names in ((-1.0, _FIRST_SERIES), (gradient - 0.5, (_LOSS,)), (gradient + 0.5, rest)):
-        by_place.append((place, _scalars(a, b, [name for name in a.scalars if name in names and name in b.scalars])))
+    structure = one_sided("series", a.scalars, b.scalars) + one_sided("tables", a.tables, b.tables)
+    series = sorted((name for name in a.scalars if name in b.scalars), key=place_of_series)
+    by_place = [(place, _scalars(a, b, list(names))) for place, names in itertools.groupby(series, place_of_series)]
     for kind in in_order(kind for kind in a.tables if kind in b.tables):
         by_place.append((place_of(kind), _tables(kind, a.tables[kind], b.tables[kind])))
         structure += one_sided(plural_of(kind), a.tables[kind].names, b.tables[kind].names)
-        structure += sizes(kind, a.tables[kind], b.tables[kind])
+        structure += differing_sizes(kind, a.tables[kind].sizes, b.tables[kind].sizes)
     by_place.sort(key=lambda pair: pair[0])
     return [measured for _, measured in by_place if measured.names], tuple(structure)
 
@@ -143,20 +124,16 @@ def _tables(kind: str, a: Series, b: Series) -> Measured:
     return Measured(kind, tuple(a.names[i] for i, _ in pairs), steps, COLUMNS, x, y, scale, beyond)
 
 
-def one_sided(
-    what: str, a: tuple[str, ...], b: tuple[str, ...], which: tuple[str, str] = ("first", "second")
-) -> list[str]:
+def one_sided(what: str, a: Iterable[str], b: Iterable[str], which: tuple[str, str] = ("first", "second")) -> list[str]:
     """Sentences about names that only one of two runs has."""
-    here, there = set(a), set(b)
-    only = zip(which, ([n for n in a if n not in there], [n for n in b if n not in here]), strict=True)
-    return [f"{what} only in the {one}: {listed(names, _MOST_NAMES)}" for one, names in only if names]
+    a, b = dict.fromkeys(a), dict.fromkeys(b)
+    only = zip(which, ([name for name in a if name not in b], [name for name in b if name not in a]), strict=True)
+    return [f"{what} only in the {run}: {listed(names, _MOST_NAMES)}" for run, names in only if names]
 
 
-def sizes(kind: str, a: Sized, b: Sized) -> list[str]:
-    """A sentence about tensors of one kind that have different sizes in two runs."""
+def differing_sizes(kind: str, a: Mapping[str, int], b: Mapping[str, int]) -> list[str]:
+    """A sentence about tensors of one kind that have different sizes in two runs; these are by name."""
     if kind_of(kind).sizes_vary:
         return []
-    size = dict(zip(b.names, b.numel.tolist(), strict=True))
-    pairs = zip(a.names, a.numel.tolist(), strict=True)
-    other = [f"{name} ({n:,} and {size[name]:,})" for name, n in pairs if name in size and size[name] != n]
-    return [f"{plural_of(kind)} of different sizes: {listed(other, _MOST_NAMES)}"] if other else []
+    differing = [f"{name} ({size:,} and {b[name]:,})" for name, size in a.items() if b.get(name, size) != size]
+    return [f"{plural_of(kind)} of different sizes: {listed(differing, _MOST_NAMES)}"] if differing else []

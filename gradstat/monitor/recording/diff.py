@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.text import lines_of, plain_fields, printable
+from gradstat._core.text import lines_of, plain_fields, printable, steps_in_words
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
 from gradstat.monitor.recording.archive import encoded
-from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.recording.recording import Recording, extent_of
 
 TOLERANCE = 1e-3
 _SHOWN = 10
@@ -109,8 +109,8 @@ class Comparison:
     def _headline(self) -> str:
         if not self.comparable:
             return (
-                f"The recordings cannot be compared: the first has {_range(self.steps_a)}, the second "
-                f"{_range(self.steps_b)}, and no step is in both. Record the same steps of both runs"
+                f"The recordings cannot be compared: the first has {steps_in_words(self.steps_a)}, the second "
+                f"{steps_in_words(self.steps_b)}, and no step is in both. Record the same steps of both runs"
             )
         steps = f"{self.common_steps:,} steps" if self.common_steps > 1 else "step"
         if self.step is not None:
@@ -136,12 +136,6 @@ class Comparison:
             lines.append(f"the first of these gradients in the backward pass: {printable(self.backward_first)}")
         later = [p for p in self.divergences if self.step is not None and p.step not in (None, self.step)]
         return lines + [f"later, in step {divergence.step}: {divergence}" for divergence in later[:3]]
-
-
-def _range(steps: tuple[int, int] | None) -> str:
-    if steps is None:
-        return "no steps"
-    return f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
 
 
 def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Comparison:
@@ -171,8 +165,8 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     common = np.intersect1d(a.steps, b.steps)
     return Comparison(
         tolerance,
-        _extent(a.steps),
-        _extent(b.steps),
+        extent_of(a),
+        extent_of(b),
         len(common),
         min((p.exact_step for p in divergences), default=None),
         step,
@@ -222,10 +216,6 @@ def _column_to_report(columns: tuple[str, ...], of: npt.NDArray[np.bool_], exces
     c = int(np.argmax(np.where(of, excess, -1)))
     norm = columns.index("l2_norm") if "l2_norm" in columns else c
     return norm if of[norm] and np.isfinite(excess[c]) else c
-
-
-def _extent(steps: npt.NDArray[np.int64]) -> tuple[int, int] | None:
-    return (int(steps[0]), int(steps[-1])) if len(steps) else None
 
 
 def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) -> tuple[Finding, ...]:

@@ -40,17 +40,17 @@ class Unlike:
 
 def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
     """Where the run deviates, and what kind of change it is; ``first`` is the first window in which it deviates."""
-    at_first = {kind: bool((one.excess[first] > 1).any()) for kind, one in unlike.items()}
-    for kind, one in unlike.items():
+    at_first = {kind: bool((of_kind.excess[first] > 1).any()) for kind, of_kind in unlike.items()}
+    for kind, of_kind in unlike.items():
         if kind.startswith("lr") and at_first[kind]:
-            return "the learning rate" + f" {kind}" * (kind != "lr"), f"times {math.exp(one.change[first, 0]):.4g}"
+            return "the learning rate" + f" {kind}" * (kind != "lr"), f"times {math.exp(of_kind.change[first, 0]):.4g}"
     if at_first.get("batch"):
         return "the batch", "its values are distributed otherwise"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
         if first == 0 and at_first.get(kind):
-            one = unlike[kind]
-            factor = _factor(one.change[:1, one.excess[0] > 1])
-            return _place(one, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
+            of_kind = unlike[kind]
+            factor = _factor(of_kind.change[:1, of_kind.excess[0] > 1])
+            return _place(of_kind, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
     gradient = unlike.get("gradient")
     if gradient is not None and np.isinf(gradient.excess[first]).any():
         absent = replace(gradient, excess=np.where(np.isinf(gradient.excess), np.inf, np.nan))
@@ -74,10 +74,10 @@ def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
                 place = "everywhere" + f", first in {place}" * (place != "everywhere")
                 what += " (data, labels, loss or forward pass" + ", or updates)" * (first > 0) + ")" * (first == 0)
             return place, what
-    for kind, one in unlike.items():
+    for kind, of_kind in unlike.items():
         if at_first[kind] and kind != "loss":
             why = "the optimizer, its settings, clipping, or how batches repeat"
-            return _place(one, first), f"{kind}, not the gradients before ({why})"
+            return _place(of_kind, first), f"{kind}, not the gradients before ({why})"
     return "the loss", "not the gradients (how it is reduced, smoothed or reported)"
 
 
@@ -86,10 +86,8 @@ def _factor(change: Floats) -> float | None:
     by_tensor = _means(change)
     if not by_tensor.size:
         return None
-    middle, now = (
-        float(np.median(by_tensor)),
-        float(np.median(_means(change[:1]) if np.isfinite(change[0]).any() else by_tensor)),
-    )
+    middle = float(np.median(by_tensor))
+    now = float(np.median(_means(change[:1]))) if np.isfinite(change[0]).any() else middle
     spread = float(np.median(np.abs(by_tensor - middle)))
     is_common = abs(middle) > _LEAST_FACTOR and spread < _OF_TENSORS * abs(middle)
     return math.exp(middle) if is_common and abs(now - middle) < _OF_WINDOWS * abs(middle) else None
@@ -97,28 +95,23 @@ def _factor(change: Floats) -> float | None:
 
 def _means(change: Floats) -> Floats:
     """``[n]``: means over the windows that are known, without tensors of which none is."""
-    known = np.isfinite(change)
-    count = known.sum(0)
-    means: Floats = (np.where(known, change, 0.0).sum(0) / np.maximum(count, 1))[count > 0]
+    means: Floats = np.nanmean(change[:, ~np.isnan(change).all(0)], axis=0)
     return means
 
 
 def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
-    own = _means(loss.change[first:]) if loss is not None else np.empty(0)
-    is_scaled = own.size and abs(float(own[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor))
-    return (
-        "as the loss (it is scaled)"
-        if is_scaled
-        else "the loss not (the size or variety of batches, or a scale after the loss)"
-    )
+    """Whether the loss has the factor of the norms, in words."""
+    of_loss = _means(loss.change[first:]) if loss is not None else np.empty(0)
+    if of_loss.size and abs(float(of_loss[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor)):
+        return "as the loss (it is scaled)"
+    return "the loss not (the size or variety of batches, or a scale after the loss)"
 
 
-def _place(one: Unlike, window: int) -> str:
+def _place(of_kind: Unlike, window: int) -> str:
     """The module of what deviates, the kind of modules, ``"everywhere"``, or the modules that deviate most."""
-    excess, modules = one.excess[window], list(map(_module_of, one.names))
-    found = np.flatnonzero(excess > 1)
-    found = found[np.argsort(-excess[found], kind="stable")]
-    deviating = dict.fromkeys(modules[j] for j in found)
+    excess, modules = of_kind.excess[window], list(map(_module_of, of_kind.names))
+    farthest = [j for j in np.argsort(-excess, kind="stable").tolist() if excess[j] > 1]
+    deviating = dict.fromkeys(modules[j] for j in farthest)
     same_kind: dict[str, set[str]] = {}
     for module in modules:
         same_kind.setdefault(_kind_of(module), set()).add(module)
@@ -128,9 +121,9 @@ def _place(one: Unlike, window: int) -> str:
         return names[0]
     shared = _shared(list(deviating))
     inside = sum(module.split(".")[: len(shared)] == shared for module in modules)
-    if _EVERYWHERE * inside < len(found) and inside < _NEARLY_ALL * len(modules):
+    if _EVERYWHERE * inside < len(farthest) and inside < _NEARLY_ALL * len(modules):
         return ".".join(shared)
-    if len(found) > _EVERYWHERE * len(excess):
+    if len(farthest) > _EVERYWHERE * len(excess):
         return "everywhere"
     return " and ".join([*names[:2], *([count_of(len(names) - 2, "other module")] if len(names) > 2 else [])])
 

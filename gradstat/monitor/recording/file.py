@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,9 +50,6 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
     """
     check(recording)
     header = {
-        "format": FORMAT,
-        "version": list(VERSION),
-        "gradstat": __version__,
         "columns": list(COLUMNS),
         "scalars": list(recording.scalars),
         "tables": [{"kind": kind, "names": list(series.names)} for kind, series in recording.tables.items()],
@@ -69,10 +66,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         arrays[f"tables/{i}/steps"] = np.asarray(series.steps, "<i8")
         # A tensor's field is contiguous over the steps: consecutive values are similar, and compress well.
         arrays[f"tables/{i}/values"] = np.ascontiguousarray(series.values.transpose(2, 1, 0), "<f4")
-    target = Path(path)
-    with replacing(target) as file:
-        archive.write(file, header, arrays)
-    return target
+    return write(path, FORMAT, VERSION, header, arrays)
 
 
 def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
@@ -89,6 +83,20 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
         OSError: It cannot be opened.
     """
     return opened(path, FORMAT, "gradstat.monitor.recording.save", VERSION, limit, _read)
+
+
+def write(
+    path: str | os.PathLike[str],
+    form: str,
+    version: tuple[int, int],
+    header: Mapping[str, Any],
+    arrays: Mapping[str, npt.NDArray[Any]],
+) -> Path:
+    """Writes a file of the given form, for `opened`; raises as `save`."""
+    versions = {"format": form, "version": list(version), "gradstat": __version__}
+    with replacing(path) as file:
+        archive.write(file, {**versions, **header}, arrays)
+    return Path(path)
 
 
 def opened(

@@ -8,20 +8,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.files import replacing
-from gradstat._version import __version__
-from gradstat.monitor.kinds import kind_of, place_of, plural_of
+from gradstat._core.text import steps_in_words
+from gradstat.monitor.kinds import kind_of, place_of, place_of_series, plural_of
 from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.alignment import one_sided, sizes, unwrapped
+from gradstat.monitor.recording.alignment import differing_sizes, one_sided, unwrapped
 from gradstat.monitor.recording.explanation import Unlike, explained
-from gradstat.monitor.recording.file import load, opened
+from gradstat.monitor.recording.file import load, opened, write
 from gradstat.monitor.recording.golden_comparison import Deviation, GoldenComparison
 from gradstat.monitor.recording.golden_statistics import (
+    NOISE_OF_HALF,
     PACKED,
     Averages,
     Floats,
@@ -43,16 +43,12 @@ from gradstat.monitor.recording.golden_statistics import (
     window_starts,
 )
 from gradstat.monitor.recording.page_data import GoldenBands
-from gradstat.monitor.recording.recording import Recording
+from gradstat.monitor.recording.recording import Recording, extent_of
 
 FEWEST = 3
 FORMAT = "gradstat golden"
 VERSION = (1, 0)
 LIMIT = 64 << 20
-
-
-def _as_it_is(value: float) -> float:
-    return value
 
 
 # How the averages of features are told: those of logarithms are geometric means.
@@ -61,13 +57,6 @@ _TOLD: dict[str, Callable[[float], float]] = {
     "log": exponential,
     "peak": lambda value: 1 / max(-value, 1e-6),
 }
-
-
-class Tensors(NamedTuple):
-    """The tensors of one kind: ``[n]`` names and numbers of elements."""
-
-    names: tuple[str, ...]
-    numel: npt.NDArray[np.int64]
 
 
 class Golden:
@@ -84,14 +73,15 @@ class Golden:
         self,
         runs: int,
         starts: npt.NDArray[np.int64],
-        tensors: Mapping[str, Tensors],
+        sizes: Mapping[str, dict[str, int]],
         groups: Mapping[Key, Group],
         left_out: tuple[str, ...],
         meta: Mapping[str, Any],
     ) -> None:
         self.runs, self.left_out, self.meta = runs, left_out, dict(meta)
-        self._starts, self._tensors, self._groups = starts, dict(tensors), dict(groups)
-        self._names = {kind: one.names for kind, one in self._tensors.items()}
+        self._starts, self._groups = starts, dict(groups)
+        self._sizes = dict(sizes)  # by kind and name, numbers of elements
+        self._names = {kind: tuple(of_kind) for kind, of_kind in self._sizes.items()}
         self._names |= {kind: (kind,) for kind, _ in self._groups if kind not in self._names}
 
     @property
@@ -109,33 +99,35 @@ class Golden:
             ValueError: There are fewer than three, or they have no window of steps in common.
             RecordingFileError, OSError: A file cannot be read.
         """
-        given = [unwrapped(_recording(one)) for one in recordings]
-        if len(given) < FEWEST:
-            raise ValueError(f"recordings: expected at least {FEWEST} golden runs (5 are advised), got {len(given)}")
-        starts = window_starts(min(int(one.steps[-1]) + 1 if len(one.steps) else 0 for one in given))
-        tensors: dict[str, Tensors] = {}
-        for kind, series in given[0].tables.items():
-            if features_of(kind) and all(kind in one.tables for one in given):
-                common = set.intersection(*(set(one.tables[kind].names) for one in given))
-                at = [i for i, name in enumerate(series.names) if name in common]
-                tensors[kind] = Tensors(tuple(series.names[i] for i in at), series.numel[at])
-        made = [averages(one, starts) for one in given]
-        names = {kind: (kind,) for kind in made[0].names if kind not in given[0].tables}
-        runs = [one.of(names | {kind: one.names for kind, one in tensors.items()}) for one in made]
-        left_out = tuple(dict.fromkeys(name for run in runs for name in run.rounding_noise()[0]))
-        values = [run.without(left_out).values for run in runs]
-        for name in names:  # the logarithm of a loss that is never negative, else the loss
-            is_signed = name == "loss" and any((np.asarray(one.scalars.get(name, 1)) <= 0).any() for one in given)
-            for value in values:
-                value.pop((name, "log" if is_signed else "value"), None)
-        values = [{key: value[key] for key in value if all(key in other for other in values)} for value in values]
-        numels = {kind: one.numel.astype(np.float64) for kind, one in tensors.items()}
+        golden = [unwrapped(_loaded(recording)) for recording in recordings]
+        if len(golden) < FEWEST:
+            raise ValueError(f"recordings: expected at least {FEWEST} golden runs (5 are advised), got {len(golden)}")
+        starts = window_starts(min(int(run.steps[-1]) + 1 if len(run.steps) else 0 for run in golden))
+        sizes: dict[str, dict[str, int]] = {}
+        for kind, series in golden[0].tables.items():
+            if features_of(kind) and all(kind in run.tables for run in golden):
+                common = set.intersection(*(set(run.tables[kind].names) for run in golden))
+                sizes[kind] = {name: size for name, size in series.sizes.items() if name in common}
+        of_runs = [averages(run, starts) for run in golden]
+        scalars = {kind: (kind,) for kind in of_runs[0].names if kind not in golden[0].tables}
+        names = scalars | {kind: tuple(of_kind) for kind, of_kind in sizes.items()}
+        of_runs = [run.of(names) for run in of_runs]
+        left_out = tuple(dict.fromkeys(name for run in of_runs for name in run.rounding_noise()))
+        values = [run.without(left_out).values for run in of_runs]
+        for name in scalars:  # the logarithm of a loss that is never negative, else the loss
+            is_signed = name == "loss" and any((np.asarray(run.scalars.get(name, 1)) <= 0).any() for run in golden)
+            for of_run in values:
+                of_run.pop((name, "log" if is_signed else "value"), None)
+        values = [{key: of_run[key] for key in of_run if all(key in other for other in values)} for of_run in values]
+        numels = {kind: np.array(list(of_kind.values()), np.float64) for kind, of_kind in sizes.items()}
         groups = fitted(values, numels)
         if not groups:
             raise ValueError("recordings: the golden runs have no steps in common; record all from the same step on")
         inflation = inflation_of(values, numels)
-        groups = {key: rounded(replace(group, scale=group.scale * inflation)) for key, group in groups.items()}
-        return cls(len(runs), starts, tensors, groups, left_out, given[0].meta)
+        for group in groups.values():
+            group.scale *= inflation
+        groups = {key: rounded(group) for key, group in groups.items()}
+        return cls(len(golden), starts, sizes, groups, left_out, golden[0].meta)
 
     def last_complete(self, steps: int) -> int:
         """The end of the last window that is complete after so many steps."""
@@ -157,49 +149,53 @@ class Golden:
             ValueError: It has no window of steps of the golden runs as a whole.
             RecordingFileError, OSError: The file cannot be read.
         """
-        given = _recording(recording)
-        bare = unwrapped(given)
+        recording = _loaded(recording)
+        bare = unwrapped(recording)
         run = averages(bare, self._starts).of({kind: self._comparable(kind, bare) for kind in self._names})
-        seen = np.flatnonzero(run.covered)
-        if not len(seen):
+        covered = np.flatnonzero(run.covered)
+        if not len(covered):
             raise ValueError(
-                f"recording: {_extent(given)}, which holds no window of the golden runs as a whole; record the run "
-                f"from step 0 on, as they were, for at most {self.steps:,} steps"
+                f"recording: it has {steps_in_words(extent_of(recording))}, which hold no window of the golden runs as "
+                f"a whole; record the run from step 0 on, as they were, for at most {self.steps:,} steps"
             )
         # What is rounding noise only in this run is in a higher precision, if it is small in the golden runs as well.
         left_out: tuple[str, ...] = ()
         if ("gradient", "norm") in self._groups:
             expected = self._groups["gradient", "norm"].mean[run.covered]
-            small = noise_in(self._names["gradient"], expected)[1]
-            left_out = tuple(name for name in run.rounding_noise()[0] if name in small)
+            small = noise_in(self._names["gradient"], expected, NOISE_OF_HALF)
+            left_out = tuple(name for name in run.rounding_noise() if name in small)
             run = run.without(left_out)
             if ("gradient", "norm") in run.values:
                 cells = noise_cells(self._groups["gradient", "norm"].mean, run.values["gradient", "norm"])
                 for key in self._keys("gradient", run):
                     run.values[key][cells] = np.nan
-        unlike = {kind: one for kind in self._names if (one := self._unlike(kind, run)) is not None}
+        unlike = {kind: of_kind for kind in self._names if (of_kind := self._unlike(kind, run)) is not None}
         findings = [
-            self._deviation(kind, j, int(np.argmax(one.excess[:, j] > 1)), run)
-            for kind, one in unlike.items()
-            for j in np.flatnonzero((one.excess > 1).any(0)).tolist()
+            self._deviation(kind, j, int(np.argmax(of_kind.excess[:, j] > 1)), run)
+            for kind, of_kind in unlike.items()
+            for j in np.flatnonzero((of_kind.excess > 1).any(0)).tolist()
         ]
         findings.sort(key=_order)
-        own = {kind: dict(zip(bare.tables[kind].names, one.names, strict=True)) for kind, one in given.tables.items()}
-        named = tuple(replace(one, name=own.get(one.kind, {}).get(one.name, one.name)) for one in findings)
         where, what = "", ""
         if findings:
             where, what = explained(unlike, int(np.searchsorted(self._starts, findings[0].step)))
-        compared = sum(int((~np.isnan(one.excess)).any(0).sum()) for one in unlike.values())
+        compared = sum(int((~np.isnan(of_kind.excess)).any(0).sum()) for of_kind in unlike.values())
+        # Findings have the names of the run, with those of its wrappers.
+        wrapped = {
+            (kind, name): original
+            for kind, series in recording.tables.items()
+            for name, original in zip(bare.tables[kind].names, series.names, strict=True)
+        }
         return GoldenComparison(
             self.runs,
-            (int(self._starts[seen[0]]), int(self._starts[seen[-1] + 1]) - 1),
-            named,
+            (int(self._starts[covered[0]]), int(self._starts[covered[-1] + 1]) - 1),
+            tuple(replace(found, name=wrapped.get((found.kind, found.name), found.name)) for found in findings),
             where,
             what,
             len(findings) / max(1, compared),
             tuple(self._structure(bare)),
             (*self.left_out, *left_out),
-            given,
+            recording,
             self._bands(bare, unlike),
         )
 
@@ -228,9 +224,9 @@ class Golden:
             return float(np.nan_to_num(part.excess(value))[0])
 
         key = max(self._keys(kind, run), key=excess)
-        group, told = self._groups[key], _TOLD.get(key[1], _as_it_is)
+        group, told = self._groups[key], _TOLD.get(key[1], float)
         value, expected, half = (float(column(x)[0]) for x in (run.values[key], group.mean, group.scale * group.reach))
-        is_absent, is_tensor = bool(run.absent[kind][window, j]), kind in self._tensors
+        is_absent, is_tensor = bool(run.absent[kind][window, j]), kind in self._sizes
         return Deviation(
             kind if is_tensor else "series",
             self._names[kind][j],
@@ -246,35 +242,32 @@ class Golden:
 
     def _structure(self, run: Recording) -> Iterator[str]:
         """Sentences about tensors that only one side has, or that have another size."""
-        for kind, one in self._tensors.items():
+        for kind, expected in self._sizes.items():
             if kind in run.tables:
-                series, plural = run.tables[kind], plural_of(kind)
-                yield from one_sided(plural, one.names, series.names, ("golden runs", "run"))
-                yield from sizes(kind, one, series)
+                sizes = run.tables[kind].sizes
+                yield from one_sided(plural_of(kind), expected, sizes, ("golden runs", "run"))
+                yield from differing_sizes(kind, expected, sizes)
 
     def _comparable(self, kind: str, run: Recording) -> tuple[str, ...]:
         """The names of a kind, without those of tensors that have another size in the run."""
-        names, series = self._names[kind], run.tables.get(kind)
-        if series is None or kind not in self._tensors or kind_of(kind).sizes_vary:
-            return names
-        expected = self._tensors[kind].numel
-        if series.names == names and np.array_equal(series.numel, expected):
-            return names
-        numel = dict(zip(series.names, series.numel.tolist(), strict=True))
-        pairs = zip(names, expected.tolist(), strict=True)
-        return tuple(name if numel.get(name, 0) in (0, n) else "" for name, n in pairs)
+        expected, series = self._sizes.get(kind), run.tables.get(kind)
+        if expected is None or series is None or kind_of(kind).sizes_vary:
+            return self._names[kind]
+        sizes = series.sizes
+        return tuple(name if sizes.get(name, 0) in (0, size) else "" for name, size in expected.items())
 
     def _bands(self, bare: Recording, unlike: Mapping[str, Unlike]) -> GoldenBands:
         bands = {}
         for (kind, feature), group in self._groups.items():
-            if kind not in self._tensors:
+            if kind not in self._sizes:
                 half = group.scale * group.reach
                 ends = np.concatenate([group.mean - half, group.mean + half], 1)
-                bands[kind] = np.vectorize(_TOLD.get(feature, _as_it_is))(ends)
-        deviation = {}
-        for kind, one in unlike.items():
-            if kind in bare.tables:
-                deviation[kind] = taken(one.excess, places(one.names, bare.tables[kind].names), np.nan)
+                bands[kind] = np.vectorize(_TOLD.get(feature, float))(ends)
+        deviation = {
+            kind: taken(of_kind.excess, places(of_kind.names, bare.tables[kind].names), np.nan)
+            for kind, of_kind in unlike.items()
+            if kind in bare.tables
+        }
         return GoldenBands(self._starts, bands, deviation)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -290,13 +283,10 @@ class Golden:
             OSError: The file cannot be written; nothing is left behind.
         """
         header = {
-            "format": FORMAT,
-            "version": list(VERSION),
-            "gradstat": __version__,
             "runs": self.runs,
             "starts": self._starts.tolist(),
             "left_out": list(self.left_out),
-            "tensors": [{"kind": kind, "names": list(one.names)} for kind, one in self._tensors.items()],
+            "tensors": [{"kind": kind, "names": list(of_kind)} for kind, of_kind in self._sizes.items()],
             "groups": [
                 {"kind": kind, "feature": feature, "freedom": group.freedom, "limit": group.limit}
                 for (kind, feature), group in self._groups.items()
@@ -304,14 +294,11 @@ class Golden:
             "meta": self.meta,
         }
         arrays: dict[str, npt.NDArray[Any]] = {}
-        for i, one in enumerate(self._tensors.values()):
-            arrays[f"tensors/{i}/numel"] = np.asarray(one.numel, "<i8")
+        for i, of_kind in enumerate(self._sizes.values()):
+            arrays[f"tensors/{i}/numel"] = np.array(list(of_kind.values()), "<i8")
         for i, group in enumerate(self._groups.values()):
             arrays |= {f"groups/{i}/{name}": array for name, array in packed(group).items()}
-        target = Path(path)
-        with replacing(target) as file:
-            archive.write(file, header, arrays)
-        return target
+        return write(path, FORMAT, VERSION, header, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Golden:
@@ -334,36 +321,32 @@ class Golden:
         runs = int(header["runs"])
         if runs < FEWEST:
             raise ValueError(f"it is of {runs} runs")
-        tensors, groups = {}, {}
-        for i, one in enumerate(header["tensors"]):
-            kind, names = *archive.texts([one["kind"]]), archive.texts(one["names"])
-            tensors[kind] = Tensors(names, reader.array(f"tensors/{i}/numel", "<i8"))
-            if tensors[kind].numel.shape != (len(names),):
+        sizes, groups = {}, {}
+        for i, entry in enumerate(header["tensors"]):
+            kind, names = *archive.texts([entry["kind"]]), archive.texts(entry["names"])
+            numel = reader.array(f"tensors/{i}/numel", "<i8")
+            if numel.shape != (len(names),):
                 raise ValueError(f"the sizes of its {kind} are not one for each name")
-        for i, one in enumerate(header["groups"]):
-            kind, feature = archive.texts([one["kind"], one["feature"]])
-            shape = len(starts) - 1, len(tensors[kind].names) if kind in tensors else 1
-            read = {name: reader.array(f"groups/{i}/{name}", dtype) for name, dtype in PACKED.items()}
-            groups[kind, feature] = unpacked(read, shape, float(one["freedom"]), float(one["limit"]))
-        return cls(runs, starts, tensors, groups, archive.texts(header["left_out"]), dict(header["meta"]))
+            sizes[kind] = dict(zip(names, numel.tolist(), strict=True))
+        for i, entry in enumerate(header["groups"]):
+            kind, feature = archive.texts([entry["kind"], entry["feature"]])
+            shape = len(starts) - 1, len(sizes.get(kind, [kind]))
+            arrays = {name: reader.array(f"groups/{i}/{name}", dtype) for name, dtype in PACKED.items()}
+            groups[kind, feature] = unpacked(arrays, shape, float(entry["freedom"]), float(entry["limit"]))
+        return cls(runs, starts, sizes, groups, archive.texts(header["left_out"]), dict(header["meta"]))
 
     def __repr__(self) -> str:
         return f"Golden({self.runs} runs, {self.steps} steps)"
 
 
-def _recording(given: Recording | str | os.PathLike[str]) -> Recording:
-    return given if isinstance(given, Recording) else load(given)
-
-
-def _extent(recording: Recording) -> str:
-    steps = recording.steps
-    return f"it has steps {steps[0]} to {steps[-1]}" if len(steps) else "it has no steps"
+def _loaded(recording: Recording | str | os.PathLike[str]) -> Recording:
+    return recording if isinstance(recording, Recording) else load(recording)
 
 
 def _order(found: Deviation) -> tuple[int, float, float]:
     """Findings by step; within a step causes before effects, then what deviates most."""
     if found.kind == "series":
-        place = place_of("gradient") - 0.5 if found.name == "loss" else -1.0
+        place = place_of_series(found.name)
     elif found.step and kind_of(found.kind).name in ("parameter", "buffer"):
         place = place_of("update") + 1.0  # what a parameter is after the first step is an effect of gradients
     else:

@@ -6,7 +6,7 @@ import html
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradstat._core.text import lines_of, listed, plain_fields, printable
+from gradstat._core.text import lines_of, listed, plain_fields, printable, steps_in_words
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.page_data import GoldenBands
@@ -90,15 +90,15 @@ class GoldenComparison:
         if self.ok:
             return f"Like the {self.runs} golden runs in steps {first} to {last}"
         at = self.findings[0]
-        when = f"step {at.step}" if at.step == at.last else f"steps {at.step} to {at.last}"
+        when = steps_in_words((at.step, at.last))
         return printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
-        told = plain_fields(replace(self, recording=None, bands=None))  # type: ignore[arg-type]
-        del told["recording"], told["bands"]
-        told["findings"] = list(map(plain_fields, self.findings))
-        return dict(archive.encoded({"ok": self.ok, **told}, tagged=False))
+        values = plain_fields(replace(self, recording=None, bands=None))  # type: ignore[arg-type]
+        del values["recording"], values["bands"]
+        values["findings"] = list(map(plain_fields, self.findings))
+        return dict(archive.encoded({"ok": self.ok, **values}, tagged=False))
 
     def to_html(self, title: str = "Compared with golden runs") -> str:
         """The page of the recording, with bands behind its series and the deviation as a field.
@@ -111,23 +111,21 @@ class GoldenComparison:
         """
         from gradstat.monitor.recording.view import page_of
 
-        found = tuple(
-            Finding(RULE, "warning", one.step, one.name, plain_fields(one), text=str(one), about=one.kind)
-            for one in self.findings
+        findings = tuple(
+            Finding(RULE, "warning", found.step, found.name, plain_fields(found), text=str(found), about=found.kind)
+            for found in self.findings
         )
-        shown = replace(self.recording, findings=found)
+        shown = replace(self.recording, findings=findings)
         return page_of(shown, title, f"<pre>{html.escape(str(self))}</pre>", self.bands)
 
     def __str__(self) -> str:
         lines = [printable(f"Structure: {line}") for line in self.structure]
         lines.append(self.headline)
         if not self.ok:
-            same = [found for found in self.findings if found.step == self.findings[0].step]
-            later = [found for found in self.findings if found.step != self.findings[0].step]
-            lines += lines_of(same, _SHOWN, "  {}".format, "  ... and {} more in these steps")
-            lines += lines_of(
-                later, 3, lambda found: f"  later, in step {found.step}: {found}", "  ... and {} more later"
-            )
+            first = [deviation for deviation in self.findings if deviation.step == self.findings[0].step]
+            later = [f"  later, in step {deviation.step}: {deviation}" for deviation in self.findings[len(first) :]]
+            lines += lines_of(first, _SHOWN, "  {}".format, "  ... and {} more in these steps")
+            lines += lines_of(later, 3, str, "  ... and {} more later")
         if self.left_out:
             lines.append(f"Left out as rounding noise: {listed(self.left_out, _MOST_NAMES)}")
         return "\n".join(lines)

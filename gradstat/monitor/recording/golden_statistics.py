@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradstat.monitor.kinds import kind_of
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
@@ -61,7 +62,7 @@ _SCALARS = ("loss", "lr")
 _TINY = 1e-30
 # A gradient below this share of the largest in its module is rounding noise in float32; in 16 bits below the other.
 _NOISE = 1e-5
-_NOISE_OF_HALF = 1e-2
+NOISE_OF_HALF = 1e-2
 
 
 def window_starts(steps: int) -> npt.NDArray[np.int64]:
@@ -107,31 +108,32 @@ class Averages:
         absent = {kind: taken(value, at[kind], False) for kind, value in self.absent.items() if kind in at}
         return Averages({kind: names[kind] for kind in at}, values, absent, self.covered)
 
-    def rounding_noise(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def rounding_noise(self) -> tuple[str, ...]:
         """As `noise_in`, of this run."""
         norms = self.values.get(("gradient", "norm"))
-        return ((), ()) if norms is None else noise_in(self.names["gradient"], norms)
+        return () if norms is None else noise_in(self.names["gradient"], norms)
 
     def without(self, names: Collection[str]) -> Averages:
         """The averages without the parameters ``names``: NaN, and not absent."""
-        left = {kind: np.isin(own, list(names)) for kind, own in self.names.items()}
-        values = {key: np.where(left[key[0]], np.nan, value) for key, value in self.values.items()}
-        return replace(self, values=values, absent={kind: one & ~left[kind] for kind, one in self.absent.items()})
+        left_out = {kind: np.isin(of_kind, list(names)) for kind, of_kind in self.names.items()}
+        values = {key: np.where(left_out[key[0]], np.nan, value) for key, value in self.values.items()}
+        absent = {kind: absent & ~left_out[kind] for kind, absent in self.absent.items()}
+        return replace(self, values=values, absent=absent)
 
 
-def places(own: tuple[str, ...], names: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    """Where the ``names`` are in ``own``, -1 for those that are not."""
-    if own == names:  # nearly always
+def places(every: tuple[str, ...], names: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    """Where the ``names`` are in ``every``, -1 for those that are not."""
+    if every == names:  # nearly always
         return np.arange(len(names))
-    place = {name: i for i, name in enumerate(own)}
+    place = {name: i for i, name in enumerate(every)}
     return np.array([place.get(name, -1) for name in names], np.int64)
 
 
 def taken(values: npt.NDArray[Any], at: npt.NDArray[np.int64], fill: float) -> npt.NDArray[Any]:
     """The columns of ``values`` at these places, ``fill`` for -1."""
-    found = np.full((len(values), len(at)), fill, values.dtype)
-    found[:, at >= 0] = values[:, at[at >= 0]]
-    return found
+    columns = np.full((len(values), len(at)), fill, values.dtype)
+    columns[:, at >= 0] = values[:, at[at >= 0]]
+    return columns
 
 
 def covered_windows(steps: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Bools:
@@ -144,24 +146,24 @@ def averages(recording: Recording, starts: npt.NDArray[np.int64]) -> Averages:
     """The averages of a run over the windows that it covers as a whole."""
     steps = recording.steps
     covered = covered_windows(steps, starts)
-    made = Averages({}, {}, {}, covered)
+    run = Averages({}, {}, {}, covered)
     for name in recording.scalars:
         if name.partition("[")[0] in _SCALARS:
             column = np.asarray(recording.scalars[name], np.float64)[:, None]
-            made.names[name] = (name,)
-            made.values[name, "value"], made.absent[name] = _over_windows(column, steps, starts, covered)
-            made.values[name, "log"], _ = _over_windows(np.log(np.maximum(column, _TINY)), steps, starts, covered)
+            run.names[name] = (name,)
+            run.values[name, "value"], run.absent[name] = _over_windows(column, steps, starts, covered)
+            run.values[name, "log"], _ = _over_windows(np.log(np.maximum(column, _TINY)), steps, starts, covered)
     for kind, series in recording.tables.items():
         if features_of(kind):
-            made.names[kind] = series.names
-            _, made.absent[kind] = _over_windows(series.column("nan_count"), series.steps, starts, covered)
+            run.names[kind] = series.names
+            _, run.absent[kind] = _over_windows(series.column("nan_count"), series.steps, starts, covered)
             for feature, column in zip(features_of(kind), _features(kind, series), strict=False):
-                made.values[kind, feature], _ = _over_windows(column, series.steps, starts, covered)
-    return made
+                run.values[kind, feature], _ = _over_windows(column, series.steps, starts, covered)
+    return run
 
 
-def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which gradients are rounding noise of other tensors of their module, and which may be in 16 bits.
+def noise_in(names: tuple[str, ...], norms: Floats, share: float = _NOISE) -> tuple[str, ...]:
+    """Which gradients are rounding noise of other tensors of their module: below this share of the largest.
 
     The gradients of a bias before a batch norm, and of a key's bias, are 0 by construction. What is measured depends on
     the dtype, the device and the order of sums. ``norms`` are logarithms, ``[windows, n]``.
@@ -171,12 +173,7 @@ def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[tuple[str, ...], tu
     _, module = np.unique([name.rpartition(".")[0] for name in names], return_inverse=True)
     largest = np.full(len(names), -np.inf)
     np.fmax.at(largest, module, level)
-    below = level - largest[module]
-
-    def at(share: float) -> tuple[str, ...]:
-        return tuple(names[j] for j in np.flatnonzero(below < math.log(share)))
-
-    return at(_NOISE), at(_NOISE_OF_HALF)
+    return tuple(names[j] for j in np.flatnonzero(level - largest[module] < math.log(share)))
 
 
 def exponential(logarithm: float) -> float:
@@ -198,8 +195,8 @@ def noise_cells(golden: Floats, run: Floats) -> Bools:
         return small
 
     is_noise = below(run, _NOISE) & (run > math.log(_TINY))
-    found: Bools = (below(golden, _NOISE) & below(run, _NOISE_OF_HALF)) | (is_noise & below(golden, _NOISE_OF_HALF))
-    return found
+    cells: Bools = (below(golden, _NOISE) & below(run, NOISE_OF_HALF)) | (is_noise & below(golden, NOISE_OF_HALF))
+    return cells
 
 
 def _features(kind: str, series: Series) -> Iterable[Floats]:
@@ -227,19 +224,19 @@ def _over_windows(
     """Averages ``[windows, n]`` of the finite values of a column, and which windows have measurements but no value."""
     at = np.searchsorted(steps, starts)
     used = np.flatnonzero(inside & (at[1:] > at[:-1]))
-    found = np.full((len(starts) - 1, column.shape[1]), np.nan)
-    none = np.zeros(found.shape, bool)
+    means = np.full((len(starts) - 1, column.shape[1]), np.nan)
+    none = np.zeros(means.shape, bool)
     if len(used):
-        there = np.isfinite(column)
+        is_finite = np.isfinite(column)
         # Pairs of begin and end, of which the odd results are sums over what is between windows.
         pairs = np.stack([at[:-1][used], at[1:][used]], 1).reshape(-1)
         bounds = pairs[:-1] if pairs[-1] == len(column) else pairs
-        counts = np.add.reduceat(there, bounds, axis=0, dtype=np.int64)[::2]
-        sums = np.add.reduceat(np.where(there, column, 0.0), bounds, axis=0)[::2]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found[used] = np.where(counts > 0, sums / counts, np.nan)
+        counts = np.add.reduceat(is_finite, bounds, axis=0, dtype=np.int64)[::2]
+        sums = np.add.reduceat(np.where(is_finite, column, 0.0), bounds, axis=0)[::2]
+        with np.errstate(invalid="ignore"):
+            means[used] = sums / counts  # NaN without any
         none[used] = counts == 0
-    return found, none
+    return means, none
 
 
 @dataclass
@@ -399,49 +396,37 @@ def _usual(variance: Floats, size: Floats) -> Floats:
 
 def _with_neighbours(ratio: Floats) -> tuple[Floats, float]:
     """Means over three neighbouring windows, NaN where ``ratio`` is, and of how many values on average."""
-    there = np.isfinite(ratio)
+    is_finite = np.isfinite(ratio)
     window = np.arange(len(ratio))
     near_by = (np.abs(window[:, None] - window) <= _NEAR).astype(np.float64)
-    count = near_by @ there
-    near = near_by @ np.where(there, ratio, 0.0) / np.maximum(count, 1)
-    known = np.isfinite(ratio)
-    return np.where(known, near, np.nan), float(count[known].mean())
+    count = near_by @ is_finite
+    near = near_by @ np.where(is_finite, ratio, 0.0) / np.maximum(count, 1)
+    return np.where(is_finite, near, np.nan), float(count[is_finite].mean())
 
 
 def _squared_correlation(products: Floats, runs: int) -> float:
-    """The mean squared correlation of pairs, given their sample correlations (0: unknown)."""
-    known = products[products != 0]
-    return _corrected(float((known**2).mean()), runs) if known.size else 0.0
-
-
-def _corrected(squared: float, runs: int) -> float:
-    """``squared``, a mean of squared sample correlations, without what independent samples would have."""
-    expected = 1 / (runs - 1)
-    return min(1.0, max(0.0, (squared - expected) / (1 - expected))) if runs > 2 else 0.5
+    """The mean squared correlation of pairs, given sample correlations (0: unknown), which chance makes larger."""
+    samples = products[products != 0]
+    if not samples.size:
+        return 0.0
+    expected = 1 / (runs - 1)  # of independent samples
+    return min(1.0, max(0.0, (float((samples**2).mean()) - expected) / (1 - expected))) if runs > 2 else 0.5
 
 
 def digamma(x: float) -> float:
     """The derivative of the logarithm of the gamma function."""
-    below = 0.0
-    while x < 6:
-        below, x = below - 1 / x, x + 1
-    y = 1 / (x * x)
-    return below + math.log(x) - 0.5 / x - y * (1 / 12 - y * (1 / 120 - y / 252))
+    return float(torch.special.digamma(torch.tensor(x, dtype=torch.float64)))
 
 
 def trigamma(x: float) -> float:
     """The derivative of `digamma`."""
-    below = 0.0
-    while x < 6:
-        below, x = below + 1 / (x * x), x + 1
-    y = 1 / (x * x)
-    return below + 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y / 42))
+    return float(torch.special.polygamma(1, torch.tensor(x, dtype=torch.float64)))
 
 
 def inverse_trigamma(value: float) -> float:
     """The ``x`` with ``trigamma(x) == value``."""
     low, high = 1e-8, 1e8
-    for _ in range(200):
+    for _ in range(60):  # more than a float64 has bits
         middle = math.sqrt(low * high)
         low, high = (middle, high) if trigamma(middle) > value else (low, middle)
     return low

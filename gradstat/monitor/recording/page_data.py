@@ -86,7 +86,7 @@ def _steps_to_show(recording: Recording, steps: npt.NDArray[np.int64], cells: in
     important = [steps[-room // 4 :], np.array([f.step for f in recording.findings], np.int64)]
     important += [series.steps[nonfinite_cells(series).any(1)] for series in recording.tables.values()]
     chosen = np.concatenate(important)
-    # In a run that is bad throughout there are too many: they are thinned, except the first one.
+    # In a run that is never finite there are too many: they are thinned, except the first one.
     if len(chosen) > room:
         chosen = np.concatenate([chosen.min(keepdims=True), chosen[:: len(chosen) // (room // 2) + 1]])
     evenly = steps[np.linspace(0, len(steps) - 1, room // 2).astype(int)]

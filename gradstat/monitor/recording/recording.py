@@ -34,6 +34,11 @@ class Series:
     steps: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of elements by name."""
+        return dict(zip(self.names, self.numel.tolist(), strict=True))
+
     def column(self, name: str) -> npt.NDArray[np.float32]:
         """The values of one column, ``[m, n]`` float32; NaN where a tensor was absent.
 
@@ -147,6 +152,11 @@ def scalar_rows(recording: Recording, names: Collection[str]) -> npt.NDArray[np.
     """``[len(names), k]``: the scalars ``names``, as rows."""
     rows = [recording.scalars[name] for name in names]
     return np.array(rows, np.float64).reshape(len(names), len(recording.steps))
+
+
+def extent_of(recording: Recording) -> tuple[int, int] | None:
+    """The first and the last step; None if there are none."""
+    return (int(recording.steps[0]), int(recording.steps[-1])) if len(recording.steps) else None
 
 
 def nonfinite_cells(series: Series) -> npt.NDArray[np.bool_]:

@@ -66,7 +66,8 @@ def page_of(recording: Recording, title: str, diagnosis: str, golden: GoldenBand
     code = f'(() => {{\n"use strict";\n{code}\n}})();'
     # The content security policy allows these two scripts only, and no requests, so that a name that got past the
     # escaping would still be harmless.
-    allowed = " ".join(f"'sha256-{_hash(script)}'" for script in (plotly, code))
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in (plotly, code))
+    allowed = " ".join(f"'sha256-{sha256}'" for sha256 in hashes)
     # "<" is the only character with which the JSON could end its script element.
     data = json.dumps(page_data(recording, golden=golden), allow_nan=False, separators=(",", ":")).replace(
         "<", "\\u003c"
@@ -87,10 +88,6 @@ def page_of(recording: Recording, title: str, diagnosis: str, golden: GoldenBand
         before, _, page = page.partition(mark)
         pieces += [before, content]
     return "".join([*pieces, page])
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
 
 
 def _plotly() -> str:

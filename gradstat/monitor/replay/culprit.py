@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gradstat._core.text import plain_fields, printable
-from gradstat.report import Report, bad_words
+from gradstat.report import Report, nonfinite_words
 from gradstat.tensor_stats import TensorStats
 
 Phase = Literal["forward", "backward", "accumulation", "hook", "input", "parameter"]
@@ -20,7 +20,7 @@ class Culprit:
         kind: ``"nan"`` or ``"inf"``: what was produced; ``"nan"`` if both.
         phase: ``"forward"`` and ``"backward"``: an operation of that pass. ``"accumulation"``: the sum of gradients.
             ``"hook"``: a hook on a tensor or module. ``"input"``: an input of the step. ``"parameter"``: a parameter or
-            buffer that was bad before the step began.
+            buffer that was not finite before the step began.
         module: Dotted name of the innermost module, ``""`` for the model itself, None outside of any.
         op: ``"log"``, ``"addmm"``; in the backward pass the operation whose derivative it was. None if there was none.
         source: ``"path/file.py:line"`` of the user's code, ``"In[5]:line"`` of a notebook's: in the forward pass the
@@ -83,12 +83,12 @@ class Culprit:
 
 
 def _words(stats: TensorStats) -> str:
-    """A tensor in one line: what is bad in it, or its range."""
+    """A tensor in one line: what is not finite in it, or its range."""
     shape = "x".join(map(str, stats.shape)) or "scalar"
     dtype = str(stats.dtype).removeprefix("torch.")
     finite = "no finite element" if not stats.finite_values else f"{stats.min:.4g} to {stats.max:.4g}"
     zeros = f", {stats.zero_count:,} zero" if stats.zero_count else ""
     if stats.ok:
         return f"{printable(stats.name)}, {shape} {dtype}: {finite}{zeros}, all finite"
-    bad = f"{printable(stats.name)}: {bad_words(stats)}"
-    return f"{bad}; the rest {finite}{zeros}" if stats.finite_values else bad
+    words = f"{printable(stats.name)}: {nonfinite_words(stats)}"
+    return f"{words}; the rest {finite}{zeros}" if stats.finite_values else words

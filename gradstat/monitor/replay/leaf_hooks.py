@@ -11,11 +11,11 @@ from torch import Tensor
 
 from gradstat.monitor.replay import frames
 from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
-from gradstat.monitor.replay.taint import first, is_bad, report_of
+from gradstat.monitor.replay.taint import first, is_nonfinite, report_of
 
 
 class LeafHooks:
-    """Hooks on parameters, around those of the user: find bad values in complete gradients, and their origins."""
+    """Hooks on parameters, around those of the user: find nonfinite values in complete gradients, and their origins."""
 
     def __init__(self, watch: NonfiniteMode, parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._watch = watch
@@ -35,7 +35,7 @@ class LeafHooks:
             self._added.callback(_put_back, hooks, key, hook)
 
     def _run(self, hook: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None], argument: Any) -> Any:
-        """Runs a hook of the user, and attributes bad values in its result to it, if they are new."""
+        """Runs a hook of the user, and attributes what is not finite in its result to it, if that is new."""
         with self._watch.in_hook_on(name):
             result = hook(argument)
         with self._watch.paused():
@@ -56,7 +56,7 @@ class LeafHooks:
 
     def _check(self, name: str, gradient: Tensor | None) -> None:
         with self._watch.paused():
-            if gradient is None or not is_bad(gradient):
+            if gradient is None or not is_nonfinite(gradient):
                 return
             origin = first(self._watch.taint.of(gradient))
             if origin is None:

@@ -23,7 +23,7 @@ from gradstat.monitor.replay.taint import (
     finite,
     first,
     has_nan,
-    is_bad,
+    is_nonfinite,
     looks_like_mask,
     nan_or_inf,
     report_of,
@@ -35,7 +35,7 @@ _current_node: Callable[[], Any | None] = torch._C._current_autograd_node
 
 
 class _Input(NamedTuple):
-    """An input of an operation: the tensor, its values before, and the origins of bad values in them."""
+    """An input of an operation: the tensor, its values before, and the origins of its nonfinite values."""
 
     name: str
     tensor: Tensor
@@ -44,14 +44,14 @@ class _Input(NamedTuple):
 
 
 class NonfiniteMode(TorchDispatchMode):
-    """A dispatch mode to run a step under; afterwards `taint` has the origins of bad values."""
+    """A dispatch mode to run a step under; afterwards `taint` has the origins of nonfinite values."""
 
     def __init__(self, modules: ModuleTracker, names: dict[int, str], before_write: Callable[[Tensor], None]) -> None:
         """``names`` are those of parameters by ``id``; ``before_write`` is called with what is about to be written."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.taint = Taint()
         self.origins: list[Origin] = []
-        # Origins of bad results of the step: losses that a backward pass began from, and complete gradients.
+        # Origins of nonfinite results of the step: losses that a backward pass began from, and complete gradients.
         self.reached: list[Origin] = []
         self.backward_ran = False
         self.modules = modules
@@ -79,8 +79,8 @@ class NonfiniteMode(TorchDispatchMode):
             self._local.hook_on = None
 
     def is_new(self, tensor: Tensor | None) -> bool:
-        """Whether ``tensor`` is bad and has no known origin."""
-        return tensor is not None and is_bad(tensor) and first(self.taint.of(tensor)) is None
+        """Whether ``tensor`` is not finite and has no known origin."""
+        return tensor is not None and is_nonfinite(tensor) and first(self.taint.of(tensor)) is None
 
     def add(
         self, tensor: Tensor, called: str = "output", intended: bool = False, unwritten: bool = False, **fields: Any
@@ -96,7 +96,7 @@ class NonfiniteMode(TorchDispatchMode):
         return origin
 
     def origin_of(self, tensor: Tensor) -> Origin:
-        """The origin of the bad values in ``tensor``; if no operation produced them, they came from outside."""
+        """The origin of the nonfinite values in ``tensor``; if no operation produced them, they came from outside."""
         origin = first(self.taint.of(tensor))
         if origin is None:
             here = self._location(Call(torch.ops.aten.detach.default, (tensor,), {}))
@@ -123,7 +123,7 @@ class NonfiniteMode(TorchDispatchMode):
         self._hook_graph(node)
         # A backward pass begins with ones that torch makes.
         starts = call.name == "ones_like" and any(line.function == "_make_grads" for line in frames.running_lines()[:9])
-        if node is None and starts and is_bad(args[0]):
+        if node is None and starts and is_nonfinite(args[0]):
             self.reached.append(self.origin_of(args[0]))
         self.backward_ran |= starts or node is not None
         inputs = [self._input_before(argument) for argument in call.arguments if argument.read]
@@ -144,25 +144,25 @@ class NonfiniteMode(TorchDispatchMode):
                 if tensor.is_floating_point() or tensor.is_complex():
                     self.add(tensor, unwritten=True, **self._location(call))
                 continue
-            origin = self._origin_of_result(call, inputs, tensor, is_main) if is_bad(tensor) else None
+            origin = self._origin_of_result(call, inputs, tensor, is_main) if is_nonfinite(tensor) else None
             if id(tensor) in written:
                 self.taint.clear(tensor)
             if origin is not None:
                 self.taint.add(tensor, origin)
 
     def _origin_of_result(self, call: Call, inputs: list[_Input], result: Tensor, is_main: bool) -> Origin:
-        """The origin of the bad values in ``result``: that of a bad input, or the call itself."""
+        """The origin of the nonfinite values in ``result``: that of a nonfinite input, or the call itself."""
         nan = has_nan(result)
         if call.is_constant:
             return self._new_origin(call, [], result, intended=not nan)
         explained = torch.zeros((), dtype=torch.bool, device=result.device)
         inherited = []
         for name, tensor, values, origins in inputs:
-            if not is_bad(values):
+            if not is_nonfinite(values):
                 continue
             source = first(origins) or self.origin_of(tensor)
             source.complete(values)
-            at = call.bad_elements_from(name, values, result)
+            at = call.nonfinite_elements_from(name, values, result)
             if bool(at.any()):
                 inherited.append(source)
                 explained = explained | at
@@ -177,12 +177,12 @@ class NonfiniteMode(TorchDispatchMode):
         return self._new_origin(call, inputs, result)
 
     def _new_origin(self, call: Call, inputs: list[_Input], result: Tensor, intended: bool = False) -> Origin:
-        went_in = report_of({given.name: given.values for given in inputs})
+        went_in = report_of({name: values for name, _, values, _ in inputs})
         return self.add(result, intended=intended, inputs=went_in, **self._location(call))
 
     # The graphs of backward passes ------------------------------------------------------------------------
-    # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and bad
-    # values that a kernel has written behind torch's back or that a hook has produced.
+    # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and what
+    # is not finite because a kernel has written it behind torch's back, or a hook has produced it.
 
     def _hook_graph(self, node: Any | None) -> None:
         """Hooks ``node`` and its graph, if it is new; None means that no backward pass runs, and removes all hooks."""

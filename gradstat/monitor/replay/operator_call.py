@@ -92,8 +92,8 @@ class Call:
             by_id.setdefault(id(tensor), (tensor, i == 0 or not by_products))
         return list(by_id.values())
 
-    def bad_elements_from(self, name: str, values: Tensor, result: Tensor) -> Tensor:
-        """Which bad elements of ``result`` may result from the bad ``values`` of the argument ``name``."""
+    def nonfinite_elements_from(self, name: str, values: Tensor, result: Tensor) -> Tensor:
+        """Which nonfinite elements of ``result`` may result from those in ``values``, the argument ``name``."""
         anywhere = torch.ones((), dtype=torch.bool, device=result.device)
         if torch.Tag.pointwise not in self._func.tags and self.name not in _ALSO_POINTWISE:
             return anywhere

@@ -22,7 +22,7 @@ from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
 from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
 from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replays
-from gradstat.monitor.replay.taint import Origin, first, is_bad, looks_like_mask
+from gradstat.monitor.replay.taint import Origin, first, is_nonfinite, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
 
 CLEAN = (
@@ -42,9 +42,9 @@ def find_culprit(
 ) -> Culprit | None:
     """Runs a step again, restores all state, and names the first place that produced a NaN or Inf.
 
-    That is the origin of a bad loss, or else of the first bad gradient, in the order in which gradients were complete.
-    Infinities that were written on purpose (a mask of -Inf) count only if an operation turns them into NaN, or if
-    nothing else is to blame. Many times slower than a step.
+    That is the origin of a nonfinite loss, or else of the first nonfinite gradient, in the order in which gradients
+    were complete. Infinities that were written on purpose (a mask of -Inf) count only if an operation turns them into
+    NaN, or if nothing else is to blame. Many times slower than a step.
 
     While it runs, optimizers and learning-rate schedulers do not step, gradients begin as None and compiled models
     run eagerly. Afterwards parameters, gradients, buffers, optimizers, the scaler, training flags and random states
@@ -55,7 +55,7 @@ def find_culprit(
         step_fn: Forward and backward, or a whole training step. Called with ``batch`` if there is one.
         state: `StepStateKeeper.states`, or one state: each forward pass of ``model`` begins with its own. None begins
             with the current state.
-        batch: What ``step_fn`` is called with. Its tensors are named if they are bad.
+        batch: What ``step_fn`` is called with. Its tensors are named if they are not finite.
         optimizer: The optimizer, or several. Other optimizers do step, and are restored afterwards.
         scaler: The loss scaler.
 
@@ -66,7 +66,7 @@ def find_culprit(
     Raises:
         TypeError: ``model`` is not a module, ``step_fn`` is not callable, or ``state`` is not that of a keeper.
         RuntimeError: A backward pass is running.
-        Exception: What ``step_fn`` raised, unless there is a culprit: a step may well raise at a bad loss.
+        Exception: What ``step_fn`` raised, unless there is a culprit: a step may well raise at a NaN loss.
     """
     if not isinstance(model, Module):
         raise TypeError(f"model has to be a torch.nn.Module, whose modules can be named; got {type(model).__name__}")
@@ -130,8 +130,8 @@ def find_culprit(
 
 
 def _blamed_origin(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin | None:
-    """The origin to blame, if a result of the step is bad."""
-    results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_bad(t)]
+    """The origin to blame, if a result of the step is not finite."""
+    results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_nonfinite(t)]
     final = [*watch.reached, *filter(None, results)]
     for origin in final:
         if not origin.intended:
@@ -144,7 +144,7 @@ def _blamed_origin(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin 
 
 
 def _mark(watch: NonfiniteMode, phase: Phase, named: Iterable[tuple[str, Tensor]], may_be_masks: bool = False) -> None:
-    """Adds origins of bad values that are there before the step begins."""
+    """Adds origins of what is not finite before the step begins."""
     for name, tensor in named:
         if watch.is_new(tensor):
             module = None if phase == "input" else name.rpartition(".")[0]
@@ -244,12 +244,14 @@ class Replayer:
         if self._versions and now != self._versions and not was_skipped:
             raise RuntimeError(
                 "the parameters have changed since that step, so it cannot be replayed. Call replay() "
-                "before optimizer.step(); or let on_anomaly='replay' do it; or skip bad steps: on_anomaly='skip'"
+                "before optimizer.step(); or let on_anomaly='replay' do it; or skip such steps: on_anomaly='skip'"
             )
         batch = self._batch if takes_batch(chosen) else None
         self.require_batch(chosen)
-        held = {"batch": batch, "optimizer": self._optimizer, "scaler": self.scaler}
-        return find_culprit(self._model, chosen, state=self._states.states, **held)
+        states = self._states.states
+        return find_culprit(
+            self._model, chosen, state=states, batch=batch, optimizer=self._optimizer, scaler=self.scaler
+        )
 
     def remove(self) -> None:
         """Removes the hook from the model and drops everything kept."""

@@ -1,4 +1,4 @@
-"""Tracks which memory holds bad values (NaN or Inf), and which operation produced them: `Origin`, `Taint`."""
+"""Tracks which memory holds nonfinite values, and which operation produced them: `Origin`, `Taint`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gradstat.report import Report
 
 @dataclass(eq=False)
 class Origin:
-    """A place where bad values were produced, the ``index``-th of a replay."""
+    """A place where nonfinite values were produced, the ``index``-th of a replay."""
 
     index: int
     culprit: Culprit
     intended: bool = False  # infinities written on purpose, such as those of a mask
-    unwritten: bool = False  # memory without an observed write; it counts once bad values are read from it
+    unwritten: bool = False  # memory without an observed write; it counts once nonfinite values are read from it
 
     def complete(self, tensor: Tensor) -> None:
-        """Completes the culprit of unwritten memory by the bad ``tensor`` that was read from it."""
+        """Completes the culprit of unwritten memory by the nonfinite ``tensor`` that was read from it."""
         if self.unwritten:
             self.culprit = replace(self.culprit, kind=nan_or_inf(tensor), output=report_of({"memory": tensor}))
             self.unwritten = False
@@ -38,7 +38,7 @@ def first(origins: Iterable[Origin]) -> Origin | None:
 
 
 def stored_values(tensor: Tensor) -> Tensor | None:
-    """The tensor whose memory holds the values, or None if there are none that could be bad."""
+    """The tensor whose memory holds the values, or None if there are none that could be NaN or Inf."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.device.type == "meta":
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -54,7 +54,7 @@ def finite(tensor: Tensor) -> Tensor:
     return torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float())
 
 
-def is_bad(tensor: Tensor) -> bool:
+def is_nonfinite(tensor: Tensor) -> bool:
     """Whether a tensor holds NaN or Inf. One sync on a GPU, or two if its sum is not finite."""
     values = stored_values(tensor)
     if values is None:
@@ -73,12 +73,12 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def nan_or_inf(tensor: Tensor) -> Literal["nan", "inf"]:
-    """Whether a bad tensor holds NaN, or only Inf."""
+    """Whether a nonfinite tensor holds NaN, or only Inf."""
     return "nan" if has_nan(tensor) else "inf"
 
 
 def looks_like_mask(tensor: Tensor) -> bool:
-    """Whether a bad tensor may be an additive mask: -Inf beside one other value."""
+    """Whether a nonfinite tensor may be an additive mask: -Inf beside one other value."""
     values = stored_values(tensor)
     if values is None or values.is_complex() or has_nan(values) or bool((values == torch.inf).any()):
         return False
@@ -98,7 +98,7 @@ def report_of(tensors: dict[str, Tensor]) -> Report | None:
 
 
 class Taint:
-    """Maps byte ranges of storages to the origins of the bad values in them; does not keep storages alive."""
+    """Maps byte ranges of storages to the origins of the nonfinite values in them; does not keep storages alive."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef, list[tuple[int, int, Origin]]]] = {}
@@ -114,7 +114,7 @@ class Taint:
             ranges.append(entry)
 
     def of(self, tensor: Tensor) -> Iterator[Origin]:
-        """The origins of bad values that a tensor may hold."""
+        """The origins of nonfinite values that a tensor may hold."""
         values = stored_values(tensor)
         if values is not None:
             begin, end = _bytes(values)
@@ -129,7 +129,7 @@ class Taint:
             return
         begin, end = _bytes(values)
         if end - begin != values.numel() * values.element_size():
-            return  # a view with gaps, between which bad values may remain
+            return  # a view with gaps, between which nonfinite values may remain
         _, ranges = self._entries[key]
         ranges[:] = [r for r in ranges if not (begin <= r[0] and r[1] <= end)]
 

@@ -119,11 +119,8 @@ class Rule:
             if not self._accepts(key, attributes[key], value):
                 raise ValueError(f"{key} of the rule {self.name!r} is {value!r:.80}; expected what state_dict() saves")
         for key, value in loaded.items():
-            if isinstance(attributes[key], PerName):
+            if isinstance(attributes[key], PerName | Episodes):
                 attributes[key].load(value)
-            elif isinstance(attributes[key], Episodes):
-                attributes[key].clear()
-                attributes[key].update(value)
             else:
                 setattr(self, key, copy.deepcopy(value))
 
@@ -222,6 +219,10 @@ class Episodes(dict[str, int]):
         last = self.get(name)
         self[name] = int(step)
         return last is None or step - last > self.quiet
+
+    def load(self, saved: Mapping[str, int]) -> None:
+        self.clear()
+        self.update(saved)
 
 
 def series(window: Window, name: str) -> Iterator[tuple[int, float]]:

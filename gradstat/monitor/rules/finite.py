@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.text import nan_and_inf
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import INPUT_KINDS, kind_of
 from gradstat.monitor.rows import Rows, Window
@@ -17,7 +18,7 @@ from gradstat.monitor.rules.base import PerName, Rule, StateChecks, is_texts, is
 def _nonfinite_rows(
     window: Window, kind: str, is_nonfinite: Callable[[Rows], npt.NDArray[Any]] | None = None
 ) -> Iterator[tuple[Rows, int, int, list[str]]]:
-    """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the bad tensors.
+    """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the tensors.
 
     ``is_nonfinite`` says which tensors of some rows are, ``[m, n]``; by default those with any.
     """
@@ -43,9 +44,8 @@ def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
 
 
 def _described(counted: dict[str, Any]) -> str:
-    kinds = [f"{counted[key]:,} {kind}" for key, kind in (("nan_count", "NaN"), ("inf_count", "Inf")) if counted[key]]
     where = f", the first at {counted['first']}" if "first" in counted else ""
-    return f"{' and '.join(kinds)} in {counted['numel']:,} elements{where}"
+    return f"{nan_and_inf(counted['nan_count'], counted['inf_count'])} in {counted['numel']:,} elements{where}"
 
 
 class NonfiniteBatch(Rule):
@@ -59,7 +59,7 @@ class NonfiniteBatch(Rule):
     severity = "error"
     quiet = 1
     causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
-    advice = ("find the sample: the first bad index is in the evidence", "filter such samples in the data loader")
+    advice = ("find the sample: the index of the first is in the evidence", "filter such samples in the data loader")
     advice_without_index = ("find the micro-batch with gradstat.MicroBatches", advice[1])
 
     _state_checks: ClassVar[StateChecks] = {"_handled": is_texts}
@@ -71,7 +71,7 @@ class NonfiniteBatch(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in INPUT_KINDS:
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind):
-                is_harmless = kind == "input" and not _is_bad(window, step)
+                is_harmless = kind == "input" and not _is_nonfinite_step(window, step)
                 for name in (name for name in nonfinite if name not in self._handled):
                     counted = _counts(rows, row, name)
                     text = f"{name} has {_described(counted)}"
@@ -86,7 +86,7 @@ class NonfiniteBatch(Rule):
                         yield self.found(step, name, text, kind, severity, advice=advice, **counted)
 
 
-def _bad_inputs(window: Window, step: int) -> list[str]:
+def _nonfinite_inputs(window: Window, step: int) -> list[str]:
     """What has NaN in ``step`` of the batch, and of what the model was called with; Inf may be a mask."""
     measured = (one for kind in INPUT_KINDS for one in _nonfinite_rows(window, kind))
     return [
@@ -103,7 +103,7 @@ def _is_measured(window: Window, kind: str, step: int) -> bool:
     return rows is not None and step in rows.steps
 
 
-def _is_bad(window: Window, step: int) -> bool:
+def _is_nonfinite_step(window: Window, step: int) -> bool:
     """Whether loss or gradients were not finite in ``step``."""
     return any(
         (window.scalars[name][window.steps == step] > 0).any()
@@ -116,7 +116,7 @@ _CLIP = "clipping before gradients were measured: if one is NaN, the norm is, an
 
 
 class NonfiniteGradient(Rule):
-    """NaN or Inf in a gradient; names the parameter whose gradient went bad first in the backward pass.
+    """NaN or Inf in a gradient; names the parameter whose gradient was the first not to be finite in the backward pass.
 
     With a loss scaler, occasional overflows are expected, so a step that is not finite is only an info; `LossScale`
     reports too many of them.
@@ -177,8 +177,8 @@ class NonfiniteGradient(Rule):
             at <= step for _, _, at, _ in _nonfinite_rows(window, "parameter")
         ):
             return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
-        if bad := _bad_inputs(window, step):
-            return "", (f"{bad[0]} is not finite", *causes), advice
+        if inputs := _nonfinite_inputs(window, step):
+            return "", (f"{inputs[0]} is not finite", *causes), advice
         by_hand = window.run.is_stepped_by_user
         if by_hand:
             causes = (_CLIP, *causes)
@@ -217,11 +217,11 @@ class NonfiniteLoss(Rule):
 
     def _causes(self, window: Window, step: int) -> tuple[str, ...]:
         """The causes that are left after what was measured of ``step``."""
-        bad = _bad_inputs(window, step) + [
+        nonfinite = _nonfinite_inputs(window, step) + [
             name for _, _, at, names in _nonfinite_rows(window, "parameter") if at <= step for name in names[:1]
         ]
-        if bad:
-            return (f"{bad[0]} is not finite",)
+        if nonfinite:
+            return (f"{nonfinite[0]} is not finite",)
         operation, batch, parameters = self.causes
         if any(_is_measured(window, kind, step) for kind in INPUT_KINDS):
             batch = "a batch in which everything is masked out, so that a mean is 0 / 0"
@@ -233,14 +233,14 @@ class LostLoss(Rule):
     """A loss that is not finite for several steps in a row: training will not recover.
 
     Args:
-        in_a_row: Number of steps. A single bad batch accounts for one.
+        in_a_row: Number of steps. A single damaged batch accounts for one.
     """
 
     name = "lost-loss"
     severity = "error"
     causes = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
     advice = (
-        "stop and go back to a checkpoint from before the first bad step",
+        "stop and go back to a checkpoint from before the first of these steps",
         "lower the learning rate, or skip the batches",
         "prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite",
     )
@@ -289,11 +289,11 @@ class NonfiniteParameter(_NonfiniteTensor):
     causes_at_first = ("memory that was never initialised: to_empty() or torch.empty without reset_parameters()",)
     causes = (
         "a step of the optimizer on gradients that were not finite",
-        "memory that was overwritten, or a checkpoint that was bad when it was loaded",
+        "memory that was overwritten, or a checkpoint that had NaN or Inf when it was loaded",
     )
     advice = (
         "go back to a checkpoint from before this step, or on_anomaly='rollback'",
-        "skip steps with bad gradients: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
+        "skip steps with nonfinite gradients: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
     )
 
 
@@ -348,11 +348,11 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
     what = "optimizer's {kind} of"
     causes = (
         "a step on gradients that were not finite",
-        "memory that was overwritten, or a bad checkpoint of the optimizer",
+        "memory that was overwritten, or a checkpoint of the optimizer that had NaN or Inf",
     )
     advice = (
         "clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint",
-        "skip steps with bad gradients: gradstat.guarded_step",
+        "skip steps with nonfinite gradients: gradstat.guarded_step",
     )
 
 

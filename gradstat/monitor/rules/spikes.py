@@ -84,16 +84,14 @@ class LevelRule(Rule):
         for block in range(count):
             at = len(levels) - count + block + 1
             # The usual case: the last ones do not all exceed those before but one.
-            now, older = (
-                levels[max(0, at - self.fresh) : at],
-                levels[max(0, at - self.fresh - self.before) : at - self.fresh],
-            )
-            if len(older) < self.before or (
-                min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]
-            ):
+            older = levels[max(0, at - self.fresh - self.before) : max(0, at - self.fresh)]
+            now = levels[max(0, at - self.fresh) : at]
+            if len(older) < self.before:
                 continue
-            held = slice(max(0, at - self.kept), at)
-            moved = self._moved(levels[held], scatters[held], sign)
+            if min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]:
+                continue
+            last = slice(max(0, at - self.kept), at)
+            moved = self._moved(levels[last], scatters[last], sign)
             if moved is not None:
                 before, after = moved
                 # It began where the sum of signs around the middle, from there on, is largest.
