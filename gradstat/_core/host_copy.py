@@ -117,7 +117,7 @@ class DeviceState:
         return self.tensor
 
     def load_(self, numbers: Tensor) -> None:
-        """Overwrites the tensor in place, so that captured graphs see it."""
+        """Overwrites the tensor in place with ``numbers``, so that captured graphs see them."""
         self.tensor.copy_(numbers)
         self._begin(streams_of([self.tensor]))
 
