@@ -19,7 +19,7 @@ from step_providers import providers_for
 import gradstat
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from gpu_counts import count
+from helpers.cuda_counts import count
 
 GROUP = "counts"
 

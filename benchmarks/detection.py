@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import detection_tables  # noqa: E402
-import public_programs  # noqa: E402
 import rows as rows_module  # noqa: E402
 from detection_cases import GOLDEN_SEEDS, HEALTHY_STEPS, SEEDS, SETS, Case, all_cases  # noqa: E402
 from detection_judging import (  # noqa: E402
@@ -50,9 +49,10 @@ from detection_judging import (  # noqa: E402
 from detection_mistakes import SUBJECTS  # noqa: E402
 from detection_published import HAS_OPERATORS  # noqa: E402
 from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
-from public_programs import PROGRAMS  # noqa: E402
+from helpers import training_programs  # noqa: E402
+from helpers.training import RECORD, Training  # noqa: E402
+from helpers.training_programs import PROGRAMS  # noqa: E402
 from rows import Row, row, step_rows  # noqa: E402
-from small_training import RECORD, Training  # noqa: E402
 
 from gradstat._core.files import replacing  # noqa: E402
 from gradstat.bench.timing import interleaved, progress_bar  # noqa: E402
@@ -191,7 +191,7 @@ def run_program(job: tuple[int, int]) -> tuple[int, list[str]]:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, findings, monitors = public_programs.run(PROGRAMS[number], seed, PROGRAMS[number].steps)
+        _, findings, monitors = training_programs.run(PROGRAMS[number], seed, PROGRAMS[number].steps)
     return max(monitor.steps for monitor in monitors), [f"{PROGRAMS[number].name}: {found}" for found in findings]
 
 

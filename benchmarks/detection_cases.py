@@ -13,9 +13,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from detection_mistakes import MISTAKES, SUBJECTS, applies, at_outputs
 from detection_published import HAS_OPERATORS, SILENT_ERRORS, TRANSFORMERS, operators, silent_training
-from faults import FAULTS
-from healthy import HEALTHY, Healthy
-from small_training import RECORD, Training
+from helpers.training import RECORD, Training
+from helpers.training_faults import FAULTS
+from helpers.training_healthy import HEALTHY, Healthy
 
 ONSET = 150  # the step in which faults in the middle of a run begin
 HEALTHY_STEPS = 1000  # of a healthy training of the tests

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from faults import every_batch, learning_rate, loss, next_batch
-from small_training import (
+from helpers.training import (
     CLASSES,
     Bags,
     Clusters,
@@ -28,6 +27,7 @@ from small_training import (
     train_mlp,
     train_recurrent,
 )
+from helpers.training_faults import every_batch, learning_rate, loss, next_batch
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.nn.functional as F  # noqa: N812
-from small_training import CLASSES, TOKENS, Training, factory, train, train_mlp
+from helpers.training import CLASSES, TOKENS, Training, factory, train, train_mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import itertools
 
-from small_training import Training
+from helpers.training import Training
 
 Found = tuple[int, str, str]  # the step it is about, a rule, a name
 

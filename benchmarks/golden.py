@@ -40,8 +40,7 @@ from torch.utils.checkpoint import checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import tables  # noqa: E402
-from rows import Row, add_arguments, append, microseconds, row  # noqa: E402
-from small_training import (  # noqa: E402
+from helpers.training import (  # noqa: E402
     CLASSES,
     RECORD,
     TOKENS,
@@ -52,7 +51,8 @@ from small_training import (  # noqa: E402
     cnn,
     factory,
 )
-from small_training import train as train_model  # noqa: E402
+from helpers.training import train as train_model  # noqa: E402
+from rows import Row, add_arguments, append, microseconds, row  # noqa: E402
 
 from gradstat.distributed._ranks import Ranks  # noqa: E402
 from gradstat.monitor import Finding, Golden, Monitor, Recording, Series  # noqa: E402

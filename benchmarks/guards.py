@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import rows as rows_module  # noqa: E402
 import tables  # noqa: E402
-from healthy import HEALTHY  # noqa: E402
+from helpers.training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, cnn, factory, mlp, train  # noqa: E402
+from helpers.training_healthy import HEALTHY  # noqa: E402
 from rows import Row  # noqa: E402
-from small_training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, cnn, factory, mlp, train  # noqa: E402
 
 import gradstat  # noqa: E402
 from gradstat._step.updates import is_known  # noqa: E402

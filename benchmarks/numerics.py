@@ -267,7 +267,7 @@ def _numpy(vectors: Tensor) -> npt.NDArray[np.float64]:
 
 
 def _kernels_on_host(library: ctypes.CDLL) -> Callable[[Tensor], npt.NDArray[np.float64]]:
-    from host_kernels import EmulatedKernels
+    from helpers.cuda_on_cpu import EmulatedKernels
 
     kernels = EmulatedKernels(library)
 
@@ -279,7 +279,7 @@ def _kernels_on_host(library: ctypes.CDLL) -> Callable[[Tensor], npt.NDArray[np.
 
 
 def _built_on_host(folder: Path) -> ctypes.CDLL:
-    from host_build import build
+    from helpers.cuda_on_cpu_build import build
 
     return build(folder)
 

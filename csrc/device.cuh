@@ -1,5 +1,5 @@
 // Small device functions for the kernels: 16-byte loads and stores, packed 16-bit arithmetic, conversions.
-// Hardware instructions are written in PTX, next to an equivalent in plain C++ that tests/gpu_on_host compiles
+// Hardware instructions are written in PTX, next to an equivalent in plain C++ that tests/cuda_on_cpu compiles
 // for the CPU.
 #pragma once
 

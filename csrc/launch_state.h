@@ -12,7 +12,7 @@
 #include "entry.h"
 #include "tile_table.h"
 
-// The only call that depends on the kernel's type, replaceable by tests/gpu_on_host.
+// The only call that depends on the kernel's type, replaceable by tests/cuda_on_cpu.
 #if !defined(GRADSTAT_LAUNCH)
 #define GRADSTAT_LAUNCH(config, kernel, arguments) \
   cudaLaunchKernelExC(config, reinterpret_cast<const void*>(kernel), arguments)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from devices import BACKENDS, DEVICES, HAS_CUDA, PTX, TRITON_ON_CPU
+from helpers.devices import BACKENDS, DEVICES, HAS_CUDA, PTX, TRITON_ON_CPU
 
 if TYPE_CHECKING:
-    from forks import Forks
-    from host_kernels import EmulatedKernels
+    from helpers.cuda_on_cpu import EmulatedKernels
+    from helpers.processes_forked import Forks
+    from helpers.ranks import Ranks
     from ptx.on_triton import TritonDevice
-    from ranks import Ranks
 
     from gradstat._core.backends import Kernels
 
@@ -60,7 +60,7 @@ def _stop_watching() -> Iterator[None]:
     """Stops `gradstat.auto` of one test from watching torch's clips in the next, which may make another accelerator."""
     yield
     if "accelerate.state" in sys.modules:
-        from trainers import forget_accelerators
+        from helpers.frameworks import forget_accelerators
 
         forget_accelerators()
     automatic = sys.modules.get("gradstat.automatic")
@@ -118,7 +118,7 @@ def triton_from_ptx() -> TritonDevice | None:
 @pytest.fixture(scope="session")
 def emulated_kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
     """The CUDA kernels on the CPU; if GRADSTAT_PTX asks for it, from the PTX that nvcc generates."""
-    from host_kernels import EmulatedKernels
+    from helpers.cuda_on_cpu import EmulatedKernels
 
     if not PTX:
         return EmulatedKernels(kernels_on_host)
@@ -129,7 +129,7 @@ def emulated_kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
 
 @pytest.fixture
 def emulated(emulated_kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """The CUDA kernels on the CPU (tests/host_kernels.py), registered as a backend for the duration of a test."""
+    """The CUDA kernels on the CPU (tests/helpers/cuda_on_cpu.py), as a backend during a test."""
     from gradstat._core import backends
 
     entry = backends.Backend(frozenset({"none"}), frozenset({"cpu"}), lambda _: emulated_kernels)
@@ -154,8 +154,8 @@ def _poisoned() -> object:
 
 @pytest.fixture(scope="session")
 def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The CUDA kernels, compiled for the CPU by tests/host_build.py once for all workers."""
-    from host_build import build
+    """The CUDA kernels, compiled for the CPU by tests/helpers/cuda_on_cpu_build.py once for all workers."""
+    from helpers.cuda_on_cpu_build import build
 
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
@@ -165,8 +165,8 @@ def kernels_on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes that run a function as ranks; see tests/ranks.py."""
-    from ranks import Ranks
+    """Processes that run a function as ranks; see tests/helpers/ranks.py."""
+    from helpers.ranks import Ranks
 
     pool = Ranks()
     yield pool
@@ -175,8 +175,8 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Runs programs that start with torch imported but not gradstat; see tests/forks.py."""
-    from forks import Forks
+    """Runs programs that start with torch imported but not gradstat; see tests/helpers/processes_forked.py."""
+    from helpers.processes_forked import Forks
 
     made = Forks()
     yield made

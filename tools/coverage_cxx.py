@@ -34,7 +34,7 @@ def main() -> int:
     # Counts are written next to the library's object files, so that folder has to outlive the tests.
     on_host = tests(
         (*HOST_TESTS, *KERNEL_TESTS, *DECISIONS),
-        *("-k", "gpu_on_host or emulated", f"--basetemp={BUILD / 'host'}"),
+        *("-k", "cuda_on_cpu or emulated", f"--basetemp={BUILD / 'host'}"),
     )
     passed &= step("the CUDA code on the host", on_host, BUILD, environment)
     return 0 if report() and passed else 1

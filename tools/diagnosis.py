@@ -17,10 +17,10 @@ import torch
 from gradstat.monitor import RULES, Finding, Rule
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from faults import FAULTS, inject, is_found
-from healthy import HEALTHY, serious_findings
-from public_programs import PROGRAMS, run
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training_faults import FAULTS, inject, is_found
+from helpers.training_healthy import HEALTHY, serious_findings
+from helpers.training_programs import PROGRAMS, run
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "diagnosis.md"
 MARKED = re.compile(

@@ -5,7 +5,7 @@
     python tools/fuzz.py --seed 7 --batch 3       # one of the batches
 
 Batches of zero, a few or thousands of tensors are drawn from the seed and the number of the batch. Each goes through
-`stats`, by which tensors are counted, and two of the other operations of judging.py. A failure names the tensor, and
+`stats`, by which tensors are counted, and two operations of fuzz_operations.py. A failure names the tensor, and
 the command that repeats it.
 """
 
@@ -23,8 +23,8 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 import rows
-from fuzzing import Batch
-from judging import OPERATIONS
+from helpers.fuzz import Batch
+from helpers.fuzz_operations import OPERATIONS
 from rows import Row
 
 GROUP = "fuzz"

@@ -85,7 +85,7 @@ def sanitized() -> dict[str, str]:
 def prove_that_errors_are_reported(environment: dict[str, str]) -> None:
     os.environ["GRADSTAT_INSTRUMENTATION"] = HOST_FLAGS
     sys.path.append(str(ROOT / "tests"))
-    from host_build import compiled
+    from helpers.cuda_on_cpu_build import compiled
 
     library = str(compiled("planted.cpp", BUILD))
     for program, report in (

@@ -28,7 +28,7 @@ from detection_judging import (
 )
 from detection_mistakes import LABELS, RATE
 from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
-from small_training import Training
+from helpers.training import Training
 
 
 def number_of(what: str, subject: str, when: str) -> int:

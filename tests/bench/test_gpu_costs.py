@@ -5,7 +5,7 @@ Without a GPU test_cuda_launchers.py tests the same limits with a stand-in for C
 
 import pytest
 import torch
-from gpu_counts import Counts, count
+from helpers.cuda_counts import Counts, count
 
 import gradstat
 

@@ -10,7 +10,6 @@ import cases
 import counts
 import device_timing
 import goals
-import gpu_counts
 import gpu_variants
 import optimizer_steps
 import pytest
@@ -20,7 +19,8 @@ import tables
 import torch
 from cases import CASES, Case
 from device_timing import interleaved
-from exact import assert_rows_match
+from helpers import cuda_counts as gpu_counts
+from helpers.exact import assert_rows_match
 from models import TRAININGS
 from torch.autograd import DeviceType
 

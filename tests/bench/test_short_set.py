@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from devices import BACKENDS
 from gpu_gates import short_set
+from helpers.devices import BACKENDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Not Triton's interpreter, which would take minutes.

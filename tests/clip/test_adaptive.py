@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from exact import REAL
-from gpu_counts import NoSync
+from helpers.cuda_counts import NoSync
+from helpers.exact import REAL
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

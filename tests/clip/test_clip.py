@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from exact import REAL
-from gradients import parameters_with
+from helpers.exact import REAL
+from helpers.gradients import parameters_with
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import parameters_with
+from helpers.gradients import parameters_with
 from test_clip import clones
 from torch import nn
 from torch.nn.utils import clip_grad_value_ as torch_clip_value
@@ -17,7 +17,7 @@ SPECIAL = [math.nan, -math.inf, math.inf, 0.0, -0.0, 0.5, -0.5, 1e-40, -7.0]
 
 @pytest.mark.parametrize("limit", [3.0, "0.5", True], ids=str)
 def test_gradients_are_clamped_where_they_lie_by_whatever_is_a_number(limit: Any, device: str) -> None:
-    """judging.py tests elements of every type and layout."""
+    """helpers.fuzz_operations tests elements of every type and layout."""
     gradients = [torch.tensor(SPECIAL, device=device), None, torch.randn(5, 4, device=device).t()]
     theirs, ours = parameters_with(clones(gradients)), parameters_with(clones(gradients))
     identities = [id(p.grad) for p in ours]

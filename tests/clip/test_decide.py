@@ -6,10 +6,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from devices import kernels_on_the_cpu
-from gpu_counts import Operations
-from hostile import AROUND, NUMBERS, without_memory
-from programs import output_of
+from helpers.cuda_counts import Operations
+from helpers.devices import kernels_on_the_cpu
+from helpers.processes import output_of
+from helpers.random_arguments import AROUND, NUMBERS, without_memory
 from torch import Tensor
 
 import gradstat
@@ -141,7 +141,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize(("what", "count"), [("decide_clip_", 3000), ("guard_", 3000), ("states", 1800)])
 def test_no_argument_and_no_saved_state_crashes_the_process(what: str, count: int) -> None:
-    output = output_of("import hostile; hostile.main()", what, count)
+    output = output_of("from helpers import random_arguments; random_arguments.main()", what, count)
     assert all("'done': " in line and "'refused': " in line for line in output.splitlines())
 
 

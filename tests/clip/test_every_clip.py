@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradients import parameter_with
+from helpers.gradients import parameter_with
 from torch import Tensor, nn
 
 import gradstat

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradients import parameters_with
+from helpers.gradients import parameters_with
 from test_clip import assert_same_gradients, clones, tolerance
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_ as torch_clip_with_norm

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from gpu_counts import Counts, busy_device, count
+from helpers.cuda_counts import Counts, busy_device, count
 from torch import nn
 
 import gradstat

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Forks
+from helpers.processes_forked import Forks
 
 import gradstat
 from gradstat._core import backends, native

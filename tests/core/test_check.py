@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gpu_counts import Counts, busy_device, count
-from gradients import parameter_with
+from helpers.cuda_counts import Counts, busy_device, count
+from helpers.gradients import parameter_with
 from torch import nn
 
 import gradstat

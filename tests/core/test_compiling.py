@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from forks import Forks
+from helpers.processes_forked import Forks
 from torch import Tensor, nn
 
 import gradstat

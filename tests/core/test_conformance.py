@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from devices import DEVICES, thinned
-from exact import COMPLEX, FLOAT8, REAL, assert_rows_match
+from helpers.devices import DEVICES, thinned
+from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from torch import Tensor
 
 import gradstat

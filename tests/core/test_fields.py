@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exact import square_root
+from helpers.exact import square_root
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

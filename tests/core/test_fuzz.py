@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tables
 import torch
-from devices import INTERPRETED, PTX
-from exact import WrongError, assert_rows, square_root
 from fuzz import as_rows, run
-from fuzzing import Batch, Recipe, drawn_recipe
-from judging import OPERATIONS, judge_stats
+from helpers.devices import INTERPRETED, PTX
+from helpers.exact import WrongError, assert_rows, square_root
+from helpers.fuzz import Batch, Recipe, drawn_recipe
+from helpers.fuzz_operations import OPERATIONS, judge_stats
 
 import gradstat
 

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from exact import COMPLEX, FLOAT8, REAL
+from helpers.exact import COMPLEX, FLOAT8, REAL
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -37,7 +37,7 @@ def ordinary() -> list[Tensor]:
 
 
 def test_ordinary_tensors_are_measured_directly() -> None:
-    """judging.py tests its results; for equal layouts it returns the same signature as the operator."""
+    """helpers.fuzz_operations tests its results; for equal layouts it returns the same signature as the operator."""
     tensors = ordinary()
     checked, (table, signature) = HELPERS.check(tensors), torch.ops.gradstat.check(ordinary())
     assert checked is not None

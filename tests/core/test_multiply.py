@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from devices import BACKENDS, INTERPRETED, thinned
-from exact import COMPLEX, FLOAT8, REAL, assert_rows_match, rounded_product
+from helpers.devices import BACKENDS, INTERPRETED, thinned
+from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match, rounded_product
 from test_conformance import CASES, random
 from torch import Tensor
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_counts import Counts, NoSync, Operations, count
-from ranks import on_ranks
+from helpers.cuda_counts import Counts, NoSync, Operations, count
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,7 +12,7 @@ import plots
 import pytest
 import tables
 import torch
-from exact import square_root
+from helpers.exact import square_root
 
 from gradstat.bench.timing import progress_bar
 

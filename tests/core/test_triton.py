@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import triton.language as tl
-from devices import DEVICES
-from exact import COMPLEX, FLOAT8, REAL, assert_rows_match
+from helpers.devices import DEVICES
+from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from test_conformance import random
 
 from gradstat import _fields

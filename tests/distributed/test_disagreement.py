@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from gradients import parameter_with
-from ranked import assert_alike
-from ranks import Ranks, collectives_of, on_ranks
+from helpers.gradients import parameter_with
+from helpers.ranks import Ranks, collectives_of, on_ranks
+from helpers.ranks_of_frameworks import assert_alike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor

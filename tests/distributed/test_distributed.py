@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradients import parameter_with, parameters_with
-from ranked import assert_same_stats
-from ranks import Ranks, on_ranks
+from helpers.gradients import parameter_with, parameters_with
+from helpers.ranks import Ranks, on_ranks
+from helpers.ranks_of_frameworks import assert_same_stats
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, collectives_of, on_ranks
+from helpers.ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel

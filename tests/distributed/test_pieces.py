@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import assert_same_stats
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.ranks_of_frameworks import assert_same_stats
 from torch import Tensor
 
 import gradstat

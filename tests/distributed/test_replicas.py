@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from forks import Forks
-from ranks import Ranks, collectives_of, on_ranks
+from helpers.processes_forked import Forks
+from helpers.ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

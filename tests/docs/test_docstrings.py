@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.frameworks import OF_FRAMEWORKS, QUIET
 from public_names import public_names
-from trainers import OF_FRAMEWORKS, QUIET
 
 pytestmark = OF_FRAMEWORKS
 TRAINING = """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import render
 import torch
-from pages import LANGUAGES, PAGES, ROOT, Block, blocks_of, run
-from ranks import Ranks
-from trainers import OF_FRAMEWORKS
+from helpers.docs import LANGUAGES, PAGES, ROOT, Block, blocks_of, run
+from helpers.frameworks import OF_FRAMEWORKS
+from helpers.ranks import Ranks
 
 pytestmark = OF_FRAMEWORKS
 QUICK_START = ROOT / "docs" / "quickstart.md"

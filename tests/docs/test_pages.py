@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import pages
 import pytest
-from pages import blocks_of, run
+from helpers import docs as pages
+from helpers.docs import blocks_of, run
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import reference
+from helpers.frameworks import OF_FRAMEWORKS
 from public_names import public_names
-from trainers import OF_FRAMEWORKS
 
 pytestmark = OF_FRAMEWORKS
 PUBLIC = public_names()

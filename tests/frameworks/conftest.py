@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from helpers.ranks import Ranks
 
 collect_ignore_glob = [] if os.environ.get("GRADSTAT_FRAMEWORKS") == "1" else ["*"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import assert_same_stats, spoil
-from ranks import Ranks, on_ranks
+from helpers.ranks import Ranks, on_ranks
+from helpers.ranks_of_frameworks import assert_same_stats, spoil
 from torch import Tensor, nn
 
 import gradstat

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from helpers.ranks import Ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule

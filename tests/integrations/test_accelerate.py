@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from ranked import accelerate_on_ranks, assert_alike
-from ranks import on_ranks
+from helpers.frameworks import QUIET, Net, forget_accelerators, samples
+from helpers.ranks import on_ranks
+from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike
 from torch import nn
 from torch.utils.data import DataLoader
-from trainers import QUIET, Net, forget_accelerators, samples
 
 import gradstat
 from gradstat.integrations.accelerate import install

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.frameworks import QUIET
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
-from trainers import QUIET
 
 import gradstat
 from gradstat.integrations.fabric import install

@@ -14,15 +14,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import trainers
 from accelerate import Accelerator
+from helpers import frameworks as trainers
+from helpers.frameworks import (
+    OF_FRAMEWORKS,
+    QUIET,
+    Net,
+    forget_accelerators,
+    lightning_trainer,
+    samples,
+    training_arguments,
+)
+from helpers.ranks import on_ranks
+from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike, lightning_on_ranks
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from ranked import accelerate_on_ranks, assert_alike, lightning_on_ranks
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import OF_FRAMEWORKS, QUIET, Net, forget_accelerators, lightning_trainer, samples, training_arguments
 from transformers import Trainer
 
 import gradstat

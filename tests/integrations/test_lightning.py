@@ -12,17 +12,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.frameworks import OF_FRAMEWORKS, QUIET, lightning_trainer
+from helpers.processes import output_of
+from helpers.ranks import on_ranks
+from helpers.ranks_of_frameworks import assert_alike, lightning_on_ranks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from programs import output_of
-from ranked import assert_alike, lightning_on_ranks
-from ranks import on_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from trainers import OF_FRAMEWORKS, QUIET, lightning_trainer
 
 import gradstat
 from gradstat._core.host_copy import HostCopy

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.frameworks import run_example
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-from trainers import run_example
 
 import gradstat
 from gradstat.integrations import loggers

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import accelerate_on_ranks, assert_alike, lightning_on_ranks
-from ranks import on_ranks
+from helpers.frameworks import Net, lightning_trainer, samples, training_arguments
+from helpers.ranks import on_ranks
+from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike, lightning_on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from trainers import Net, lightning_trainer, samples, training_arguments
 
 import gradstat
 from gradstat.integrations._attachment import Attachment

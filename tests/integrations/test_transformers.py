@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.frameworks import QUIET, Net, samples, training_arguments
 from safetensors.torch import load_file
 from torch import nn
-from trainers import QUIET, Net, samples, training_arguments
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from gradstat.integrations.transformers import STATE_FILE, GradstatCallback, install

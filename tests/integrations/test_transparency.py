@@ -16,9 +16,9 @@ import numpy
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers.frameworks import training_arguments
 from lightning.fabric import Fabric
 from torch import nn
-from trainers import training_arguments
 from transformers import Trainer
 
 import gradstat

@@ -5,7 +5,7 @@ import functools
 import leaks
 import pytest
 import tables
-from programs import output_of
+from helpers.processes import output_of
 
 # In a separate process, since other tests' objects come and go in this one. A monitor holds the steps since its last
 # review, which happens every 64 steps and at bad steps, every 160th: it holds equally many at both measurements.

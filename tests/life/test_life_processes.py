@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import ROOT, output_of, run
-from recordings import recording
+from helpers.processes import ROOT, output_of, run
+from helpers.recordings import recording
 
 from gradstat.monitor.recording import load, save
 

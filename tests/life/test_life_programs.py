@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from gradients import parameter_with
+from helpers.gradients import parameter_with
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrize import is_parametrized, register_parametrization, remove_parametrizations

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from programs import ROOT, output_of
-from recordings import HOSTILE, assert_same, npy, recording, rewritten
+from helpers.processes import ROOT, output_of
+from helpers.recordings import HOSTILE, assert_same, npy, recording, rewritten
 from torch import nn
 
 import gradstat
@@ -362,7 +362,7 @@ FULL = """
 import os, resource, sys, warnings
 import torch
 import gradstat
-from recordings import recording
+from helpers.recordings import recording
 from gradstat._core.files import replacing
 from gradstat.integrations.loggers import CsvWriter, JsonlWriter
 from gradstat.monitor.recording import save, write_page

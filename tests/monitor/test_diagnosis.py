@@ -3,9 +3,9 @@
 import re
 
 import diagnosis
-from faults import FAULTS
-from healthy import HEALTHY
-from public_programs import PROGRAMS
+from helpers.training_faults import FAULTS
+from helpers.training_healthy import HEALTHY
+from helpers.training_programs import PROGRAMS
 
 
 def test_the_rules_are_rendered_from_the_code() -> None:

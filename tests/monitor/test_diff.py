@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recordings import HOSTILE, assert_same, recording, series
+from helpers.recordings import HOSTILE, assert_same, recording, series
 
 from gradstat.__main__ import main
 from gradstat.monitor import Finding, Recording

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import run
+from helpers.processes import run
 from torch import nn
 
 import gradstat

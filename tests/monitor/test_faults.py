@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from faults import FAULTS, Fault, inject, is_found
-from ranks import Ranks
+from helpers.ranks import Ranks
+from helpers.training_faults import FAULTS, Fault, inject, is_found
 
 from gradstat.monitor import RULES, Diagnosis, Finding, Recording
 

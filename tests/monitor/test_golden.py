@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from browser import offline_chromium
-from ranks import Ranks
-from recordings import rewritten
-from small_training import RECORD, Clusters, mlp
+from helpers.ranks import Ranks
+from helpers.recordings import rewritten
+from helpers.training import RECORD, Clusters, mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

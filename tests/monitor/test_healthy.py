@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from healthy import HEALTHY, Healthy, serious_findings
-from public_programs import PROGRAMS, Program, run
-from small_training import RECORD, Clusters, Training, factory, train, train_mlp
+from helpers.training import RECORD, Clusters, Training, factory, train, train_mlp
+from helpers.training_healthy import HEALTHY, Healthy, serious_findings
+from helpers.training_programs import PROGRAMS, Program, run
 
 from gradstat.monitor import Monitor
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss, nll_loss
 from torch.nn.parallel import DistributedDataParallel

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import assert_alike
-from ranks import on_ranks
+from helpers.ranks import on_ranks
+from helpers.ranks_of_frameworks import assert_alike
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

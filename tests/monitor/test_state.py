@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from recordings import recording, rewritten
+from helpers.recordings import recording, rewritten
 from torch import nn
 
 import gradstat

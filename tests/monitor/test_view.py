@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import offline_chromium
-from recordings import HOSTILE, recording, spoil
+from helpers.recordings import HOSTILE, recording, spoil
 
 from gradstat.monitor import Finding, Recording
 from gradstat.monitor.recording import COLUMNS, page_data, view, write_page

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import programs
 import pytest
 import torch
-from exact import WrongError, assert_rows_match, rounded_product
-from host_build import loaded
-from host_kernels import EmulatedKernels
+from helpers import processes as programs
+from helpers.cuda_on_cpu import EmulatedKernels
+from helpers.cuda_on_cpu_build import loaded
+from helpers.exact import WrongError, assert_rows_match, rounded_product
 from ptx.device import CudaDevice, Kernel, PtxError
 
 from gradstat import _fields
@@ -116,7 +116,7 @@ def test_a_defect_in_the_ptx_of_triton_is_reported() -> None:
     said = programs.output_of(
         """
         import re, torch
-        from exact import assert_rows_match
+        from helpers.exact import assert_rows_match
         from ptx import on_triton
         from ptx.device import Kernel, PtxError
         from gradstat.kernels import stats

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import skip_unless_fused
+from helpers.devices import skip_unless_fused
 from test_step import OPTIMIZERS, assert_same_parameters, assert_same_state, is_as_before, network
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler

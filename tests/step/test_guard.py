@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from devices import kernels_on_the_cpu
-from gpu_counts import NoSync
-from ranks import on_ranks
+from helpers.cuda_counts import NoSync
+from helpers.devices import kernels_on_the_cpu
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 
 import gradstat

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES, skip_unless_fused
-from gpu_counts import NoSync
+from helpers.cuda_counts import NoSync
+from helpers.devices import DEVICES, skip_unless_fused
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, collectives_of, on_ranks
+from helpers.ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

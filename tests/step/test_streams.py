@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_counts import busy_device
+from helpers.cuda_counts import busy_device
 from torch import nn
 
 import gradstat

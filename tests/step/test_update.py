@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from devices import DEVICES, INTERPRETED, thinned
-from ranks import on_ranks
+from helpers.devices import DEVICES, INTERPRETED, thinned
+from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 

@@ -154,7 +154,7 @@ def apart(memory: Iterable[Span]) -> tuple[list[int], list[int]]:
 
 
 class CudaDevice(Device):
-    """Runs the kernels that nvcc compiles for an architecture, launched by tests/gpu_on_host."""
+    """Runs the kernels that nvcc compiles for an architecture, launched by tests/cuda_on_cpu."""
 
     def __init__(self, launchers: ctypes.CDLL, architecture: int) -> None:
         sources = [ptx_of(source, architecture) for source in SOURCES]

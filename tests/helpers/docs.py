@@ -30,7 +30,7 @@ from reference import MARKED
 from gradstat.__main__ import main
 from gradstat.monitor import AnomalyWarning
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [
         *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),

@@ -1,4 +1,4 @@
-"""Compiles the CUDA code for the CPU with g++, for tests/gpu_on_host, and loads it."""
+"""Compiles the CUDA code for the CPU with g++, for tests/cuda_on_cpu, and loads it."""
 
 import ctypes
 import fcntl
@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "tests" / "gpu_on_host"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "tests" / "cuda_on_cpu"
 
 
 def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
@@ -20,7 +20,7 @@ def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
 
 
 def loaded(path: Path) -> ctypes.CDLL:
-    """A library of launchers, whose functions return what tests/gpu_on_host/launchers.cpp says."""
+    """A library of launchers, whose functions return what tests/cuda_on_cpu/launchers.cpp says."""
     library = ctypes.CDLL(str(path))
     library.new_stream.restype = library.end_capture.restype = ctypes.c_void_p
     library.bytes_allocated.restype = library.stats_bytes.restype = library.scale_bytes.restype = ctypes.c_int64
@@ -30,7 +30,7 @@ def loaded(path: Path) -> ctypes.CDLL:
 
 
 def compiled(source: str, folder: Path, macros: Iterable[str] = ()) -> Path:
-    """Compiles a file of tests/gpu_on_host to a shared library."""
+    """Compiles a file of tests/cuda_on_cpu to a shared library."""
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     flags += ["-Wno-uninitialized"]  # a Share is initialized by its first vector, which g++ does not see

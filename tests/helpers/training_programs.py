@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from small_training import GPT, RECORD, TOKENS, Sentences
+from helpers.training import GPT, RECORD, TOKENS, Sentences
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.optim import Optimizer

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.nn.functional as F  # noqa: N812
-from ranks import Ranks
-from small_training import (
+from helpers.ranks import Ranks
+from helpers.training import (
     CLASSES,
     RECORD,
     TOKENS,

@@ -1,4 +1,4 @@
-"""Operations of gradstat on batches of fuzzing.py, checked against the exact statistics.
+"""Operations of gradstat on batches of fuzz.py, checked against the exact statistics.
 
 An operation is a function of a batch, a random source for its arguments, and a backend. A wrong result raises
 `exact.WrongError`, which names the tensor. Tensors that must not change, and the memory around tensors, are compared
@@ -12,9 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from exact import NARROW_TOLERANCE, WIDE_TOLERANCE, ExactStats, Floats, assert_rows, expect, is_float64, rounded_product
-from fuzzing import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
-from gradients import parameters_with
+from helpers.exact import (
+    NARROW_TOLERANCE,
+    WIDE_TOLERANCE,
+    ExactStats,
+    Floats,
+    assert_rows,
+    expect,
+    is_float64,
+    rounded_product,
+)
+from helpers.fuzz import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
+from helpers.gradients import parameters_with
 from torch import Tensor, nn
 
 import gradstat

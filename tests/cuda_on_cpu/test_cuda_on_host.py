@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import PTX
-from exact import COMPLEX, NARROW_TOLERANCE, assert_rows_match, rounded_product
-from host_build import build
-from host_kernels import DTYPES, EmulatedKernels
+from helpers.cuda_on_cpu import DTYPES, EmulatedKernels
+from helpers.cuda_on_cpu_build import build
+from helpers.devices import PTX
+from helpers.exact import COMPLEX, NARROW_TOLERANCE, assert_rows_match, rounded_product
 from torch import Tensor
 
 KINDS = [*DTYPES, *COMPLEX]

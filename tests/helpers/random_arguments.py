@@ -1,6 +1,6 @@
 """Random arguments of the operators that decide about a step, and random changes to saved states: most are wrong.
 
-A program, so that a crash ends no test: ``python hostile.py decide_clip_ 3000``; likewise ``guard_`` and ``states``.
+A program, so that a crash ends no test; its arguments are ``decide_clip_``, ``guard_`` or ``states``, and a count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled for the CPU (tests/gpu_on_host), as a test backend: "emulated"."""
+"""The CUDA kernels, compiled for the CPU (tests/cuda_on_cpu), as a test backend: "emulated"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from exact import FLOAT8, REAL
+from helpers.exact import FLOAT8, REAL
 from torch import Tensor
 
 from gradstat import _fields

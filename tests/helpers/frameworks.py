@@ -72,7 +72,7 @@ def training_arguments(folder: Path | str, **changes: Any) -> Any:
 
 def run_example(name: str, *arguments: str) -> str:
     """The output and warnings of an example in ``examples/``, run in this process, which has imported its framework."""
-    path = str(Path(__file__).resolve().parent.parent / "examples" / name)
+    path = str(Path(__file__).resolve().parents[2] / "examples" / name)
     shown = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # A program takes a few seconds, mostly to import torch. After this time it is assumed to hang.
 SECONDS = 120
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import rows
 import torch
-from host_build import loaded
-from host_kernels import EmulatedKernels, pointer
+from helpers.cuda_on_cpu import EmulatedKernels, pointer
+from helpers.cuda_on_cpu_build import loaded
 
 import gradstat
 from gradstat import _fields

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from small_training import (
+from helpers.training import (
     CLASSES,
     GPT,
     TOKENS,

@@ -1,4 +1,4 @@
-"""Tensors of random bits in random layouts; judging.py checks operations against the exact statistics (exact.py).
+"""Tensors of random bits in random layouts; fuzz_operations.py checks operations on them against exact statistics.
 
 A `Recipe` describes one tensor: dtype, sizes, strides, offset, and the bits that fill it. A `Batch` consists of tensors
 over memory that it owns, one buffer per dtype, so that it also detects writes outside of the tensors. A seed draws the
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from exact import ExactStats, Floats
+from helpers.exact import ExactStats, Floats
 from torch import Tensor
 
 Bits = npt.NDArray[np.unsignedinteger]

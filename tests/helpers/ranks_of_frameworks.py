@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.frameworks import forget_accelerators
 from torch import Tensor, nn
-from trainers import forget_accelerators
 
 import gradstat
 
