@@ -19,7 +19,7 @@ import tables
 import torch
 from cases import CASES, Case
 from device_timing import interleaved
-from helpers import cuda_counts as gpu_counts
+from helpers import cuda_counts
 from helpers.exact import assert_rows_match
 from models import TRAININGS
 from torch.autograd import DeviceType
@@ -127,7 +127,7 @@ def test_kernels_are_counted_and_annotations_are_not() -> None:
         event("cudaEventSynchronize", DeviceType.CPU),
         event("cudaDeviceSynchronize", DeviceType.CPU),
     ]
-    assert gpu_counts.counts_of(events) == gpu_counts.Counts(launches=1, syncs=1)
+    assert cuda_counts.counts_of(events) == cuda_counts.Counts(launches=1, syncs=1)
     with torch.profiler.profile() as profiler, torch.profiler.record_function("of a user"):
         torch.ones(3).sum()
     annotated = [each.name for each in profiler.events() if each.is_user_annotation]

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from helpers import docs as pages
+from helpers import docs
 from helpers.docs import blocks_of, run
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
     return tmp_path / "page.md"
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from helpers import frameworks as trainers
+from helpers import frameworks
 from helpers.frameworks import (
     OF_FRAMEWORKS,
     QUIET,
@@ -664,7 +664,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_an_example_runs_and_names_the_fault(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    shown = trainers.run_example(*command.split())
+    shown = frameworks.run_example(*command.split())
     assert [words for words in EXAMPLES[command] if words not in shown] == [], shown
     assert ("--output" in command) == (tmp_path / "run.gradstat").exists()
     headers = [path.read_text().splitlines()[0] for path in tmp_path.rglob("metrics.csv")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import processes as programs
+from helpers import processes
 from helpers.cuda_on_cpu import EmulatedKernels
 from helpers.cuda_on_cpu_build import loaded
 from helpers.exact import WrongError, assert_rows_match, rounded_product
@@ -113,7 +113,7 @@ def test_a_defect_in_ptx_is_reported(defect: str, kernels: EmulatedKernels, monk
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_defect_in_the_ptx_of_triton_is_reported() -> None:
     """In a process in which Triton compiles."""
-    said = programs.output_of(
+    said = processes.output_of(
         """
         import re, torch
         from helpers.exact import assert_rows_match
