@@ -160,18 +160,28 @@ def healthy(rows: Sequence[Row]) -> str:
 
 
 def in_a_sentence(rows: Sequence[Row]) -> str:
-    """What the monitor finds of the faults of others and of ordinary mistakes, and in healthy trainings."""
-    parts = []
-    for when in WHEN:
-        runs = found = 0.0
-        for case, by in _values(rows, group_of(when)).items():
-            which, fault = case.split(" | ", 1)
-            if fault == ALL and which != "repository":
-                runs, found = runs + _count(by[MONITOR], "runs"), found + _count(by[MONITOR], "found")
-        parts.append(f"{found:.0f} of {runs:.0f} that begin {when.replace('from', 'at')}")
+    """What is found of the faults of others and of ordinary mistakes, and in healthy trainings."""
+
+    def total(when: str, *metrics: str) -> float:
+        by_case = _values(rows, group_of(when))
+        every = [
+            by_case[case_of(which)] for which in ("mistakes", "operators", "silent errors") if case_of(which) in by_case
+        ]
+        return sum(
+            _count(next(iter(by.values())), metric) for by in every for metric in metrics
+        )  # the monitor is first
+
+    middle, start = ((total(when, "found"), total(when, "runs")) for when in WHEN)
+    later = total(WHEN[1], "found", "found later")
     healthy = [by[MONITOR] for by in _values(rows, HEALTHY).values()]
     steps, alarms = (sum(_count(of, metric) for of in healthy) for metric in ("steps", "findings"))
-    return f"{' and '.join(parts)}; {alarms:.0f} findings in {steps:,.0f} healthy steps.\n"
+    with_golden = f"{total(GOLDEN, 'found'):.0f} of {total(GOLDEN, 'runs'):.0f}"
+    return (
+        f"- {middle[0]:.0f} of {middle[1]:.0f} runs with a harmful fault in the middle are told within 60 steps;\n"
+        f"- {start[0]:.0f} of {start[1]:.0f} runs with one from the first step are, and {later:.0f} by step 300; "
+        f"compared with [golden runs](docs/golden.md), {with_golden} are called unlike;\n"
+        f"- {alarms:.0f} findings in {steps:,.0f} healthy steps.\n"
+    )
 
 
 def every_fault(rows: Sequence[Row]) -> str:
