@@ -1,5 +1,6 @@
-// A C interface to the launchers and kernels, over a replacement of CUDA's runtime, for tests/helpers/cuda_on_cpu.py
-// and tests/cuda_on_cpu/test_cuda_launchers.py. Complex tensors are passed as pairs.
+// A C interface to the launchers and kernels, over a replacement of CUDA's runtime, for
+// tests/helpers/cuda_on_cpu.py and tests/cuda_on_cpu/test_cuda_launchers.py. Complex tensors are passed as
+// pairs.
 #include "cuda_on_host.h"
 //
 #include "../../benchmarks/kernel_variant.cu"
