@@ -441,10 +441,11 @@ class Outputs(_Switched):
         if not self._hooks[0].on or not is_plain(gradient):
             return
         with torch.no_grad():
+            wide = torch.promote_types(gradient.dtype, torch.float32)
             rows = gradient.detach().flatten(0, -2)
-            norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+            norms = torch.linalg.vector_norm(rows, dim=-1, dtype=wide)
             # Elements of 16 bits are rounded by up to 2 ** -9; those of other losses cancel by chance, but not in all.
-            cancels = (rows.sum(-1, dtype=torch.float32).abs() <= 0.01 * norms.amax()).all() & (norms > 0).any()
+            cancels = (rows.sum(-1, dtype=wide).abs() <= 0.01 * norms.amax()).all() & (norms > 0).any()
             labels = torch.where(norms > 0, rows.argmin(-1), -1)  # no gradient where a label is ignored
             label, count = labels.amax(), (labels >= 0).sum()
             is_one = ((labels == label) | (labels < 0)).all()

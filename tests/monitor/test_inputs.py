@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
 from gradstat.monitor import Finding, default_rules
+from gradstat.monitor.observers import Outputs
 
 RECORD = {"error": "record", "warning": "record"}
 Batch = Callable[[int], Tensor]
@@ -224,6 +225,16 @@ def test_an_activation_before_a_softmax_in_the_loss_is_told(
     cast = [nn.Linear(4, 4), activation]
     (text,) = classify(lambda x, labels: cross_entropy(x.to(dtype), labels, label_smoothing=0.1), *cast, lr=1e-2)
     assert text == f"the outputs of the model {told}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
+    model, labels = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).to(dtype), torch.tensor([0, 2, 2, 1])
+    outputs = Outputs(model)
+    outputs.switch(True)
+    cross_entropy(model(torch.randn(4, 4, dtype=dtype)), labels).backward()
+    seen = {name: value.item() for name, value in outputs.take().items()}
+    assert seen == {"logits": 0.0, "activation": 1.0, "classes": 3.0, "labels": 4.0, "label": 0.0}
 
 
 @pytest.mark.parametrize(
