@@ -6,15 +6,19 @@ with sets of five. ::
 
     python benchmarks/golden.py --keep /tmp/runs      # recordings are kept there, and made only once
     python benchmarks/golden.py --keep /tmp/runs --record
+
+With ``--python`` of an environment that has another torch, runs under that one are compared as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -253,6 +257,19 @@ def run(settings: Settings, seed: int, **options: Any) -> Recording:
     return made
 
 
+def run_elsewhere(python: Path, seed: int) -> Recording:
+    """As `run` of the transformer, in the environment of another Python, which needs torch and numpy."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.gradstat"
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        subprocess.run(
+            [str(python), "-W", "ignore", __file__, "--one", str(seed), str(file)],
+            env={**os.environ, "PYTHONPATH": paths},
+            check=True,
+        )
+        return load(file)
+
+
 def initialised(settings: Settings, seed: int) -> nn.Module:
     """The model before the first step."""
     torch.manual_seed(1000 + seed)
@@ -422,12 +439,14 @@ class Case:
         changes: Fields of `Settings`.
         model: The training it is made in.
         names: What has to be named: a part of `GoldenComparison.where` or ``what``; empty if there is no right answer.
+        python: The interpreter of another environment in which it runs.
     """
 
     what: str
     changes: dict[str, Any]
     model: str = "transformer"
     names: str = ""
+    python: Path | None = None
 
 
 def _shuffled(batch: Batch, random: torch.Generator) -> Batch:
@@ -641,7 +660,9 @@ def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int) -> Itera
         for name, settings in HEALTHY.items()
     }
     for case in cases:
-        make = partial(run, replace(HEALTHY[case.model], **case.changes))
+        make: Callable[[int], Recording] = partial(run, replace(HEALTHY[case.model], **case.changes))
+        if case.python is not None:
+            make = partial(run_elsewhere, case.python)
         made = [runs.of(case.what, make, seed) for seed in SEEDS]
         compared = [one.compare(recording) for one in golden[case.model] for recording in made]
         unlike = [comparison for comparison in compared if not comparison.ok]
@@ -726,14 +747,24 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=100, help="healthy runs of each model (default %(default)s)")
     parser.add_argument("--sets", type=int, default=30, help="golden sets of each size (default %(default)s)")
     parser.add_argument("--keep", type=Path, help="a folder for recordings, which are then made only once")
+    parser.add_argument("--python", type=Path, help="the interpreter of an environment with another torch")
+    parser.add_argument("--one", nargs=2, metavar=("SEED", "FILE"), help="only record one healthy run")
     add_arguments(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.one:
+        save(run(HEALTHY["transformer"], int(options.one[0])), options.one[1])
+        return 0
+    harmless = list(HARMLESS)
+    if options.python is not None:
+        asked = [str(options.python), "-c", "import torch; print(torch.__version__.partition('+')[0])"]
+        version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        harmless.append(Case(f"torch {version}", {}, python=options.python))
     runs = Runs(options.keep)
     rows = [
         *healthy_rows(runs, options.held_out, options.sets),
         *case_rows(runs, MISTAKE_GROUP, MISTAKES, 4),
-        *case_rows(runs, HARMLESS_GROUP, HARMLESS, 4),
+        *case_rows(runs, HARMLESS_GROUP, harmless, 4),
         *cost_rows(),
     ]
     print(tables.golden(rows))
