@@ -177,10 +177,11 @@ def in_a_sentence(rows: Sequence[Row]) -> str:
     steps, alarms = (sum(_count(of, metric) for of in healthy) for metric in ("steps", "findings"))
     with_golden = f"{total(GOLDEN, 'found'):.0f} of {total(GOLDEN, 'runs'):.0f}"
     return (
-        f"- {middle[0]:.0f} of {middle[1]:.0f} runs with a harmful fault in the middle are told within 60 steps;\n"
-        f"- {start[0]:.0f} of {start[1]:.0f} runs with one from the first step are, and {later:.0f} by step 300; "
-        f"compared with [golden runs](docs/golden.md), {with_golden} are called unlike;\n"
-        f"- {alarms:.0f} findings in {steps:,.0f} healthy steps.\n"
+        "In small trainings with [faults that others published and ordinary mistakes](docs/detection.md), a monitor "
+        f"without options tells {middle[0]:.0f} of {middle[1]:.0f} harmful faults in the middle of a run within 60 "
+        f"steps; {start[0]:.0f} of {start[1]:.0f} that are there from the first step, and {later:.0f} by step 300. "
+        f"Compared with [golden runs](docs/golden.md), {with_golden} of these are called unlike. It has {alarms:.0f} "
+        f"findings in {steps:,.0f} healthy steps.\n"
     )
 
 
