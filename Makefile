@@ -21,7 +21,9 @@ export GRADSTAT_WERROR := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
+ifndef SIDE_BY_SIDE
 .NOTPARALLEL: # all targets install into one environment
+endif
 .PHONY: demo test lint format bench bench-full bench-ranks bench-frameworks bench-detection numerics fuzz sanitize wheel gpu gpu-code fields clean help leaks
 
 # What a stage does and how long it takes on two idle cores; its own output goes on.
@@ -34,7 +36,8 @@ demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, t
 # Number of parallel test processes. More than one per core, or a dozen in total, compete for the core or for memory.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
-test: $(VENV)/.for-test $(BUILT_FOR_TESTS) ## Run the tests on all cores (WORKERS=1: one after another; GRADSTAT_CUDA=1: compile for all GPUs)
+test: $(VENV)/.torch ## Run the tests on all cores (WORKERS=1: one after another; GRADSTAT_CUDA=1: compile for all GPUs)
+	@+$(MAKE) --no-print-directory -j2 SIDE_BY_SIDE=1 $(VENV)/.for-test $(BUILT_FOR_TESTS) # a compilation beside an installation
 	$(call say,The tests in $(WORKERS) processes; some minutes)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

@@ -120,7 +120,7 @@ def test_another_limit_for_all_parts_replaces_theirs_and_the_commands(
 ) -> None:
     monkeypatch.setattr(gpu_session, "COMMAND_SECONDS", 0.0)
     endless = "import time; time.sleep(600)"
-    _, recorded, _ = run({"slow": ("import time; time.sleep(1.5)", 0.1), "endless": (endless, 600)}, 8.0)
+    _, recorded, _ = run({"slow": ("import time; time.sleep(1.5)", 0.1), "endless": (endless, 600)}, 4.0)
     assert outcomes(recorded, "passed") == {"slow": 1, "endless": 0}
 
 

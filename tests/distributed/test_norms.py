@@ -192,7 +192,7 @@ def uneven(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
         (making_nan, "ddp", ("ok", "xnan (3/4)", "xnan (3/4)"), "gradients became NaN, or were removed"),
         (dropping, "ddp", ("ok", "xnan (3/4)", "xnan (3/4)"), "gradients became NaN, or were removed"),
         (uneven, "ddp", ("x9 to 12 (3/4)", "x2", "x2"), "are pipeline stages left out"),
-        (waiting, "fsdp2", ("hangs (1/4)", "hangs (1/4)", "hangs (1/4)"), "ranks 0, 1, 2: made no progress for 6 s"),
+        (waiting, "fsdp2", ("hangs (1/4)", "hangs (1/4)", "hangs (1/4)"), "ranks 0, 1, 2: made no progress for 3 s"),
         (dying, "fsdp2", ("dies (1/4)", "dies (1/4)", "dies (1/4)"), "rank 1: died with exit status 3"),
         (raising, "ddp", ("raises", "raises", "raises"), "rank 2: ValueError: two "),
         (hiding_nan, "fsdp2", ("no NaN (1/4)", "ok", "ok"), "the norm is finite on ranks 0, 1, 2, 3"),
@@ -202,7 +202,7 @@ def uneven(parameters: Parameters, max_norm: float, norm_type: float) -> Tensor:
 def test_copies_of_bugs_are_named(
     clip: Callable[..., Tensor], layout: str, cells: tuple[str, str, str], problem: str
 ) -> None:
-    report = verify_clip(clip, layouts=[layout], orders=[2.0], limit=6.0 if clip is waiting else 60.0)
+    report = verify_clip(clip, layouts=[layout], orders=[2.0], limit=3.0 if clip is waiting else 60.0)
     (result,) = report.results
     for cell, expected in zip((result.norm, result.scaling, result.gradients), cells, strict=True):
         assert cell.startswith(expected), result
