@@ -407,6 +407,8 @@ class Collector:
                 Observation("replicas", step, verify_replicas(self._trained.model, what=("parameters",)))
             )
         yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
+        if self.is_due("parameters", step):
+            observations.append(Observation("versions", step, observers.versions(parameters, names)))
         if self._optimizer is not None and self.is_due("optimizer", step):
             observations.append(
                 Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))

@@ -164,9 +164,9 @@ class Monitor:
         rules = default_rules() if rules is None else rules
         if golden is not None:
             rules.append(UnlikeGolden(golden if isinstance(golden, Golden) else Golden.load(golden)))
-        self._rules = RuleRunner(rules, options.review_every)
-        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         self._periods = periods(watch)
+        self._rules = RuleRunner(rules, options.review_every, self._periods["parameters"])
+        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
         if engine is not None:

@@ -156,6 +156,15 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
     return {i for group in optimizer.param_groups for i in map(id, group["params"])}
 
 
+def versions(parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, int]:
+    """How often each of the ``parameters`` that are trained was changed in place, as autograd counts it."""
+    return {
+        name: parameter._version
+        for name, parameter in zip(names, parameters, strict=True)
+        if parameter.requires_grad and not is_uninitialized(parameter) and not parameter.is_inference()
+    }
+
+
 class BackwardOrder:
     """Records the order in which the gradients of the first step are complete, then removes its hooks."""
 

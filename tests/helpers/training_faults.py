@@ -338,6 +338,8 @@ FAULTS: tuple[Fault, ...] = (
           weight("blocks.1.down.weight", 1e30), train_gpt),
     Fault("NaN in the embedding of a rare token", "embedding and linear layer", "nonfinite-parameter",
           "0.weight", weight("0.weight", math.nan, 395 * 16), train_bag, late=30, further=40),
+    Fault("a layer is initialised anew", "MLP", "overwritten-parameter", "2.weight",
+          lambda training: training.model[2].reset_parameters(), step=101, further=60),
     Fault("a bit flip makes a recurrent weight 1e30", "LSTM", "parameter-jump", "cells.weight_hh_l0",
           weight("cells.weight_hh_l0", 1e30), train_recurrent, late=30, further=40),
     Fault("NaN in the running variance of a batch norm", "CNN", "nonfinite-buffer", "4.running_var",

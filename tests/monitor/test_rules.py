@@ -154,10 +154,10 @@ def one(kind: str, values: Sequence[float], every: int = 50, name: str = "x") ->
     return rows_of(kind, {i * every: [row(v)] for i, v in enumerate(values)}, names=(name,), shapes=[(8, 8)])
 
 
-def adam(kind: str, values: Sequence[float], every: int = 50) -> Story:
+def adam(kind: str, values: Sequence[float], every: int = 50, eps: float = 1e-8) -> Story:
     """Like `one`, for an optimizer whose settings are known."""
     story = one(kind, values, every)
-    story.run = RunSettings(optimizer_eps=1e-8, second_moment_decay=0.95)
+    story.run = RunSettings(optimizer_eps=eps, second_moment_decay=0.95)
     return story
 
 
@@ -271,6 +271,20 @@ def unchanged(times: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
 
 
+def written(*changes: Sequence[float], loss: float = 2.0) -> Story:
+    """Three parameters change in place so often in each interval of 50 steps; then the loss rises, at step 141."""
+    counts = np.cumsum([(0, 0, 0), *changes], axis=0).tolist()
+    looks = [Observation("versions", 50 * i, dict(zip(NAMES, count, strict=True))) for i, count in enumerate(counts)]
+    return series("loss", [1.0] * 141 + [loss] * 40, observations=looks)
+
+
+def all_unchanged(times: int, apart: int = 50) -> Story:
+    """No weight has changed in ``times`` measurements after the first."""
+    weights = {i * apart: [row(1.0, zeros=1), row(1.0, 8, zeros=1), row(1.0)] for i in range(1 + times)}
+    gradients = {step: healthy_rows() for step in range(max(weights) + 1)}
+    return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
+
+
 def learning(
     losses: Sequence[float],
     mean: float = 0.0,
@@ -347,6 +361,10 @@ CASES = [
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [-1.0] * 5), 5, "lr", ()),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.0] * 20), 5, "lr",
          (series("lr", [1.0] * 5 + [0.0] * 19 + [0.1]), series("lr", [0.0] * 30))),
+    Case("learning-rate-jump", series("lr", [1.0] * 60 + [0.85**i for i in range(60)]), 107, "lr",
+         (series("lr", [1.0] * 60 + [0.9**i for i in range(50)] + [0.9**50] * 60),
+          series("lr", [1 + math.cos(math.pi * i / 200) for i in range(200)]),
+          series("lr", [1 - i / 200 for i in range(200)]))),
     Case("optimizer-coverage", seen("coverage", covered(left_out=["a.weight"])), 3, "a.weight",
          (seen("coverage", covered()),)),
     Case("gradients-not-zeroed", series("not_zeroed", [math.nan] * 4 + [1.0, 1.0, 1.0]), 3, "gradients",
@@ -442,6 +460,11 @@ CASES = [
     Case("update-weight-ratio", updated(0.9e-7, 0.9e-7), 1, "a.weight", (updated(1.1e-7, 1.1e-7), updated(0.0, 0.0))),
     Case("unchanged-parameter", unchanged(2), 100, "a.weight",
          (unchanged(1), unchanged(2, gradient=0.9e-5), unchanged(9, apart=5), unchanged(2, zeros=0))),
+    Case("unchanged-parameter", all_unchanged(1), 0, "a.weight", (all_unchanged(9, apart=5),)),
+    Case("overwritten-parameter", written((50, 50, 50), (50, 50, 50), (50, 50, 51)), 101, "b.weight",
+         (written((50, 50, 50), (50, 50, 50), (50, 50, 51), loss=1.0), written((50,) * 3, (50,) * 3, (51,) * 3),
+          written((50, 50, 50), (50, 50, 51), (50, 50, 51)), written((50, 50, 40), (50, 50, 40), (50, 50, 41)),
+          written((50, 50, 51), (50, 50, 50), (50, 50, 51)), written((50, 50, 50), (50, 50, 50), (50, 50, 49)))),
     Case("unchanged-parameter", unchanged(2, gradient=1.1e-5), 100, "a.weight", (unchanged(2, gradient=0.0),)),
     Case("no-learning", learning([2.1] * 300), 0, "loss",
          (learning([2.1] * 255), learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),
@@ -456,7 +479,7 @@ CASES = [
     Case("no-learning", learning([2.1] + [11.0] * 20, lr=[0.1] * 21), 0, "lr",
          (learning([2.1] + [10.0] * 20), learning([2.1] + [11.0] * 7 + [2.0] * 13))),
     Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16, 0.9e-16]), 50, "x",
-         (adam("exp_avg_sq", [0.9e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [0.0] * 5),
+         (adam("exp_avg_sq", [0.9e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5), adam("exp_avg_sq", [1.1e-16] * 5, eps=1e-5), adam("exp_avg_sq", [0.0] * 5),
           one("exp_avg_sq", [0.9e-16] * 5))),
     Case("refused-step", series("refused", [0.0, 1.0, 0.0, 6.0, 2.0, 0.0]), 3, "refused",
          (series("refused", [0.0, 1.0, 1.0, 0.0]),)),

@@ -33,7 +33,13 @@ from gradstat.monitor.rules.training import (
     RefusedStep,
     SaturatedOutput,
 )
-from gradstat.monitor.rules.weights import GradientWeightRatio, ParameterJump, UnchangedParameter, UpdateWeightRatio
+from gradstat.monitor.rules.weights import (
+    GradientWeightRatio,
+    OverwrittenParameter,
+    ParameterJump,
+    UnchangedParameter,
+    UpdateWeightRatio,
+)
 
 RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
@@ -52,6 +58,7 @@ RULES: tuple[type[Rule], ...] = (
     MomentumDrift,
     NonfiniteParameter,
     ParameterJump,
+    OverwrittenParameter,
     NonfiniteBuffer,
     # Its forward pass, and the rule that explains sporadic NaN anywhere.
     SporadicNonfinite,

@@ -167,7 +167,8 @@ class SmallSecondMoment(LastingRule):
     more are judged: the gradient of a bias before a batch norm is rounding error, and no problem.
 
     Args:
-        eps_multiple: The square roots of all elements are below this many times eps.
+        eps_multiple: The square roots of all elements are below this many times eps, or times ``usual`` if that is less.
+        usual: The eps that torch's optimizers have if none is given. A larger one is chosen to dominate, as in PPO.
         measurements: Number of measurements in a row.
     """
 
@@ -179,13 +180,13 @@ class SmallSecondMoment(LastingRule):
         "find out why its gradients are so small: see vanishing-gradient",
     )
 
-    def __init__(self, eps_multiple: float = 1.0, measurements: int = 3) -> None:
+    def __init__(self, eps_multiple: float = 1.0, measurements: int = 3, usual: float = 1e-8) -> None:
         super().__init__()
-        self.eps_multiple, self.measurements = eps_multiple, measurements
+        self.eps_multiple, self.measurements, self.usual = eps_multiple, measurements, usual
 
     def review(self, window: Window) -> Iterable[Finding]:
         eps = window.run.optimizer_eps
-        limit = (self.eps_multiple * eps) ** 2
+        limit = (self.eps_multiple * min(eps, self.usual)) ** 2
         for kind, rows, names in _states(window, _SECOND_MOMENTS):
             largest = rows.field("max")
             # All zero means no gradient yet, which other rules report.

@@ -19,11 +19,15 @@ _MAX_ROWS = 200_000
 
 
 class RuleRunner:
-    """Runs the rules; at most ``every`` healthy steps are between two reviews."""
+    """Runs the rules; at most ``every`` healthy steps are between two reviews.
 
-    def __init__(self, rules: Sequence[Rule], every: int) -> None:
+    Reviews come right after a step whose number is a multiple of ``weights``, in which parameters are measured, so that
+    these numbers do not wait; 0 if they never are.
+    """
+
+    def __init__(self, rules: Sequence[Rule], every: int, weights: int = 0) -> None:
         self.rules = list(rules)
-        self._every = every
+        self._every, self._weights = every, weights
         self._failed: set[int] = set()
         self._rates: list[float] = []
         self._bands: list[tuple[str, float, float]] = []
@@ -97,6 +101,9 @@ class RuleRunner:
             # out of band does not put off the next one, so that whatever began in that step is reported early, too.
             later = min(steps // 16, _MAX_ROWS // max(tensors, 1))
             due = steps + min(max(steps, 1), max(later, 64), self._every)
+            if self._weights:
+                measured = (due - 1) // self._weights * self._weights + 1
+                due = measured if measured > steps else due
             self._next = self._next if steps < self._next < due else due
 
     def _switch_off(self, rule: Rule) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import LOGITS
-from gradstat.monitor.rows import Window, rate_name
+from gradstat.monitor.rows import Floats, Window, rate_name
 from gradstat.monitor.rules.base import Band, Episodes, Rule, StateChecks, is_texts, series
 from gradstat.monitor.rules.spikes import Shift, SpikeRule
 
@@ -139,6 +140,8 @@ class LearningRateJump(Rule):
         down: It falls by more than this factor in one step; step schedules divide by 10.
         follows: As for ``up``. A change by no more than 1.5 times the last one, as on a ramp, is no jump either way.
         zeros: It is 0 for this many steps after it was not. Schedules touch 0 at their end.
+        fades, within, lasts: It is, for ``lasts`` steps in a row, below this fraction of what it was ``within`` steps
+            before; cosine, linear and polynomial schedules come that low in the last two steps.
     """
 
     name = "learning-rate-jump"
@@ -152,8 +155,19 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(self, up: float = 3.0, down: float = 20.0, zeros: int = 20, follows: int = 16) -> None:
+    def __init__(
+        self,
+        up: float = 3.0,
+        down: float = 20.0,
+        zeros: int = 20,
+        follows: int = 16,
+        fades: float = 1e-3,
+        within: int = 50,
+        lasts: int = 5,
+    ) -> None:
         self.up, self.down, self.zeros, self.follows = up, down, zeros, follows
+        self.fades, self.within, self.lasts = fades, within, lasts
+        self._course: list[float] = []  # the last rates of the first group
         # By series, as `rate_name` calls them.
         self._before: dict[str, float] = {}
         self._largest: dict[str, float] = {}
@@ -180,6 +194,7 @@ class LearningRateJump(Rule):
         first, before_first = window.scalars.get("lr"), self._before.get("lr", math.nan)
         if first is None:
             return
+        yield from self._faded(window.steps, first)
         for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
             rates = window.scalars.get(name, first)
             if name != "lr":
@@ -201,6 +216,22 @@ class LearningRateJump(Rule):
             change = listed[-1] - (listed[-2] if len(listed) > 1 else before)
             self._change[name] = change if math.isfinite(change) else 0.0
         yield from self._followed(window)
+
+    def _faded(self, steps: npt.NDArray[np.int64], rates: Floats) -> Iterable[Finding]:
+        """Reports a rate that falls to nearly nothing in a few steps."""
+        course = np.array([*self._course, *rates.tolist()])
+        self._course = [rate for rate in course[-(self.within + self.lasts - 1) :].tolist() if math.isfinite(rate)]
+        now, before = course[self.within :], course[: -self.within]
+        is_low = (0 < now) & (now < self.fades * before)
+        if is_low.any() and len(is_low) >= self.lasts:
+            lasting = np.lib.stride_tricks.sliding_window_view(is_low, self.lasts).all(1)
+            for row in np.flatnonzero(lasting)[:1].tolist():
+                step = int(steps[row + self.lasts - 1 - len(now)])
+                if self._episodes.record("faded", step):
+                    text = (
+                        f"the learning rate falls from {before[row]:.4g} to {now[row]:.4g} within {self.within} steps"
+                    )
+                    yield self.found(step, "lr", text, before=before[row], lr=now[row])
 
     def _usual(self, step: float) -> dict[str, float]:
         """The largest loss and three times the largest norm of the 16 steps up to ``step``."""

@@ -256,7 +256,7 @@ class UnchangedParameter(Rule):
     """A parameter that has gradients and does not change at all; an info if some groups have a learning rate of 0.
 
     Args:
-        measurements: Minimum number of measurements in a row without any change.
+        measurements: Minimum number of measurements in a row without any change; one if no parameter has changed.
         steps: Minimum number of steps without any change: after an incident, measurements are close together.
         rounding: Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the
             rounding error of sums that are zero, as for a bias before a batch norm.
@@ -299,6 +299,7 @@ class UnchangedParameter(Rule):
             last_sums = np.asarray([] if self._sums is None else self._sums)
             if last_sums.shape == sums.shape and self._names == names:
                 same = (sums == last_sums).all(1)
+            enough = 1 if same.all() else self.measurements
             if same.any():
                 largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
                 same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
@@ -306,7 +307,7 @@ class UnchangedParameter(Rule):
             self._names, self._sums = names, sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            still = np.flatnonzero((counts >= self.measurements) & (step - since >= self.steps))
+            still = np.flatnonzero((counts >= enough) & (step - since >= self.steps))
             fresh = [names[i] for i in still if self._episodes.record(names[i], step)]
             if fresh:
                 began = int(since[names.index(fresh[0])])
@@ -314,6 +315,72 @@ class UnchangedParameter(Rule):
                 text += f"; {len(fresh) - 1} more have not changed either" * (len(fresh) > 1)
                 severity: Severity = "info" if _rests(window) else self.severity
                 yield self.found(began, fresh[0], text, "parameter", severity, parameters=fresh[:20])
+
+
+class OverwrittenParameter(Rule):
+    """A parameter that something else than the optimizer changed in place, after which the loss rose.
+
+    Autograd counts the changes in place of a tensor, and in most programs each step of the optimizer makes as many. One
+    that gets more between two measurements, while others do not, was overwritten. Not known where the optimizer works
+    on ``parameter.data``, which is not counted. Programs may prune or clamp, hence the loss.
+
+    Args:
+        measurements: Intervals in a row with equally many changes per step, before one with more is judged.
+        before, within, median: The loss has risen if a median of so many is above all of ``before`` losses, at most
+            ``within`` steps after the measurement. Without a loss, the norm of the gradients is judged.
+    """
+
+    name = "overwritten-parameter"
+    causes = (
+        "a layer that is initialised or loaded anew in the middle of the training",
+        "a callback that writes to weights: pruning, clamping, averaging, a restored copy",
+    )
+    advice = ("look for code that changes this parameter outside of optimizer.step()",)
+    _state_checks: ClassVar[StateChecks] = {"_waiting": is_texts}
+
+    def __init__(self, measurements: int = 2, before: int = 32, within: int = 24, median: int = 8) -> None:
+        self.measurements, self.before, self.within, self.median = measurements, before, within, median
+        self._versions, self._rates, self._regular = PerName(math.nan), PerName(math.nan), PerName(0.0)
+        self._measured = self._since = self._until = -1  # steps; of what waits for the loss, from and to
+        self._waiting: list[str] = []
+        self._recent: list[float] = []
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        signal = "loss" if window.scalar("loss") is not None else "finite_norm"
+        values = window.scalars.get(signal, np.full(len(window.steps), math.nan))
+        self._recent = [*self._recent, *np.nan_to_num(values, nan=math.inf).clip(-1e300, 1e300).tolist()][-256:]
+        for seen in window.observed("versions"):
+            names = tuple(seen.value)
+            versions, rates = self._versions.values_for(names), self._rates.values_for(names)
+            regular = self._regular.values_for(names)
+            now, steps = np.array(list(seen.value.values()), dtype=np.float64), seen.step - self._measured
+            rate = (now - versions) / max(steps, 1)
+            # Experts of a mixture, which rest in some steps, have no whole number of changes per step.
+            more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0)
+            if more.any() and (rate[~more] > 0).any() and not self._waiting:
+                self._waiting = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
+                self._since, self._until = self._measured, seen.step + self.within
+            regular[:] = np.where(rate == rates, regular + 1, np.where(rate < rates, regular, 1))
+            np.copyto(rates, rate, where=(rate > rates) | np.isnan(rates))
+            np.copyto(versions, now)
+            self._measured = seen.step
+        if self._waiting and len(window.steps):
+            last = int(window.steps[-1])
+            after = self._recent[len(self._recent) - 1 - (last - self._since) :][: self._until - self._since + 1]
+            before = self._recent[: len(self._recent) - 1 - (last - self._since)][-self.before :]
+            highest = max(before) if len(before) == self.before else math.inf
+            medians = [float(np.median(after[i - self.median : i])) for i in range(self.median, len(after) + 1)]
+            if max(medians, default=-math.inf) > highest:
+                first, what = self._waiting[0], "loss" if signal == "loss" else "norm of the gradients"
+                text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
+                text += f", and {len(self._waiting) - 1} more" * (len(self._waiting) > 1)
+                text += f"; the {what} rose to {max(medians):.3g}, above all of the {self.before} steps before"
+                evidence = {"parameters": self._waiting[:20], "highest": highest, "now": max(medians)}
+                yield self.found(self._since + 1, first, text, "parameter", **evidence)
+                self._waiting = []
+            elif last >= self._until:
+                self._waiting = []
 
 
 def _rests(window: Window) -> bool:
