@@ -334,7 +334,7 @@ def _read_exact(
             is_nan = x != x
             is_bad = is_nan | (tl.abs(x) == INF)
             is_zero = x == 0
-        # Masked elements were loaded as 0, which is not bad but must not be counted as a zero either.
+        # Masked elements were loaded as 0, which is finite but must not be counted as a zero.
         good = valid & (is_bad == 0)
         lane_nans += tl.sum(is_nan.to(tl.int32), axis=1)
         lane_infs += tl.sum((is_bad & (is_nan == 0)).to(tl.int32), axis=1)
