@@ -88,7 +88,7 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``diff``; returns 0 for no relevant difference, 1 for some, 2 if the recordings cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="gradstat diff",
-        description="Find the step in which two runs diverge, bitwise and beyond a tolerance, and what diverges first.",
+        description="Find where two runs diverge, bitwise and beyond a tolerance: the first step, and what differs first.",
         epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
         "cannot be read or have no step in common.",
         parents=[_with_json()],
@@ -116,8 +116,8 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
 def golden_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``golden``; returns 0 if a run is like the golden ones, 1 if not, 2 if it cannot be compared."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradstat golden",
-        description="Keep what a few healthy runs have in common, and tell where another run is unlike them.",
+        prog="gradstat golden",
+        description="Save what a few healthy runs have in common, and show where another run is unlike them.",
         epilog="Exit status of check: 0 if the run is like the golden ones, 1 if not, 2 if a file cannot be read or "
         "written or the run has none of their steps.",
     )
