@@ -98,8 +98,8 @@ class Attribution(Judged):
         lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         first = min(self.first_bad.values(), default=lost[0] if lost else None)
         if first is None:
-            return f"none of the {self.micro_batches} micro-batches was bad by itself"
-        words = [f"{self._place(first)} was the first bad one"]
+            return f"none of the {self.micro_batches} micro-batches had NaN or Inf by itself"
+        words = [f"{self._place(first)} was the first with NaN or Inf"]
         if names := [name for name, number in self.first_bad.items() if number == first]:
             words.append(f"gradients not finite from then on: {listed(names, _NAMED_IN_CAUSE)}")
         if first < len(losses):
@@ -156,15 +156,15 @@ class AccumulationReport(Attribution):
 
     def _summary(self, limit: int) -> list[str]:
         """Which gradients became NaN or Inf in which micro-batch, in words, naming at most ``limit`` parameters."""
-        bad = list(self.first_bad.items())
-        title = f"NaN or Inf in {count_of(len(bad), 'gradient')}, first in {self._place(bad[0][1])}:"
+        nonfinite = list(self.first_bad.items())
+        title = f"NaN or Inf in {count_of(len(nonfinite), 'gradient')}, first in {self._place(nonfinite[0][1])}:"
 
         def line(one: tuple[str, int]) -> str:
             name, number = one
             stats = next(stats for stats in self.reports[number].nonfinite if stats.name == name)
             return f"  micro-batch {number}:{nonfinite_line(stats)[1:]}"
 
-        return [title, *lines_of(bad, limit, line)]
+        return [title, *lines_of(nonfinite, limit, line)]
 
     def __repr__(self) -> str:
         bad = self.first_bad

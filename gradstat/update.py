@@ -98,8 +98,8 @@ class UpdateReport(ByName[UpdateStats]):
 
     def _at(self, i: int) -> UpdateStats:
         sums = dict(zip(_fields.UPDATE_SUMS, self._copy.wait()[i].tolist(), strict=True))
-        bad = tuple(name for name in _OPERANDS if not np.isfinite(sums[name]))
-        return UpdateStats._make([self.names[i], *self._rows[i].tolist(), bad])
+        nonfinite = tuple(name for name in _OPERANDS if not np.isfinite(sums[name]))
+        return UpdateStats._make([self.names[i], *self._rows[i].tolist(), nonfinite])
 
     def __repr__(self) -> str:
         return f"UpdateReport({len(self)} parameters)"

@@ -257,7 +257,7 @@ class Attachment(AutoHandle):
     def _micro_batch_of(self, finding: Finding) -> str:
         """Which micro-batch caused a finding, as text; empty if unknown, or already reported for its step."""
         text = ""
-        with self.contained("the bad micro-batch could not be determined"):
+        with self.contained("the micro-batch with NaN or Inf could not be determined"):
             entry = next((step for step in self._history if step[0] == finding.step), None)
             if entry is not None:
                 self._history.remove(entry)

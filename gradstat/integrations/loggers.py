@@ -208,8 +208,8 @@ def _newest_values(source: object, choice: Choice) -> tuple[int | None, Report, 
 
 def _worst(table: Any, top: int) -> Any:
     """The rows that stand out most: NaN and Inf first, then by norm."""
-    bad = table["nan_count"] + table["inf_count"]
-    return np.lexsort((-table["l2_norm"], -bad))[:top]
+    nonfinite = table["nan_count"] + table["inf_count"]
+    return np.lexsort((-table["l2_norm"], -nonfinite))[:top]
 
 
 def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:

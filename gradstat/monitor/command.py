@@ -88,7 +88,8 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``diff``; returns 0 for no relevant difference, 1 for some, 2 if the recordings cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="gradstat diff",
-        description="Find where two runs diverge, bitwise and beyond a tolerance: the first step, and what differs first.",
+        description="Find the first step in which two runs diverge, bitwise and beyond a tolerance, and what diverges "
+        "first.",
         epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
         "cannot be read or have no step in common.",
         parents=[_with_json()],
