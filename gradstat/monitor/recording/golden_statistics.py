@@ -60,15 +60,16 @@ _WHOLE = ("norm", "peak", "mean")
 _LEFT_OUT = frozenset({"constant", "input", "label", "output"})
 _SCALARS = ("loss", "lr")
 _TINY = 1e-30
-# A gradient below this share of the largest in its module is rounding noise in float32; in 16 bits below the other.
+# A gradient below this share of the largest in its module is rounding noise: the first share in float32, the second in
+# 16 bits.
 _NOISE = 1e-5
 NOISE_OF_HALF = 1e-2
 
 
 def window_starts(steps: int) -> npt.NDArray[np.int64]:
-    """Where windows over ``steps`` steps begin, and the end of the last. They have 1, 2, 4 ... steps, then constantly
+    """Where windows over ``steps`` steps begin, and the end of the last: of 1, 2, 4 ... steps, then of constant length.
 
-    a sixteenth of all steps, rounded to a power of two and at least 16, so that there are never many windows.
+    The constant length is a sixteenth of all steps, rounded to a power of two, at least 16. So windows are never many.
     """
     longest = max(16, 1 << math.ceil(math.log2(max(1, steps / _WINDOWS))))
     starts, size = [0], 1
