@@ -1,6 +1,6 @@
 """Time and memory of a training step with `step_in_backward`: ``python benchmarks/backward_step.py``.
 
-It is compared with a step after backward, and with the usual recipe of one optimizer and one hook for each parameter.
+The script compares it with a step after backward, and with the usual recipe of one optimizer and hook per parameter.
 With FSDP2: ``torchrun --nproc-per-node 2 benchmarks/backward_step.py``.
 """
 

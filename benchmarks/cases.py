@@ -101,7 +101,7 @@ CASES = (
 
 
 class Published(NamedTuple):
-    """A time that others published for their clip, norm and multiplication in place. Not measured here.
+    """A time that another project published for its clip (norm and multiplication in place). Not measured here.
 
     Attributes:
         who: The project whose clip it is.
@@ -244,8 +244,8 @@ def facts_of(gradients: list[Tensor]) -> Facts:
     return Facts(math.sqrt(squares), low, high)
 
 
-# torch's float32 norm on a CPU is 4 % off for one tensor of 256 M elements. It is timed nevertheless; the errors of all
-# providers are recorded as rows, too.
+# torch's float32 norm on a CPU is wrong by 4 % for one tensor of 256 M elements. It is timed nevertheless, and the
+# errors of all providers are recorded as rows.
 TORCH_ERROR = 0.1
 
 

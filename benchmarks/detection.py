@@ -1,4 +1,4 @@
-"""How well faults are detected: by gradstat's monitor at its defaults and by others, in trainings broken on purpose.
+"""Measures how well gradstat's monitor, with default options, and other tools detect faults put into trainings.
 
 ``python benchmarks/detection.py --set mistakes --seeds 0 1`` runs one set and prints a line per fault. The sets, what
 counts as a hit, and the halves for tuning and for figures are explained in docs/detection.md. ``--record`` appends
@@ -63,7 +63,7 @@ from gradstat.monitor import Golden  # noqa: E402
 
 
 def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS, *, redrawn: int | None = None) -> Arm:
-    """Runs a case or its twin; again under torch's anomaly mode if something was not finite, as that mode raises.
+    """Runs a case or its twin. If something was not finite, runs it again under torch's anomaly mode, which raises.
 
     Weights and samples are those of the seed ``redrawn``, if there is one, for the same task.
     """
@@ -112,7 +112,7 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
                         arm.weights.append(_norm_of_weights(training))
             if len(watcher.losses) < steps:
                 arm.raised = "the forward pass raised"
-        except Exception as error:  # whatever it is, it tells about itself
+        except Exception as error:  # of any kind: an error reveals the fault
             arm.raised = _told(error)
         watcher.end()
     if gradstat is not None and not (is_broken and case.onset):
@@ -182,11 +182,11 @@ def kept(folder: Path | None, job: Job) -> Arm:
     return arm
 
 
-# All of it --------------------------------------------------------------------------------------------------------
+# All cases --------------------------------------------------------------------------------------------------------
 
 
 def run_program(job: tuple[int, int]) -> tuple[int, list[str]]:
-    """Runs a healthy program of other projects under gradstat; returns its steps, and what was found."""
+    """Runs a healthy program of another project under gradstat; returns the number of its steps, and the findings."""
     number, seed = job
     torch.set_num_threads(1)
     with warnings.catch_warnings():
@@ -207,7 +207,7 @@ def program_rows(results: Sequence[tuple[int, list[str]]]) -> list[Row]:
 
 
 def time_rows(rounds: int) -> list[Row]:
-    """What a step costs alone and with each tool, in turns."""
+    """Rows about the time of a step alone and with each tool, measured in turns."""
     made = []
     for subject in (subject for subject in SUBJECTS if subject.half == "figures"):
         steppers = {name: _stepper(subject.training, name) for name in ("no tool", *NAMES)}
@@ -233,7 +233,7 @@ def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]
 
 
 def results_of(function: Callable[[Any], Result], jobs: Sequence[Any], processes: int) -> Iterator[Result]:
-    """What a function returns for each job, in their order; reports progress on stderr."""
+    """The results of a function for all jobs, in order; reports progress on stderr."""
     pool = ProcessPoolExecutor(processes) if processes > 1 else None
     with pool or nullcontext(), progress_bar(len(jobs), "trainings") as bar:
         for result in map(function, jobs) if pool is None else pool.map(function, jobs):

@@ -21,7 +21,7 @@ from gradstat.monitor import Golden, Recording
 
 STEPS = 300  # of a run
 WITHIN = 60  # steps after the onset in which a finding is a hit
-HARM = 1.15  # at least by this factor a harmful fault raises the loss, with every seed
+HARM = 1.15  # a harmful fault raises the loss by at least this factor, with every seed
 WINDOW = 20  # steps over which losses are averaged
 FLOOR = 0.01  # of the first loss; added to the healthy loss, so that noise of losses near zero is no harm
 
@@ -53,7 +53,7 @@ class Arm:
 
 
 def harm(case: Case, broken: Arm, twin: Arm) -> float:
-    """By how much the fault raises the loss of the steps that follow or of the last ones, whichever is more."""
+    """The factor by which the fault raises the loss: the larger one of the next steps and of the last steps."""
     if broken.raised:
         return math.inf
     if case.is_held_out:
@@ -75,12 +75,12 @@ def _ratio(loss: float, healthy: float, twin: Arm) -> float:
 
 
 def within_of(tool: str) -> int:
-    """The steps after the onset in which a flag is a hit: all, if whole runs are compared."""
+    """The number of steps after the onset in which a flag is a hit: all steps if whole runs are compared."""
     return STEPS if tool == GOLDEN else WITHIN
 
 
 def hits(case: Case, broken: Arm, twin: Arm, tool: str, within: int | None = None) -> list[Flag]:
-    """The flags of the broken arm soon after the onset that its twin has not; the first in a diagnosis first."""
+    """The flags of the broken arm soon after the onset that its twin does not have, in the order of a diagnosis."""
     end = case.onset + (within_of(tool) if within is None else within)
     known = {(flag.rule, flag.name) for flag in twin.flags[tool] if case.onset <= flag.noticed <= end}
     found = [
@@ -89,12 +89,12 @@ def hits(case: Case, broken: Arm, twin: Arm, tool: str, within: int | None = Non
     return sorted(found, key=lambda flag: flag.step)
 
 
-# What a comparison says of a run as a whole, by names that places of cases match.
+# Names that places of cases match, for what a comparison says about a whole run.
 _AS_NAMES = {"the learning rate": "lr", "the loss": "loss", "the batch": "batch", "everywhere": "batch[1]\nloss"}
 
 
 def compare(arm: Arm, golden: Golden) -> None:
-    """Flags where an arm is unlike golden runs; its recording is not kept."""
+    """Adds flags where an arm is unlike golden runs, and drops its recording."""
     recording, arm.recording = arm.recording, None
     if recording is None or not golden.covers(recording):  # it raised in its first step
         return
@@ -133,7 +133,7 @@ class Verdict:
 
 
 def line(verdict: Verdict, tool: str) -> str:
-    """What became of a case, in a line."""
+    """The outcome of a case, in a line."""
     case, found = verdict.case, verdict.hits(tool)
     hit = [flags for flags in found if flags]
     late = [flags for flags in verdict.hits(tool, STEPS) if flags]
@@ -154,7 +154,7 @@ def line(verdict: Verdict, tool: str) -> str:
 
 
 def course(verdict: Verdict) -> str:
-    """What the rows of a case show: losses, norms and weights before and after, beside those of its twin."""
+    """Losses, norms and weights of a case before and after the onset, beside those of its twin."""
     case, parts = verdict.case, []
     for name, arm in zip(("broken", "twin"), verdict.arms[0], strict=True):
         windows = {"next 20": slice(case.onset, case.onset + WINDOW), "last 20": slice(-WINDOW, None)}
@@ -178,7 +178,7 @@ def _spread(values: Sequence[float]) -> float:
 # Rows -------------------------------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
-MOST = 1e6  # what is recorded of a harm that has no limit
+MOST = 1e6  # the number recorded for an infinite harm
 
 
 def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
@@ -247,7 +247,7 @@ def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict]
 
 
 def golden_rows(verdicts: Sequence[Verdict]) -> list[Row]:
-    """The rows of faults from step 0 about comparisons with golden runs; DEForm's models also one by one."""
+    """Rows about comparisons of faults from step 0 with golden runs. DEForm's models also have rows of their own."""
     those = [verdict for verdict in verdicts if not verdict.case.onset]
     harmful = [verdict for verdict in those if verdict.status == "harmful"]
     groups: dict[tuple[str, str], list[Verdict]] = {}
@@ -278,7 +278,7 @@ def has_alarm(case: Case, twin: Arm, tool: str) -> bool:
 
 
 def episodes(flags: Sequence[Flag]) -> int:
-    """The number of findings, where flags with the same name that follow one another soon are one."""
+    """The number of findings. Flags of the same name that follow each other closely count as one."""
     last: dict[tuple[str, str], int] = {}
     count = 0
     for flag in flags:

@@ -1,4 +1,4 @@
-"""Ordinary mistakes, for the benchmark of detection: each a function that breaks a small training as people do.
+"""Ordinary mistakes for the benchmark of detection: functions that break a small training the way people do.
 
 A `Subject` is a small model with its task; those of one half are for tuning rules, those of the other for figures.
 """
@@ -110,7 +110,7 @@ SUBJECTS = (
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake, and the names (a regular expression, from the subject) of which one has to be in a finding."""
+    """A mistake, and a regular expression, made from the subject, for the names that a finding has to contain."""
 
     what: str
     breaks: Callable[[Training, Subject], object]
@@ -125,7 +125,7 @@ def _of(breaks: Callable[[Training], object]) -> Callable[[Training, Subject], o
 
 
 def _at(*parts: str) -> Callable[[Subject], str]:
-    """The place is one of these modules of the subject, or what lies in it."""
+    """The place is one of these modules of the subject, or a part of it."""
 
     def place(subject: Subject) -> str:
         names = [name for part in parts for name in _modules(getattr(subject, part))]
@@ -139,7 +139,7 @@ def _modules(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def at_outputs(subject: Subject) -> str:
-    """The place is the last module, through which all gradients come, or what the model returns."""
+    """The place is the last module, through which all gradients flow, or the model's output."""
     return f"{_at('head')(subject)}|^logits$"
 
 

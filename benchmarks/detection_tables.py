@@ -17,7 +17,7 @@ FAULT = "fault"  # the provider of rows about the fault itself
 
 
 def group_of(when: str) -> str:
-    """The group of rows about faults that begin then."""
+    """The group of rows about faults that begin ``when``."""
     return f"detection, {when}"
 
 
@@ -76,7 +76,7 @@ def tools(rows: Sequence[Row], when: str) -> str:
 
 
 def golden(rows: Sequence[Row]) -> str:
-    """For every set, what golden runs find of faults from step 0; what they miss or place wrongly is listed below."""
+    """For every set, the faults from step 0 that golden runs find. Lists missed and wrongly placed faults below."""
     listed: dict[str, list[str]] = {"Missed": [], "Placed wrongly": []}
     lines, alarms = [], ""
     for case, by in _values(rows, group_of(GOLDEN)).items():
@@ -99,7 +99,7 @@ def golden(rows: Sequence[Row]) -> str:
 
 
 def faults(rows: Sequence[Row], when: str) -> str:
-    """For every fault that does harm: what the monitor finds, and what else finds it. The others are listed below."""
+    """For every harmful fault: how often the monitor and other tools find it. Other faults are listed below."""
     lines, others = [], {}
     for case, by in _values(rows, group_of(when)).items():
         which, fault = case.split(" | ", 1)
@@ -138,7 +138,7 @@ def _harm(ratio: float) -> str:
 
 
 def healthy(rows: Sequence[Row]) -> str:
-    """Findings of every tool in healthy trainings, and what its step costs."""
+    """Findings of every tool in healthy trainings, and the cost of its step."""
     of_time = _values(rows, TIME)
     lines = []
     for case, by in _values(rows, HEALTHY).items():
@@ -160,7 +160,7 @@ def healthy(rows: Sequence[Row]) -> str:
 
 
 def in_a_sentence(rows: Sequence[Row]) -> str:
-    """What is found of the faults of others and of ordinary mistakes, and in healthy trainings."""
+    """How many published faults and ordinary mistakes are found, and how much is found in healthy trainings."""
 
     def total(when: str, *metrics: str) -> float:
         by_case = _values(rows, group_of(when))
@@ -178,10 +178,10 @@ def in_a_sentence(rows: Sequence[Row]) -> str:
     with_golden = f"{total(GOLDEN, 'found'):.0f} of {total(GOLDEN, 'runs'):.0f}"
     return (
         "In small trainings with [faults that others published and ordinary mistakes](docs/detection.md), a monitor "
-        f"without options tells {middle[0]:.0f} of {middle[1]:.0f} harmful faults in the middle of a run within 60 "
-        f"steps; {start[0]:.0f} of {start[1]:.0f} that are there from the first step, and {later:.0f} by step 300. "
-        f"Compared with [golden runs](docs/golden.md), {with_golden} of these are called unlike. It has {alarms:.0f} "
-        f"findings in {steps:,.0f} healthy steps.\n"
+        f"without options finds {middle[0]:.0f} of {middle[1]:.0f} harmful faults that begin mid-run within 60 steps. "
+        f"Of {start[1]:.0f} faults that exist from the first step it finds {start[0]:.0f} within 60 steps and "
+        f"{later:.0f} by step 300, and a comparison with [golden runs](docs/golden.md) calls {with_golden} unlike. In "
+        f"{steps:,.0f} healthy steps there are {alarms:.0f} findings.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""What watches the trainings of the benchmark of detection: gradstat's monitor, and rules of others.
+"""The tools that watch the trainings of the benchmark of detection: gradstat's monitor, and rules of other projects.
 
 The rules are written anew from descriptions: OLMo-core's stability monitor, Megatron-Core's test for unexpectedly large
 losses, Lightning's ``SpikeDetection`` and the test of ``EarlyStopping`` for finite losses, and AutoTrainer's five rules
@@ -51,7 +51,7 @@ class Tool(Protocol):
 
 
 class Gradstat:
-    """The monitor at its defaults, as two lines of a training loop make it: it is not shown batches."""
+    """The monitor with default options, as two lines of a training loop use it: without batches."""
 
     name = "gradstat"
 
@@ -76,7 +76,7 @@ class Gradstat:
 
 
 class _Rule:
-    """A rule that looks at steps only, and names what it looked at."""
+    """A rule that reads only losses and norms of steps, and names the one it read."""
 
     name = ""
 
@@ -149,8 +149,8 @@ class Lightning(_Rule):
 class AutoTrainer(_Rule):
     """AutoTrainer's rules: vanishing and exploding gradients, dying ReLUs, oscillating loss, slow convergence.
 
-    It looks after every epoch, which here is ten steps. The first three need an accuracy that is below 0.7 or does not
-    rise, the last two begin after 30 % of the epochs, which here are 30.
+    The rules run after every epoch, which here is ten steps. The first three need an accuracy that is below 0.7 or does
+    not rise. The last two begin after 30 % of the 30 epochs.
     """
 
     name = "AutoTrainer"
@@ -214,7 +214,7 @@ NAMES = (Gradstat.name, *(rival.name for rival in RIVALS), DETECT_ANOMALY)
 
 
 class Watcher:
-    """Stands where a training's monitor is: passes every step on to tools, and keeps losses and norms."""
+    """Takes the place of a training's monitor: passes every step on to tools, and keeps losses and norms."""
 
     def __init__(self, training: Training, tools: list[Tool]) -> None:
         self._training, self._tools = training, tools
@@ -259,7 +259,7 @@ class Watcher:
 
 
 class Unwatched:
-    """Stands where a training's monitor is, and does nothing."""
+    """Takes the place of a training's monitor, and does nothing."""
 
     def batch(self, batch: Any) -> None:
         """Nothing."""

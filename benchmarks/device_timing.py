@@ -13,7 +13,7 @@ from gradstat.bench import timing
 _HOST_TIMES = 2.0  # how long the GPU sleeps, in units of the time that the host takes to queue the call
 _LEAST_HEAD_START, _LONGEST_HEAD_START = 1e-4, 0.5  # seconds
 _CALIBRATING_CYCLES = 20_000_000
-TRIES = 2  # at a call that the host does not queue before the GPU wakes
+TRIES = 2  # to queue a call before the GPU wakes
 
 
 class Samples(NamedTuple):
@@ -82,7 +82,7 @@ def _device_seconds(call: Callable[[], object], host: float, device: torch.devic
 
 @cache
 def _cycles_per_second(device: torch.device) -> float:
-    """The highest clock rate observed on ``device``, the current one; if slower later, it sleeps longer: no harm."""
+    """The highest clock rate observed on ``device``, the current one. At a lower rate it only sleeps longer."""
     fastest = 0.0
     for _ in range(5):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,8 +1,8 @@
-"""Golden runs: how often healthy runs are called unlike, and which mistakes and harmless changes are noticed.
+"""Measures how often golden runs call healthy runs unlike, and which mistakes and harmless changes they notice.
 
-Small models are trained with many seeds. Of each, golden sets of 3, 5 and 8 runs are drawn at random, and held-out
-healthy runs are compared with them; then runs with one mistake of refactoring, or one harmless change, are compared
-with sets of five. ::
+Small models are trained with many seeds. For each model, held-out healthy runs are compared with golden sets of 3, 5
+and 8 runs, drawn at random. Then runs with one mistake of refactoring, or one harmless change, are compared with sets
+of five. ::
 
     python benchmarks/golden.py --keep /tmp/runs      # recordings are kept there, and made only once
     python benchmarks/golden.py --keep /tmp/runs --record
@@ -235,7 +235,7 @@ def lstm_run(seed: int) -> Recording:
     return _watched(train_model(seed, lambda: Recurrent(nn.LSTM), optimize, Sentences(0), max_norm=1.0), seed)
 
 
-# Models that nothing was tuned on: only for healthy runs.
+# Nothing was tuned on these models. They are used for healthy runs only.
 OTHERS: dict[str, Callable[[int], Recording]] = {"CNN": cnn_run, "LSTM": lstm_run}
 
 
@@ -438,7 +438,7 @@ class Case:
         what: What is changed, in words.
         changes: Fields of `Settings`.
         model: The training it is made in.
-        names: What has to be named: a part of `GoldenComparison.where` or ``what``; empty if there is no right answer.
+        names: A part that `GoldenComparison.where` or ``what`` has to contain; empty if there is no right answer.
         python: The interpreter of another environment in which it runs.
     """
 
@@ -651,7 +651,7 @@ def healthy_rows(runs: Runs, held_out: int, sets: int) -> Iterator[Row]:
 
 
 def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int) -> Iterator[Row]:
-    """How many runs with a change are called unlike, since when, and what is named."""
+    """How many runs with a change are called unlike, from which step on, and which places are named."""
     golden = {
         name: [
             Golden.of(runs.of(name, partial(run, settings), seed) for seed in range(5 * i, 5 * i + 5))

@@ -1,8 +1,8 @@
 """The commands that `gpu_session` runs on a machine with a GPU. Each has parts: programs with a time limit.
 
-The most valuable comes first, so that whatever is cut off is worth least. The limits of all parts, the machine's start
-and the transfers add up to `BUDGET_SECONDS`, which leaves a fifth of half an hour. In a rehearsal (device ``"cpu"``)
-the same programs run on small inputs.
+The most valuable command comes first, because time may run out. The limits of all parts, the machine's start and the
+transfers add up to `BUDGET_SECONDS`, which leaves a fifth of half an hour unused. In a rehearsal (device ``"cpu"``) the
+same programs run on small inputs.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _merge_and_render(folder: Path) -> int:
 
 
 def plain(folder: str) -> str:
-    """A folder whose variables were escaped for make, a shell or both, as it was meant: ``$NAME`` for ``$$NAME``."""
+    """A folder's name without the escapes of its variables for make or a shell: ``$NAME`` for ``$$NAME``."""
     return re.sub(r"\\?\$+", "$", folder)
 
 
@@ -222,7 +222,7 @@ def plan(results: str) -> Iterator[str]:
     yield f"Together they take at most {BUDGET_SECONDS / 60:.0f} minutes, with the machine's start and the transfers."
     yield "They need torch, Triton, numpy, pytest and hypothesis (pytest-xdist makes them faster), and no network."
     yield "So that nothing has to be compiled there, make gpu-bundle/ here (for an H100 or H200: `make gpu-bundle"
-    yield "ARCHITECTURES=90`). Git ignores it, so what copies the files of git leaves it out: copy it by name."
+    yield "ARCHITECTURES=90`). Git ignores this folder, so a copy of git's files lacks it: copy it by name."
     yield "Afterwards copy the results folder back and merge it: `make gpu-merge FOLDER=...`."
     for number, (name, command) in enumerate(COMMANDS.items(), 1):
         most = sum(part.seconds for part in command.parts) / 60

@@ -1,9 +1,9 @@
 """How guards handle finite faults: when each refuses a step, and how soon a small training recovers.
 
-Every fault is put into the training of every model at the same step, once for each guard, with the same seeds. A fault
-is flagged in time if the guard refuses a step no later than the loss of the unguarded training stands out by six
-standard deviations, OLMo's rule on the loss alone. A training has recovered when the loss on held-out clean data stays
-where it was. ``--record`` appends rows to ``benchmarks/results/<device>/guards.jsonl``.
+Every fault is put into the training of every model at the same step, once for each guard, with the same seeds. A guard
+flags a fault in time if it refuses a step before or when the loss of the unguarded training stands out by six standard
+deviations, which is OLMo's rule for the loss. A training has recovered when the loss on held-out clean data stays at
+its level before the fault. ``--record`` appends rows to ``benchmarks/results/<device>/guards.jsonl``.
 """
 
 from __future__ import annotations

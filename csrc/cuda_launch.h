@@ -17,9 +17,9 @@ namespace gradstat {
 // Loads all kernels; throws if the device or its driver cannot run them.
 void load_all_kernels(int32_t device);
 
-// Defined by the library: device memory for work on the current stream, kept until the process ends. From
-// torch's caching allocator in ops_cuda.cpp, as CUDA has nothing left for others once torch reserved
-// everything. Throws std::runtime_error naming `what`.
+// Returns device memory for work on the current stream, kept until the process ends. ops_cuda.cpp defines it
+// with torch's caching allocator, as CUDA has no memory left once torch has reserved all of it. Throws
+// std::runtime_error naming `what`.
 void* allocate_forever(size_t bytes, int32_t device, const char* what);
 
 // Bytes of device memory that a launch needs, aligned to 8. The memory may be reused as soon as the launch is

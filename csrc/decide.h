@@ -37,8 +37,8 @@ GRADSTAT_TEAMWORK double quantile(const Team& team, const Numbers& numbers, int6
   return part < 0.5 ? at.lower + part * gap : at.upper - (1.0 - part) * gap;
 }
 
-// A number of values recorded, from a state that anyone may have changed; what is no count is taken for 0.
-// Places in rings are computed from it, and the state of a GPU cannot be checked without waiting for it.
+// The number of recorded values, read from a state that other code may have changed; no valid count gives 0.
+// Indices of rings are computed from it, and the state on a GPU cannot be checked without waiting for it.
 GRADSTAT_HD double count_of(double recorded) {
   return recorded >= 0 && recorded <= kMostRecorded ? recorded : 0.0;
 }

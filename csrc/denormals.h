@@ -1,4 +1,4 @@
-// Subnormal numbers are computed with on the CPU, whatever mode the calling thread is in.
+// Keeps subnormal numbers in computations on the CPU, whatever the mode of the calling thread is.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ class KeepsDenormals {
   }
 
  private:
-  // The empty statement keeps compilers from moving loads and stores, and so the arithmetic between them,
-  // across.
+  // Compilers do not move loads and stores, nor therefore the arithmetic between them, across the empty
+  // statement.
 #if defined(__SSE2__)
   using Control = uint32_t;
   static constexpr Control kFlushes = 0x8040;  // MXCSR: results to zero, operands are zero

@@ -1,7 +1,7 @@
 // The lift, from elements to their row. It is the only part of the statistics that is written once per
 // language: here one value at a time, for stat.h, and in SIMD lanes, for the fast loops. The latter include
 // this file a second time with GRADSTAT_INLINE defined as their function specifier, inside a namespace that
-// has `fma` and `absolute` for their registers. Hence no include guard.
+// has `fma` and `absolute` for their registers. So there is no include guard.
 
 #if !defined(GRADSTAT_INLINE)
 #define GRADSTAT_LIFT GRADSTAT_HD
@@ -140,7 +140,7 @@ struct Sums {
     return {GRADSTAT_SUMS(GRADSTAT_SUM)};
 #undef GRADSTAT_SUM
   }
-  // The sum of two groups, likewise. They are added before that if terms are exact, and all with kTogether.
+  // The sum of two groups, in float64. Exact terms are added before the conversion; kTogether adds all before.
   template <class Wide, bool kTogether, class Promote>
   GRADSTAT_INLINE static Sums<Wide> promoted(const Sums& a, const Sums& b, const Promote& promote) {
 #define GRADSTAT_SUM(name) \

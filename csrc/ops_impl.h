@@ -61,8 +61,8 @@ inline std::vector<Entry> take_repeated(std::vector<Entry>& entries) {
   return repeated;
 }
 
-// Calls scale(entries) for passes over the entries, and returns how many. A tensor listed twice is scaled
-// twice, as torch does, each time in a pass of its own, as a kernel works on all entries of a pass at once.
+// Calls scale(entries) once for each pass over the entries, and returns the number of passes. A tensor listed
+// twice is scaled twice, as by torch, in two passes, because a kernel works on all entries of a pass at once.
 template <class Scale>
 int scale_in_passes(const std::vector<Entry>& entries, const Scale& scale) {
   if (!has_repeated(entries)) {
@@ -126,7 +126,7 @@ struct Operations {
     return {table.result(), list.signature(), norm.result(), scaling.result(), verdict.result()};
   }
 
-  // The norm; and the multiplier, followed by the rows, which are not used any more.
+  // The norm; and the multiplier, followed by the rows, which nothing uses any more.
   static std::tuple<Result, Result> measure_norm(const Tensors& tensors, double max_norm, double norm_type) {
     auto [norm, memory] = norm_and_memory(Caller::list(tensors), max_norm, norm_type);
     return {norm.result(), memory.result()};

@@ -94,8 +94,8 @@ struct Exchange {
   PyObject* is_conj = nullptr;
   PyObject* is_neg = nullptr;
   PyObject* is_sparse = nullptr;
-  // DLPack raises an error for a sparse tensor, whose message takes torch half a millisecond to build. Once
-  // that has happened, tensors are asked first, at 0.1 us each.
+  // DLPack raises an error for a sparse tensor, and torch needs half a millisecond to build its message. After
+  // the first such error, each tensor is asked whether it is sparse, which takes 0.1 us.
   bool check_sparse_first = false;
 };
 
@@ -205,8 +205,8 @@ inline TypedView ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   return view;
 }
 
-// Tables in host memory, for a monitor's step log: numpy's calls take some 6 us a step, mostly because they are
-// cold.
+// Tables in host memory, for a monitor's step log. Calls of numpy would take about 6 us a step, mostly because
+// their code is not in the cache.
 
 // A float64 tensor in host memory, adjacent along its last dimension.
 inline TypedView host_numbers(PyObject* tensor, int64_t dims) {
@@ -217,7 +217,7 @@ inline TypedView host_numbers(PyObject* tensor, int64_t dims) {
   return view;
 }
 
-// The first `count` rows of a table: where they begin, and from one to the next.
+// The first `count` rows of a table: the address of the first, and the distance from one to the next.
 inline std::pair<const double*, int64_t> host_rows(PyObject* table, int64_t count) {
   const TypedView view = host_numbers(table, 2);
   if (view.sizes[0] < count || view.sizes[1] < kFields) throw UseDispatcher();

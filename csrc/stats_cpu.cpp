@@ -69,7 +69,7 @@ struct Float8Values {
   float value[256];
 
   explicit Float8Values(DType dtype) {
-    const KeepsDenormals kept;  // for good, whatever mode the thread of the first use is in
+    const KeepsDenormals kept;  // the table must not depend on the mode of the thread that makes it
     for (int code = 0; code < 256; ++code) {
       value[code] = float8_to_float(static_cast<uint8_t>(code), dtype);
     }

@@ -38,14 +38,14 @@ _BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status. Ends in silence if the reader of its output has, as ``| head`` does."""
+    """Runs a command; returns its exit status. Ends without a message when its output is closed, as by ``| head``."""
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere when Python exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes to nowhere on exit
         return _BROKEN_PIPE
 
 
@@ -74,14 +74,14 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         status: int = getattr(importlib.import_module(module), function)(arguments)
         return status
     except BrokenPipeError:
-        raise  # of the output, not of a file
+        raise  # the output was closed; this is no error about a file
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except OSError as error:
         has_reason = error.filename and error.strerror
         reason = printable(f"{error.filename}: {error.strerror}" if has_reason else str(error))
-    except (UsageError, ImportError) as error:  # the latter of an optional package
+    except (UsageError, ImportError) as error:  # ImportError: of an optional package
         reason = str(error)
     print("\n".join(map(printable, f"gradstat {name}: {reason}".splitlines())), file=sys.stderr)
     return 2

@@ -24,7 +24,7 @@ class MicroBatches:
     """Checks gradients after every micro-batch of a step without a sync, and waits once, at the step's boundary.
 
     An accumulated gradient that has become NaN or Inf stays so. A check at the boundary therefore tells which parameter
-    is bad, but not which micro-batch caused it. ::
+    is not finite, but not which micro-batch caused it. ::
 
         micro_batches = gradstat.MicroBatches(model)
         for step in range(steps):
@@ -37,12 +37,12 @@ class MicroBatches:
             optimizer.step()
             optimizer.zero_grad()
 
-    Between boundaries only tables are kept, one row per parameter and micro-batch, and no gradients. Usable as a
-    context manager, which at the end of the block discards checks whose result was not requested. Not thread-safe.
+    Between boundaries it keeps one row of numbers per parameter and micro-batch, but no gradients. It can be used as a
+    context manager, which discards checks without a requested result at the end of the block. It is not thread-safe.
 
     Args:
         target: As for `check`. Parameters and modules may change between checks; they are matched by name.
-        backend: As for `check`, as are the errors.
+        backend: As for `check`. Errors are those of `check`, too.
     """
 
     def __init__(self, target: Any, *, backend: str | None = None) -> None:
@@ -55,17 +55,17 @@ class MicroBatches:
         return f"MicroBatches({len(self._pending)} checked since the last result)"
 
     def check(self) -> None:
-        """Launches a check, as `check_async`, after a micro-batch's ``backward()``. Errors as there."""
+        """Launches a check after a micro-batch's ``backward()``, with the errors of `check_async`."""
         self._pending.append(check_async(self._target, backend=self._backend))
 
     @never_traced
     def result(self) -> AccumulationReport:
-        """The report on all checks since the last boundary, or RuntimeError. Waits once, and resets."""
+        """Waits once and reports on all checks since the last boundary, which it forgets. RuntimeError without any."""
         if not self._pending:
             raise RuntimeError("no micro-batch was checked since the last result(); call check() after each backward()")
         pending = self._pending
         self.reset()
-        # Last one first: when it has arrived, all others have.
+        # The last check is read first: when its numbers have arrived, those of all earlier checks have, too.
         reports = [one.result() for one in reversed(pending)]
         return AccumulationReport(reports[::-1])
 
@@ -98,8 +98,8 @@ class Attribution(Judged):
         lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         first = min(self.first_bad.values(), default=lost[0] if lost else None)
         if first is None:
-            return f"none of the {self.micro_batches} micro-batches was bad by itself"
-        words = [f"{self._place(first)} was the first bad one"]
+            return f"none of the {self.micro_batches} micro-batches had NaN or Inf by itself"
+        words = [f"{self._place(first)} was the first with NaN or Inf"]
         if names := [name for name, number in self.first_bad.items() if number == first]:
             words.append(f"gradients not finite from then on: {listed(names, _NAMED_IN_CAUSE)}")
         if first < len(losses):
@@ -128,7 +128,7 @@ class AccumulationReport(Attribution):
 
     @property
     def ok(self) -> bool:
-        """Whether every element was finite after every micro-batch. Not if there was no gradient."""
+        """Whether every element was finite after every micro-batch. False if there was no gradient."""
         return self.final.ok and not self.first_bad
 
     @functools.cached_property
@@ -155,16 +155,16 @@ class AccumulationReport(Attribution):
             raise NonFiniteGradientError("\n".join(self._summary(NAMED_IN_ERROR)), first)
 
     def _summary(self, limit: int) -> list[str]:
-        """Which gradients became bad in which micro-batch, in words, naming at most ``limit`` parameters."""
-        bad = list(self.first_bad.items())
-        title = f"NaN or Inf in {count_of(len(bad), 'gradient')}, first in {self._place(bad[0][1])}:"
+        """Which gradients became NaN or Inf in which micro-batch, in words, naming at most ``limit`` parameters."""
+        nonfinite = list(self.first_bad.items())
+        title = f"NaN or Inf in {count_of(len(nonfinite), 'gradient')}, first in {self._place(nonfinite[0][1])}:"
 
         def line(one: tuple[str, int]) -> str:
             name, number = one
             stats = next(stats for stats in self.reports[number].nonfinite if stats.name == name)
             return f"  micro-batch {number}:{nonfinite_line(stats)[1:]}"
 
-        return [title, *lines_of(bad, limit, line)]
+        return [title, *lines_of(nonfinite, limit, line)]
 
     def __repr__(self) -> str:
         bad = self.first_bad

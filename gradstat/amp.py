@@ -75,11 +75,11 @@ class GradScaler(TorchGradScaler):
       instead of causing a wrong step.
 
     Attributes:
-        collapse_after: Consecutive skips from which `status` says ``"collapsing"``. Finding a first scale takes a few.
-        runaway_above: Scale above which `status` says ``"running away"``. float16 ends at 2**16, so at 2**32 no
-            gradient within a growth interval has exceeded 2**-16: most likely nothing is computed in float16.
-        extra_groups: As in `gradstat.check`: process groups that cannot be read off distributed gradients, so that all
-            ranks learn of an overflow on one of them. Every rank's optimizer must then have a gradient.
+        collapse_after: Consecutive skips from which `status` says ``"collapsing"``. Finding a first scale needs a few.
+        runaway_above: Scale above which `status` says ``"running away"``. float16 overflows at 2**16. A scale of 2**32
+            means that no gradient of a growth interval exceeded 2**-16, so probably nothing is computed in float16.
+        extra_groups: As for `gradstat.check`. All ranks of these process groups then skip if one of them overflows.
+            The optimizer of every rank must have a gradient.
     """
 
     collapse_after = 5
@@ -93,7 +93,7 @@ class GradScaler(TorchGradScaler):
     def report(self, optimizer: Optimizer) -> PendingReport:
         """The pending report on ``optimizer``'s gradients as ``unscale_`` or `step` last measured them.
 
-        KeyError if neither has been called for it. A step by `gradstat.guarded_step` has its own report.
+        KeyError if neither was called for this optimizer. A step by `gradstat.guarded_step` has its own report.
         """
         try:
             make = (self._reports or {})[optimizer]  # type: ignore[index]
@@ -104,8 +104,8 @@ class GradScaler(TorchGradScaler):
     def unscale_and_clip_(self, optimizer: Optimizer, max_norm: float | AdaptiveClip | None) -> Tensor:
         """``unscale_`` followed by `gradstat.clip_grad_norm_`, with the norm from the same pass.
 
-        No host sync. If a gradient is not finite, `step` skips, and none is clipped; `gradstat.AdaGC` and
-        `gradstat.AGC` still clip those tensors and units that are finite. ``optimizer`` is as for ``unscale_``,
+        There is no host sync. If a gradient is not finite, no gradient is clipped and `step` skips. `gradstat.AdaGC`
+        and `gradstat.AGC` still clip the tensors and units that are finite. ``optimizer`` is as for ``unscale_``, and
         ``max_norm`` as for `gradstat.guarded_step`.
 
         Returns:
@@ -116,7 +116,7 @@ class GradScaler(TorchGradScaler):
             ValueError: ``max_norm`` is not above 0, or a `gradstat.AdaGC` that was used for another list of parameters.
             NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`;
                 or it is sparse, and the clip is `gradstat.AGC`.
-            Further errors as ``unscale_``. Nothing has been changed in these cases.
+            The errors of ``unscale_`` as well. Nothing has been changed in these cases.
         """
         checked = checked_limit(max_norm)
         limit = math.inf if checked is None else checked
@@ -142,8 +142,8 @@ class GradScaler(TorchGradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.
 
-        Like torch's, it unscales if ``unscale_`` has not been called. A fused optimizer unscales by itself, without a
-        host sync; any other needs one sync. Further arguments are passed to the optimizer's step.
+        Like torch's ``step``, it unscales if ``unscale_`` has not been called. A fused optimizer unscales by itself,
+        without a host sync. Any other optimizer needs one sync. Further arguments go to the optimizer's step.
 
         Returns:
             What the optimizer's step returns; None if it was skipped on the host.
@@ -195,7 +195,8 @@ class GradScaler(TorchGradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Sets the scale for the next step, like torch's, and counts the step for `status`. No host sync.
 
-        ``new_scale`` and errors are as torch's; also RuntimeError for a first update during CUDA graph capture.
+        ``new_scale`` and errors are those of torch. In addition, a first update during CUDA graph capture raises
+        RuntimeError.
         """
         if self._enabled and new_scale is None:
             flags = [
@@ -208,8 +209,8 @@ class GradScaler(TorchGradScaler):
     def status(self, wait: bool = False) -> ScalerStatus:
         """The state of the scale, from the newest numbers that have arrived.
 
-        With ``wait``, the current numbers. Without, only the first call waits for a GPU, and the numbers of later calls
-        may be a few calls old.
+        With ``wait`` it returns the current numbers. Without ``wait`` only the first call waits for a GPU, and later
+        calls may return numbers that are a few calls old.
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")

@@ -82,7 +82,7 @@ def step_in_backward(
         clip: A number above 0, to which the L2 norm of each gradient *by itself* is clipped, as by `clip_grad_norm_`
             for that parameter alone; `AGC`; `AdaGC` with ``warmup=0``; or `LastNormClip`, which approximates clipping
             all gradients together. None clips nothing.
-        **options: For the optimizer: ``lr`` and so on.
+        **options: Arguments of the optimizer, such as ``lr``.
 
     Returns:
         A handle with the optimizer, the last report, and `StepInBackward.remove`.
@@ -189,7 +189,8 @@ class StepInBackward:
     def report(self) -> PendingReport:
         """The report on the last backward pass's gradients, as `check_async` would have given it before clipping.
 
-        On the CPU it has the same bits. Non-finite gradients were not stepped. RuntimeError if no pass has ended.
+        On the CPU the bits are the same, too. Parameters with NaN or Inf gradients were not stepped. RuntimeError if no
+        backward pass has ended.
         """
         if self._report is None:
             self._report = self._last().report()
@@ -209,7 +210,7 @@ class StepInBackward:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state`` of such an optimizer, whether or not it was stepped in backward."""
+        """Continues from ``state``, saved from this class of optimizer, whether or not it was stepped in backward."""
         self.optimizer.load_state_dict(state)
 
     def remove(self) -> None:
@@ -364,7 +365,7 @@ class StepInBackward:
             self._clip._collect_(self._clip_states, decision.norm)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # keeps torch's schedulers from warning
         with announce.change(self._named.parameters):
-            pass  # it is done, but only now all gradients have been measured
+            pass  # every step is done; only now have all gradients been measured
         announce.step_ended(self.optimizer)
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -402,7 +403,7 @@ class _HandleReference:
 def _complete(reference: weakref.ref[StepInBackward], i: int, number: int, parameter: Tensor) -> None:
     """The hook of the i-th parameter, which is in group ``number``."""
     handle = reference()
-    if handle is not None:  # otherwise the optimizer and the parameters are garbage, too
+    if handle is not None:  # None: the optimizer and the parameters are garbage as well
         handle._complete(i, number, parameter)
 
 

@@ -21,8 +21,8 @@ from gradstat.report import Report
 class PendingReport:
     """A report whose numbers may not have arrived from the device yet.
 
-    Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else. So does
-    pickling, since another process gets the numbers; printing does not.
+    Returned by `check_async`. `result` waits for these numbers if they have not arrived, and for nothing else. Pickling
+    waits as well, because another process needs the numbers. Printing does not wait.
     """
 
     def __init__(self, measurement: Measurement, make_report: Callable[..., Report], *others: Tensor) -> None:
@@ -37,7 +37,7 @@ class PendingReport:
         return self._rows is None or (self._rows.done() and all(copy.done() for copy in self._others))
 
     def result(self) -> Report:
-        """The report; waits once per device that has not delivered yet. Later calls return the same one."""
+        """The report. Waits once for each device whose numbers have not arrived. Later calls return the same report."""
         if self._report is None:
             self._report = self._make_report(self._rows, *(copy.wait() for copy in self._others))
             self._rows, self._others = None, []
@@ -45,7 +45,7 @@ class PendingReport:
 
     def __getstate__(self) -> dict[str, Any]:
         self.result()
-        return {**vars(self), "_make_report": None}  # the report is made, and what made it is of this process
+        return {**vars(self), "_make_report": None}  # `result` has been called before
 
     def __repr__(self) -> str:
         return f"PendingReport({repr(self.result()) if self.done() else 'not arrived yet; result() waits'})"
@@ -70,19 +70,19 @@ def check(target: Any, *, backend: str | None = None, extra_groups: ExtraGroups 
             Or DeepSpeed's engine, between its ``backward`` and ``step``: its shards are merged, its loss scale is
             divided out. Or Megatron-Core's DistributedDataParallel, between ``finish_grad_sync`` and the step.
         backend: ``"native"``, ``"triton"`` or ``"reference"``; None selects one automatically.
-        extra_groups: Further groups of ranks that gradients are spread over, which the tensors do not show, as for
-            pipeline stages and experts. A process group or one-dimensional mesh, or several, for all gradients; or
-            pairs of one and the parameters it applies to. Totals then cover all ranks, while entries remain those of
-            this rank.
+        extra_groups: Further groups of ranks over which gradients are spread without being distributed tensors, as with
+            pipeline stages and experts. Pass process groups or one-dimensional meshes, or one of them, for all
+            gradients; or pairs of a group and the parameters that it applies to. Totals then cover all ranks, and
+            entries only this rank.
 
     Returns:
         The report, with a `TensorStats` for each gradient in the order of the parameters. Parameters without a gradient
         are in its ``missing``. It holds only numbers and keeps no gradient alive.
 
     Raises:
-        TypeError: ``target`` is none of these, or a gradient's dtype has no statistics (an integer dtype, say).
-        ValueError: A gradient cannot be measured (on the meta device, say), no tensor of ``target`` takes part
-            in training, it is one computed tensor, or ``backend`` is unknown.
+        TypeError: ``target`` is none of these, or a gradient's dtype has no statistics (for example an integer dtype).
+        ValueError: A gradient cannot be measured (for example on the meta device), no tensor of ``target`` takes part
+            in training, ``target`` is one computed tensor, or ``backend`` is unknown.
         BackendUnavailableError: ``backend`` cannot run here.
         RuntimeError: Gradients are distributed, and another rank could not measure its part, or has other parameters.
             The message then names the rank and the first difference.
@@ -116,7 +116,7 @@ def _launched(
         )
     labels = labels_of(named, gradients)
     parameters, names = named.parameters, named.names
-    if engine is not None and gradients.positions is not None:  # the same on all ranks, and not in ``.grad``
+    if engine is not None and gradients.positions is not None:  # not in ``.grad``; same parameters on all ranks
         parameters, names = [parameters[i] for i in gradients.positions], labels.names
     measured = measure(
         gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups
@@ -132,7 +132,7 @@ def _launched(
 
 @never_traced
 def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, backend: str | None = None) -> Report:
-    """The same report on any tensors: activations, a batch, weights, losses. One sync, as `check`.
+    """The same report as `check`, on any tensors: activations, a batch, weights, losses. Needs the same one sync.
 
     For a distributed tensor it covers this rank's shard only, so ranks need not call this together.
 

@@ -67,8 +67,8 @@ def clip_grad_norm_(
         TypeError: ``parameters`` is a module, or a gradient's dtype has no norm.
         AttributeError: An item of ``parameters`` is not a tensor.
         ValueError: ``max_norm`` is NaN, or a gradient cannot be measured.
-        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; a gradient is expanded
-            memory, which cannot be scaled in place; or gradients are distributed, and another rank has other ones.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; a gradient is expanded memory, which
+            cannot be scaled in place; or gradients are distributed, and another rank has different gradients.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` is neither 2 nor infinity.
     """
     listed, collected = gradients_to_clip(parameters, foreach)
@@ -84,7 +84,7 @@ def clip_grad_norm_(
         norm = direct = None
         if gradients and extra_groups is None and is_fused(gradients, norm_type):
             direct = direct_for(gradients[0], backend)
-        if direct is not None:  # for ordinary gradients on one device the kernels do everything, for others nothing
+        if direct is not None:  # the kernels do everything, or nothing if not all gradients are ordinary
             clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
             norm = clip(gradients, max_norm, norm_type)
         if norm is None:
@@ -99,7 +99,7 @@ def clip_grad_norm_(
             if shards and in_place:
                 scale_gradients_(shards, norms.clip_multiplier(total, max_norm), name_of, backend)
         if max_norm != math.inf:
-            # As an in-place operation does: graphs that saved a gradient detect that it was changed.
+            # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
             torch.autograd.graph.increment_version(gradients)
         return norm
 
@@ -173,8 +173,8 @@ def clip_grads_with_norm_(
     """Multiplies the gradients of ``parameters`` in place by ``min(1, max_norm / (total_norm + 1e-6))``.
 
     A drop-in for ``torch.nn.utils.clip_grads_with_norm_``: the second half of `clip_grad_norm_`, for a norm that was
-    computed before. If the multiplier, computed in float64, is 1, gradients are neither read nor written, as the device
-    decides. There is no host sync, unless ``total_norm`` has to move from a GPU to the CPU.
+    computed before. The device computes the multiplier in float64. If it is 1, gradients are neither read nor written.
+    There is no host sync, unless ``total_norm`` has to move from a GPU to the CPU.
 
     Args:
         total_norm: The norm before clipping: a number, or a real 0-d tensor on any device. NaN turns every
@@ -263,7 +263,7 @@ def scale_gradients_(gradients: list[Tensor], multiplier: Tensor, name_of: NameO
 
 
 def scale_everywhere_(targets: list[Tensor], multiplier: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Scales tensors from `writable`, on any devices; strided views by way of a dense copy."""
+    """Scales tensors from `writable`, on any devices. Views that are not dense are copied, scaled and copied back."""
     groups = by_device(targets)
     kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
     for device, at in groups.items():

@@ -12,8 +12,8 @@ from gradstat._core import announce
 from gradstat._core.parameters import gradients_to_clip, has_foreach
 from gradstat._core.tensors import require_own_memory, shard_of
 
-# Size in bytes from which a second pass over a gradient costs more than a separate operation. Measured on a CPU; the
-# value for asynchronous devices is an estimate from bandwidth and launch time, not yet measured.
+# Size in bytes from which a second pass over a gradient costs more than a separate operation. The value for CPUs was
+# measured. The value for asynchronous devices is an estimate from bandwidth and launch time.
 _LARGE_ON_CPU = 1 << 16
 _LARGE_ELSEWHERE = 1 << 24
 

@@ -58,8 +58,8 @@ class StepCounters(DeviceState):
     def read(self, wait: bool = False) -> StepCounts:
         """The newest counts that have arrived on the host.
 
-        Without ``wait`` only the first call waits for the device; on a GPU the counts are then those at the previous
-        call, or of one step earlier than the last if this is called on every step.
+        Without ``wait`` only the first call waits for the device. On a GPU the counts are then those at the previous
+        call. If this is called on every step, they are one step old.
         """
         return StepCounts(*map(int, self.newest(wait)))
 
@@ -76,9 +76,9 @@ def step_counters(optimizer: Optimizer) -> StepCounters:
 
 
 def counters_on(optimizer: Optimizer, device: torch.device | None) -> StepCounters:
-    """The counters of ``optimizer`` on ``device``, continued or new. Errors as `StepCounters.on`.
+    """The counters of ``optimizer`` on ``device``, continued or new, with the errors of `StepCounters.on`.
 
-    None, for a step without gradients, leaves them where they are, and makes new ones on the CPU.
+    None is for a step without gradients: existing counters stay on their device, and new ones are made on the CPU.
     """
     earlier = _counters.get(optimizer)
     if device is None:

@@ -29,9 +29,9 @@ _REASONS = ("nonfinite", *SERIES)
 # recorded values of each series; the values themselves begin at _TOTALS.
 _REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 5, 6, 7, 8, 11
 
-# How far outside of the usual values an outlier is, for this guard (csrc/decide.h) and for the rules of the monitor: so
-# many spreads above the median. The spread is the largest of the robust standard deviation, this share of the distance
-# from the median to the largest value, and this share of the median.
+# Outliers, for this guard (csrc/decide.h) and the rules of the monitor, are this many spreads above the median. The
+# spread is the largest of three numbers: the robust standard deviation, this share of the distance from the median to
+# the largest value, and this share of the median.
 THRESHOLD = 6.0
 OF_LARGEST, OF_MEDIAN = 0.5, 0.01
 # Standard deviation of a normal distribution over its median absolute deviation.
@@ -181,7 +181,7 @@ class SpikeGuard:
         return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reasons_of(reason))
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state: ``"rule"``, and ``"tensors"``, by name, on their device. No host sync."""
+        """A copy of the state: ``"rule"``, and ``"tensors"`` by name on their device. There is no host sync."""
         memory = self._state.tensor
         values = memory[_TOTALS:].view(len(SERIES), self._window)
         return {"rule": self._method, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
@@ -249,7 +249,7 @@ class SpikeGuard:
         return self._state.tensor[_REASON]
 
     def _leave(self, loss: Tensor | None, error: Exception) -> None:
-        """Takes part in the mean of the loss, which the other ranks wait for, after a step failed with ``error``."""
+        """After a step failed with ``error``, still takes part in the mean of the loss: other ranks wait for it."""
         if loss is None or not torch.distributed.is_available():
             return
         from gradstat._core.collectives import UnreachableRankError

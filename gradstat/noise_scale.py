@@ -101,7 +101,7 @@ class NoiseScale:
         These have to be the gradients of that micro-batch alone, so zero or None before it.
 
         Args:
-            rows: The result of `stats` for the parameters' gradients, if already available. Saves the read.
+            rows: The result of `stats` for the parameters' gradients, if it is known already: saves a pass over them.
 
         Raises:
             RuntimeError: No parameter has a gradient. ValueError: ``rows`` has another shape. Others as in `check`.
@@ -141,8 +141,8 @@ class NoiseScale:
     def value(self, wait: bool = True) -> float:
         """The noise scale of all parameters together, in examples; NaN before the first step.
 
-        Inf while the mean gradient is indistinguishable from noise, so that the estimate of its square is not positive:
-        when the noise scale is far above the number of examples averaged over.
+        Inf while the estimate of the mean gradient's square is not positive. This happens when the noise scale is far
+        above the number of examples in a step.
 
         Args:
             wait: True includes all steps so far. If False, only the first call waits for a GPU. The value may then be
@@ -170,7 +170,7 @@ class NoiseScale:
         return {"averages": self._averages.tensor.clone(), "names": list(self._names), "micro_batch_size": self._size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, made by `state_dict`, at any size. Waits for the device.
+        """Continues from ``state``, made by `state_dict`, with any micro-batch size. Waits for the device.
 
         Raises:
             ValueError: The state is of other parameters, or not what `state_dict` returns; the entry is named. Nothing

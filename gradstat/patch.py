@@ -34,7 +34,7 @@ class TorchPatch:
         self._layers = layers
 
     def remove(self) -> None:
-        """Restores what was there before, whatever the order in which patches are removed. Later calls do nothing.
+        """Restores the functions from before this patch. Patches may be removed in any order. Later calls do nothing.
 
         References to this patch's functions that are still held somewhere call torch's originals from now on.
 
@@ -94,7 +94,7 @@ class Layer:
     """A function installed in place of another one, which may itself be a layer of an earlier patch."""
 
     def __init__(self, owner: ModuleType | type, name: str, replacement: _Function, watches: bool = False) -> None:
-        """``replacement`` gets the layer as its first argument; ``watches`` if it always calls the function below."""
+        """``replacement`` gets the layer as its first argument. ``watches``: it always calls the function below it."""
         self._owner, self._name, self._watches = owner, name, watches
         self.below: _Function = getattr(owner, name)
         self._removed = False
@@ -112,7 +112,7 @@ class Layer:
         return f"{self._owner.__name__}.{self._name}"
 
     def remove(self) -> bool:
-        """Undoes the replacement; False if other code's function is on top, which is left there."""
+        """Undoes the replacement. Returns False, and leaves it, if other code has put its own function on top."""
         _layers.remove(self)
         self._removed = True
         above = next((layer for layer in _layers if layer.below is self._function), None)

@@ -35,6 +35,6 @@ def assert_golden(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """`gradstat.monitor.assert_golden`; with ``--rewrite-golden`` it makes the file first.
 
     Args:
-        request: Of the test.
+        request: pytest's request of the test.
     """
     return functools.partial(_assert_golden, rewrite=request.config.getoption("--rewrite-golden"))

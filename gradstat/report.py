@@ -99,7 +99,7 @@ class Report(Judged, OneRow, ByName[TensorStats]):
 
     @functools.cached_property
     def ok(self) -> bool:
-        """Whether every element of every tensor is finite. Not if there was nothing to check: before ``backward()``."""
+        """Whether every element of every tensor is finite. False if nothing was checked, as before ``backward()``."""
         rows = self._table if self._total_row is None else self._total_row
         return bool(len(rows)) and not np.count_nonzero(rows[..., _fields.NONFINITE])
 
@@ -117,8 +117,8 @@ class Report(Judged, OneRow, ByName[TensorStats]):
     def overflowed(self) -> bool:
         """Whether the loss scale explains what is not finite: Inf but no NaN, in a scaled step.
 
-        Such a step is skipped and the scale lowered, which is how loss scaling finds its scale. NaN is not explained by
-        it, unless it results from an Inf earlier in the backward pass and disappears once the scale has fallen.
+        Such a step is skipped and the scale lowered, which is how loss scaling finds its scale. The scale does not
+        explain NaN, except for NaN that an Inf caused in the backward pass and that disappears with a lower scale.
         """
         return self._loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
 
@@ -175,7 +175,7 @@ class Report(Judged, OneRow, ByName[TensorStats]):
             healthy = [stats for stats in self.worst(n, by="max_abs") if stats.ok]
             return (self.nonfinite[:n] + healthy)[:n]
         values = self.to_numpy()[by].astype(np.float64)
-        undefined = math.inf if by == "l2_norm" else -math.inf  # that of a tensor with NaN is no small norm
+        undefined = math.inf if by == "l2_norm" else -math.inf  # a norm that is NaN is not a small one
         order = np.argsort(-np.nan_to_num(values, nan=undefined, posinf=math.inf, neginf=-math.inf), kind="stable")
         return [self._at(int(i)) for i in order[:n]]
 
@@ -335,7 +335,7 @@ def nonfinite_words(stats: TensorStats) -> str:
 
 
 def nonfinite_line(stats: TensorStats) -> str:
-    """`nonfinite_words` behind the name, indented."""
+    """The tensor's name and its `nonfinite_words`, as an indented line."""
     return f"  {printable(stats.name)}: {nonfinite_words(stats)}"
 
 

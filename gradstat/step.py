@@ -39,7 +39,8 @@ class StepResult:
         total_norm: L2 norm of all gradients before clipping and without their loss scale: 0-d, on the first
             gradient's device, of the gradients' promoted real dtype.
         counters: This optimizer's `StepCounters`.
-        loss: The ``loss`` argument, else the closure's result, else that of the optimizer's step, None if skipped.
+        loss: The ``loss`` argument; without one the closure's result, else the result of the optimizer's step, which is
+            None if it was skipped.
     """
 
     def __init__(self, measured: StepMeasurement, counters: StepCounters, skips: bool, loss: Any) -> None:
@@ -126,14 +127,14 @@ def guarded_step(
             Calling ``scaler.update()`` is left to the caller.
         loss: The loss of the step, a single number, for the guard: the mean if gradients were accumulated, without
             the loss scale.
-        update: The size of the update, likewise a single number for the guard; the same on every rank.
+        update: The size of the update for the guard: a single number, the same on every rank.
         guard: Refuses the step if ``loss``, ``update`` or the norm before clipping is an outlier. An adaptive clip does
-            not see the steps that it skips, and a loss scaler counts them as good ones.
-        closure: Computes the gradients and returns the loss, or None. Called once, before anything else. LBFGS, and
-            optimizers other than torch's, call it as often as they like; then gradients are checked and clipped each
-            time, and parameters and state are copied beforehand, to be restored if a gradient is not finite.
-        model: The module whose parameter names the report uses. An optimizer made from ``named_parameters()`` has names
-            already; any other knows only groups and positions.
+            not see refused steps, and a loss scaler counts them as good ones.
+        closure: Computes the gradients and returns the loss, or None. It is called once, before anything else. LBFGS,
+            and optimizers other than torch's, call it several times. Gradients are then checked and clipped each time,
+            and copies of parameters and state are restored if a gradient is not finite.
+        model: The module whose parameter names the report uses. It is not needed if the optimizer was made from
+            ``named_parameters()``. Without names the report has groups and positions.
         backend, extra_groups: As for `check`.
 
     Raises:
@@ -148,8 +149,8 @@ def guarded_step(
             was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp`'s scaler or
             another guarded step); a closure is combined with a scaler; during CUDA graph capture, it is this
             optimizer's first guarded step, or skipping would need the host.
-        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`, or a sparse one,
-            and it is `AGC`.
+        NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`; or a gradient is
+            sparse, and ``max_norm`` is `AGC`.
     """
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
@@ -333,7 +334,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
 def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[list[Tensor], StepMeasurement]:
     """The current gradients and their measurement; counts the step if ``counts``.
 
-    Takes over what monitors have decided about this step: if it must skip, because they have measured it before.
+    Skips the step if a monitor, which measured it before, has requested that.
     """
     wish = decision.take(request.optimizer) if request.skips else None
     if wish is not None and wish.guard is not None and request.guard not in (None, wish.guard):
@@ -344,7 +345,7 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[l
     if request.model is not None:
         named = named_by(request.model, named)
     gradients = gradients_of(named.parameters)
-    # Without gradients here, ranks that have some may still wait for this one.
+    # Even if this rank has no gradients, ranks that have some may wait for it.
     if not (
         gradients.tensors
         or request.extra_groups is not None

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Judged:
-    """What is true in a condition only if it is `ok`, so that ``assert gradstat.check(model)`` means what it says."""
+    """A base for results that are true in a condition only if they are `ok`: ``assert gradstat.check(model)``."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class Judged:
 
 
 class ByName(Generic[T]):
-    """Entries by name or position: made by ``_at`` when asked for; ``_absent`` says why there is none of a name."""
+    """Entries by name or position. ``_at`` makes one when it is asked for; ``_absent`` says why a name has none."""
 
     _names: Callable[[], Sequence[str]]
     _at: Callable[[int], T]
@@ -83,7 +83,7 @@ class RowValues:
     """
 
     def __init__(self, raw: Array, numel: Any, values: Any, is_plain: bool | None = None) -> None:
-        """``is_plain`` is looked for if it is not given."""
+        """``is_plain`` is computed if it is not given."""
         self.raw, self.numel, self.values = raw, numel, values
         if is_plain is not None:
             self.is_plain = is_plain
@@ -110,7 +110,7 @@ class RowValues:
 
     @functools.cached_property
     def _is_ordinary(self) -> bool:
-        """Whether no other sums of squares are used than the middle one."""
+        """Whether only the middle one of the three sums of squares is used."""
         return self.is_plain or not (self.raw[..., _EXTREMES] > 0).any()
 
     @functools.cached_property
@@ -183,7 +183,7 @@ class RowValues:
 
 
 class OneRow:
-    """What is told of one row, whether that of a tensor or that of several together."""
+    """The values of one row, which describes a tensor or several tensors together."""
 
     __slots__ = ()
     _values: RowValues
@@ -252,7 +252,7 @@ class TensorStats(Judged, OneRow):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape; of the whole tensor for a distributed one."""
+        """The shape. For a distributed tensor, that of the whole tensor."""
         return self._info.shape
 
     @property
@@ -267,7 +267,7 @@ class TensorStats(Judged, OneRow):
 
     @property
     def numel(self) -> int:
-        """Number of elements; of those that a sparse tensor stores, since all values are over these."""
+        """Number of elements. For a sparse tensor, of the elements that it stores: all values are over these."""
         return self._info.numel
 
     @property
@@ -312,15 +312,15 @@ class TensorStats(Judged, OneRow):
 
     @property
     def std(self) -> float:
-        """Population standard deviation of the finite values, to about 1e-4 of their root mean square; or NaN."""
+        """Population standard deviation of the finite values, to 1e-4 of their root mean square; NaN without any."""
         return self._value("std")
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:
         """Index of the first NaN or Inf, one number per dimension; None when all elements are finite.
 
-        The first in memory order, which for a contiguous or sparse tensor is row-major order. For a distributed tensor
-        the first one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
+        First means first in memory order, which for a contiguous or sparse tensor is row-major order. For a distributed
+        tensor it is the first one on `rank`, as an index in the whole tensor; None if its shards are interleaved.
         """
         flat = self._value("first_nonfinite")
         if math.isinf(flat):

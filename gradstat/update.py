@@ -59,8 +59,8 @@ UPDATE_FIELDS: tuple[str, ...] = UpdateStats._fields[1:-1]
 class UpdateReport(ByName[UpdateStats]):
     """The upcoming updates of all parameters with a gradient; iterates over `UpdateStats`, ``report[name]`` gives one.
 
-    Returned by `update_stats`. Waits for the device only when the first number is read, or the report is pickled. Its
-    tensors are on the CPU then. Holds no parameter.
+    Returned by `update_stats`. It waits for the device only when the first number is read or when it is pickled. A
+    pickled report has its tensors on the CPU. A report holds no parameter.
     """
 
     def __init__(self, names: Any, sums: Tensor, sizes: Sequence[int]) -> None:
@@ -98,8 +98,8 @@ class UpdateReport(ByName[UpdateStats]):
 
     def _at(self, i: int) -> UpdateStats:
         sums = dict(zip(_fields.UPDATE_SUMS, self._copy.wait()[i].tolist(), strict=True))
-        bad = tuple(name for name in _OPERANDS if not np.isfinite(sums[name]))
-        return UpdateStats._make([self.names[i], *self._rows[i].tolist(), bad])
+        nonfinite = tuple(name for name in _OPERANDS if not np.isfinite(sums[name]))
+        return UpdateStats._make([self.names[i], *self._rows[i].tolist(), nonfinite])
 
     def __repr__(self) -> str:
         return f"UpdateReport({len(self)} parameters)"
@@ -115,7 +115,7 @@ class UpdateReport(ByName[UpdateStats]):
 def _derived(xp: Any, sums: Any, sizes: Any) -> Any:
     """The columns of `UPDATE_FIELDS` from the sums; ``xp`` is numpy or torch."""
     by = {name: sums[..., column] for column, name in enumerate(_fields.UPDATE_SUMS)}
-    # A non-finite input may give a finite update, as Inf in a second moment makes it 0, so NaN is added explicitly.
+    # A non-finite input may give a finite update: Inf in a second moment makes it 0. So NaN is added explicitly.
     nothing = 0.0 * sum(by[name] for name in _OPERANDS)
     update = by["update"] + nothing
     cosine = xp.clip(by["product"] / xp.sqrt(by["gradient"]) / xp.sqrt(by["momentum"]), -1.0, 1.0)

@@ -1,7 +1,7 @@
 """The table that describes tensors to a Triton kernel, its upload to the device, and the launch.
 
 A tensor is a sequence of 16-byte vectors, counted from its address rounded down to 16. Vectors are split into chunks,
-one program each. The split depends only on the tensor itself, and therefore so do the bits of its statistics.
+one for each program. The split, and so the bits of the statistics, depend only on the tensor itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CHUNK_VECTORS = 4096
 """Vectors per chunk, 64 KB: long enough to hide a program's startup, short enough to distribute evenly."""
 
 MAX_CHUNKS = 8192
-"""Maximum of chunks per tensor. Chunks of larger tensors double in size, as one program merges all groups."""
+"""Maximum number of chunks per tensor. Larger tensors get larger chunks, doubled as often as needed, since one program
+merges all groups."""
 
 # The int64 columns of an entry, as the kernels read it. ``values`` counts reals, two per complex element.
 ADDRESS, VALUES, KIND, SHIFT, FIRST_CHUNK, CHUNKS = map(tl.constexpr, range(6))

@@ -49,7 +49,7 @@ def _scale_chunk(address, values, chunk, chunk_vectors, multiplier, ELEMENT: tl.
     is_last = end <= (chunk + 1) * chunk_vectors * VECTOR
     head_end = tl.where((chunk == 0) & (begin > 0), VECTOR, 0)
     tail_begin = tl.where(is_last & ((tail > 0) | (begin == 0)), tail * VECTOR, end)
-    # An element per lane: of fewer, other lanes would read copies while these are written.
+    # Each lane has one element: with fewer, other lanes would read copies of elements while these are written.
     edge = tl.arange(0, LANES)
     position = tl.where(edge < VECTOR, edge, tail * VECTOR + edge - VECTOR)
     lower = tl.where(edge < VECTOR, begin, tail_begin)

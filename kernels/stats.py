@@ -328,17 +328,17 @@ def _read_exact(
         if PAIR:
             real, imaginary = tl.split(tl.reshape(x, (LANES, VECTOR // WIDTH, 2)))
             is_nan = (real != real) | (imaginary != imaginary)
-            is_bad = is_nan | (tl.abs(real) == INF) | (tl.abs(imaginary) == INF)
+            is_nonfinite = is_nan | (tl.abs(real) == INF) | (tl.abs(imaginary) == INF)
             is_zero = (real == 0) & (imaginary == 0)
         else:
             is_nan = x != x
-            is_bad = is_nan | (tl.abs(x) == INF)
+            is_nonfinite = is_nan | (tl.abs(x) == INF)
             is_zero = x == 0
-        # Masked elements were loaded as 0, which is not bad but must not be counted as a zero either.
-        good = valid & (is_bad == 0)
+        # Masked elements were loaded as 0, which is finite but must not be counted as a zero.
+        good = valid & (is_nonfinite == 0)
         lane_nans += tl.sum(is_nan.to(tl.int32), axis=1)
-        lane_infs += tl.sum((is_bad & (is_nan == 0)).to(tl.int32), axis=1)
-        index = tl.where(is_bad, start // WIDTH + element, NO_INDEX)
+        lane_infs += tl.sum((is_nonfinite & (is_nan == 0)).to(tl.int32), axis=1)
+        index = tl.where(is_nonfinite, start // WIDTH + element, NO_INDEX)
         lane_first = tl.minimum(lane_first, tl.min(index, axis=1))
         zeros += tl.sum((is_zero & valid).to(tl.int32), axis=1)
         if PAIR:

@@ -151,7 +151,7 @@ def update_kernel(
                 again = again + (tl.zeros((LANES,), tl.float64),)
             totals = again
     # The loop in float64 must not need more registers than the one above. So it takes two elements per lane, and loads
-    # its coefficients anew, with what is the default cache operator: without it, Triton would keep those from above.
+    # its coefficients again. Naming the default cache operator keeps Triton from reusing those of the loop above.
     wide = ()
     for i in tl.static_range(COEFFICIENTS):
         wide = wide + (tl.load(by + i, cache_modifier=".ca"),)

@@ -47,7 +47,7 @@ def check_and_clip(model: torch.nn.Module) -> None:
     expect(math.isclose(gradstat.check(model).total_norm, 0.5 * exact, rel_tol=1e-5), "the norm after clipping")
     model[2].weight.grad[1, 4] = float("nan")
     report = gradstat.check(model)
-    expect(report.nan_count == 1 and report.nonfinite[0].name == "2.weight", "the name of the bad gradient")
+    expect(report.nan_count == 1 and report.nonfinite[0].name == "2.weight", "the name of the nonfinite gradient")
     expect(report.nonfinite[0].first_nonfinite == (1, 4), "its place")
     gradients(model, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,7 +1,7 @@
 """Mutation testing: cosmic-ray changes the code in one place at a time, and the tests have to fail (`make mutate`).
 
-For each comparison, arithmetic operator and number a single change is tried, to the next one. A mutant that survives
-all tests must be listed in `EXPLAINED`; any other survivor is an error, and so is an explanation of a mutant that died.
+Each comparison, arithmetic operator and number is changed once, to the next one. A mutant that survives all tests must
+be listed in `EXPLAINED`. Any other survivor is an error, and so is an explanation of a mutant that did not survive.
 Each core has a copy of the tree, and a process that has imported torch and pytest and is forked for every mutant.
 ``--only clip`` tries the files with "clip" in their path.
 """

@@ -1,4 +1,4 @@
-"""Writes what docs/api/*.md say of functions and classes, from their signatures and docstrings.
+"""Writes the text about functions and classes in docs/api/*.md, from their signatures and docstrings.
 
 ``python tools/reference.py --write``; a test checks that nothing is left to write. A page marks the place of a thing by
 ``<!-- gradstat.Report() members: all -->``: brackets for a class that only gradstat makes, ``members`` for which of its
@@ -166,7 +166,7 @@ def _code(text: str) -> str:
 
 
 def rendered() -> dict[Path, str]:
-    """What each page has to say."""
+    """The text of each page."""
     texts = {page: page.read_text() for page in PAGES}
     places: dict[str, tuple[Path, str]] = {}  # by full name, members with that of their class
     for page, text in texts.items():

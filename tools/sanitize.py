@@ -2,8 +2,8 @@
 
 Builds the CPU library with the first two into ``build/sanitize/``, with a copy of the package, and runs tests and
 random tensors with every instruction set that this machine has. The CUDA kernels and launchers are compiled for the
-host with the same flags; their stacks are not checked, because their threads are coroutines, whose switches
-AddressSanitizer would have to be told about. The threads of the CPU kernels run under ThreadSanitizer in a separate
+host with the same flags. Their stacks are not checked, because AddressSanitizer does not notice how coroutines, which
+act as their threads, switch stacks. The threads of the CPU kernels run under ThreadSanitizer in a separate
 program (tests/cpu_threads). Deliberate errors have to be reported first, as proof that the sanitizers are active.
 
     python tools/sanitize.py            # everything

@@ -1,10 +1,10 @@
 """Reductions of rows over ranks that may have different tensors: the ranks are told, and no row is merged with another.
 
-A reduction needs buffers of the same size on all ranks, so a list of tensors that this group has not reduced before is
-announced first. All ranks then have reduced the same lists, and know the most rows that any of them has: every later
-reduction is of so many rows, behind a header with a checksum of the list. A rank whose list is new fills that reduction
-with zeros and waits for its header: if the list is new on all ranks, and the same, it repeats the reduction with its
-rows. So the ranks issue the same collectives whatever lists they have, and those whose list is known need no other one.
+A reduction needs buffers of the same size on all ranks. So a list of tensors that the group has not reduced before is
+announced first, and all ranks know the largest number of rows that any of them has. Every later reduction has that many
+rows, behind a header with a checksum of the list. A rank whose list is new sends zeros instead of rows and waits for
+the header. If the list is new on all ranks and is the same, the ranks repeat the reduction with their rows. So all
+ranks issue the same collectives whatever lists they have, and a known list needs only one reduction.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Exchange:
     def announce(self, listed: Listed, rows: int, widths: tuple[int, int], device: torch.device) -> str | None:
         """Before `reduce`: makes a list known that is new, by one more reduction, for which the host waits.
 
-        Returns the difference, in words, if the list is not new on all ranks, or not the same; then the others have
-        been told, and `reduce` must not be called. ``rows`` is how many rows `reduce` will get, ``widths`` the number
+        Returns the difference, in words, if the list is not new on all ranks, or not the same. Then all
+        others know, and `reduce` must not be called. ``rows`` is how many rows `reduce` will get, ``widths`` the number
         of their columns to be summed, and to be maximised.
         """
         if listed.checksum in self._agreed:
@@ -123,7 +123,7 @@ class Exchange:
     def reduce(
         self, sums: Tensor, maxima: Tensor, listed: Listed, failed: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, str | None]:
-        """``sums`` and ``maxima``, ``[rows, width]`` each, reduced over the ranks; and ``failed``, a 0-d sum.
+        """Reduces ``sums`` and ``maxima``, ``[rows, width]`` each, and ``failed``, a 0-d sum, over the ranks.
 
         If a rank had other tensors, the rows have no meaning: then the difference is returned in words if the group's
         tensors are on the CPU. On other devices, where the host would have to wait, ``failed`` is infinite instead.
@@ -140,7 +140,7 @@ class Exchange:
     def _reduced(
         self, sums: Tensor, maxima: Tensor, listed: Listed, failed: Tensor, is_new: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The header, and the rows given; the collectives are of as many rows as any rank may have."""
+        """The header and the rows given, reduced with as many rows as any rank may have."""
         count, width = sums.shape
         missing = self._rows - count
         parts = [failed.reshape(1), _pair(float(is_new), float(listed.checksum), sums.device), sums.reshape(-1)]

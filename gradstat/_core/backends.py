@@ -158,7 +158,7 @@ def _load_reference(device_type: str) -> Kernels:
 class Backend(NamedTuple):
     """An entry of the registry. None instead of a set of device types means every type."""
 
-    automatic: frozenset[str] | None  # device types it may serve without being requested; the first that loads wins
+    automatic: frozenset[str] | None  # device types it serves without being requested, if it is the first that loads
     forceable: frozenset[str] | None  # device types it can be requested for
     load: Callable[[str], Kernels]  # raises `BackendUnavailableError` with the reason
 

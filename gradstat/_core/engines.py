@@ -120,7 +120,7 @@ def _of_stage_3(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
 
 
 def _stage_3_shard(parameter: Any, local: Tensor) -> FlatShard:
-    """All shards are as large as the first; elements past the parameter's end are padding."""
+    """All shards are equally large, so the last ones may have padding after the parameter's end."""
     start = parameter.partition_numel() * torch.distributed.get_rank(parameter.ds_process_group)
     start = min(start, parameter.ds_numel)
     local = local.reshape(-1)[: parameter.ds_numel - start]
@@ -171,7 +171,7 @@ class Megatron(_Wrapper):
     """
 
     name = "Megatron-Core's DistributedDataParallel"
-    loss_scale: float | None = None  # the optimizer has it, on the device
+    loss_scale: float | None = None  # not known here: the optimizer keeps it on the device
     optimizer = None
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:

@@ -63,7 +63,7 @@ def _beside(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
 
     def opened(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o666 if mode is None else mode)  # less what the umask takes away
+        return os.open(name, flags, 0o666 if mode is None else mode)  # the umask applies, as to any new file
 
     try:
         with open(unfinished, "xb", opener=opened) as file:

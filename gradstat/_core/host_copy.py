@@ -110,7 +110,7 @@ class DeviceState:
         return {**self.__dict__, "streams": (), "_seen": None, "_copy": None}
 
     def moved_to(self, device: torch.device, what: str) -> Tensor:
-        """The tensor, which is moved if it is not on ``device``; that raises in a graph capture, naming ``what``."""
+        """The tensor, moved to ``device`` if it is elsewhere. A move during graph capture raises and names ``what``."""
         if self.tensor.device != device:
             refuse_capture(device, what)
             self.tensor = self.tensor.to(device)

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """A command cannot do what it was asked to. The message says what and why, and is printed without a traceback."""
+    """A command cannot do what the user asked for. The message gives the reason and is printed without a traceback."""
 
 
 def attribute_of(where: str, expected: str) -> Callable[..., Any]:

@@ -52,12 +52,12 @@ def measure(
     in Python first, by `readable`. Distributed tensors are measured shard by shard and their rows merged over their
     process groups, all of whose ranks have to call this.
 
-    With ``step`` it also decides about an optimizer's step. ``parameters`` are those whose gradients ``tensors`` are,
-    if they are: ranks on which some are missing then take part as well. ``names`` returns their names, or the
-    tensors', which ranks compare. With ``over_ranks=False``, rows of distributed tensors are those of this rank's
-    shards. ``in_place`` refuses tensors that cannot be multiplied in place, before anything is measured; on several
-    ranks the others are told. ``reduce_to`` can limit the result for distributed tensors to the total, with the
-    extremes of complex elements' moduli, or to the total's summed fields, for smaller and fewer reductions.
+    With ``step`` it also decides about an optimizer's step. If ``tensors`` are gradients, ``parameters`` are their
+    parameters: ranks without some of the gradients then take part as well. ``names`` returns the names of the
+    parameters, or else of the tensors, which ranks compare. With ``over_ranks=False``, rows of distributed tensors are
+    those of this rank's shards. ``in_place`` refuses tensors that cannot be multiplied in place, before anything is
+    measured, and tells the other ranks. For smaller and fewer reductions of distributed tensors, ``reduce_to`` limits
+    the result to the total, with the extremes of complex elements' moduli, or to the total's summed fields.
     """
     is_awaited = extra_groups is not None or (not tensors and parameters is not None and is_distributed(parameters))
     if not is_awaited:
@@ -97,7 +97,7 @@ def measure(
 
 
 def is_fused(tensors: list[Any], norm_type: float) -> bool:
-    """Whether a norm of order ``norm_type`` can be derived from a table; what is not a tensor is left to `readable`."""
+    """Whether a norm of order ``norm_type`` can be derived from a table. `readable` refuses what is no tensor."""
     return norm_type == 2.0 or (
         norm_type == math.inf and not any(isinstance(t, Tensor) and (t.is_complex() or not t.numel()) for t in tensors)
     )
@@ -127,7 +127,7 @@ def norm_of(
     if not is_over_ranks and not is_fused(tensors, norm_type):
         plain = readable(tensors, name_of, in_place)
         for device, at in by_device(plain).items():
-            resolve_for(backend, device.type, name_of, at[0])  # unused, but an unavailable backend has to raise
+            resolve_for(backend, device.type, name_of, at[0])  # only to raise if the backend is unavailable
         return _norm_of_norms(plain, norm_type)
     measured = measure(
         tensors,
@@ -195,7 +195,7 @@ def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_pl
 
 
 def _locate_(row: Tensor, sparse: Tensor) -> None:
-    """Turns an index into the values of a coalesced tensor, in its row, into one into the whole tensor. No sync."""
+    """Replaces the index in ``row``, of a coalesced tensor's values, by the index in the whole tensor. No sync."""
     values, indices = sparse.values(), sparse.indices()
     if not values.numel():
         return
@@ -214,7 +214,7 @@ def _locate_(row: Tensor, sparse: Tensor) -> None:
 def direct_for(first: Any, backend: str | None) -> DeviceModule | None:
     """The compiled functions for a list of ordinary tensors that begins with ``first``; None if there are none.
 
-    None for a backend that is not there, too: where the tensors are measured that raises, and other ranks are told.
+    Also None if the backend is unavailable: measuring the tensors then raises and tells the other ranks.
     """
     if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
         return None

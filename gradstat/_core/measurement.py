@@ -41,7 +41,7 @@ class Measurement(NamedTuple):
         return joined[torch.tensor(self.order, device="cpu").argsort().to(joined.device, non_blocking=True)]
 
     def summands(self) -> Tensor:
-        """Rows that merge into the total row, on the first tensor's device: NaN is counted if another rank failed."""
+        """Rows that merge into the total row, on the first tensor's device. They count a NaN if another rank failed."""
         if self.total is not None and self.failed is not None:
             whole = self.total.clone()
             whole[:, _NAN_COUNT] += self.failed

@@ -169,7 +169,7 @@ class Trained:
         self._of_optimizer_now: list[Tensor] = []  # all of the optimizer's
         self._waiting: dict[str, Tensor] = {}  # those that are not the model's and have had no gradient
         self._all_names: tuple[str, ...] = ()
-        self._newest: NamedParameters | None = None  # the last result, which ``_places`` tells to be up to date
+        self._newest: NamedParameters | None = None  # the last result; ``_places`` tells whether it is up to date
         self._places: object = None
 
     def named_parameters(self) -> NamedParameters:
@@ -185,7 +185,7 @@ class Trained:
         named = self._looked_up()
         plan = _plans.get(id(self.model))
         is_kept = plan is not None and plan.module() is self.model and named.engine is None and not self._waiting
-        # The parameters that it holds make sure that no other has the address of one.
+        # It holds these parameters, so no new object can have the address of one of them.
         self._newest, self._places = (named, plan.places) if plan is not None and is_kept else (None, None)
         return named
 
@@ -367,7 +367,7 @@ def gradients_to_clip(
 def require_foreach(tensors: Sequence[Any]) -> None:
     """Raises RuntimeError, as torch does, if torch has no foreach kernels for a device of ``tensors``."""
     for tensor in tensors:
-        # Anything else is refused by name when it is measured.
+        # Items that are no tensors are refused, by name, when they are measured.
         if isinstance(tensor, Tensor) and not has_foreach(tensor.device):
             raise RuntimeError(
                 f"foreach=True was passed, but can't use the foreach API on {tensor.device.type} tensors"

@@ -1,4 +1,4 @@
-"""Entries of a state that ``load_state_dict`` was given: it comes from a file, so anything may be in it."""
+"""Entries of a state given to ``load_state_dict``. The state comes from a file, so it may contain anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_count(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """An entry and its place in the state, which errors name. What is not as expected raises ValueError."""
+    """An entry and its place in the state, which errors name. An unexpected entry raises ValueError."""
 
     value: Any
     place: str = "state"

@@ -1,9 +1,9 @@
 """Statistics of distributed tensors: each rank measures its shards, then rows are merged over the process groups.
 
-The placement on each mesh dimension decides: for a replicated tensor nothing is merged; rows of a sharded tensor are
-merged over that dimension's group; the pending sum of a partial tensor is reduced first, since addends have no
-statistics of their own. A rank that cannot measure its shards still joins the collectives, so that no other rank hangs,
-and ranks whose tensors differ are told so instead (`gradstat._core.agreement`).
+The placement on each mesh dimension decides how. Rows of a replicated tensor are not merged. Rows of a sharded tensor
+are merged over that dimension's group. The pending sum of a partial tensor is reduced first, because statistics of its
+addends do not merge. A rank that cannot measure its shards still joins the collectives, so that no other rank hangs.
+Ranks whose tensors differ get an error (`gradstat._core.agreement`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sharding(NamedTuple):
 
     @classmethod
     def _build(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Sharding:
-        # There are several kinds of shard placements: every placement neither replicated nor partial is one.
+        # There are several kinds of shard placements, so every placement neither replicated nor partial counts as one.
         sharded = [d for d, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
         resolved = tuple(Replicate() if p.is_partial() else p for p in placements)
         plain = all(type(placements[d]).__name__ == "Shard" for d in sharded)
@@ -246,7 +246,7 @@ class Sharded:
             stand_ins = [parameter if parameter.grad is None else parameter.grad for parameter in self._parameters]
         masks, self._extra = extra_masks(self._parameters, extra)
         names_of_all = listed_names if listed_names is not None and len(listed_names) == len(self._parameters) else None
-        # A gradient that one rank lacks is described by its parameter, so it is on all ranks.
+        # A gradient may be missing on one rank, so all ranks describe it by its parameter.
         metadata = _metadata(self._parameters)
         plan = None if masks or not metadata else _Plan.of_distributed(stand_ins, names_of_all, metadata)
         self._plan = plan or _Plan.of(stand_ins, names_of_all, metadata, masks)
@@ -258,7 +258,7 @@ class Sharded:
         self._exchanges: dict[tuple[ProcessGroup, str], Exchange | None] = {}
 
     def _over(self, group: ProcessGroup, every: Listed, masks: list[int]) -> Listed:
-        """The tensors that all ranks of ``group`` have to have: those spread over extra groups may be elsewhere."""
+        """The tensors that all ranks of ``group`` have to have: without those that are spread over extra groups."""
         if not masks:
             return every
         spread = {row for (groups, _), rows in self._rows_by_key.items() if group in groups for row in rows}
@@ -306,7 +306,7 @@ class Sharded:
         table, _ = self._measured(measure_local)
         failed = self._has_failed(table)
         if not extremes and not self._extra and len(every) == 1 and len(table):
-            # The common case, all tensors of one kind, in as few operations as possible.
+            # In the common case all tensors are of one kind; this takes as few operations as possible.
             kinds = _Packed(table.new_zeros(1, _SUMS), table.new_empty(1, 0))
             torch.sum(table[:, _SUMMED], 0, out=kinds.sums[0, _SUMMED])
         else:
@@ -324,7 +324,7 @@ class Sharded:
         return Measurement([], None, (), total, failed)
 
     def _announce(self, places: dict[ProcessGroup, list[int]], kind: str, extremes: bool) -> None:
-        """Tells the ranks of each group of tensors that are new to it, before a rank that has others can fail."""
+        """Announces new tensors to the ranks of each group, before a rank with other tensors can fail."""
         counts = [(group, kind, len(at)) for group, at in places.items()]
         counts += [(group, "extra", 1 << len(self._extra) - 1) for group in self._extra]
         for group, what, count in counts:
@@ -437,7 +437,7 @@ class Sharded:
 
 
 def _metadata(tensors: Sequence[Any]) -> list[Any]:
-    """An object with the shape of the whole and the dtype, for each tensor; whatever else is in the list itself."""
+    """For each tensor an object with the whole tensor's shape and dtype. Other items are returned unchanged."""
     try:
         return [tensor._spec.tensor_meta for tensor in tensors]  # a tenth of the time of reading shape and dtype
     except AttributeError:

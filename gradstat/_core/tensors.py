@@ -95,9 +95,9 @@ def readable(
 ) -> list[Tensor]:
     """Dense strided tensors with the elements to be measured; the original tensors where possible.
 
-    A tensor that cannot be measured raises an error with its name: see `_refusal`. With ``in_place`` one that cannot be
-    multiplied in place does as well: see `writable`. ``sparse`` gets the sparse tensors by position, coalesced, so that
-    their values are in row-major order.
+    A tensor that cannot be measured raises an error with its name: see `_refusal`. With ``in_place``, so does a tensor
+    that cannot be multiplied in place: see `writable`. ``sparse`` gets the sparse tensors by position, coalesced: their
+    values are then in row-major order.
     """
     _refuse_fake_mode()
     plain = []
@@ -146,7 +146,7 @@ def why_not_measured(name: str, tensor: Tensor) -> str | None:
         return f"{name!r} is of {type(local).__module__}.{type(local).__qualname__}, which stores its data elsewhere"
     refusal = _refusal(local)
     if refusal is None or (local is not tensor and local.dtype in _DTYPES):
-        return None  # whether a shard has data may differ between ranks, which have to select the same tensors
+        return None  # ranks have to select the same tensors, so it does not matter whether this rank's shard has data
     return f"{_describe(name, local)} {refusal[1].partition(';')[0]}"
 
 
@@ -182,7 +182,7 @@ def _refusal(tensor: Tensor) -> tuple[type[Exception], str] | None:
                 "is a batch inside torch.vmap, whose other elements are not accessible; measure what vmap returns"
             )
         inner = functorch.get_unwrapped(inner)
-    # Dispatching subclasses may keep their memory elsewhere; torch's lazy zero tensors have no memory and need none.
+    # Subclasses that dispatch may keep their memory elsewhere. torch's lazy zero tensors have no memory and need none.
     dispatches = type(inner).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if inner.layout is not torch.strided or dispatches or inner._is_zerotensor():
         return None
@@ -208,7 +208,7 @@ def unit_count(tensor: Tensor) -> int:
 
 
 def units_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The units of all tensors in order, as views. RuntimeError if too many have no elements: those need no memory."""
+    """The units of all tensors in order, as views. RuntimeError if too many have no elements."""
     if sum(unit_count(tensor) for tensor in tensors if tensor.dim() > 1 and not tensor.numel()) > _MOST_EMPTY_UNITS:
         raise RuntimeError(
             f"a list has too many units without elements: at most {_MOST_EMPTY_UNITS}, so leave tensors without "
@@ -268,7 +268,7 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Waits only for a copy to the host, since nothing would signal its completion."""
+    """``tensor`` on ``device``. Waits only for a copy to the host, whose end could not be noticed otherwise."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 

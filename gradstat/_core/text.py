@@ -1,4 +1,4 @@
-"""Words that reports, findings and errors share; and text of unknown origin, made safe to print."""
+"""Words that reports, findings and errors share, and functions that make text of unknown origin safe to print."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _T = TypeVar("_T")
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, with all that is not printable as Python's escape sequences.
+    """``text`` in one line, with Python's escape sequences in place of characters that are not printable.
 
-    Not printable are line breaks, terminal escapes, characters that change the direction of text, lone surrogates and
-    the like, which names of parameters, files and series may contain.
+    Names of parameters, files and series may contain line breaks, terminal escapes, characters that change the
+    direction of text, or lone surrogates. None of these is printable.
     """
     if text.isprintable():
         return text
@@ -34,7 +34,7 @@ def steps_in_words(extent: tuple[int, int] | None) -> str:
 
 
 def nan_and_inf(nan: int, inf: int) -> str:
-    """``3 NaN and 1 Inf``, without what there is none of."""
+    """``3 NaN and 1 Inf``; a count of 0 is left out."""
     return " and ".join(f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (inf, "Inf")) if count)
 
 
@@ -61,7 +61,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def plain_fields(made: Any) -> dict[str, Any]:
-    """The fields of the dataclass ``made`` by name, for JSON: tuples as lists, what has a ``to_dict`` as that says."""
+    """The fields of the dataclass ``made`` by name, for JSON: tuples become lists, and ``to_dict`` is called."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Whether the coming step of an optimizer is to be skipped: one place that everybody asks and adds to.
+"""Decides whether the coming step of an optimizer is skipped: the one place that all requests go to.
 
 A monitor requests it once it has measured the gradients. `guarded_step` takes the requests into its own verdict; any
 other step carries them out itself, in hooks of torch's optimizers: a fused optimizer gets the flag on the device
@@ -37,7 +37,7 @@ class _Step:
     """What is known about the coming or running step of one optimizer."""
 
     def __init__(self) -> None:
-        # By who asks, whose later request replaces the earlier.
+        # By requester: a later request of the same one replaces the earlier.
         self.requests: weakref.WeakKeyDictionary[object, SkipRequest] = weakref.WeakKeyDictionary()
         self.is_taken = False  # `guarded_step` carries out the requests
         self.found_inf: list[Tensor | None] = []  # what the attribute was before the flag of a request replaced it
@@ -103,7 +103,7 @@ def two_guards(guards: Iterable[SpikeGuard | None]) -> str:
 def carry_out(optimizer: Optimizer) -> None:
     """Skips the step of an optimizer that is about to begin, or whose closure has just computed the gradients.
 
-    Before a clip of that step, too, so that nobody clips one that is skipped. Does nothing without a request.
+    It is also called before a clip of that step, so that no skipped step is clipped. Does nothing without a request.
     """
     step = _steps.get(optimizer)
     wish = None if step is None or step.is_taken else take(optimizer)
@@ -123,7 +123,7 @@ def carry_out(optimizer: Optimizer) -> None:
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Announces the step, so that who watches it may make requests, and carries these out."""
+    """Announces the step, so that its watchers may make requests, and carries these out."""
     if torch.compiler.is_compiling():
         return None
     given = kwargs.get("closure", args[1] if len(args) > 1 else None)  # torch passes the optimizer itself first
@@ -169,6 +169,6 @@ def _restore(optimizer: Optimizer, step: _Step) -> None:
 
 @functools.cache
 def install_hooks() -> None:
-    """Once per process: torch has no hooks of an optimizer that survive neither copies nor pickles of it."""
+    """Installs torch's global hooks, once per process: hooks of one optimizer would be copied and pickled with it."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)

@@ -1,4 +1,4 @@
-"""The state that torch's loss scaler (torch/amp/grad_scaler.py) keeps per optimizer: the only way to join its steps."""
+"""The state that torch's loss scaler (torch/amp/grad_scaler.py) keeps per optimizer; gradstat joins its steps by it."""
 
 from __future__ import annotations
 

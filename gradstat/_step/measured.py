@@ -223,7 +223,7 @@ class Unscaled(NamedTuple):
         return {table.device: norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
     def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
-        """Clips the gradients, unless one is not finite: `AdaGC` and `AGC` then clip what is.
+        """Clips the gradients, unless one is not finite: `AdaGC` and `AGC` then clip only finite tensors or units.
 
         Returns their norm before, 0-d, in their promoted dtype.
         """
@@ -262,7 +262,7 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     """Clips the gradients of ``optimizer``, whose step begins, to ``limit``. No host sync; raises before it clips.
 
     A loss scaler leaves the division by its scale to the step of a fused optimizer. Then the clip becomes part of that
-    division, and gradients are only read; a `TensorClip` rewrites them, and unscales them by the way.
+    division, and gradients are only read. A `TensorClip` rewrites gradients, and unscales them in the same pass.
     """
     named = named_parameters_of(optimizer)
     loss_scale: Tensor | None = getattr(optimizer, "grad_scale", None)

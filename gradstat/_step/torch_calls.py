@@ -25,7 +25,7 @@ _clips: list[Layer] = []
 _layers: list[Layer] = []  # of scalers
 _scaler_kinds: set[type[GradScaler]] = set()  # those whose methods are wrapped
 _seekers: weakref.WeakSet[Any] = weakref.WeakSet()
-# Losses scaled by each scaler since they were last asked for.
+# The losses that each scaler has scaled since the last `losses_scaled_by`.
 _losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -76,7 +76,7 @@ def _restore_if_unused() -> None:
 
 
 def has_losses() -> bool:
-    """Whether a scaler has scaled losses that nobody asked for yet."""
+    """Whether a scaler has scaled losses that `losses_scaled_by` has not returned yet."""
     return bool(_losses)
 
 

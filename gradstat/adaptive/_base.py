@@ -76,7 +76,7 @@ class AdaptiveClip(ABC):
         self._state_tensor: Tensor | None = None
 
     def __float__(self) -> float:
-        # Asked for by clips, gradstat's and torch's, that got this in place of ``max_norm``.
+        # Clips of gradstat and torch call this if they got an adaptive clip in place of ``max_norm``.
         raise TypeError(f"expected a number, got {self!r}, which clips by itself: call its clip_(parameters)")
 
     @never_traced
@@ -98,7 +98,7 @@ class AdaptiveClip(ABC):
             listed = [listed[i] for i in positions]
         with announce.change(listed), torch.no_grad():
             norm = self._clip_(listed, gradients, collected.name_of, backend)
-            # As an in-place operation does: graphs that saved a gradient detect that it was changed.
+            # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
             torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
 
@@ -213,9 +213,9 @@ class NormClip(AdaptiveClip):
 
         Args:
             norm: Total L2 norm of the gradients that the optimizer will see, without a loss scale: 0-d float64, on the
-                device where the state is to be. For NaN or Inf the multiplier is 1, and the state only counts such
-                norms: skipping the step is up to the caller.
-            keep: 0-d bool on that device. Where False the step is handled in the same way. None keeps every step.
+                device where the state is to be. For NaN or Inf the multiplier is 1 and the state only counts the norm:
+                the caller has to skip the step.
+            keep: 0-d bool on that device. False gives the multiplier 1 and records no finite norm. None means True.
         """
         skip = None if keep is None else (~keep).to(torch.float32)
         return self._decide(resolve(None, norm.device.type), norm, skip=skip)[0]
@@ -312,7 +312,7 @@ def limited(norm: Tensor, limit: Tensor | float) -> Tensor:
 
 
 def number(name: str, value: float, low: float, high: float = math.inf) -> float:
-    """The option ``name`` as a float; TypeError if it is none, ValueError unless it is from ``low`` to ``high``."""
+    """The option ``name`` as a float. TypeError for what is no number, ValueError outside of ``low`` to ``high``."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     value = float(value)
@@ -346,7 +346,7 @@ Limit = float | AdaptiveClip
 
 
 def checked_limit(max_norm: Any) -> Limit | None:
-    """``max_norm`` as a positive number, an adaptive clip or None; raises TypeError or ValueError if it is neither."""
+    """``max_norm`` as a positive number, an adaptive clip or None; raises TypeError or ValueError for others."""
     if max_norm is None or isinstance(max_norm, AdaptiveClip):
         return max_norm
     if isinstance(max_norm, bool) or not isinstance(max_norm, Real | Tensor):

@@ -53,8 +53,8 @@ class AutoClip(NormClip):
     class keeps the last ``window``, which is equivalent for that many steps.
 
     Args:
-        percentile: From 0 to 100; a share such as 0.95 is warned about. The paper's 10 clips about nine steps in ten,
-            and so fixes the length of most steps; to clip only outliers, use 90 or more.
+        percentile: From 0 to 100. A share such as 0.95 causes a warning. The paper's 10 clips about nine steps in ten,
+            so most steps get the same length. To clip only outliers, use 90 or more.
         window: Number of norms kept.
     """
 

@@ -18,7 +18,7 @@ PERCENTILES = (5, 25, 50, 75, 95, 99)
 # 10th, which clips nine steps in ten instead.
 SUGGESTED_PERCENTILE = 90
 
-# Below this number of finite steps no advice is given. A convention of gradstat.
+# Below this number of finite steps no advice is given. This is a convention of gradstat.
 ENOUGH_STEPS = 100
 
 

@@ -37,7 +37,7 @@ A file bench_me.py in the current folder may hold:
       images, labels = torch.randn(64, 512), torch.randint(10, (64,))
       return model, lambda: torch.nn.functional.cross_entropy(model(images), labels)
 
-  $ python -m gradstat bench --model bench_me:factory
+  $ gradstat bench --model bench_me:factory
 """
 DEVICE_HELP = "such as cpu, cuda or cuda:1 (default: the GPU if there is one)"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -59,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", help=DEVICE_HELP)
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of every variant (default %(default)s)")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(default %(default)s)")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: %(default)s")
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="run the forward pass under torch.autocast")
     parser.add_argument("--threads", type=int, help="threads torch uses on the CPU (default: torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a file to write the results to as well")
     return parser
 
 

@@ -195,7 +195,7 @@ def costs(
 def table(measured: list[Cost]) -> str:
     """Costs as text: median, ratio to the plain step with quartiles, the added call alone, extra peak memory.
 
-    What is noise is called that, and has its quartiles.
+    Noise is called noise, and shown by its quartiles.
     """
     rows = [["", "median", "ratio to the plain step", "the call alone", "extra memory"]]
     for cost in measured:

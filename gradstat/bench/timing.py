@@ -25,15 +25,16 @@ class Quartiles(NamedTuple):
     high: float
 
     def is_noise(self, neutral: float = 0.0) -> bool:
-        """Whether the median says nothing; a negative one never does.
+        """Whether the median is noise, as every negative median is.
 
-        The quartiles are further apart than it is large, or on both sides of ``neutral`` by more than it differs.
+        It is noise if it is smaller than the distance of the quartiles, or nearer to ``neutral`` than both of them,
+        with one on each side.
         """
         low, median, high = self
         return high - low > median or min(neutral - low, high - neutral) > abs(median - neutral)
 
     def told(self, form: Callable[[float], str], *, neutral: float = 0.0, spread: bool = False) -> str:
-        """The median in words, with ``spread`` its quartiles as well; these alone if the median is noise."""
+        """The median in words, with its quartiles if ``spread``. Only the quartiles if the median is noise."""
         between = f"({form(self.low)} to {form(self.high)})"
         if self.is_noise(neutral):
             return f"{NOISE} {between}"

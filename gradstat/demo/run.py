@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for the picture, the recording and its page (default %(default)s)",
     )
     parser.add_argument("--device", help=DEVICE_HELP)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and batches (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps")
     return parser
 

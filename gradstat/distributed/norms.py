@@ -160,7 +160,7 @@ def verify_clip(
 class _Case(NamedTuple):
     name: str
     order: float = 2.0
-    share: float = 0.5  # max_norm as a fraction of the norm
+    share: float = 0.5  # max_norm over the norm
 
 
 _NAN, _MISSING = _Case("a NaN"), _Case("a gradient missing")
@@ -205,7 +205,7 @@ def _outcomes(
 
 def _on_rank(clip: Callable[..., Any], name: str, cases: list[_Case]) -> list[_Outcome]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, which are about our model and not the user's
+        warnings.simplefilter("ignore")  # torch's warnings about this model say nothing about the user's
         layout, single = make_layout_and_reference(name)
     parameters = layout.named_parameters()
     gradients_before = {key: (p.grad, _storage(p.grad).clone()) for key, p in parameters.items() if p.grad is not None}
@@ -349,7 +349,7 @@ def _problems_of(case: _Case, outcomes: list[_Outcome]) -> Iterator[tuple[Sequen
 
 
 def _cause(case: _Case, outcomes: list[_Outcome]) -> str:
-    """The usual cause of such norms."""
+    """The usual cause of the wrong norms in ``outcomes``."""
     norms, expected, local = ([getattr(o, of) for o in outcomes] for of in ("norm", "expected", "local"))
     root = WORLD ** (1 / case.order)
     together = torch.linalg.vector_norm(torch.tensor(local, dtype=torch.float64), case.order).item()

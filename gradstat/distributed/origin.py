@@ -65,15 +65,15 @@ def track_origin(
         state: The state that ``hook`` is called with.
         per_micro_batch: With gradient accumulation under ``no_sync()`` a bucket holds the sum of all micro-batches,
             which does not show which of them was not finite. If true, gradients are also measured after each
-            ``backward()`` without a reduction, when the next ``forward`` begins or `OriginTracker.result` is called:
-            another read and launch per such micro-batch, and a Python call per parameter in every ``backward()``.
+            ``backward()`` without a reduction, when the next ``forward`` begins or `OriginTracker.result` is called.
+            This costs a pass and a launch per such micro-batch, and a Python call per parameter in each ``backward()``.
         backend: As for `gradstat.check`.
 
     Returns:
-        A handle with ``result()`` and ``remove()``; after that the model may be tracked again, with the same hook.
+        A handle with ``result()`` and ``remove()``. A model may be tracked again after that, with the same hook.
 
     Raises:
-        TypeError: ``ddp_model`` is neither of these.
+        TypeError: ``ddp_model`` is no such model.
         ValueError: ``backend`` is unknown.
         RuntimeError: The model is already tracked, or has a communication hook.
     """
@@ -327,7 +327,7 @@ class OriginReport(Attribution):
         return None if bad is None else next(iter(bad.counts))
 
     def ranks_bad(self, name: str) -> int:
-        """Number of ranks on which ``name``'s gradient was not finite when it first was so. Errors as in `rank_of`."""
+        """Number of ranks where ``name``'s gradient was not finite in its first such micro-batch. Errors: `rank_of`."""
         bad = self._find(name)
         return 0 if bad is None else len(bad.counts)
 

@@ -37,7 +37,7 @@ _OWN = "_ddp_params_and_buffers_to_ignore"
 
 
 class RankReductions:
-    """Small collectives in each step, without a host sync on a GPU; every rank has to call them in the same order."""
+    """Small collectives in each step, without a host sync on a GPU. All ranks have to call them in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,11 +71,11 @@ class RankReductions:
 class Attachment(AutoHandle):
     """A monitor on a model and its optimizer, which takes the steps that are announced, as `gradstat.auto` does.
 
-    The adapter adds the losses (`saw_backward`), what makes gradients complete, and policies that ranks carry out
-    together. ``limit`` is what the framework clips to by itself, if it does: then ``max_norm`` does not. ``device`` is
-    the device of this rank, or None if it trains alone; ``is_replicated``: DDP keeps the same parameters on all ranks,
-    which are then compared now and then, as all ranks take steps together; ``step_fn`` runs a step again if the user
-    gave no function for that; ``should_stop`` is the same on all ranks.
+    The adapter adds the losses (`saw_backward`), says when gradients are complete, and has policies that ranks carry
+    out together. ``limit`` is the framework's own clip, if it has one: ``max_norm`` then clips nothing. ``device`` is
+    the device of this rank, or None if it trains alone. ``is_replicated``: DDP keeps the same parameters on all ranks,
+    and they are compared from time to time. ``step_fn`` runs a step again if the user gave no function for that.
+    ``should_stop`` is the same on all ranks.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Attachment(AutoHandle):
             base = Path(arguments["save_to"])
             arguments["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         watched = model if options.tracks_origin else without_ddp(model)
-        self.engine = engine_of(watched)  # it brings its own optimizer, and announces nothing
+        self.engine = engine_of(watched)  # an engine has its own optimizer, which announces nothing
         monitor = Monitor(watched, None if self.engine else optimizer, scaler=scaler, **arguments)
         super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
-        if "replay" in options.policies:  # the monitor only asks for it
+        if "replay" in options.policies:  # the monitor only requests a replay
             self.monitor._in_use.add("replay")
         if options.runs_steps and self.monitor._replay_argument is not None:
             self.monitor._replay_argument = ""
@@ -143,7 +143,7 @@ class Attachment(AutoHandle):
 
     @property
     def _ranks(self) -> RankReductions | None:
-        """What asks the other ranks; None if this one trains alone, or they may have come to the end of their data."""
+        """Collectives with the other ranks. None if this rank trains alone or others may have no data left."""
         return None if self.monitor._collector.is_joining() else self._reductions
 
     def _why_nothing(self) -> str:
@@ -153,7 +153,7 @@ class Attachment(AutoHandle):
         return self._measured is not None  # a backward pass sets it to None: `saw_backward`
 
     def measure(self) -> None:
-        """Measures the complete gradients, as before a change that is announced, where there is no announcement."""
+        """Measures the complete gradients before a change that nothing announces."""
         if self.engine is None:
             self._measure()
         else:
@@ -189,7 +189,7 @@ class Attachment(AutoHandle):
             return
         self.turns[0] += 1
         losses, self._losses = self._losses, []
-        loss = None  # what is announced knows less
+        loss = None  # announcements know less about the loss than the adapter
         with self.contained("the losses of a step could not be added"):
             if losses:
                 loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
@@ -257,7 +257,7 @@ class Attachment(AutoHandle):
     def _micro_batch_of(self, finding: Finding) -> str:
         """Which micro-batch caused a finding, as text; empty if unknown, or already reported for its step."""
         text = ""
-        with self.contained("the bad micro-batch could not be determined"):
+        with self.contained("the micro-batch with NaN or Inf could not be determined"):
             entry = next((step for step in self._history if step[0] == finding.step), None)
             if entry is not None:
                 self._history.remove(entry)
@@ -268,7 +268,7 @@ class Attachment(AutoHandle):
         return text
 
     def _carry_out(self, in_step: bool = False, wait: bool = False) -> None:
-        """Carries out what any rank asks for; raises last."""
+        """Carries out the policies that any rank requests; raises last."""
         requests = [name in self._requested for name in (*COLLECTIVE_POLICIES, "raise")]
         requests.append(self.monitor.should_stop)
         self._requested.clear()

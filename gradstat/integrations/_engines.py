@@ -1,4 +1,4 @@
-"""Engines that clip and step by themselves: which options each one rules out, and what cannot be measured under it."""
+"""Engines that clip and step by themselves: the options that each one rules out, and what cannot be measured there."""
 
 from __future__ import annotations
 

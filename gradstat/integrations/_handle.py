@@ -25,7 +25,7 @@ from gradstat.monitor.unwatched import Unwatched
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MARK = "_gradstat_handle"  # set on the watched object, to the handle that watches it
+_MARK = "_gradstat_handle"  # the attribute of a watched object that holds its handle
 
 
 class Handle:
@@ -86,7 +86,7 @@ class Handle:
         limit: Limit | None = None,
         step_fn: Callable[..., Any] | None = None,
     ) -> Attachment:
-        """Adds an attachment; the arguments are as for it."""
+        """Adds an attachment; the arguments are those of `Attachment`."""
         place = self._device, len(self.attachments), self._is_replicated
         made = Attachment(model, optimizer, scaler, self._options, limit, step_fn, *place)
         made.turns = self._turns
@@ -174,13 +174,13 @@ class Handle:
             self._options.max_norm.load_state_dict(state["clip"])
 
     def _end_origin_tracking(self, owner: Any) -> None:
-        """Before attachments are made: removes a handle of ``owner`` that watches the origin, as a model has one."""
+        """Removes an earlier handle of ``owner`` that tracks origins, since a model has only one tracker."""
         earlier = getattr(owner, _MARK, None)
         if earlier is not None and self._options.tracks_origin and earlier._options.tracks_origin:
             earlier.remove()
 
     def _mark_watched(self, owner: Any) -> None:
-        """Marks ``owner`` as watched. A handle it already has, as when a notebook cell runs again, is removed."""
+        """Marks ``owner`` as watched. An earlier handle is removed, as of a notebook cell that runs again."""
         earlier = getattr(owner, _MARK, None)
         if earlier is not None:
             earlier.remove()

@@ -23,9 +23,9 @@ COLLECTIVE_POLICIES = ("replay", "checkpoint")
 class Options:
     """Arguments of `gradstat.Monitor`, except for model, optimizer and scaler, which come from ``source``.
 
-    ``runs_steps``: the framework's own step can be run again, so a replay needs no function; ``saves``: the policy
-    ``"checkpoint"`` exists; ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy; ``caller``:
-    whose arguments they are, for errors. Raises TypeError or ValueError as `gradstat.Monitor` does.
+    ``runs_steps``: the framework's own step can be run again, so a replay needs no function. ``saves``: the policy
+    ``"checkpoint"`` exists. ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy. ``caller``
+    is named in errors. Raises TypeError or ValueError as `gradstat.Monitor` does.
     """
 
     def __init__(

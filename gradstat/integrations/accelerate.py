@@ -43,12 +43,12 @@ def install(
     Args:
         accelerator: An ``accelerate.Accelerator``, after ``prepare``.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
-        max_norm: What to clip to, a number or an adaptive clip, before each step of the optimizer. For loops that do
-            not clip, or to infinity: another limit is refused.
+        max_norm: A number or an adaptive clip, applied before each step of the optimizer. For loops that do not clip
+            themselves or clip to infinity: another limit is refused.
         micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
             the one that brought NaN or Inf. This costs one more pass over the gradients for each.
         healthy_checkpoints: Whether ``accelerator.save_state`` saves nothing and returns None while
-            `gradstat.Monitor.is_healthy` is False, so that a bad state neither replaces nor rotates out a good one.
+            `gradstat.Monitor.is_healthy` is False, so that no such state replaces a healthy one.
 
     Returns:
         A handle with the monitors. A second call removes the handle of the first.

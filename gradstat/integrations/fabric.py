@@ -51,10 +51,10 @@ def install(
         model, optimizer: As ``fabric.setup`` returned them. For several models call `install` for each, and
             pass ``model=`` to ``fabric.backward`` unless each model steps right after its own loss.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`.
-        max_norm: What to clip to, a number or an adaptive clip, before each step of the optimizer, if the loop does not
-            clip by norm. Also for fused optimizers under a loss scaler, for which Fabric refuses to clip.
+        max_norm: A number or an adaptive clip, applied before each step of the optimizer, if the loop does not clip by
+            norm. Works for fused optimizers under a loss scaler, too, for which Fabric refuses to clip.
         micro_batches: How many times ``fabric.backward`` is called per step. If more than once, the micro-batch that
-            brought NaN or Inf is named, for one more pass over the gradients for each.
+            brought NaN or Inf is named. This costs one more pass over the gradients for each micro-batch.
 
     Returns:
         A handle with the monitor; a second call removes the first handle. ``fabric.save(path, {"gradstat": handle})``
@@ -106,6 +106,6 @@ class FabricHandle(Handle):
             self._refuse_another_limit(args[1] if len(args) > 1 else kwargs.get("max_norm"), "clip_gradients")
             if self._engine_clips and self._single.engine is None:  # FSDP 1 announces nothing
                 self._single.measure()
-            if "skip" in self._options.policies and len(args) < 4:  # else a bad norm is an error by default
+            if "skip" in self._options.policies and len(args) < 4:  # else NaN and Inf raise by default
                 kwargs.setdefault("error_if_nonfinite", False)
         return original(module, optimizer, *args, **kwargs)

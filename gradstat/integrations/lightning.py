@@ -57,18 +57,18 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     If both ``lightning`` and ``pytorch_lightning`` are installed, import the one you use before this module.
 
     Args:
-        max_norm: What to clip to before each step, in place of ``Trainer(gradient_clip_val=...)``: a number, or an
-            adaptive clip. None leaves clipping to Lightning, and the weights keep their bits.
+        max_norm: A number or an adaptive clip, applied before each step in place of ``Trainer(gradient_clip_val=...)``.
+            None leaves clipping to Lightning, and the weights keep their bits.
         on_anomaly: As for `gradstat.Monitor`. In addition, ``"checkpoint"`` saves a checkpoint of the trainer.
             ``"stop"`` sets ``trainer.should_stop``; ``"replay"`` runs the training step again. If a policy applies on
             one rank, all ranks carry it out.
         log_every: Interval of logging in steps; None for the trainer's ``log_every_n_steps``, 0 for never.
         aggregates, per_tensor, top, prefix: What to log, as for `gradstat.integrations.loggers.log_report`.
         micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
-            Inf. This costs one more pass over the gradients for each.
+            Inf. This costs one more pass over the gradients for each micro-batch.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
         healthy_checkpoints: Whether ``ModelCheckpoint`` saves nothing while `gradstat.Monitor.is_healthy` is False, so
-            that a poisoned checkpoint neither replaces nor rotates out the last good one.
+            that no checkpoint with NaN or Inf replaces the last healthy one.
         options: Further arguments of the monitor: ``rules``, ``watch``, ``save_to``, ``options`` and so on.
 
     Attributes:
@@ -125,13 +125,13 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
         self._prepare(engine_name_of(trainer.strategy), trainer.world_size, trainer.strategy.root_device, remedy)
         for callback in trainer.checkpoint_callbacks:
-            for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also rotate old files out
+            for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also delete old files
                 if hasattr(callback, name):
                     self._patch(callback, name, self._in_save)
         self._step_replay = StepReplay(trainer, pl_module) if self._runs_steps else None
 
     def _in_save(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Replaces the saving methods of ``ModelCheckpoint``: saves nothing that is poisoned."""
+        """Replaces the saving methods of ``ModelCheckpoint``: saves nothing while a checkpoint is withheld."""
         if not any(attachment.withholds_checkpoint() for attachment in self.attachments):
             original(*args, **kwargs)
 
@@ -233,7 +233,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         """Measures the complete gradients, carries out policies in the same way on every rank, and logs."""
         attachment = next((one for one in self.attachments if one.optimizer is optimizer), None)
         attachment = attachment or self._watch(trainer, pl_module, optimizer)
-        attachment.measure()  # a scaler that unscales has announced it already
+        attachment.measure()  # does nothing if a scaler has announced that it unscales
         self._logged_at[id(attachment), attachment.monitor.steps - 1] = _logging_step(trainer)
         while len(self._logged_at) > 8 * len(self.attachments):  # older steps have been read
             self._logged_at.pop(next(iter(self._logged_at)))
@@ -270,7 +270,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
 
 
 def _clips(trainer: Any) -> bool:
-    """Whether the trainer's own settings clip: numbers that are not positive mean that it does not."""
+    """Whether the trainer's own settings clip. Lightning does not clip to numbers that are not positive."""
     return (trainer.gradient_clip_val or 0.0) > 0
 
 

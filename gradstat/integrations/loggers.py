@@ -66,22 +66,23 @@ def scalars_of(
     """Flat floats for any logger. No host sync.
 
     Args:
-        source: A report, or a monitor. Of a monitor the newest step that has arrived is taken, with these additions:
-            its ``loss``, ``lr`` and ``loss_scale``; ``refused``, why a `gradstat.SpikeGuard` refused the last guarded
+        source: A report, or a monitor. A monitor gives its newest step that has arrived, and in addition ``loss``,
+            ``lr`` and ``loss_scale`` of this step; ``refused``, why a `gradstat.SpikeGuard` refused the last guarded
             step (the sum of 2, 4 and 8 for loss, norm and update); ``missing``, the number of missing gradients; and
-            for the whole run ``findings``, their number, and ``nonfinite_steps``, the number of steps with a gradient
-            that was not finite.
+            for the whole run ``findings``, the number of findings, and ``nonfinite_steps``, the number of steps with a
+            gradient that was not finite.
         aggregates: Totals to log, from `AGGREGATES`.
         per_tensor: Columns to log for each tensor: ``"l2_norm"``, ``"max_abs"``, ``"mean"``, ``"std"``, ``"min"``,
             ``"max"``, ``"nan_count"``, ``"inf_count"``, ``"zero_count"``.
-        top: For how many tensors: first those with most NaN and Inf, then those with the largest norm. None for all.
+        top: The number of tensors to log: first those with most NaN and Inf, then those with the largest norm. None
+            logs all.
         prefix: Put before every name.
 
     Returns:
         Floats by name; empty if the monitor has read no step yet.
 
     Raises:
-        TypeError: ``source`` is neither. ValueError: A name is not known. The message lists them.
+        TypeError: ``source`` is neither. ValueError: A name is not known. The message lists the known names.
     """
     choice = Choice(aggregates, per_tensor, top, prefix).check()
     newest = _newest_values(source, choice)
@@ -98,7 +99,7 @@ def log_report(
             run), a Lightning logger, a `JsonlWriter` or `CsvWriter`, a function ``(values, step)``, or a list of
             several.
         source: As for `scalars_of`.
-        step: The step to log at; None for the monitor's own count. A report needs it.
+        step: The step to log at; None for the monitor's own count. It is required for a report.
         histogram: For TensorBoard, whether to add a histogram of the tensors' log10 norms.
         choice: ``aggregates``, ``per_tensor``, ``top`` and ``prefix``, as for `scalars_of`.
 
@@ -207,8 +208,8 @@ def _newest_values(source: object, choice: Choice) -> tuple[int | None, Report, 
 
 def _worst(table: Any, top: int) -> Any:
     """The rows that stand out most: NaN and Inf first, then by norm."""
-    bad = table["nan_count"] + table["inf_count"]
-    return np.lexsort((-table["l2_norm"], -bad))[:top]
+    nonfinite = table["nan_count"] + table["inf_count"]
+    return np.lexsort((-table["l2_norm"], -nonfinite))[:top]
 
 
 def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:
@@ -246,7 +247,7 @@ def _put_summary(writer: Any, values: Mapping[str, float], step: int) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
     else:
         from tensorboard.compat.proto.summary_pb2 import Summary
-    # As float32, in which finite numbers that are out of its range become infinite.
+    # Values are written as float32, so finite numbers beyond its range become infinite.
     entries = [Summary.Value(tag=name, simple_value=ctypes.c_float(value).value) for name, value in values.items()]
     file.add_summary(Summary(value=entries), step)
 

@@ -56,14 +56,13 @@ def install(
         trainer: A ``transformers.Trainer``, or an instance of a subclass, before ``train()``.
         on_anomaly, watch, monitor_options: As for `gradstat.Monitor`. ``"replay"`` needs no function here: the
             Trainer's ``training_step`` is called again, on the inputs of the step.
-        max_norm: What to clip to if ``max_grad_norm`` is 0: a number, or an adaptive clip. None leaves clipping to the
-            Trainer.
+        max_norm: A number or an adaptive clip, applied if ``max_grad_norm`` is 0. None leaves clipping to the Trainer.
         log: Whether to add numbers (``grad/...``) to the Trainer's logs; ``"parameters"`` also adds the norm of each
             parameter's gradient.
         micro_batches: Under gradient accumulation, whether to check gradients after each micro-batch as well, to name
             the one that brought NaN or Inf. This costs one more pass over the gradients for each.
         healthy_checkpoints: Whether the Trainer saves nothing while `gradstat.Monitor.is_healthy` is False, so that a
-            poisoned checkpoint does not rotate out the last good one.
+            checkpoint with NaN or Inf does not replace the last healthy one.
 
     Returns:
         A handle with the monitor. A second call removes the handle of the first.
@@ -142,7 +141,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         made.on_findings = self._on_findings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Makes sure that the model to be trained is the one watched, and loads the state of a checkpoint."""
+        """Makes sure that the watched model is the one to be trained, and loads the state of a checkpoint."""
         trainer = self.trainer
         if self._accelerator is not trainer.accelerator:  # a hyperparameter search has made another
             self._check(trainer.accelerator)
@@ -175,7 +174,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self._inputs = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warns if the Trainer has clipped in a way that nobody could see."""
+        """Warns if the Trainer has clipped without an announcement."""
         if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single._is_measured():
             self._warn_once(
                 "bypass",
@@ -184,7 +183,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stops if the policy ``"stop"`` applies, with a checkpoint if the Trainer saves any and it is not poisoned."""
+        """Stops if the policy ``"stop"`` applies, after a checkpoint if the Trainer saves any and none is withheld."""
         is_withheld = self._withholds(args, control)
         if not self.should_stop:
             return
@@ -199,11 +198,11 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         )
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Withholds a poisoned checkpoint; an epoch that was broken off may also end with one."""
+        """Withholds a checkpoint with NaN or Inf: an epoch that was stopped early may end with one, too."""
         self._withholds(args, control)
 
     def _withholds(self, args: Any, control: Any) -> bool:
-        """Cancels a checkpoint that is due but must not be saved; whether there was one."""
+        """Cancels a checkpoint that is due but must not be saved. Returns whether it canceled one."""
         saves_best = args.save_strategy == "best" and control.should_evaluate  # saves after the evaluation
         if not (self.should_stop or control.should_save or saves_best) or not self._single.withholds_checkpoint():
             return False

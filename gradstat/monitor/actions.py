@@ -14,7 +14,7 @@ from gradstat._core.parameters import Trained
 
 
 class Snapshots:
-    """The state of what is trained, optimizer and scaler at the last step known to be healthy, in host memory."""
+    """State of the trained modules, optimizer and scaler at the last step known to be healthy, in host memory."""
 
     def __init__(self, trained: Trained, optimizer: Optimizer | None, scaler: Any) -> None:
         self._modules = {"model": trained.model, "besides": trained.besides}

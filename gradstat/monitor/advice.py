@@ -1,4 +1,4 @@
-"""Fits findings to a run: drops advice that is followed already or cannot be, and adds shapes to ``group0.1``."""
+"""Fits findings to a run: drops advice that it follows already or cannot follow, and adds shapes to ``group0.1``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOLLOWED = {
     "activations": re.compile(r": gradstat\.Monitor\(model, watch=\{'activations': 10\}\)"),
     "clip": re.compile(r"clip: gradstat\.clip_grad_norm_.*|clip gradients(; |, or )"),
 }
-"""By what a run does already, the part of an advice that asks for it; an advice of nothing else is dropped."""
+"""For each thing that a run may do already, the part of an advice that asks for it. Advice left empty is dropped."""
 
 
 def fitted(
@@ -69,7 +69,7 @@ def _feasible(advice: Iterable[str], replays: bool) -> Iterator[str]:
 
 
 def causes_and_advice(finding: Finding) -> str:
-    """Both as lists, for an error's message."""
+    """Causes and advice of ``finding`` as lists, for an error's message."""
     causes = "".join(f"\n  - {printable(cause)}" for cause in finding.causes)
     advice = "".join(f"\n  - {printable(advice)}" for advice in finding.advice)
     return f"likely causes:{causes}\nwhat to try:{advice}"

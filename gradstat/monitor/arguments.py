@@ -79,7 +79,7 @@ def check_engine_options(
     replay: object,
     watch: Mapping[str, int],
 ) -> None:
-    """Raises NotImplementedError, or TypeError for an optimizer, for what an engine does by itself."""
+    """Refuses what an engine does by itself: TypeError for an optimizer, NotImplementedError for other options."""
     chosen = [policy for policy in ("skip", "rollback", "replay") if policies.uses(policy)]
     chosen += ["replay"] * bool(replay) + ["guard"] * (guard is not None)
     if chosen:
@@ -96,7 +96,7 @@ def check_engine_options(
 
 
 def check_stepping_in_backward(guard: object, policies: PolicyTable, replay: object) -> None:
-    """Raises ValueError for what is too late if the optimizer steps during backward."""
+    """Raises ValueError for options that come too late if the optimizer steps during backward."""
     chosen = [f"on_anomaly={policy!r}" for policy in ("skip", "replay") if policies.uses(policy)]
     chosen += ["guard"] * (guard is not None) + ["replay"] * bool(replay)
     if chosen:

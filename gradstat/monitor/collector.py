@@ -52,7 +52,7 @@ class Pending(NamedTuple):
 
 
 class Collector:
-    """Measures what is due in each step; ``reduce_to`` is for `PendingRows`, the rest is as for a monitor."""
+    """Measures what is due in each step. ``reduce_to`` is for `PendingRows`, other arguments are a monitor's."""
 
     def __init__(
         self,
@@ -387,7 +387,7 @@ class Collector:
             old, self._old_parameters = self._old_parameters, None
             now = [p.detach() for name, p in zip(names, parameters, strict=True) if name in old]
             copies = list(old.values())
-            # Otherwise the parameters were moved, or given other data.
+            # If not, the parameters were moved, or their data was replaced.
             if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
                 updates = self._make_or_meta(step, now, lambda: list(torch._foreach_sub(now, copies)))
                 yield Segment("update", tuple(old)), updates
@@ -439,7 +439,7 @@ class Collector:
     def states(
         self, parameters: list[Tensor], names: tuple[str, ...], includes: Callable[[str], bool]
     ) -> Iterator[tuple[Segment, list[Tensor]]]:
-        """Those of parameters, buffers and optimizer states that the function ``includes`` wants."""
+        """The parameters, buffers and optimizer states whose kind ``includes`` accepts."""
         if includes("parameters") and parameters:
             yield Segment("parameter", names), parameters
         if includes("buffers"):

@@ -1,4 +1,4 @@
-"""``python -m gradstat view``, ``diff`` and ``golden``: shows a recording, compares two, or one with golden runs."""
+"""``python -m gradstat view``, ``diff`` and ``golden``: show a recording, compare two, compare one with golden runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _page_of(options: argparse.Namespace) -> Path:
-    """Where the page is written: not over the recording."""
+    """Where the page is written. Refuses to overwrite the recording."""
     page: Path = options.output or options.file.with_suffix(".html")
     if options.output is None and page == options.file:
         page = options.file.with_name(options.file.name + ".page.html")
@@ -88,7 +88,8 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``diff``; returns 0 for no relevant difference, 1 for some, 2 if the recordings cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="gradstat diff",
-        description="Find the first step in which two runs diverge, bitwise and beyond a tolerance, and what is first.",
+        description="Find the first step in which two runs diverge, bitwise and beyond a tolerance, and what diverges "
+        "first.",
         epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
         "cannot be read or have no step in common.",
         parents=[_with_json()],
@@ -116,8 +117,8 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
 def golden_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``golden``; returns 0 if a run is like the golden ones, 1 if not, 2 if it cannot be compared."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradstat golden",
-        description="Keep what a few healthy runs have in common, and tell where another run is unlike them.",
+        prog="gradstat golden",
+        description="Save what a few healthy runs have in common, and show where another run is unlike them.",
         epilog="Exit status of check: 0 if the run is like the golden ones, 1 if not, 2 if a file cannot be read or "
         "written or the run has none of their steps.",
     )
@@ -165,7 +166,7 @@ def _check_golden(options: argparse.Namespace) -> int:
 
 
 def _with_json() -> argparse.ArgumentParser:
-    """What every command that tells something has."""
+    """The option that all commands with results share."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

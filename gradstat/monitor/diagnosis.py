@@ -22,8 +22,8 @@ class Incident:
     """Findings that began at about the same time, the likeliest cause first.
 
     Attributes:
-        first, last: Steps in which the first and the last of them began.
-        findings: In order.
+        first, last: Steps in which the first and the last of the findings began.
+        findings: The findings, in order.
     """
 
     first: int
@@ -44,7 +44,7 @@ class Diagnosis(Judged):
         steps: How many steps the run had taken.
         model: Class name of the model.
         culprit: What a replay found, in words; empty if there was none.
-        why_nothing: Why no step was seen, if that is so and known.
+        why_nothing: Why no step was seen, if none was and the reason is known.
     """
 
     findings: tuple[Finding, ...]
@@ -61,7 +61,7 @@ class Diagnosis(Judged):
         Args:
             recording: From a monitor or a file.
             culprit: What a replay found, in words.
-            why_nothing: Why no step was seen, if that is so.
+            why_nothing: Why no step was seen, if none was.
         """
         rules = [rule.name for rule in RULES]
         order = {kind: {name: i for i, name in enumerate(table.names)} for kind, table in recording.tables.items()}

@@ -1,4 +1,4 @@
-"""Ends monitors that nobody has detached: at the end of the program; and in a forked process, where nothing ends."""
+"""Ends monitors that nobody has detached at the end of the program. A forked process does not end its parent's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _known: set[weakref.ref[Endable]] = set()
 
 
 def remember(monitor: Endable) -> None:
-    """Ends ``monitor`` with the program, if it is open then. Keeps no monitor alive."""
+    """Ends ``monitor`` at the end of the program if it is still open. Keeps no monitor alive."""
     _known.add(weakref.ref(monitor, _known.discard))
 
 

@@ -20,7 +20,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "evidence": (Mapping, "numbers by name"),
 }
 
-# What evidence is called where it is shown, if its key says it only to a program.
+# Words shown in place of evidence keys that are meant for programs.
 _WORDS = {
     "all": "not finite",
     "all_bad": "how many are not finite",

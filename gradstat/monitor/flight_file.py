@@ -1,4 +1,4 @@
-"""`FlightFile`: where a monitor's recordings are written. Once it is made, no place can end a training."""
+"""`FlightFile`: where a monitor's recordings are written. Once it is made, a failing write cannot end a training."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class FlightFile:
             warn(f"{text}. If it still is so later, recordings are written to another folder", RuntimeWarning)
 
     def write(self, make: Callable[[], Recording], path: Path) -> None:
-        """Writes the recording that ``make`` makes. If it cannot be written, to another folder; never raises.
+        """Writes the recording that ``make`` makes, to another folder if ``path`` fails. Never raises.
 
-        A warning says where it is, or that it is nowhere.
+        A warning names the other folder, or says that the recording could not be saved.
         """
         failed = f"the recording {printable(str(path))} could not be saved"
         try:
@@ -70,7 +70,7 @@ class FlightFile:
         warn(f"{failed}, nor in the current or the temporary folder", RuntimeWarning)
 
     def _spares(self, path: Path) -> Iterator[Path]:
-        """Where else to write it: in the current folder, or in the temporary one; never over another file."""
+        """Other places for a recording: the current and the temporary folder. Never overwrites another file."""
         if path == self.path and self._spare is not None:
             yield self._spare
         name = f"{path.stem[:80]}-{secrets.token_hex(4)}{path.suffix or SUFFIX}"

@@ -57,7 +57,7 @@ def place_of(name: str) -> int:
 
 
 def place_of_series(name: str) -> float:
-    """As `place_of`, of a scalar: rates are before all, the loss is before the gradients, others are after them."""
+    """As `place_of`, for a scalar: learning rates come first, the loss before the gradients, others after them."""
     if name.startswith("lr") or name == "loss_scale":
         return -1.0
     return place_of(GRADIENT.name) + (-0.5 if name == "loss" else 0.5)
@@ -84,7 +84,7 @@ def name_of_state(key: str) -> str:
 
 
 def asked_for(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
-    """``watch`` as a dictionary of periods: what is given by name only, one or several, is for every step."""
+    """``watch`` as a dictionary of periods. Kinds given only by name are watched in every step."""
     if isinstance(watch, Mapping):
         return dict(watch)
     return dict.fromkeys([watch] if isinstance(watch, str) else watch or (), 1)

@@ -27,11 +27,11 @@ from gradstat.tensor_stats import l2_norm_of
 _NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]
 _SUM, _SQ = _fields.INDEX["sum"], _fields.INDEX["sq_sum"]
 _LARGE, _SMALL = _fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"]
-# Fields that are not 0, or infinite, in all plain rows.
+# Fields that are neither 0 nor infinite in plain rows.
 _VARIED = [_fields.INDEX[name] for name in ("zero_count", "sum", "sq_sum", "min", "max")]
 _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 
-# Scalars that are 0 in steps that do not have them: counts, in every series, and what is noted in bad steps only.
+# Scalars that are 0 in steps without them: counts, and scalars that only steps with NaN or Inf have.
 _COUNTS = {"nonfinite": 0.0, "missing": 0.0}
 _ABSENT = {**_COUNTS, "loss_nonfinite": 0.0}
 
@@ -105,7 +105,7 @@ class StepLog:
     """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``.
 
     Attributes:
-        observations: Those that the rules have not seen.
+        observations: The observations that the rules have not seen.
         newest: The newest step that was read.
         latest: By kind, the newest rows, of one step.
     """

@@ -209,7 +209,7 @@ class Monitor:
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
-        # What advice need not tell; skips are known later.
+        # Remedies that the run uses already, so that advice leaves them out; skips are known later.
         self._in_use = {policy for policy in ("replay", "rollback") if self._policies.uses(policy)}
         self._in_use |= {"activations"} if self._periods["activations"] else set()
         self._in_use |= {"clip"} if limit is not None else set()
@@ -401,7 +401,7 @@ class Monitor:
             within: How many of the last steps count.
 
         Returns:
-            Whether it may; for sharded tensors it is about this rank's shards.
+            Whether it may. Of sharded tensors, only this rank's shards are looked at.
 
         Raises:
             AnomalyError: As `flush`.
@@ -582,7 +582,7 @@ class Monitor:
             self._file.write(lambda: self._recording(why), self._file.path)
 
     def _replay_once(self, finding: Finding) -> None:
-        """Replays the bad step, once per incident, and warns with the result."""
+        """Replays the step of ``finding``, once per incident, and warns with the result."""
         if finding.step + 1 != self.steps or finding.step - self._last_replay < _QUIET:
             return
         self._last_replay = finding.step
@@ -652,7 +652,7 @@ class Monitor:
         """Writes the `recording` to one file, for ``python -m gradstat view``; replaces an existing file atomically.
 
         Args:
-            path: Where, by convention ``*.gradstat``; missing folders are made.
+            path: The file, by convention ``*.gradstat``; missing folders are made.
             why: Why it is saved, for the recording's ``meta``.
 
         Returns:

@@ -118,9 +118,9 @@ optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 class Coverage(NamedTuple):
     """Names of parameters for which model and optimizer do not agree."""
 
-    left_out: list[str]  # they have a gradient, and no optimizer has them
-    unused: list[str]  # nor have they a gradient, such as a target network's
-    frozen: list[str]  # and in the optimizer
+    left_out: list[str]  # with a gradient, but in no optimizer
+    unused: list[str]  # without a gradient and in no optimizer, such as a target network's
+    frozen: list[str]  # frozen, but in the optimizer
     unknown: list[str]  # in the optimizer, not watched, and without a gradient
     besides: list[str]  # in the optimizer and watched, but not the model's
 
@@ -245,7 +245,7 @@ class KeptGradients:
         self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def take(self) -> bool:
-        """Whether the last step was such a step; False if it was asked for already."""
+        """Whether the last step used gradients that contain those of an earlier one. False on a second call."""
         was_kept, self._was_kept = self._was_kept, False
         return was_kept
 
@@ -358,7 +358,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _FIRST = "input[0]"
-# More forward passes than this in one step are not measured: whatever they are, they are no micro-batches.
+# More forward passes than this in one step are not measured, because so many cannot be micro-batches.
 _MOST_PASSES = 64
 
 
@@ -463,7 +463,7 @@ class Outputs(_Switched):
                 self._seen[name] = (cancels * value).float().reshape(1)
 
     def take(self) -> dict[str, Tensor]:
-        """What was seen since the last call, of the last forward pass, each ``[1]``.
+        """The numbers of the last forward pass since the last call, each ``[1]``.
 
         ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
         of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0; and

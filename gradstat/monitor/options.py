@@ -20,12 +20,12 @@ class MonitorOptions:
             at once, with a host sync in every step. On the CPU nothing is copied and they are always read at once.
         review_every: Maximum number of healthy steps between two reviews. Before step 4,096 they are more frequent: at
             least every sixteenth of the run or every 64 steps.
-        rollback_every: For ``"rollback"``: every how many steps the state is copied to host memory; less often if the
-            numbers of a step are read later than that.
+        rollback_every: For ``"rollback"``, the number of steps between two copies of the state to host memory. It is
+            larger if the numbers of a step are read later than that.
         ignore_index: A label value that marks positions without a label.
         backend: As in `gradstat.check`.
-        extra_groups: As in `gradstat.check`, in lists, not iterators, since they are read in every step: norms and
-            counts are then those of all ranks, while findings about single tensors stay on their ranks.
+        extra_groups: As in `gradstat.check`, but in lists, not iterators, since every step reads them. Norms and counts
+            are then those of all ranks, while findings about single tensors stay on their ranks.
 
     Raises:
         ValueError: A number is not an integer, or too small.
@@ -48,7 +48,7 @@ class MonitorOptions:
 
     @classmethod
     def of(cls, options: MonitorOptions | Mapping[str, Any] | None) -> MonitorOptions:
-        """The options that were given, with defaults for the rest.
+        """The given options, with defaults for all others.
 
         Raises:
             TypeError: ``options`` is neither options nor a mapping.

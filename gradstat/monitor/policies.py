@@ -32,7 +32,7 @@ class AnomalyError(RuntimeError):
 
 
 class PolicyTable:
-    """By severity and rule, the policies of ``on_anomaly``, each in ``names`` or a callable, or the default ones."""
+    """The policies of ``on_anomaly`` by severity and rule, or the default ones. Each is a callable or in ``names``."""
 
     def __init__(self, on_anomaly: Policies, rules: Sequence[str], names: Sequence[str] = POLICIES) -> None:
         self._by: dict[str, tuple[Policy, ...]] = {"error": ("warn",), "warning": ("warn",), "info": ("record",)}

@@ -19,7 +19,7 @@ class AnomalyWarning(UserWarning):
 
 
 def warn(text: str, category: type[Warning] = AnomalyWarning, *, log_if_ignored: bool = False) -> None:
-    """Warns at the user's line; ``log_if_ignored`` logs what is hidden by a filter not made for `AnomalyWarning`."""
+    """Warns at the user's line. ``log_if_ignored`` logs the text if a filter for other warnings hides it."""
     text = f"gradstat: {text}"
     if log_if_ignored:
         filters: list[Any] = list(warnings.filters)

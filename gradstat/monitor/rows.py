@@ -68,7 +68,7 @@ class Rows(RowValues):
         by_row: Sequence[TensorSet] | None = None,
         is_plain: bool | None = None,
     ) -> None:
-        """`is_plain` is looked for if it is not given."""
+        """`is_plain` is computed if it is not given."""
         numel, values = tensors.numel, tensors.values
         if by_row is not None:
             numel, values = np.stack([row.numel for row in by_row]), np.stack([row.values for row in by_row])
@@ -113,7 +113,7 @@ class Rows(RowValues):
 
     @functools.cached_property
     def newest(self) -> Rows:
-        """The rows of the newest step, which hold no memory of the others."""
+        """A copy of the rows of the newest step, which keeps no other rows alive."""
         if len(self) == 1 and self.raw.base is None:
             return self
         return Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
@@ -121,7 +121,7 @@ class Rows(RowValues):
     def most(self, name: str) -> Floats:
         """``[n]``: the largest of a value over the steps, NaN where there is none; ``name`` is a field or a property.
 
-        Kept for all rules: with `least`, the cheap way to know that a condition holds nowhere.
+        The result is kept for all rules. With `least` it is a cheap test that a condition holds nowhere.
         """
         return self._extreme(np.fmax, name)
 
@@ -164,9 +164,9 @@ class Rows(RowValues):
 
 
 def rate_name(group: int) -> str:
-    """The name of the scalar with a group's learning rate; only the first group's is always there.
+    """The name of the scalar with a group's learning rate.
 
-    That of another is there in steps in which it differs from the first group's.
+    Other groups than the first have this scalar only in steps in which their rate differs from the first group's.
     """
     return f"lr[{group}]" if group else "lr"
 

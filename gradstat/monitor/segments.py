@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 
 
 class PendingRows(HostRows):
-    """Rows of some segments, while they are copied to the host."""
+    """Rows of some segments that are being copied to the host."""
 
     __slots__ = ("_table", "flag", "norm", "segments")
 

@@ -26,7 +26,7 @@ _MOST_STEPS = 1 << 53
 
 
 class State(NamedTuple):
-    """What a state says, apart from the parts that check their own: rules and the guard."""
+    """The contents of a state, except for rules and the guard, which check their own parts."""
 
     steps: int
     nonfinite_steps: int
@@ -80,7 +80,7 @@ def checked(state: Any) -> State:
 
 
 def load_rules(rules: Iterable[Rule], saved: list[tuple[str, Mapping[str, Any]]]) -> None:
-    """Loads the saved states of rules: of all, or of none, if one of them refuses its own, which raises ValueError.
+    """Loads the saved states of all rules. If one refuses its state, none is loaded and ValueError is raised.
 
     Rules that are not in ``saved`` stay as they are.
     """

@@ -73,10 +73,10 @@ def assert_golden(
         runs: Number of golden runs to make.
 
     Returns:
-        The comparison of the run that is like them; a function is called with seed 0.
+        The comparison of the run, which is like them. A function is called with seed 0.
 
     Raises:
-        UnlikeGoldenError: It is unlike; an ``AssertionError`` whose message is the comparison.
+        UnlikeGoldenError: The run is unlike them; an ``AssertionError`` whose message is the comparison.
         TypeError: To rewrite, ``run`` has to be a function and ``golden`` a file.
         ValueError, OSError: As `Golden.of`, `Golden.compare` and `Golden.load`.
     """

@@ -1,4 +1,4 @@
-"""`Unwatched`: reports, once, what is not watched: tensors that cannot be measured, and internal errors of gradstat."""
+"""`Unwatched`: reports once each tensor that cannot be measured, and each internal error of gradstat."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Unwatched:
 
 
 class _Suppressing:
-    """As ``contextlib.contextmanager`` would make one, in 0.3 instead of 0.7 us, since steps have some."""
+    """A context manager by hand: it takes 0.3 us instead of contextlib's 0.7, and steps enter several."""
 
     __slots__ = ("_step", "_unwatched", "_what")
 

@@ -64,9 +64,10 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert cells[2] == ["mistakes, gradstat", "1 of 1", "100%", "100%", "100%", "1.00", "0", "100%"]
     said = detection_tables.in_a_sentence(rows_of([verdict]) + healthy_rows([twin]))
-    assert "tells 0 of 0 harmful faults in the middle of a run within 60 steps; 1 of 1 that are there from" in said
-    assert "and 1 by step 300. Compared with [golden runs](docs/golden.md), 1 of 1 of these are called unlike." in said
-    assert said.endswith("It has 0 findings in 12 healthy steps.\n")
+    assert "finds 0 of 0 harmful faults that begin mid-run within 60 steps. Of 1 faults that exist from" in said
+    assert "it finds 1 within 60 steps and 1 by step 300" in said
+    assert "a comparison with [golden runs](docs/golden.md) calls 1 of 1 unlike." in said
+    assert said.endswith("In 12 healthy steps there are 0 findings.\n")
     assert [line[0] for line in cells[3:]] == [f"mistakes, {name}" for name in NAMES[1:]]
 
 

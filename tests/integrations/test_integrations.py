@@ -418,7 +418,9 @@ def test_a_guard_is_one_argument(under: Any, tmp_path: Path) -> None:
 
 def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
     case = Case(tmp_path, accumulate=3, bad_at=frozenset({4}), watch={"on_anomaly": ["warn", "skip"]})
-    with pytest.warns(AnomalyWarning, match=r"step 1: micro-batch 1 of 3 \(.* 0\) was the first bad one.*loss was nan"):
+    with pytest.warns(
+        AnomalyWarning, match=r"step 1: micro-batch 1 of 3 \(.* 0\) was the first with NaN or Inf.*loss was nan"
+    ):
         run = under(case)
     assert set(run.handle.micro_batch_reports) == {1}
     assert min(run.handle.micro_batch_reports[1].first_bad.values()) == 1
@@ -487,7 +489,10 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
 
 OWN_ERRORS = [
     *((name, "_attachment.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
-    *((name, "_attachment.AccumulationReport._cause", "the bad micro-batch could not be determined") for name in UNDER),
+    *(
+        (name, "_attachment.AccumulationReport._cause", "the micro-batch with NaN or Inf could not be determined")
+        for name in UNDER
+    ),
     *((name, "_attachment.Attachment.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
     ("trainer", "_handle.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),

@@ -176,7 +176,7 @@ def page(opened: Page) -> Iterator[Page]:
 
 
 Z = "$('#heat').data[0].z"
-BAD = "$('#heat').data.find((t) => t.name === 'bad').z"
+NONFINITE = "$('#heat').data.find((t) => t.name === 'nonfinite').z"
 
 
 def test_it_opens_at_the_incident_with_the_headline(page: Page) -> None:
@@ -194,8 +194,8 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page(f"[{Z}.length, {Z}[0].length]") == [24, 40]
     value = recording(names=HOSTILE).tables["gradient"].values
     assert page(f"{Z}[5][7]") == pytest.approx(np.log10(value[7, 5, 0]), abs=1e-4)
-    assert page(f"{BAD}.flatMap((row) => [...row]).filter((x) => x === 1).length") == 1
-    assert page(f"{BAD}[12][30]") == 1
+    assert page(f"{NONFINITE}.flatMap((row) => [...row]).filter((x) => x === 1).length") == 1
+    assert page(f"{NONFINITE}[12][30]") == 1
     absent = "$('#heat').data.find((t) => t.name === 'absent').z"
     assert page(f"[{absent}[1].every((x) => x === 1), {absent}[2].some((x) => x === 1)]") == [True, False]
     page.choose("column", "largest |x|")
@@ -382,8 +382,8 @@ def test_long_runs_are_pooled_and_lose_no_bad_step(browser: Any, tmp_path: Path)
         spoil(made.tables["gradient"], i, 3, inf=1)
     made.tables["gradient"].values[1200, 0, COLUMNS.index("l2_norm")] = 1e12
     page = Page(browser, write_page(made, tmp_path / "page.html"))
-    bad = page(f"[...{BAD}[3]].flatMap((x, i) => (x === 1 ? [i] : []))")
-    assert bad == [7 // 3, 1201 // 3, 2499 // 3]
+    nonfinite = page(f"[...{NONFINITE}[3]].flatMap((x, i) => (x === 1 ? [i] : []))")
+    assert nonfinite == [7 // 3, 1201 // 3, 2499 // 3]
     assert page(f"{Z}[0][400]") == pytest.approx(12, abs=1e-3)
     assert page.step == "step 7 of 2499"
     page.assert_clean()

@@ -1,6 +1,6 @@
 """Runs the tests of kernels on the PTX that nvcc and Triton generate, on the CPU; needs nvcc and Triton, no GPU.
 
-    python tools/ptx/check.py              # part of the tests, for the oldest, the first and the newest with float8
+    python tools/ptx/check.py              # part of the tests, for three architectures
     python tools/ptx/check.py --all 90     # every test that reaches a kernel, for one architecture
 
 Fails if a test fails, which includes all complaints of device.cpp, or if a kernel has not been launched. Each launch is

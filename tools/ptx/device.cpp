@@ -367,7 +367,7 @@ void end_block(u32 number) {
   launch->alive.erase(number);
 }
 
-// What each thread waits for that no other can end.
+// Complains about threads that wait for others forever.
 void complain_of_waiting() {
   std::map<u32, std::vector<u32>> waiting;  // by line
   for (const auto& [number, block] : launch->alive) {
@@ -507,7 +507,7 @@ void run_kernel(void (*kernel)(Thread*), u32 blocks, u32 threads, u32 shared_byt
   run();
 }
 
-// What was wrong since the last call, a line each.
+// The errors since the last call, one on each line.
 const char* take_complaints() {
   static std::string taken;
   taken.swap(complaints);

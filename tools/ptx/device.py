@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 
 class PtxError(AssertionError):
-    """A kernel did something wrong, whatever it computed."""
+    """A kernel broke a rule of the device, even if its results are right."""
 
 
 def cached(suffix: str, make: Callable[[Path], object], *inputs: str | Path) -> Path:

@@ -67,7 +67,7 @@ def _bare_names(recording: Recording) -> Callable[[str], str]:
 
 
 def measured_of(a: Recording, b: Recording) -> tuple[list[Measured], tuple[str, ...]]:
-    """What both have, in the order in which a step computes it, and sentences about what only one of them has."""
+    """The numbers of both recordings, in the order of computation, and sentences about what only one of them has."""
     structure = one_sided("series", a.scalars, b.scalars) + one_sided("tables", a.tables, b.tables)
     series = sorted((name for name in a.scalars if name in b.scalars), key=place_of_series)
     by_place = [(place, _scalars(a, b, list(names))) for place, names in itertools.groupby(series, place_of_series)]

@@ -29,7 +29,7 @@ def encoded(value: Any, tagged: bool = True) -> Any:
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT: json.dumps(value)} if tagged else json.dumps(value)
-    if isinstance(value, Mapping):  # a key that begins with "$" gets another one, so that it is no tag
+    if isinstance(value, Mapping):  # a key that begins with "$" gets a second "$", so that it is no tag
         escape = "$" * tagged
         keys = [escape + str(key) if str(key).startswith("$") else str(key) for key in value]
         return {key: encoded(item, tagged) for key, item in zip(keys, value.values(), strict=True)}

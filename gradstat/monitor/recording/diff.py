@@ -29,7 +29,7 @@ class Divergence:
         step: The first step in which it differs by more than the tolerance; None if it never does.
         column: The most telling column in that step (in ``exact_step`` if ``step`` is None), ``"l2_norm"`` for
             example; empty for a scalar.
-        a, b: The values there.
+        a, b: The values of ``column`` in that step.
     """
 
     kind: str
@@ -54,12 +54,12 @@ class Comparison:
         steps_a, steps_b: First and last step of each recording; None if it is empty.
         common_steps: How many steps both have.
         exact_step: The first common step in which any bit differs; None if none does.
-        step: The first one in which anything differs by more than ``tolerance``; None if none does.
+        step: The first common step in which anything differs by more than ``tolerance``; None if none does.
         divergences: Everything that differs in any bit, by step, with differences beyond the tolerance first; within a
             step in the order of computation (learning rate, then ``gradstat.monitor.kinds.KINDS`` in order, the loss
             before the gradients and norms after them), tensors in the order of the model.
-        structure: Sentences about what cannot be compared: kinds, names or sizes that only one has.
-        findings_a, findings_b: Findings in the common steps that only one has.
+        structure: Sentences about kinds, names or sizes that only one recording has, which cannot be compared.
+        findings_a, findings_b: Findings in the common steps that only this recording has.
         backward_first: Of the gradients that diverge in ``step``, the one that was complete first; None if not known.
     """
 
@@ -219,14 +219,14 @@ def _column_to_report(columns: tuple[str, ...], of: npt.NDArray[np.bool_], exces
 
 
 def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) -> tuple[Finding, ...]:
-    """Findings in the common steps without an equal in the other recording; their evidence is not compared."""
+    """Findings in the common steps that the other recording lacks; evidence is not compared."""
     shared = set(common.tolist())
     others = {(finding.rule, finding.step, finding.name, finding.about) for finding in other.findings}
     return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in others)
 
 
 def _backward_first(divergences: list[Divergence], step: int | None, order: tuple[str, ...]) -> str | None:
-    """If gradients are what diverges first, the one of them that was complete first; None if not known."""
+    """If gradients diverge first, the gradient that was complete first among them; None if not known."""
     tensors = [p for p in divergences if step is not None and p.step == step and p.kind != "series"]
     if len(tensors) < 2 or tensors[0].kind != "gradient":
         return None

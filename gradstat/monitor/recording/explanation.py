@@ -13,9 +13,9 @@ import numpy as np
 from gradstat._core.text import count_of
 from gradstat.monitor.recording.golden_statistics import Floats
 
-# A share of the gradients above which it is everywhere.
+# If more than this share of the gradients deviates, the deviation is everywhere.
 _EVERYWHERE = 0.4
-# A module that holds more than this share of all tensors is no place.
+# A module with more than this share of all tensors is too large to be named as the place.
 _NEARLY_ALL = 0.8
 # All norms have a factor in common if it is no smaller than this, and those of tensors, and of the first window, differ
 # from it by no more than these parts, on a logarithmic scale.
@@ -100,7 +100,7 @@ def _means(change: Floats) -> Floats:
 
 
 def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
-    """Whether the loss has the factor of the norms, in words."""
+    """Whether the loss changed by the factor of the norms, in words."""
     of_loss = _means(loss.change[first:]) if loss is not None else np.empty(0)
     if of_loss.size and abs(float(of_loss[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor)):
         return "as the loss (it is scaled)"

@@ -39,7 +39,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
 
     Args:
         recording: What to save. Values of ``meta`` and of evidence that JSON cannot represent are saved as text.
-        path: Where. Missing folders are made, an existing file is replaced.
+        path: The file. Missing folders are made, an existing file is replaced.
 
     Returns:
         ``path``.
@@ -79,8 +79,8 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
         limit: Unpacked size in bytes above which it is refused.
 
     Raises:
-        RecordingFileError: It is not a recording, is damaged, exceeds ``limit``, or a newer gradstat wrote it.
-        OSError: It cannot be opened.
+        RecordingFileError: The file is not a recording, is damaged, exceeds ``limit``, or a newer gradstat wrote it.
+        OSError: The file cannot be opened.
     """
     return opened(path, FORMAT, "gradstat.monitor.recording.save", VERSION, limit, _read)
 
@@ -107,7 +107,7 @@ def opened(
     limit: int,
     read: Callable[[archive.Reader, dict[str, Any]], _T],
 ) -> _T:
-    """What ``read`` makes of the file, after a look at its header; raises as `load`."""
+    """Checks the header of the file and returns what ``read`` makes of it; raises as `load`."""
     target = printable(os.fspath(path))
     with open(path, "rb") as file:
         try:

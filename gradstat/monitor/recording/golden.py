@@ -1,4 +1,4 @@
-"""`Golden`: what is kept of a few healthy runs for comparisons, and how another run deviates from them."""
+"""`Golden`: the statistics of a few healthy runs, and how another run deviates from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _TOLD: dict[str, Callable[[float], float]] = {
 
 
 class Golden:
-    """What a comparison with golden runs needs: no run is kept. Made by `of` or `load`.
+    """What a comparison needs to know about golden runs, without the runs themselves. Made by `of` or `load`.
 
     Attributes:
         runs: Number of golden runs.
@@ -93,10 +93,10 @@ class Golden:
         """What at least three healthy runs have in common, and how much they differ; five are advised.
 
         Args:
-            recordings: Of runs that differ in nothing but the seed, or their files. What all have is compared.
+            recordings: Recordings of runs that differ only in the seed, or their files. What all have is compared.
 
         Raises:
-            ValueError: There are fewer than three, or they have no window of steps in common.
+            ValueError: There are fewer than three runs, or they have no window of steps in common.
             RecordingFileError, OSError: A file cannot be read.
         """
         golden = [unwrapped(_loaded(recording)) for recording in recordings]
@@ -134,7 +134,7 @@ class Golden:
         return int(self._starts[np.searchsorted(self._starts, steps, "right") - 1])
 
     def covers(self, recording: Recording) -> bool:
-        """Whether the recording has any window of steps as a whole."""
+        """Whether the recording has all steps of any window."""
         return bool(covered_windows(recording.steps, self._starts).any())
 
     def compare(self, recording: Recording | str | os.PathLike[str]) -> GoldenComparison:
@@ -146,7 +146,7 @@ class Golden:
             recording: The run, or its file.
 
         Raises:
-            ValueError: It has no window of steps of the golden runs as a whole.
+            ValueError: The run has all steps of no window of the golden runs.
             RecordingFileError, OSError: The file cannot be read.
         """
         recording = _loaded(recording)
@@ -158,7 +158,7 @@ class Golden:
                 f"recording: it has {steps_in_words(extent_of(recording))}, which hold no window of the golden runs as "
                 f"a whole; record the run from step 0 on, as they were, for at most {self.steps:,} steps"
             )
-        # What is rounding noise only in this run is in a higher precision, if it is small in the golden runs as well.
+        # Rounding noise in this run alone means that its precision is higher, if the golden values are small as well.
         left_out: tuple[str, ...] = ()
         if ("gradient", "norm") in self._groups:
             expected = self._groups["gradient", "norm"].mean[run.covered]
@@ -213,7 +213,7 @@ class Golden:
         return Unlike(self._names[kind], excess, run.values[keys[0]] - expected)
 
     def _deviation(self, kind: str, j: int, window: int, run: Averages) -> Deviation:
-        """What is told of tensor ``j`` of a kind: the feature that deviates most in ``window``."""
+        """The deviation of tensor ``j`` of a kind: of the feature that deviates most in ``window``."""
 
         def column(values: Floats) -> Floats:
             return values[window : window + 1, j]
@@ -274,7 +274,7 @@ class Golden:
         """Writes what a comparison needs as one file; replaces an existing file atomically.
 
         Args:
-            path: Where, by convention ``golden.gradstat``. Missing folders are made.
+            path: The file, by convention ``golden.gradstat``. Missing folders are made.
 
         Returns:
             ``path``.
@@ -308,8 +308,8 @@ class Golden:
             path: The file.
 
         Raises:
-            RecordingFileError: It holds no golden runs, is damaged, or a newer gradstat wrote it.
-            OSError: It cannot be opened.
+            RecordingFileError: The file holds no golden runs, is damaged, or a newer gradstat wrote it.
+            OSError: The file cannot be opened.
         """
         return opened(path, FORMAT, "gradstat.monitor.Golden.save", VERSION, LIMIT, cls._read)
 

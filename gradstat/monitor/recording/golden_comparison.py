@@ -25,11 +25,11 @@ class Deviation:
         kind: As in `Recording.tables`, or ``"series"``.
         name: Name of the tensor or series.
         feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
-            (over the root mean square), ``"value"`` of a series, or ``"absent"``: in all golden runs there is one.
+            (over the root mean square), ``"value"`` of a series, or ``"absent"``: only the golden runs have it.
         step, last: The first and last step of the window over which it is averaged.
-        value: Its average there.
+        value: The average of the feature over that window.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
-        z: How far it is from them, as a deviate of the normal distribution; infinite if it is absent.
+        z: The distance from the golden runs, as a deviate of the normal distribution; infinite if absent.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class GoldenComparison:
         runs: Number of golden runs.
         steps: First and last step that were compared.
         findings: What is unlike: the earliest first, then what is nearest to the cause.
-        where: Where, in words: ``"everywhere"``, a module, or a kind of modules.
+        where: The place in words: ``"everywhere"``, a module, or a kind of modules.
         what: What kind of change it is, in words; empty if not known.
         share: The share of the compared tensors and series that are unlike.
         structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
@@ -85,7 +85,7 @@ class GoldenComparison:
 
     @property
     def headline(self) -> str:
-        """Since when and where the run is unlike the golden ones, and what kind of change it is, or that it is not."""
+        """Since when, where and how the run is unlike the golden ones, or that it is like them."""
         first, last = self.steps
         if self.ok:
             return f"Like the {self.runs} golden runs in steps {first} to {last}"

@@ -44,7 +44,7 @@ Key = tuple[str, str]
 
 RATE = 0.05
 """The share of healthy runs that may be called unlike."""
-# Differences of a thousandth are no concern, even of what is the same in all golden runs.
+# Differences of a thousandth do not count, even where all golden runs are the same.
 _FLOOR = 1e-3
 # Below this share of the median norm of its kind, a tensor counts as zero.
 _ZERO = 1e-8
@@ -55,12 +55,13 @@ _NEAR = 2
 _MOST_FREEDOM = 8.0
 _MOST_PER_OWN = 3.0
 _WHOLE = ("norm", "peak", "mean")
-# Not compared: verdicts about labels and predictions rather than tensors, and inputs of the model, of which each rank
-# has others.
+# Kinds that are not compared: statements about labels and predictions instead of tensors, and inputs of the model,
+# which differ between ranks.
 _LEFT_OUT = frozenset({"constant", "input", "label", "output"})
 _SCALARS = ("loss", "lr")
 _TINY = 1e-30
-# A gradient below this share of the largest in its module is rounding noise in float32; in 16 bits below the other.
+# A gradient below this share of the largest in its module is rounding noise: the first share in float32, the second in
+# 16 bits.
 _NOISE = 1e-5
 NOISE_OF_HALF = 1e-2
 
@@ -68,7 +69,7 @@ NOISE_OF_HALF = 1e-2
 def window_starts(steps: int) -> npt.NDArray[np.int64]:
     """Where windows over ``steps`` steps begin, and the end of the last: of 1, 2, 4 ... steps, then of constant length.
 
-    That is a sixteenth of all steps, rounded to a power of two and at least 16, so that there are never many windows.
+    The constant length is a sixteenth of all steps, rounded to a power of two, at least 16. So windows are never many.
     """
     longest = max(16, 1 << math.ceil(math.log2(max(1, steps / _WINDOWS))))
     starts, size = [0], 1

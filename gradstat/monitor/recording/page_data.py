@@ -44,8 +44,9 @@ def page_data(recording: Recording, cells: int = CELLS, golden: GoldenBands | No
 
     Args:
         recording: What to show.
-        cells: Above it, steps are left out evenly; those with NaN, Inf or a finding and the last only if too many.
-        golden: How it compares with golden runs.
+        cells: Above this number, steps are left out evenly. Steps with NaN, Inf or a finding, and the last steps, are
+            left out only if there are too many of them.
+        golden: How the recording compares with golden runs.
     """
     every = [recording.steps, *(series.steps for series in recording.tables.values())]
     steps = np.unique(np.concatenate(every)).astype(np.int64)
@@ -78,7 +79,7 @@ def _place(steps: npt.NDArray[np.int64], step: int) -> int:
 
 
 def _steps_to_show(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt.NDArray[np.int64]:
-    """The steps to show: all, if there are few enough."""
+    """The steps to show: all of them if there are few enough."""
     width = max(1, sum(len(s.names) for s in recording.tables.values()))
     room = max(100, cells // width)
     if len(steps) <= room:

@@ -115,8 +115,8 @@ def _check_steps(what: str, steps: npt.NDArray[np.int64]) -> None:
 def joined(parts: Sequence[Recording], first: int, absent: Mapping[str, float] | None = None) -> Recording:
     """Consecutive parts of a run as one recording, from step ``first`` on.
 
-    Every tensor that is in any of them gets a column. ``absent``: by scalar, what it is where there was none, if not
-    NaN.
+    Every tensor that is in any part gets a column. ``absent`` has the values of scalars in parts without them, if these
+    are not NaN.
     """
     steps = np.concatenate([np.empty(0, np.int64), *(part.steps for part in parts)])
     recent = steps >= first
@@ -160,7 +160,7 @@ def extent_of(recording: Recording) -> tuple[int, int] | None:
 
 
 def nonfinite_cells(series: Series) -> npt.NDArray[np.bool_]:
-    """``[m, n]``: in which steps which tensors had NaN or Inf."""
+    """``[m, n]``: whether a tensor had NaN or Inf in a step."""
     nonfinite: npt.NDArray[np.bool_] = (series.column("nan_count") > 0) | (series.column("inf_count") > 0)
     return nonfinite
 
@@ -183,7 +183,7 @@ def headline(recording: Recording) -> tuple[str, str, int | None]:
 
 
 def _first_nonfinite(recording: Recording) -> tuple[int, str, list[str]] | None:
-    """The first step with NaN or Inf, of which kind, and in which tensors, in model order.
+    """The first step with NaN or Inf, the kind of the tensors, and their names in model order.
 
     Leaves out kinds that a rule has judged, for instance gradients that a loss scaler made overflow.
     """

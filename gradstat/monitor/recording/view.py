@@ -36,8 +36,8 @@ def write_page(
         path: The ``.html`` file; missing folders are made, an existing file is replaced atomically.
         title: Name of the run.
         diagnosis_text: What to say above the findings; its line breaks are kept.
-        diagnosis_html: The same as HTML, put in **as it is**: everything in it that came from a model must be escaped.
-            The page runs none of its scripts.
+        diagnosis_html: The same as HTML, inserted **unchanged**: everything in it that came from a model must be
+            escaped. The page runs no scripts in it.
 
     Returns:
         ``path``.

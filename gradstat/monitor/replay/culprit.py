@@ -22,13 +22,13 @@ class Culprit:
             ``"hook"``: a hook on a tensor or module. ``"input"``: an input of the step. ``"parameter"``: a parameter or
             buffer that was not finite before the step began.
         module: Dotted name of the innermost module, ``""`` for the model itself, None outside of any.
-        op: ``"log"``, ``"addmm"``; in the backward pass the operation whose derivative it was. None if there was none.
+        op: The operation, such as ``"log"``. In the backward pass, the operation whose derivative it was; or None.
         source: ``"path/file.py:line"`` of the user's code, ``"In[5]:line"`` of a notebook's: in the forward pass the
             innermost line outside of torch, in the backward pass the line of the forward pass whose derivative it was,
             or the line in the user's own backward or hook. None if there is none.
         line: The text of that line; empty if it cannot be read.
         name: Name of the parameter, buffer, part of the batch, or parameter whose gradient was computed; else None.
-        inputs: Statistics of the inputs, before the operation; None if none of them can be measured.
+        inputs: Statistics of the inputs before the operation; None if no input can be measured.
         output: Statistics of the output.
         stack: The user's lines that led there, outermost first, each ``"path/file.py:line in function: text"``.
     """

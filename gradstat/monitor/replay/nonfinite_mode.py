@@ -47,7 +47,7 @@ class NonfiniteMode(TorchDispatchMode):
     """A dispatch mode to run a step under; afterwards `taint` has the origins of nonfinite values."""
 
     def __init__(self, modules: ModuleTracker, names: dict[int, str], before_write: Callable[[Tensor], None]) -> None:
-        """``names`` are those of parameters by ``id``; ``before_write`` is called with what is about to be written."""
+        """``names`` has parameter names by ``id``; ``before_write`` is called with a tensor about to be written."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.taint = Taint()
         self.origins: list[Origin] = []
@@ -181,8 +181,8 @@ class NonfiniteMode(TorchDispatchMode):
         return self.add(result, intended=intended, inputs=went_in, **self._location(call))
 
     # The graphs of backward passes ------------------------------------------------------------------------
-    # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and what
-    # is not finite because a kernel has written it behind torch's back, or a hook has produced it.
+    # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and values
+    # that are not finite because a hook produced them or a kernel wrote them without torch's knowledge.
 
     def _hook_graph(self, node: Any | None) -> None:
         """Hooks ``node`` and its graph, if it is new; None means that no backward pass runs, and removes all hooks."""

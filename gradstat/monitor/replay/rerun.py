@@ -42,9 +42,9 @@ def find_culprit(
 ) -> Culprit | None:
     """Runs a step again, restores all state, and names the first place that produced a NaN or Inf.
 
-    That is the origin of a nonfinite loss, or else of the first nonfinite gradient, in the order in which gradients
-    were complete. Infinities that were written on purpose (a mask of -Inf) count only if an operation turns them into
-    NaN, or if nothing else is to blame. Many times slower than a step.
+    This place is the origin of a nonfinite loss, or else of the first nonfinite gradient in the order in which
+    gradients were complete. Infinities written on purpose (a mask of -Inf) count only if an operation turns them into
+    NaN, or if there is no other origin. A replay is many times slower than a step.
 
     While it runs, optimizers and learning-rate schedulers do not step, gradients begin as None and compiled models
     run eagerly. Afterwards parameters, gradients, buffers, optimizers, the scaler, training flags and random states
@@ -53,9 +53,9 @@ def find_culprit(
     Args:
         model: The model whose modules and parameters are named.
         step_fn: Forward and backward, or a whole training step. Called with ``batch`` if there is one.
-        state: `StepStateKeeper.states`, or one state: each forward pass of ``model`` begins with its own. None begins
-            with the current state.
-        batch: What ``step_fn`` is called with. Its tensors are named if they are not finite.
+        state: `StepStateKeeper.states`, or one state. Each forward pass of ``model`` begins with its own state. None
+            means the current state.
+        batch: The argument of ``step_fn``. Its tensors are named if they are not finite.
         optimizer: The optimizer, or several. Other optimizers do step, and are restored afterwards.
         scaler: The loss scaler.
 
@@ -199,7 +199,7 @@ def _binds(step_fn: Callable[..., Any], *arguments: Any) -> bool:
 
 
 class Replayer:
-    """Keeps what a replay of the newest step needs: the batch too, unless the function takes none."""
+    """Keeps what a replay of the newest step needs, including the batch if the function takes one."""
 
     def __init__(
         self,

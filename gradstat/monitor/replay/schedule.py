@@ -12,7 +12,7 @@ from gradstat.adaptive._base import number, whole_number
 
 
 class Schedule:
-    """Switches ``torch.autograd.detect_anomaly`` on in selected steps only, since it is slow.
+    """Switches the slow ``torch.autograd.detect_anomaly`` on in selected steps only.
 
     A context manager to be entered once in each step, around forward and backward. It restores the previous mode on
     exit. In anomaly mode, a backward pass that produces NaN raises RuntimeError and names the operation of the forward
@@ -76,7 +76,7 @@ class Schedule:
         """Starts a burst: the next ``after_trigger`` steps run in anomaly mode. During a burst it changes nothing.
 
         Returns:
-            Whether they do: False in the pause after a burst that caught nothing.
+            Whether these steps run in anomaly mode: False in the pause after a burst that caught nothing.
         """
         self.triggers += 1
         now = self.steps + self._inside  # a running step has begun without anomaly mode

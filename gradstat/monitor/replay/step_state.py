@@ -26,8 +26,8 @@ class RngState(NamedTuple):
     Attributes:
         cpu: torch's, for the CPU.
         cuda: torch's, one for each CUDA device; empty if CUDA is not in use.
-        python: That of ``random``.
-        numpy: That of ``numpy.random``.
+        python: The state of ``random``.
+        numpy: The state of ``numpy.random``.
     """
 
     cpu: Tensor

@@ -60,7 +60,7 @@ def is_nonfinite(tensor: Tensor) -> bool:
     if values is None:
         return False
     if values.element_size() > 1:
-        # A finite sum proves that all values are finite, in one read and no memory. Another sum may be an overflow.
+        # A finite sum proves in one pass, without memory, that all values are finite. Any other sum may be an overflow.
         total = values.sum(dtype=torch.float32 if values.element_size() == 2 else None)
         if cmath.isfinite(total.item()):
             return False

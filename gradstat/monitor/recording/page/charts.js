@@ -33,10 +33,11 @@ function pixel(plot, x) {
 // Draws a series over the steps into `box`.
 //   steps, values   the data; NaN and Inf become marks at the upper edge
 //   missing         whether nothing was measured at an index, which is drawn as a gap
+//   nonfinite       indices that are marked although their value is finite, for the tensor has NaN or Inf
 //   marks           [{at, text, severity}]: findings about the series
 //   bands           [[first, last, low, high]]: where the values of golden runs are, by windows of steps
 //   onStep          called with the index that was clicked
-function drawSeries(box, { name, label, steps, values, missing, marks = [], bad = [], bands = [], format = short, onStep }) {
+function drawSeries(box, { name, label, steps, values, missing, marks = [], nonfinite = [], bands = [], format = short, onStep }) {
   const value = element("span", { className: "value" }), plot = element("div", { className: "plot" });
   const cursor = element("div", { className: "cursor" });
   box.className = "chart";
@@ -52,15 +53,15 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], bad 
     line: { color: color("accent"), width: 1.5 }, marker: { size: 3 },
     text: Array.from(values, (x, i) => `step ${steps[i]}: ${format(x)}`), hovertemplate: "%{text}<extra></extra>",
   };
-  const places = new Set(bad);
+  const places = new Set(nonfinite);
   values.forEach((x, i) => { if (!Number.isFinite(x) && !missing(i)) places.add(i); });
   const at = [...places].sort((a, b) => a - b);
-  const broken = {
+  const nonfiniteMarks = {
     x: at.map((i) => steps[i]), y: at.map(() => 0.95), yaxis: "y2", mode: "markers", name: "not finite",
     marker: { color: color("error"), symbol: "triangle-down", size: 9 },
     text: at.map((i) => `step ${steps[i]}: ${format(values[i])}`), hovertemplate: "%{text}<extra></extra>",
   };
-  const found = {
+  const findingMarks = {
     x: marks.map((m) => steps[m.at]), y: marks.map((m) => (Number.isFinite(values[m.at]) ? values[m.at] : null)),
     mode: "markers", name: "found",
     marker: { color: marks.map((m) => color(m.severity)), symbol: "diamond", size: 9, line: { color: color("surface"), width: 1 } },
@@ -72,7 +73,7 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], bad 
     mode: "lines", fill: "toself", fillcolor: color("band"), line: { width: 0 }, hoverinfo: "skip", name: "golden",
   };
   const pad = Math.max(0.5, (steps[steps.length - 1] - steps[0]) / 60);
-  Plotly.newPlot(plot, [...(bands.length ? [golden] : []), line, broken, found], {
+  Plotly.newPlot(plot, [...(bands.length ? [golden] : []), line, nonfiniteMarks, findingMarks], {
     ...baseLayout({ l: 48, r: 8, t: 6, b: 22 }), dragmode: false,
     xaxis: axis({ range: [steps[0] - pad, steps[steps.length - 1] + pad], showgrid: false, tickformat: "d", nticks: 6 }),
     yaxis: axis(log ? { type: "log", tickvals: decades.map((z) => 10 ** z), ticktext: decades.map(power) } : largest < 1e-2 ? { nticks: 5, exponentformat: "e", minexponent: 2 } : { nticks: 5, tickformat: "~g" }),
@@ -88,8 +89,7 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], bad 
       cursor.style.left = `${pixel(plot, steps[step])}px`;
       cursor.style.top = `${plot.offsetTop + size.t}px`;
       cursor.style.height = `${size.h}px`;
-      const broken = places.has(step);
-      value.className = broken ? "value bad" : "value";
+      value.className = places.has(step) ? "value nonfinite" : "value";
       value.textContent = missing(step) ? "\u2013" : format(values[step]);
     },
   };

@@ -39,7 +39,7 @@ class Table {
   }
 
   value(name, j, i) { return this.column(name)[j * this.m + i]; }
-  bad(j, i) { return this.value("nan_count", j, i) > 0 || this.value("inf_count", j, i) > 0; }
+  nonfinite(j, i) { return this.value("nan_count", j, i) > 0 || this.value("inf_count", j, i) > 0; }
   absent(j, i) { return Number.isNaN(this.value("nan_count", j, i)); }
 
   // The last measurement at or before a step; -1 if there is none.
@@ -49,7 +49,7 @@ class Table {
   usualNorm(j) {
     if (!this.usual.has(j)) {
       const norms = this.column("l2_norm").slice(j * this.m, (j + 1) * this.m)
-        .filter((_, i) => !this.bad(j, i) && !this.absent(j, i)).sort(); // a typed array sorts numerically
+        .filter((_, i) => !this.nonfinite(j, i) && !this.absent(j, i)).sort(); // a typed array sorts numerically
       this.usual.set(j, norms.length ? norms[norms.length >> 1] : NaN);
     }
     return this.usual.get(j);

@@ -75,10 +75,10 @@ class HeatMap {
     this.table = table;
     this.column = column;
     this.colours = colouring(table, column);
-    // Steps are pooled into at most MOST_COLUMNS columns, which show the largest value, and any bad one.
+    // Steps are pooled into at most MOST_COLUMNS columns, which show the largest value, and NaN or Inf if any has one.
     this.pooled = Math.max(1, Math.ceil(table.m / MOST_COLUMNS));
     this.bins = Math.ceil(table.m / this.pooled);
-    const { z, bad, absent } = this.cells();
+    const { z, nonfinite, absent } = this.cells();
     const flat = (name, z, tint) => ({
       type: "heatmap", name, z, zmin: 0, zmax: 1, colorscale: [[0, tint], [1, tint]], showscale: false, hoverinfo: "skip",
       xgap: 0, ygap: 0,
@@ -96,8 +96,8 @@ class HeatMap {
       { type: "heatmap", name: "values", z, zmin: low, zmax: high, colorscale: this.colours.scale, hoverinfo: "none",
         hoverongaps: true, zsmooth: false,
         colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks.map((t) => t.z), ticktext: ticks.map((t) => t.text), len: 1, xpad: 8 } },
-      ...[["absent", absent, "absent"], ["bad", bad, "error"]].map(([name, rows, tint]) => (
-        flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(bad, left, height - 48),
+      ...[["absent", absent, "absent"], ["nonfinite", nonfinite, "error"]].map(([name, rows, tint]) => (
+        flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(nonfinite, left, height - 48),
     ], {
       ...baseLayout({ l: left, r: 70, ...this.margin }),
       xaxis: axis({ range: [-0.5, this.bins - 0.5], fixedrange: false, showgrid: false, title: { text: "step", standoff: 4 }, ...this.stepTicks() }),
@@ -111,13 +111,13 @@ class HeatMap {
       ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
   }
 
-  // If cells are too small to be seen, an arrow marks the first bad cell of each run; left of it, where the curtain
-  // does not hide it.
-  pointers(bad, left, height) {
+  // If cells are too small to be seen, an arrow marks the first cell of each run of cells with NaN or Inf. It is
+  // drawn left of the cell, where the curtain does not hide it.
+  pointers(nonfinite, left, height) {
     const width = (this.plot.clientWidth - left - 70) / this.bins;
     const x = [], y = [];
     if (width < 5 || height / this.table.n < 5) {
-      bad.forEach((row, j) => row.forEach((b, i) => {
+      nonfinite.forEach((row, j) => row.forEach((b, i) => {
         if (b === 1 && !(i && row[i - 1] === 1) && x.length < 300) { x.push(i - 0.5 - 4 / width); y.push(j); }
       }));
     }
@@ -127,32 +127,32 @@ class HeatMap {
     };
   }
 
-  // Rows of z values, and masks of the cells that are bad or absent.
+  // Rows of z values, and masks of the cells that are not finite or absent.
   cells() {
     const { table, pooled, bins } = this;
     const { map } = this.colours;
     const values = table.column(this.column), nan = table.column("nan_count"), inf = table.column("inf_count");
     const counting = COUNTS.has(this.column), blank = () => new Float32Array(bins).fill(NaN);
-    const z = [], bad = [], absent = [];
+    const z = [], nonfinite = [], absent = [];
     for (let j = 0; j < table.n; j++) {
-      const zs = blank(), bads = blank(), nones = blank();
+      const zs = blank(), nonfinites = blank(), nones = blank();
       for (let b = 0; b < bins; b++) {
         const from = j * table.m + b * pooled, to = Math.min((j + 1) * table.m, from + pooled);
         let best = NaN, there = false;
         for (let k = from; k < to; k++) {
           const x = values[k];
           there ||= nan[k] === nan[k];
-          if (!counting && (nan[k] > 0 || inf[k] > 0)) bads[b] = 1;
+          if (!counting && (nan[k] > 0 || inf[k] > 0)) nonfinites[b] = 1;
           if (Number.isFinite(x) && !(Math.abs(x) <= Math.abs(best))) best = x;
         }
         zs[b] = map(best); // NaN stays NaN
         if (!there) nones[b] = 1;
       }
       z.push(zs);
-      bad.push(bads);
+      nonfinite.push(nonfinites);
       absent.push(nones);
     }
-    return { z, bad, absent };
+    return { z, nonfinite, absent };
   }
 
   rowTicks(height) {
@@ -192,11 +192,11 @@ class HeatMap {
       return Number.isFinite(x) ? map(x) - base : 0;
     });
     const tint = scale[Math.max(0, scale.length - 3)][1];
-    const bad = table.names.map((_, j) => i >= 0 && table.bad(j, i));
+    const nonfinite = table.names.map((_, j) => i >= 0 && table.nonfinite(j, i));
     const every2nd = ticks.filter((_, k) => k % 2 === 0);
     Plotly.react(this.profile, [{
       type: "bar", orientation: "h", y: table.names.map((_, j) => j), x: zs, base, hoverinfo: "none",
-      marker: { color: bad.map((b) => (b ? color("error") : SIGNED.has(column) ? color("accent") : tint)) },
+      marker: { color: nonfinite.map((b) => (b ? color("error") : SIGNED.has(column) ? color("accent") : tint)) },
     }], {
       ...baseLayout({ l: 4, r: 16, ...this.margin }), bargap: table.n > 60 ? 0.1 : 0.3, dragmode: false,
       xaxis: axis({ range: [low, high + (high - low) * 0.02], tickvals: every2nd.map((t) => t.z),

@@ -91,8 +91,8 @@ class WorstTable {
     const there = table.names.map((_, j) => j).filter((j) => i >= 0 && !table.absent(j, i));
     const unusual = (j) => Math.abs(Math.log((table.value("l2_norm", j, i) || 1e-45) / (table.usualNorm(j) || 1e-45))) || 0;
     if (!sort) {
-      const bad = (j) => table.value("nan_count", j, i) + table.value("inf_count", j, i);
-      return there.map((j) => [j, bad(j), unusual(j)]).sort((a, b) => b[1] - a[1] || b[2] - a[2]).map(([j]) => j);
+      const nonfinite = (j) => table.value("nan_count", j, i) + table.value("inf_count", j, i);
+      return there.map((j) => [j, nonfinite(j), unusual(j)]).sort((a, b) => b[1] - a[1] || b[2] - a[2]).map(([j]) => j);
     }
     const sign = sort.down ? -1 : 1;
     if (sort.key === "name") return sort.down ? there.reverse() : there; // in the order of the model
@@ -115,7 +115,7 @@ class WorstTable {
       return element("tr", {}, element("td", {}, name), ...Object.keys(WORST).slice(1).map((key) => {
         const x = this.number(key, j), count = COUNTS.has(key);
         const textContent = Number.isNaN(x) || (count && x === 0) ? "\u2013" : shown(key, x);
-        return element("td", { textContent, className: count && x > 0 ? "bad" : "" });
+        return element("td", { textContent, className: count && x > 0 ? "nonfinite" : "" });
       }));
     }));
     if (focused !== null) byId("worst").querySelector(`[data-tensor="${focused}"]`)?.focus();
@@ -132,9 +132,9 @@ function drawDetail(data, table, j, onStep) {
   byId("detail-title").textContent = table.names[j] || "(no name)";
   byId("detail-size").textContent = `${table.kind}, ${plural(table.numel[j], "element")}`;
   clearCharts(byId("fields"));
-  const bad = [], gone = new Uint8Array(data.steps.length).fill(1);
+  const nonfinite = [], gone = new Uint8Array(data.steps.length).fill(1);
   for (let i = 0; i < table.m; i++) {
-    if (table.bad(j, i)) bad.push(table.at[i]);
+    if (table.nonfinite(j, i)) nonfinite.push(table.at[i]);
     gone[table.at[i]] = table.absent(j, i) ? 1 : 0;
   }
   // Lines connect the measurements of kinds that are not measured in every step; an absent tensor is a gap.
@@ -146,7 +146,7 @@ function drawDetail(data, table, j, onStep) {
     const steps = places.map((p) => data.steps[p]);
     const follow = drawSeries(part, {
       name: column, label: COLUMN_LABELS[column], steps, values, missing: (i) => i < 0 || gone[places[i]] === 1,
-      bad: COUNTS.has(column) ? [] : bad.map((p) => places.indexOf(p)), format: (x) => shown(column, x),
+      nonfinite: COUNTS.has(column) ? [] : nonfinite.map((p) => places.indexOf(p)), format: (x) => shown(column, x),
       onStep: (i) => onStep(places[i]),
     });
     // The page's cursor is an index of steps, the chart's one of measurements.
