@@ -167,7 +167,7 @@ class SmallSecondMoment(LastingRule):
     more are judged: the gradient of a bias before a batch norm is rounding error, and no problem.
 
     Args:
-        eps_multiple: The square roots of all elements are below this many times eps, or times ``usual`` if that is less.
+        eps_multiple: The square roots of all elements are below this many times eps, or ``usual`` if that is less.
         usual: The eps that torch's optimizers have if none is given. A larger one is chosen to dominate, as in PPO.
         measurements: Number of measurements in a row.
     """

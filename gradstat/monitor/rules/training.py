@@ -222,7 +222,7 @@ class LearningRateJump(Rule):
         course = np.array([*self._course, *rates.tolist()])
         self._course = [rate for rate in course[-(self.within + self.lasts - 1) :].tolist() if math.isfinite(rate)]
         now, before = course[self.within :], course[: -self.within]
-        is_low = (0 < now) & (now < self.fades * before)
+        is_low = (now > 0) & (now < self.fades * before)
         if is_low.any() and len(is_low) >= self.lasts:
             lasting = np.lib.stride_tricks.sliding_window_view(is_low, self.lasts).all(1)
             for row in np.flatnonzero(lasting)[:1].tolist():
