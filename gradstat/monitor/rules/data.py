@@ -190,9 +190,10 @@ class _RankRule(Rule):
 class RepeatedBatch(_RankRule):
     """The same batch step after step, in place of ever new ones; or on all ranks, for which ``watch={"batches": n}``.
 
-    A batch is the same if the sums of all inputs are. Tokens are not measured: without other inputs it is the same if
-    as many rows of gradients are zero, as those of embeddings are for tokens that a batch has not; but not as few as
-    ever, as once batches contain all tokens. A training that begins so is not told: all its data may be in one batch.
+    Two batches are the same if the sums of all their inputs are equal. Tokens are not measured. Without other inputs,
+    batches are the same if equally many rows of gradients are zero: an embedding has such rows for tokens that are not
+    in the batch. The smallest number so far does not count, as a batch may contain all tokens. A training that begins
+    with repeated batches is not reported, since all its data may be in one batch.
 
     Args:
         in_a_row: Number of steps.
@@ -285,7 +286,10 @@ class ReplicaMismatch(_RankRule):
         "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
         "memory that was overwritten on one rank",
     )
-    advice = ("broadcast parameters from a good rank, or load a checkpoint", "decide on skips with all-reduced values")
+    advice = (
+        "broadcast parameters from a correct rank, or load a checkpoint",
+        "decide on skips with all-reduced values",
+    )
 
     def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
         return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
@@ -297,7 +301,7 @@ class BadRank(_RankRule):
     name = "bad-rank"
     observed = "origin"
     quiet = 1
-    causes = ("a bad batch or bad memory on that rank: gradients of the other ranks were finite before the reduction",)
+    causes = ("a damaged batch or faulty memory on that rank: gradients of others were finite before the reduction",)
     advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
 
     def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:

@@ -112,7 +112,7 @@ def _is_nonfinite_step(window: Window, step: int) -> bool:
     )
 
 
-_CLIP = "clipping before gradients were measured: if one is NaN, the norm is, and the clip multiplies all by it"
+_CLIP = "clipping before gradients were measured: one NaN makes the norm NaN, which multiplies all gradients"
 
 
 class NonfiniteGradient(Rule):

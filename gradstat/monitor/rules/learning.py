@@ -44,13 +44,13 @@ _ONE_LABEL = (
 
 
 class NoLearning(Rule):
-    """A classifier that learns nothing: its loss stays at chance or falls below 0 without end, or its beginning is bad.
+    """A classifier that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
 
-    What a program trains is read from its gradients: a softmax's gradient is a difference of distributions, so its
-    elements cancel in that of the last layer, which nothing else does; the layer's size C is the number of classes, and
-    a loss of ln C that of guessing. If the loss of the first step is more than twice that, as if it were summed, that
-    loss counts as chance; if it is less than half of it, the model has learned before, and is not judged. Nor is one
-    whose last layer has other gradients as well, as a tied embedding has, or whose gradients are in bfloat16.
+    The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
+    a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
+    loss of ln C. If the first loss is more than twice that, the loss may be a sum, and the first one counts as chance.
+    If it is less than half of that, the model has learned before and is not judged. Neither is a model whose last layer
+    has other gradients as well, as a tied embedding has, or whose gradients are in bfloat16.
 
     Thresholds are conventions of gradstat. The slowest healthy classifiers of its tests leave chance between steps 130
     and 230, hence 256.
@@ -64,8 +64,8 @@ class NoLearning(Rule):
             their norm.
         far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
             all of the latter or one of them, by ten times the median.
-        small, large: Of the weights, the median of their root mean square times the root of their inputs, which is
-            about 1 if they keep the size of signals.
+        small, large: Limits of the median over the weights of a weight's root mean square times the root of its number
+            of inputs, which is about 1 if they keep the size of signals.
         measurements: In so many in a row, outputs of which the loss takes the softmax are not negative, as after an
             activation; probabilities are told in the first step, or not at all. In at least so many, the first ones,
             all labels are of one class.
@@ -100,7 +100,7 @@ class NoLearning(Rule):
         self._odd: list[str] = []  # a weight that begins far larger than others
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
         self._activated_for = 0  # measurements in a row
-        self._labels: list[float] = []  # of the batches looked at: the only label, and how many
+        self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
         self._first: list[float] = []
         self._recent: list[float] = []
@@ -217,7 +217,7 @@ class NoLearning(Rule):
         usual, first, soon = math.log(self._classes), abs(self._first[0]), float(np.median(np.abs(self._first)))
         share = _certain(window)
         if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
-            text = f"the loss begins at {first:.4g}, where guessing among {self._classes} classes has {usual:.4g}"
+            text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
             text += "".join(f"; {name} begins far larger than other weights" for name in self._odd)
             where = (self._odd[0], text, "parameter") if self._odd else ("loss", text, "series")

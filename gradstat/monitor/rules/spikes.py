@@ -52,8 +52,8 @@ class LevelRule(Rule):
     numbers with which healthy trainings and programs of its tests are silent over five seeds.
 
     Args:
-        errors: By so many standard errors it moved, as the differences of neighbouring values tell.
-        moves: By so many times the largest move between such means before, since values may depend on each other.
+        errors: The level moved by so many standard errors, estimated from differences of neighbouring values.
+        moves: It also moved by so many times its largest earlier move, since values may depend on each other.
     """
 
     fresh: ClassVar[int] = 2
@@ -134,7 +134,7 @@ class NormLevelRule(LevelRule):
 
     Args:
         errors, moves: As for `LevelRule`.
-        level_factor: At least by this factor it moved. Batches, learning rates and progress move it by less at once.
+        level_factor: The level moved by at least this factor. Batches, learning rates and progress move it less.
     """
 
     settling: ClassVar[int] = 64
@@ -183,7 +183,7 @@ class SpikeRule(LevelRule):
             counts, are no heavier than those of a normal distribution.
         lost_progress: It is also at least this fraction of the way from the median back to the initial level, the third
             quartile of the first 20 values.
-        min_count, within_steps: So many values above the limit in so many steps are a jump, which began with the first.
+        min_count, within_steps: A jump is so many values above the limit in so many steps. It began with the first.
         single_factor: A single value is a jump if it is above this many times the initial level and the largest in the
             window.
         warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.

@@ -218,7 +218,7 @@ class ParameterJump(Rule):
                     i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
                     if self._episodes.record(rows.names[i], step):
                         text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
-                        text += f"; so it does for {count - 1} more" * (count > 1)
+                        text += f"; the same holds for {count - 1} more" * (count > 1)
                         evidence = {"before": norms[i], "now": now[i], "parameters": count}
                         yield self.found(step, rows.names[i], text, "parameter", causes=causes, **evidence)
             is_known = np.isfinite(move)
@@ -376,7 +376,7 @@ class OverwrittenParameter(Rule):
                 text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
                 text += f", and {len(self._waiting) - 1} more" * (len(self._waiting) > 1)
                 text += f"; the {what} rose to {max(medians):.3g}, above all of the {self.before} steps before"
-                evidence = {"parameters": self._waiting[:20], "highest": highest, "now": max(medians)}
+                evidence: dict[str, Any] = {"parameters": self._waiting[:20], "highest": highest, "now": max(medians)}
                 yield self.found(self._since + 1, first, text, "parameter", **evidence)
                 self._waiting = []
             elif last >= self._until:
