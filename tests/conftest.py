@@ -10,10 +10,11 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from browser import offline_chromium
 from helpers.devices import BACKENDS, DEVICES, HAS_CUDA, PTX, TRITON_ON_CPU
 
 if TYPE_CHECKING:
@@ -181,3 +182,13 @@ def forks() -> Iterator[Forks]:
     made = Forks()
     yield made
     made.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A browser for all tests of a module."""
+    started = offline_chromium()
+    if started is None:
+        pytest.skip("there is no chromium with chromedriver on the path")
+    yield started
+    started.quit()

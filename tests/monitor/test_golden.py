@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from browser import offline_chromium
 from helpers.ranks import Ranks
 from helpers.recordings import rewritten
 from helpers.training import RECORD, Clusters, mlp
@@ -432,26 +431,25 @@ def test_the_command_makes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is not a gradstat recording" in capsys.readouterr().err
 
 
-def test_the_page_shows_bands_and_deviations(golden: Golden, tmp_path: Path) -> None:
+def test_the_page_shows_bands_and_deviations(golden: Golden, browser: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(golden.compare(changed(30, ALL, "blocks.2.up")).to_html())
-    with offline_chromium() as browser:
-        browser.get(page.as_uri())
-        browser.execute_script("return document.body.dataset.ready")
-        fields = browser.execute_script("return [...document.querySelectorAll('#column option')].map(o => o.value)")
-        assert fields[-1] == "deviation"
-        browser.execute_script(
-            "const c = document.getElementById('column'); c.value = 'deviation'; c.dispatchEvent(new Event('change'))"
-        )
-        z = browser.execute_script("return document.getElementById('heat').data[0].z.map(row => Math.max(...row))")
-        assert [name for name, most in zip(NAMES, z, strict=True) if most > 0] == [
-            "blocks.2.up.weight",
-            "blocks.2.up.bias",
-        ]
-        names = browser.execute_script(
-            "return document.querySelector('[data-series=loss] .plot').data.map(trace => trace.name || '')"
-        )
-        assert "golden" in names
+    browser.get(page.as_uri())
+    browser.execute_script("return document.body.dataset.ready")
+    fields = browser.execute_script("return [...document.querySelectorAll('#column option')].map(o => o.value)")
+    assert fields[-1] == "deviation"
+    browser.execute_script(
+        "const c = document.getElementById('column'); c.value = 'deviation'; c.dispatchEvent(new Event('change'))"
+    )
+    z = browser.execute_script("return document.getElementById('heat').data[0].z.map(row => Math.max(...row))")
+    assert [name for name, most in zip(NAMES, z, strict=True) if most > 0] == [
+        "blocks.2.up.weight",
+        "blocks.2.up.bias",
+    ]
+    names = browser.execute_script(
+        "return document.querySelector('[data-series=loss] .plot').data.map(trace => trace.name || '')"
+    )
+    assert "golden" in names
 
 
 def train(seed: int, steps: int = 40, lr: float = 1e-2, **options: Any) -> Monitor:

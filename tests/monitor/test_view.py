@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import offline_chromium
 from helpers.recordings import HOSTILE, recording, spoil
 
 from gradstat.monitor import Finding, Recording
@@ -66,16 +65,6 @@ def test_too_long_a_run_is_thinned_but_keeps_what_matters(bad: list[int]) -> Non
     if len(bad) < 10:
         assert {*bad, 777, *range(1990, 2000)} <= set(steps)
     assert steps[data["findings"][0]["at"]] >= 777
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A browser for all tests of this module."""
-    started = offline_chromium()
-    if started is None:
-        pytest.skip("there is no chromium with chromedriver on the path")
-    yield started
-    started.quit()
 
 
 class Page:
