@@ -532,9 +532,15 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
     groups = [] if optimizer is None else optimizer.param_groups
     return {
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
+        "momentum": max((_momentum_of(group) for group in groups), default=0.0),
         "second_moment_decay": _second_moment_decay_of(optimizer),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
     }
+
+
+def _momentum_of(group: Mapping[str, Any]) -> float:
+    betas = group.get("betas")
+    return _number(betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum"))
 
 
 def _second_moment_decay_of(optimizer: Optimizer | None) -> float:

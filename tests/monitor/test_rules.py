@@ -880,6 +880,23 @@ def test_the_decay_of_a_second_moment_is_found_under_whatever_name() -> None:
         assert optimizer_settings(optimizer)["second_moment_decay"] == decay
 
 
+def test_a_momentum_that_never_forgets_is_told_once() -> None:
+    weight = [nn.Parameter(torch.ones(2))]
+    betas, other = {"params": weight, "betas": (0.9999, 0.99)}, {"params": [nn.Parameter(torch.ones(2))]}
+    for optimizer, momentum, steps in (
+        (torch.optim.SGD(weight, 0.1, momentum=0.9999), 0.9999, [8]),
+        (torch.optim.Adam([other, betas]), 0.9999, [8]),
+        (torch.optim.SGD(weight, 0.1, momentum=0.999), 0.999, []),
+        (torch.optim.Adagrad(weight), 0.0, []),
+        (None, 0.0, []),
+    ):
+        story = series("loss", [1.0] * 40)
+        settings = optimizer_settings(optimizer)
+        assert settings["momentum"] == momentum
+        story.run = RunSettings(**settings)
+        assert [step for _, step, _ in hits(new("momentum-drift"), story.windows(9))] == steps
+
+
 @pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])
 def test_certain_predictions_are_trouble_if_they_are_wrong(loss: float, classes: int | None, severity: str) -> None:
     (found,) = new("saturated-logits").review(certain([0.6] * 4, loss, classes).windows(500)[0])
