@@ -725,7 +725,7 @@ class Monitor:
             self.findings[:] = loaded.findings
             self._collector.backward_order = loaded.backward_order
             self._log.load(loaded.history)
-            self._rules.refresh(self.steps)
+            self._rules.resume(self.steps, loaded.history.scalars)
             self._collector.resume(self.steps)
 
     # The end ---------------------------------------------------------------------------------------------

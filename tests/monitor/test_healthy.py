@@ -53,10 +53,20 @@ def test_programs_of_others_are_neither_accused_nor_changed(program: Program, se
     assert drawn[1] == random.getstate()
 
 
-def trained(training: Training, each: Callable[[int], object], steps: int, removed: int = 0) -> list[str]:
-    """The rules of serious findings; ``each`` is called before every step, and the first gradients may be removed."""
+def trained(
+    training: Training, each: Callable[[int], object], steps: int, removed: int = 0, resumed: int = -1
+) -> list[str]:
+    """The rules of serious findings; ``each`` is called before every step, and the first gradients may be removed.
+
+    Before the step ``resumed`` another monitor goes on with the state of the first one.
+    """
     monitor = training.monitor()
     for step in range(steps):
+        if step == resumed:
+            state = monitor.state_dict()
+            monitor.detach()
+            monitor = training.monitor()
+            monitor.load_state_dict(state)
         each(step)
         training.optimizer.zero_grad()
         loss = training.loss(training.model, training.batch())
@@ -105,14 +115,15 @@ def test_gradients_may_be_removed_at_first() -> None:
     assert trained(train_mlp(0), lambda step: None, 150, removed=60) == []
 
 
+@pytest.mark.parametrize("resumed", [-1, 250])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_a_range_test_may_end_in_divergence(kind: type[torch.optim.Optimizer]) -> None:
+def test_a_range_test_may_end_in_divergence(kind: type[torch.optim.Optimizer], resumed: int) -> None:
     training = train_mlp(0, optimize=factory(kind, 1e-6))
 
     def rise(step: int) -> None:
         training.optimizer.param_groups[0]["lr"] = 1e-6 * 10 ** (step * 8 / 300)
 
-    assert trained(training, rise, 300) == []
+    assert trained(training, rise, 300, resumed=resumed) == []
 
 
 def test_a_shift_shaped_for_broadcasting_is_no_weight() -> None:

@@ -94,7 +94,9 @@ class MomentumDrift(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         momentum = window.run.momentum
         if momentum > self.largest and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
-            text = f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of the last "
+            text = (
+                f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of the last "
+            )
             text += f"{1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
             advice = ("use a momentum from 0.9 to 0.99",)
             causes = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many",)

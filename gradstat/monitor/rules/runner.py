@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.reporting import warn_of_failure
-from gradstat.monitor.rows import Window
+from gradstat.monitor.rows import Floats, Window
 from gradstat.monitor.rules import Rule
 from gradstat.monitor.rules.base import Band, Episodes
 
@@ -57,16 +57,25 @@ class RuleRunner:
                     findings += list(rule.review(window))
                 except Exception:
                     self._switch_off(rule)
+        self._remember(window.scalars)
         rows = window.rows("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
-        if self._is_range_test(window):
+        if self._is_range_test():
             return [replace(finding, severity="info") for finding in findings]
         return findings
 
-    def _is_range_test(self, window: Window) -> bool:
+    def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
+        """Goes on after ``steps`` steps, the last of which had these ``scalars``; the rules have loaded their states."""
+        self._rates = []
+        self._remember(scalars)
+        self.refresh(steps)
+
+    def _remember(self, scalars: Mapping[str, Floats]) -> None:
+        self._rates = [*self._rates, *scalars.get("lr", np.empty(0)).tolist()][-101:]
+
+    def _is_range_test(self) -> bool:
         """Whether the learning rate has grown by the same factor for a hundred steps: in the end training diverges."""
-        self._rates = [*self._rates, *window.scalars.get("lr", np.empty(0)).tolist()][-101:]
         if len(self._rates) < 101 or not self._rates[0] > 0:
             return False
         first, middle, last = self._rates[::50]
