@@ -231,7 +231,7 @@ class AutoHandle:
 
 def _as_loss(value: Any) -> Any:
     """``value`` if it can be a loss, else None: a closure may return anything."""
-    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     return value if is_number else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in every check; None outside transforms
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in every check; None outside transforms
 
 
 Streams = tuple[torch.Stream, ...]
@@ -51,7 +51,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor) -> None:
         """Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values."""
-        if _peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
                 "inside a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be copied to the host; "
                 "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"

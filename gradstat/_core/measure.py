@@ -216,10 +216,13 @@ def direct_for(first: Any, backend: str | None) -> DeviceModule | None:
 
     Also None if the backend is unavailable: measuring the tensors then raises and tells the other ranks.
     """
-    if not isinstance(first, Tensor) or first.device.type not in COMPILED_FOR:
+    if not isinstance(first, Tensor):
+        return None
+    device_type = "cpu" if first.is_cpu else first.device.type  # the latter makes a new string
+    if device_type not in COMPILED_FOR:
         return None
     try:
-        return backends.resolve(backend, first.device.type).direct
+        return backends.resolve(backend, device_type).direct
     except (BackendUnavailableError, ValueError):
         return None
 

@@ -275,16 +275,15 @@ class Collector:
         """Loss, learning rate, loss scale and what the guard said: first those on the host, then those on a device."""
         on_host: dict[str, float] = {}
         on_device: dict[str, Tensor] = {}
-        named: list[tuple[str, Any]] = [("loss", loss), ("lr", lr)]
+        others: list[tuple[str, Any]] = []
         if lr is None and self._optimizer is not None:
             groups = self._optimizer.param_groups
-            first = groups[0].get("lr")
-            named[1] = ("lr", first)
-            for number, group in enumerate(groups):
-                rate = group.get("lr") if number else first
-                if rate is not first and (isinstance(rate, Tensor) or isinstance(first, Tensor) or rate != first):
-                    named.append((rate_name(number), rate))
-        for name, value in named:
+            lr = groups[0].get("lr")
+            for number in range(1, len(groups)):
+                rate = groups[number].get("lr")
+                if rate is not lr and (isinstance(rate, Tensor) or isinstance(lr, Tensor) or rate != lr):
+                    others.append((rate_name(number), rate))
+        for name, value in (("loss", loss), ("lr", lr), *others):
             if type(value) is float:
                 on_host[name] = value
             elif isinstance(value, Tensor):

@@ -22,24 +22,26 @@ class Hook:
 
     __torch_unserializable__ = True  # it is left out of saved tensors without a warning
 
-    def __init__(self, method: Callable[..., Any] | None = None, *first: Any) -> None:
+    def __init__(self, method: Any = None, *first: Any) -> None:
         self.on = True
-        self._method = None if method is None else weakref.WeakMethod(method)
+        # The two parts of the method: a `weakref.WeakMethod` would take longer to call.
+        self._owner = None if method is None else weakref.ref(method.__self__)
+        self._function: Any = None if method is None else method.__func__
         self._first = first
 
     def __call__(self, *arguments: Any) -> Any:
         # In this order: torch.compile must not depend on whether a hook is on.
         if torch.compiler.is_compiling() or not self.on or torch._C._is_tracing():
             return None
-        method = None if self._method is None else self._method()
-        if method is None:
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
             return None
         try:
-            return method(*self._first, *arguments)
+            return self._function(owner, *self._first, *arguments)
         except Exception:  # monitoring must not end the training
-            self._method = None
+            self._owner = None
             where = f" of {self._first[0]!r}" if self._first else ""
-            warn_of_failure(f"the hook {method.__qualname__}{where} failed and is not called again")
+            warn_of_failure(f"the hook {self._function.__qualname__}{where} failed and is not called again")
             return None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -35,9 +35,6 @@ _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 _COUNTS = {"nonfinite": 0.0, "missing": 0.0}
 _ABSENT = {**_COUNTS, "loss_nonfinite": 0.0}
 
-# Kinds of segments whose rows are not kept as they come: one has its own block, the other becomes numbers by name.
-_LOGGED_APART = ("gradient", "scalars")
-
 # Up to this many bytes, rows are kept unconverted: most are dropped before anyone asks for a series.
 _MAX_RAW_BYTES = 16 * 2**20
 
@@ -116,8 +113,9 @@ class StepLog:
         self._length, self._max_bytes, self._check_labels = length, max_bytes, check_labels
         self._last_tensors: dict[str, tuple[Any, Any, TensorSet | None]] = {}
         self._names: tuple[str, ...] = ()
-        # Segments that were measured together, and those that are neither gradients nor scalars, with their first rows.
-        self._split: tuple[list[Segment], list[tuple[Segment, int]]] = ([], [])
+        # Segments that were measured together last and the infos of their tensors, and from both, for each that has
+        # rows of its own: where they are, and of which tensors.
+        self._split: tuple[list[Segment], Sequence[TensorInfo], list[tuple[Segment, slice, TensorSet]]] = ([], (), [])
         self._reads_plain = True  # as `Rows.is_plain`, of the step that was read, as far as its total tells
         self._reserve(1, 0)
         self.clear()
@@ -167,27 +165,32 @@ class StepLog:
 
     def take(self, pending: Pending, review: Callable[[], None]) -> None:
         """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
-        names = pending.numbers[0].segments[0].names
-        is_other = names is not self._names and names != self._names
-        others: list[tuple[Segment, Floats, TensorSet]] = []
+        split, is_other, others = self._split, False, []
+        gradients: Any = None
         for numbers in pending.numbers:
-            if numbers.segments is not self._split[0]:
-                in_order = [(segment, start) for segment, start in numbers.split() if segment.kind not in _LOGGED_APART]
-                self._split = numbers.segments, in_order
-            for segment, start in self._split[1]:
-                rows = numbers.table()[start : start + segment.measured]
-                others.append((segment, rows, self._tensors_of(segment, numbers.infos, start)))
-                earlier = self._others.get(segment.kind)
-                is_other = is_other or (earlier is not None and earlier[-1][1].names != segment.names)
+            if numbers.segments is not split[0] or numbers.infos is not split[1]:
+                parts = [
+                    (segment, slice(start, start + segment.measured), self._tensors_of(segment, numbers.infos, start))
+                    for segment, start in numbers.split()
+                    if segment.kind != "scalars"  # they become numbers by name
+                ]
+                split = numbers.segments, numbers.infos, parts
+                is_other = is_other or any(self._is_other(segment) for segment, _, _ in parts)
+            for segment, at, tensors in split[2]:
+                if segment.kind == "gradient":
+                    gradients = tensors
+                else:
+                    others.append((segment, tensors, numbers.table()[at]))
         if is_other:
             review()
-        self._names = names
+        self._split, self._names = split, gradients.names
         self._is_plain = self._is_plain and self._reads_plain
         self.newest = pending
-        self._steps.append((pending.step, pending.scalars, self._add_gradients(pending)))
+        self._add_gradients(pending)
+        self._steps.append((pending.step, pending.scalars, gradients))
         if pending.observations:
             self.observations += pending.observations
-        for segment, rows, tensors in others:
+        for segment, tensors, rows in others:
             kind = segment.kind
             if kind == "label":
                 for name, row in zip(segment.names, rows, strict=True):
@@ -199,12 +202,19 @@ class StepLog:
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
+    def _is_other(self, segment: Segment) -> bool:
+        """Whether the tensors of a segment are not those of its kind that are held."""
+        if segment.kind == "gradient":
+            return segment.names is not self._names and segment.names != self._names
+        earlier = self._others.get(segment.kind)
+        return earlier is not None and earlier[-1][1].names != segment.names
+
     def _reserve(self, steps: int, tensors: int) -> None:
         """Makes memory for the rows of gradients. Each field is contiguous, since rules read one at a time."""
         self._block = torch.empty(_fields.COUNT, steps, tensors, dtype=torch.float64, device="cpu")
         self._gradient_rows: Floats = self._block.numpy().transpose(1, 2, 0)  # [steps, tensors, fields]
 
-    def _add_gradients(self, pending: Pending) -> TensorSet:
+    def _add_gradients(self, pending: Pending) -> None:
         """Adds the rows of gradients to those of earlier steps, while they are in the cache."""
         numbers, at = pending.numbers[0], len(self._steps)
         segment = numbers.segments[0]
@@ -218,7 +228,6 @@ class StepLog:
         table = None if helpers is None else numbers.tensor()
         if helpers is None or table is None or not helpers.by_field(table, self._block, at):
             _write(pending, self._gradient_rows[at])
-        return self._tensors_of(segment, numbers.infos, 0)
 
     def _tensors_of(self, segment: Segment, every: Sequence[TensorInfo], start: int) -> TensorSet:
         """The cached tensors of a segment, whose tensors begin at ``start`` in ``every``, the infos of all tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat import _fields
+from gradstat._core.host_copy import peek_interpreter_stack
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES, named_parameters_of
@@ -19,7 +21,7 @@ from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
-from gradstat.monitor.replay.step_state import in_backward, is_replaying
+from gradstat.monitor.replay.step_state import in_backward, replays
 from gradstat.monitor.segments import Segment
 
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -227,22 +229,18 @@ class KeptGradients:
 
     def _has_stepped(self, *_: Any) -> None:
         parameter = None if self._follows is None else self._follows()
+        gradient = None if parameter is None else parameter.grad
         self._was_kept = self._has_used and self._has_new
-        self._has_new = False
-        self._has_used = parameter is not None and parameter.grad is not None
-        self._note(parameter)
+        self._has_used, self._has_new = gradient is not None, False
+        self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def _has_accumulated(self, parameter: Tensor) -> None:
         gradient, last = parameter.grad, self._last
         assert gradient is not None
-        is_continued = last is not None and last[0]() is gradient and gradient._version == last[1] + 1
-        self._has_used = self._has_used and is_continued
-        self._has_new = True
-        self._note(parameter)
-
-    def _note(self, parameter: Tensor | None) -> None:
-        gradient = None if parameter is None else parameter.grad
-        self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
+        version = gradient._version
+        is_continued = last is not None and last[0]() is gradient and version == last[1] + 1
+        self._has_used, self._has_new = self._has_used and is_continued, True
+        self._last = weakref.ref(gradient), version
 
     def take(self) -> bool:
         """Whether the last step used gradients that contain those of an earlier one. False on a second call."""
@@ -287,7 +285,7 @@ class Inputs(_Switched):
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         """The hook of the model."""
-        if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying() or _in_transform():
+        if not module.training or not torch.is_grad_enabled() or in_backward() or replays or _in_transform():
             return
         self._passes += 1
         if self._passes > _MOST_PASSES:
@@ -298,23 +296,26 @@ class Inputs(_Switched):
             found = [(_FIRST, arguments[0])]
         else:
             found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
-        # What another model has computed is no data.
-        data = [(path, t) for path, t in found if t.is_leaf and is_plain(t) and not t.is_inference()]
-        names = tuple([path for path, _ in data])
-        if names != self._segment.names:  # else the same object, which need not be compared
-            self._segment = Segment("input", names)
-        self._tensors = [tensor for _, tensor in data]
-        self._versions = [tensor._version for tensor in self._tensors]
+        names, tensors, versions = [], [], []
+        for path, tensor in found:
+            # What another model has computed is no data.
+            if tensor.is_leaf and is_plain(tensor) and not tensor.is_inference():
+                names.append(path)
+                tensors.append(tensor)
+                versions.append(tensor._version)
+        if tuple(names) != self._segment.names:  # else the same object, which need not be compared
+            self._segment = Segment("input", tuple(names))
+        self._tensors, self._versions = tensors, versions
 
     def _take_last(self) -> tuple[Segment, list[Tensor]]:
         """What the last pass got, without tensors that were changed in place since."""
         segment, tensors, versions = self._segment, self._tensors, self._versions
         self._tensors, self._versions = [], []
+        if tensors and list(map(_version_of, tensors)) == versions:
+            return segment, tensors
         same = [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
-        if not tensors or not all(same):
-            kept = [(name, t) for name, t, is_same in zip(segment.names, tensors, same, strict=False) if is_same]
-            return Segment("input", tuple(name for name, _ in kept)), [tensor for _, tensor in kept]
-        return segment, tensors
+        kept = [(name, t) for name, t, is_same in zip(segment.names, tensors, same, strict=False) if is_same]
+        return Segment("input", tuple(name for name, _ in kept)), [tensor for _, tensor in kept]
 
     def _merge(self) -> None:
         """Measures what is kept, and merges its rows with those of earlier passes."""
@@ -358,13 +359,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _FIRST = "input[0]"
+_version_of = operator.attrgetter("_version")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.
 _MOST_PASSES = 64
 
 
 def _in_transform() -> bool:
     """Whether this is inside of ``torch.func``, whose tensors must not be kept."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 class Activations(_Switched):

@@ -230,6 +230,14 @@ def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
     return zip(window.steps.tolist(), window.scalars.get(name, np.empty(0)).tolist(), strict=name in window.scalars)
 
 
+def median(values: Any) -> float:
+    """As numpy's. The first call of that one imports numpy.ma, which takes a tenth of a second in a training step."""
+    ordered, middle = np.sort(values), len(values) // 2
+    if np.isnan(ordered[-1]):
+        return math.nan
+    return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
+
+
 def run_lengths(condition: Bools, lengths: Floats) -> Floats:
     """For how many rows in a row the ``condition`` has held for each tensor, in each of its rows, ``[m, n]``.
 

@@ -11,7 +11,7 @@ import numpy as np
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import LOGITS
 from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import Rule, StateChecks, is_texts
+from gradstat.monitor.rules.base import Rule, StateChecks, is_texts, median
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
@@ -194,7 +194,7 @@ class NoLearning(Rule):
             return
         inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
         scales = parameters.rms[0, judged] * np.sqrt(inputs)
-        self._scale = float(np.median(scales))
+        self._scale = median(scales)
         if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
             self._odd = [parameters.names[judged[int(scales.argmax())]]]
         name, step = parameters.names[judged[0]], int(parameters.steps[0])
@@ -214,7 +214,7 @@ class NoLearning(Rule):
 
     def _beginning(self, window: Window) -> Iterator[Finding]:
         """Judges the losses of the first steps."""
-        usual, first, soon = math.log(self._classes), abs(self._first[0]), float(np.median(np.abs(self._first)))
+        usual, first, soon = math.log(self._classes), abs(self._first[0]), median(np.abs(self._first))
         share = _certain(window)
         if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
@@ -231,14 +231,14 @@ class NoLearning(Rule):
         step = int(window.steps[row])
         half = self._recent[-_HALF:]
         if "negative" not in self._told and max(half) < min(0.0, *self._first[:_SOON]):
-            least = math.log(self._classes) + 2 * max(0.0, -float(np.median(self._first[:_SOON])))
-            if -float(np.median(half)) > least:
+            least = math.log(self._classes) + 2 * max(0.0, -median(self._first[:_SOON]))
+            if -median(half) > least:
                 text = f"the loss has fallen to {half[-1]:.4g}; that of a classifier has a lowest value, usually 0"
                 self._told.append("chance")
                 yield self._once("negative", step, "loss", text, "series", _SIGNS, loss=half[-1])
         if "chance" in self._told:
             return
-        now, chance = float(np.median(self._recent)), self._chance
+        now, chance = median(self._recent), self._chance
         if (
             self._grown > 3
             and now > self.flat_share * chance
@@ -250,7 +250,7 @@ class NoLearning(Rule):
             yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=now)
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
-        is_flat = self._classes >= 8 and float(np.median(self._first)) - now < self.flat * now
+        is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
         if now < self.flat_share * chance:
             self._told.append("chance")  # it has learned
         elif now >= self.share * chance or is_flat:

@@ -122,7 +122,7 @@ class LevelRule(Rule):
             return None
         means = np.convolve(older, np.ones(fresh) / fresh, "valid")
         moves = means[fresh:] - means[:-fresh]
-        largest = float(np.abs(moves - np.median(moves)).max())
+        largest = float(np.abs(moves - median(moves.tolist())).max())
         return (after - sign * shift, after) if shift > self.moves * largest else None
 
 

@@ -22,6 +22,7 @@ from gradstat.monitor.rules.base import (
     is_number,
     is_steps,
     is_texts,
+    median,
     run_lengths,
 )
 
@@ -370,7 +371,7 @@ class OverwrittenParameter(Rule):
             after = self._recent[len(self._recent) - 1 - (last - self._since) :][: self._until - self._since + 1]
             before = self._recent[: len(self._recent) - 1 - (last - self._since)][-self.before :]
             highest = max(before) if len(before) == self.before else math.inf
-            medians = [float(np.median(after[i - self.median : i])) for i in range(self.median, len(after) + 1)]
+            medians = [median(after[i - self.median : i]) for i in range(self.median, len(after) + 1)]
             if max(medians, default=-math.inf) > highest:
                 first, what = self._waiting[0], "loss" if signal == "loss" else "norm of the gradients"
                 text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
