@@ -40,7 +40,7 @@ from gradstat._core.parameters import (
     named_parameters_of,
     names_at,
 )
-from gradstat._core.tensors import by_device, is_distributed, to_device
+from gradstat._core.tensors import is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import StepMeasurement
@@ -346,7 +346,7 @@ class StepInBackward:
         missing = [i for i, p in enumerate(self._named.parameters) if self._measurements[i] is None and p.requires_grad]
         self._measurements = []
         self._gradients = Gradients([], None if len(measurements) == len(self._labels) else positions, missing)
-        rows = _concat(measurements)
+        rows = Measurement.joined([one.tables[0] for one in measurements], [one.infos[0] for one in measurements])
         if self._is_distributed:
             from gradstat._core.sharded import Sharded
 
@@ -517,12 +517,3 @@ def _measure_over_ranks(
 def _queue(callback: Callable[[], None]) -> None:
     """Queues a callback for the end of the backward pass, behind those already queued."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _concat(parts: list[Measurement]) -> Measurement:
-    """The rows of tensors that were measured one by one, joined into one table per device."""
-    tables = [part.tables[0] for part in parts]
-    groups = by_device(tables).values()
-    joined = [torch.cat([tables[i] for i in at]) for at in groups]
-    order = None if len(joined) == 1 else [i for at in groups for i in at]
-    return Measurement(joined, order, [part.infos[0] for part in parts])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from gradstat import _fields
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES, named_parameters_of
-from gradstat._core.tensors import TensorInfo, by_device, is_uninitialized, why_not_measured
+from gradstat._core.tensors import TensorInfo, is_uninitialized, why_not_measured
 from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
@@ -269,6 +269,34 @@ class _Switched:
             hook.on = on
 
 
+class _PassRows:
+    """Rows of tensors by name, each merged over the passes of a step in which it was measured."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def add(self, name: str, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Adds the rows of the ``tensors`` that one pass had under this name."""
+        info, numel = TensorInfo.of(tensors[0]), sum(tensor.numel() for tensor in tensors)
+        earlier = self._seen.get(name)
+        if earlier is not None and earlier[0].device == rows.device:
+            rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
+        if len(rows) > 1:
+            rows = _fields.merge(torch, rows)[None]
+            rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
+            info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
+        self._seen[name] = rows, info
+
+    def take(self, place: Callable[[str], int] | None = None) -> tuple[tuple[str, ...], Measurement]:
+        """The names, sorted by ``place``, and their rows since the last call."""
+        seen, self._seen = self._seen, {}
+        names = tuple(sorted(seen, key=place))
+        return names, Measurement.joined([seen[name][0] for name in names], [seen[name][1] for name in names])
+
+
 class Inputs(_Switched):
     """Keeps the floating inputs of a model's last forward pass in training, while ``on``, until they are taken.
 
@@ -282,7 +310,7 @@ class Inputs(_Switched):
         self._segment = Segment("input", ())
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
-        self._earlier: dict[str, tuple[Tensor, TensorInfo]] = {}  # merged rows of earlier passes
+        self._earlier = _PassRows()
         self._passes = 0
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
@@ -324,13 +352,7 @@ class Inputs(_Switched):
         with torch.no_grad():
             rows = stats(tensors, backend=self._backend)
             for path, tensor, row in zip(segment.names, tensors, rows.split(1), strict=True):
-                info, earlier = TensorInfo.of(tensor), self._earlier.get(path)
-                if earlier is not None and earlier[0].device == row.device:
-                    row = _fields.merge(torch, torch.cat([earlier[0], row]))[None]
-                    numel = earlier[1].shape.numel() + tensor.numel()
-                    row[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
-                    info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
-                self._earlier[path] = row, info
+                self._earlier.add(path, row, [tensor])
 
     def take(self) -> tuple[Segment, list[Tensor], Measurement | None]:
         """The inputs since the last call: tensors of a single pass, or without tensors measured rows of several."""
@@ -338,17 +360,12 @@ class Inputs(_Switched):
         if not self._earlier:
             return *self._take_last(), None
         self._merge()
-        seen, self._earlier = self._earlier, {}
-        names = sorted(seen)
-        rows, infos = zip(*(seen[name] for name in names), strict=True)
-        groups = by_device(rows).values()
-        order = [i for positions in groups for i in positions] if len(groups) > 1 else None
-        tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
-        return Segment("input", tuple(names)), [], Measurement(tables, order, list(infos))
+        names, measured = self._earlier.take()
+        return Segment("input", names), [], measured
 
     def forget(self) -> None:
         """Drops what is kept."""
-        self._tensors, self._versions, self._earlier, self._passes = [], [], {}, 0
+        self._tensors, self._versions, self._earlier, self._passes = [], [], _PassRows(), 0
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -372,7 +389,7 @@ class Activations(_Switched):
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
         self._backend = backend
-        self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
+        self._seen = _PassRows()
         hooks = {
             Hook(self.measure, name): module
             for name, module in model.named_modules()
@@ -387,28 +404,12 @@ class Activations(_Switched):
         if not tensors:
             return
         with torch.no_grad():
-            rows = stats([tensor.detach() for tensor in tensors], backend=self._backend)
-            info = TensorInfo.of(tensors[0])
-            numel = sum(tensor.numel() for tensor in tensors)
-            earlier = self._seen.get(name)
-            if earlier is not None:
-                rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
-            if len(rows) > 1:
-                rows = _fields.merge(torch, rows)[None]
-                rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
-                info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
-            self._seen[name] = rows, info
+            self._seen.add(name, stats([tensor.detach() for tensor in tensors], backend=self._backend), tensors)
 
     def take(self) -> tuple[Segment, Measurement]:
         """The rows measured since the last call."""
-        seen, self._seen = self._seen, {}
-        names = sorted(seen, key=self._order.__getitem__)
-        rows = [seen[name][0] for name in names]
-        groups = by_device(rows).values()
-        tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
-        order = [i for positions in groups for i in positions] if len(tables) > 1 else None
-        infos = [seen[name][1] for name in names]
-        return Segment("activation", tuple(names)), Measurement(tables, order, infos)
+        names, measured = self._seen.take(self._order.__getitem__)
+        return Segment("activation", names), measured
 
 
 class Outputs(_Switched):
