@@ -34,6 +34,7 @@ from gradstat._core.parameters import (
     Gradients,
     Labels,
     NamedParameters,
+    as_list,
     gradients_of,
     labels_of,
     named_by,
@@ -442,7 +443,7 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     listed = list(model)
     if not any(isinstance(item, dict) for item in listed):
         return [{"params": listed}]
-    return [{**group, "params": _as_list(group["params"])} for group in listed]
+    return [{**group, "params": as_list(group["params"])} for group in listed]
 
 
 def _refuse_reducers(named: NamedParameters) -> None:
@@ -463,10 +464,6 @@ def _refuse_reducers(named: NamedParameters) -> None:
                     f"{named.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks only after "
                     f"this rank would have stepped with its own; {_REMEDY}"
                 )
-
-
-def _as_list(parameters: Any) -> list[Any]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tensor], options: dict[str, Any]) -> bool:

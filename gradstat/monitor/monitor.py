@@ -782,9 +782,6 @@ class Monitor:
                 self._pending.clear()  # their numbers cannot be waited for
             self._end("nothing referred to the monitor any more")
 
-    def _renew_lock(self) -> None:
-        self._lock = threading.RLock()
-
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
             "a Monitor has hooks on its model, so neither it nor a module that has it can be copied or pickled; "

@@ -202,11 +202,7 @@ class Replayer:
     """Keeps what a replay of the newest step needs, including the batch if the function takes one."""
 
     def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer | None,
-        scaler: Any,
-        step_fn: Callable[..., Any] | None,
+        self, model: Module, optimizer: Optimizer | None, scaler: Any, step_fn: Callable[..., Any] | None
     ) -> None:
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
         self._step_fn = step_fn
