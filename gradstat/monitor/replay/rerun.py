@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import named_parameters_of
 from gradstat.monitor.replay.culprit import Culprit, Phase
-from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
-from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
+from gradstat.monitor.replay.nonfinite_mode import LeafHooks, NonfiniteMode
 from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replays
 from gradstat.monitor.replay.taint import Origin, first, is_nonfinite, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
