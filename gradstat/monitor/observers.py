@@ -264,7 +264,6 @@ class _Switched:
         self.switch(on)
 
     def switch(self, on: bool) -> None:
-        """Switches the hooks on or off."""
         for hook in self._hooks:
             hook.on = on
 
@@ -314,7 +313,6 @@ class Inputs(_Switched):
         self._passes = 0
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        """The hook of the model."""
         if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying() or _in_transform():
             return
         self._passes += 1
@@ -364,7 +362,6 @@ class Inputs(_Switched):
         return Segment("input", names), [], measured
 
     def forget(self) -> None:
-        """Drops what is kept."""
         self._tensors, self._versions, self._earlier, self._passes = [], [], _PassRows(), 0
 
 
@@ -399,7 +396,6 @@ class Activations(_Switched):
         self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
     def measure(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """The hook of the module ``name``."""
         tensors = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
         if not tensors:
             return
@@ -407,7 +403,6 @@ class Activations(_Switched):
             self._seen.add(name, stats([tensor.detach() for tensor in tensors], backend=self._backend), tensors)
 
     def take(self) -> tuple[Segment, Measurement]:
-        """The rows measured since the last call."""
         names, measured = self._seen.take(self._order.__getitem__)
         return Segment("activation", names), measured
 
@@ -426,7 +421,6 @@ class Outputs(_Switched):
         super().__init__({hook: hook_forward(model, hook)}, on=False)
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """The hook of the model."""
         logits = getattr(output, "logits", output)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():
@@ -447,7 +441,6 @@ class Outputs(_Switched):
             logits.register_hook(Hook(self.measure_gradient, activation))
 
     def measure_gradient(self, activation: Tensor, gradient: Tensor) -> None:
-        """The hook of the logits."""
         if not self._hooks[0].on or not is_plain(gradient):
             return
         with torch.no_grad():

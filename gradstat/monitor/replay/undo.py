@@ -36,7 +36,6 @@ class Undo:
             self._protected.setdefault(key, []).append(tensor)
 
     def copy(self, tensor: Tensor) -> None:
-        """Copies ``tensor`` now, if it was not copied yet."""
         if id(tensor) not in self._copies:
             with torch.no_grad():
                 self._copies[id(tensor)] = tensor, tensor.detach().clone()
