@@ -34,13 +34,14 @@ from gradstat._core.parameters import (
     Gradients,
     Labels,
     NamedParameters,
+    as_list,
     gradients_of,
     labels_of,
     named_by,
     named_parameters_of,
     names_at,
 )
-from gradstat._core.tensors import by_device, is_distributed, to_device
+from gradstat._core.tensors import is_distributed, to_device
 from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import StepMeasurement
@@ -346,7 +347,7 @@ class StepInBackward:
         missing = [i for i, p in enumerate(self._named.parameters) if self._measurements[i] is None and p.requires_grad]
         self._measurements = []
         self._gradients = Gradients([], None if len(measurements) == len(self._labels) else positions, missing)
-        rows = _concat(measurements)
+        rows = Measurement.joined([one.tables[0] for one in measurements], [one.infos[0] for one in measurements])
         if self._is_distributed:
             from gradstat._core.sharded import Sharded
 
@@ -442,7 +443,7 @@ def _groups_of(model: Module | Iterable[Any]) -> list[dict[str, Any]]:
     listed = list(model)
     if not any(isinstance(item, dict) for item in listed):
         return [{"params": listed}]
-    return [{**group, "params": _as_list(group["params"])} for group in listed]
+    return [{**group, "params": as_list(group["params"])} for group in listed]
 
 
 def _refuse_reducers(named: NamedParameters) -> None:
@@ -463,10 +464,6 @@ def _refuse_reducers(named: NamedParameters) -> None:
                     f"{named.names()[i]!r} is in a {kind.__name__}, which reduces its gradient over ranks only after "
                     f"this rank would have stepped with its own; {_REMEDY}"
                 )
-
-
-def _as_list(parameters: Any) -> list[Any]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 def _can_be_fused(kind: Any, groups: list[dict[str, Any]], parameters: list[Tensor], options: dict[str, Any]) -> bool:
@@ -517,12 +514,3 @@ def _measure_over_ranks(
 def _queue(callback: Callable[[], None]) -> None:
     """Queues a callback for the end of the backward pass, behind those already queued."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _concat(parts: list[Measurement]) -> Measurement:
-    """The rows of tensors that were measured one by one, joined into one table per device."""
-    tables = [part.tables[0] for part in parts]
-    groups = by_device(tables).values()
-    joined = [torch.cat([tables[i] for i in at]) for at in groups]
-    order = None if len(joined) == 1 else [i for at in groups for i in at]
-    return Measurement(joined, order, [part.infos[0] for part in parts])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradstat._core import announce, norms
-from gradstat._core.measure import direct_for, is_fused, norm_of, resolve_for
+from gradstat._core.measure import direct_for, is_fused, kernels_for, norm_of
 from gradstat._core.native import DeviceModule, operators
 from gradstat._core.parameters import as_list, gradients_to_clip, require_foreach
 from gradstat._core.tensors import (
@@ -265,7 +265,7 @@ def scale_gradients_(gradients: list[Tensor], multiplier: Tensor, name_of: NameO
 def scale_everywhere_(targets: list[Tensor], multiplier: Tensor, name_of: NameOf, backend: str | None) -> None:
     """Scales tensors from `writable`, on any devices. Views that are not dense are copied, scaled and copied back."""
     groups = by_device(targets)
-    kernels = {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
+    kernels = kernels_for(groups, backend, name_of)
     for device, at in groups.items():
         with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
             kernels[device].scale_(dense, to_device(multiplier, device))

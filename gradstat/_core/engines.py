@@ -32,7 +32,6 @@ class FlatShard:
 
     @property
     def device(self) -> torch.device:
-        """The device of the memory."""
         return self._local_tensor.device
 
 
@@ -44,7 +43,6 @@ class _Wrapper:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The wrapped module."""
         inner: torch.nn.Module = self.engine.module
         return inner
 

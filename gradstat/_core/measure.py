@@ -126,8 +126,7 @@ def norm_of(
         )
     if not is_over_ranks and not is_fused(tensors, norm_type):
         plain = readable(tensors, name_of, in_place)
-        for device, at in by_device(plain).items():
-            resolve_for(backend, device.type, name_of, at[0])  # only to raise if the backend is unavailable
+        kernels_for(by_device(plain), backend, name_of)  # only to raise if the backend is unavailable
         return _norm_of_norms(plain, norm_type)
     measured = measure(
         tensors,
@@ -235,6 +234,13 @@ def resolve_for(backend: str | None, device_type: str, name_of: NameOf, i: int) 
         if isinstance(error, StaleExtensionError):
             raise
         raise BackendUnavailableError(f"{error} ({name_of(i)!r} is on a device of type {device_type!r})") from error
+
+
+def kernels_for(
+    groups: dict[torch.device, list[int]], backend: str | None, name_of: NameOf
+) -> dict[torch.device, Kernels]:
+    """The kernels for tensors grouped by `by_device`; errors as of `resolve_for`."""
+    return {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
 
 
 def infos_of(tensors: Sequence[Tensor], signature: int | None) -> Sequence[TensorInfo]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._core.host_copy import HostCopy
 from gradstat._core.norms import Decision
-from gradstat._core.tensors import TensorInfo, to_device
+from gradstat._core.tensors import TensorInfo, by_device, to_device
 
 _NAN_COUNT = _fields.INDEX["nan_count"]
 _DEGREES = np.array(_fields.DEGREES, dtype=np.float64)
@@ -32,6 +32,13 @@ class Measurement(NamedTuple):
     # 0-d float64: ranks that could not measure, Inf if ranks have other tensors; None if no tensor is distributed.
     failed: Tensor | None = None
     decision: Decision | None = None  # the decision about a step, if one was requested
+
+    @classmethod
+    def joined(cls, rows: Sequence[Tensor], infos: Sequence[TensorInfo]) -> Measurement:
+        """The rows, ``[1, fields]`` each, of tensors that were measured one by one, in one table per device."""
+        groups = by_device(rows).values()
+        order = [i for at in groups for i in at] if len(groups) > 1 else None
+        return cls([torch.cat([rows[i] for i in at]) for at in groups], order, infos)
 
     def table(self) -> Tensor:
         """One table in the order of the tensors, on the first one's device."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.machinery
+import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -193,12 +194,9 @@ def _load(name: str) -> Any:
     check_fingerprint(module.fingerprint(), path)
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is not None:  # older torch lacks it, and every call then takes the slow path
-        module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, _is_sparse)
+        is_sparse = operator.attrgetter("is_sparse")
+        module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, is_sparse)
     return module
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return tensor.is_sparse
 
 
 def _register_fakes() -> None:

@@ -57,7 +57,6 @@ class Saved:
             Saved(numbers[at].item(), place).refuse(expected)
 
     def refuse(self, expected: str) -> NoReturn:
-        """Raises ValueError."""
         value = self.value
         if isinstance(value, Tensor):
             shown = f"a tensor of {value.dtype}, {value.layout} and shape {tuple(value.shape)} on {value.device}"

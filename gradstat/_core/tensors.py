@@ -130,7 +130,8 @@ def _refuse_fake_mode() -> None:
 def _strided(tensor: Any, name_of: NameOf, i: int) -> Tensor:
     """The tensor without wrappers, checked for everything that kernels need except density and sparsity."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected a tensor for {name_of(i)!r}, got {_type_name(tensor)}")
+        got = "None" if tensor is None else f"an object of type {type(tensor).__name__}"
+        raise TypeError(f"expected a tensor for {name_of(i)!r}, got {got}")
     local = shard_of(tensor)
     refusal = _refusal(local)
     if refusal is not None:
@@ -311,10 +312,6 @@ def _overlaps(tensor: Tensor) -> bool:
 
 def _describe(name: str, tensor: Tensor) -> str:
     return f"{name!r} (dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device})"
-
-
-def _type_name(value: object) -> str:
-    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def refuse_distributed(tensors: Sequence[Tensor], name_of: NameOf) -> None:

@@ -26,8 +26,6 @@ from gradstat.guard import SpikeGuard
 
 
 class SkipRequest(NamedTuple):
-    """A wish to skip the coming step."""
-
     flag: Tensor  # 0-d float32 on the device: 1 to skip, else 0
     guard: SpikeGuard | None = None  # the guard that has judged the step, if one has
     reason: Tensor | None = None  # and why, as in `norms.REASON`

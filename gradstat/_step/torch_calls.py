@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from gradstat._core import announce
 from gradstat._core.parameters import as_list
 from gradstat._step import decision
 from gradstat.patch import Layer, lock
+
+_T = TypeVar("_T")
 
 _clips: list[Layer] = []
 _layers: list[Layer] = []  # of scalers
@@ -92,17 +94,18 @@ def losses_scaled_by(scaler: object) -> list[Tensor]:
 
 
 def _wrap_scalers(kind: type[GradScaler]) -> None:
-    for each in _with_subclasses(kind):
+    for each in with_subclasses(kind):
         if each not in _scaler_kinds:
             _scaler_kinds.add(each)
             methods = {"unscale_": _unscale, "step": _step, "scale": _scale}
             _layers.extend(Layer(each, name, method) for name, method in methods.items() if name in each.__dict__)
 
 
-def _with_subclasses(kind: type[GradScaler]) -> Iterator[type[GradScaler]]:
+def with_subclasses(kind: type[_T]) -> Iterator[type[_T]]:
+    """The class, and all that are derived from it."""
     yield kind
     for derived in kind.__subclasses__():
-        yield from _with_subclasses(derived)
+        yield from with_subclasses(derived)
 
 
 def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:

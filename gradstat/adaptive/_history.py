@@ -28,7 +28,6 @@ class MethodState(NamedTuple):
 
 
 def size(window: int, of_method: MethodState) -> int:
-    """The length of the state tensor."""
     return _TOTALS + 1 + window + of_method.length
 
 

@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradstat._core.backends import Kernels
-from gradstat._core.measure import direct_for, resolve_for
-from gradstat._core.tensors import (
-    NameOf,
-    by_device,
-    contiguous_for_update,
-    is_dense,
-    readable,
-    to_device,
-    writable,
-)
+from gradstat._core.measure import direct_for, kernels_for, resolve_for
+from gradstat._core.measurement import Measurement
+from gradstat._core.tensors import NameOf, by_device, contiguous_for_update, is_dense, readable, to_device, writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
 
@@ -186,26 +178,17 @@ class AGC(TensorClip):
     ) -> Tensor:
         targets = writable(gradients, name_of)
         weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
-        first = targets[0].device
         groups = by_device(targets)
-        kernels = _kernels_for(groups, backend, name_of)
-        units = [kernels[device].unit_stats([targets[i] for i in at]) for device, at in groups.items()]
-        of_weights = [kernels[device].unit_stats([weights[i] for i in at]) for device, at in groups.items()]
-        decided = self._decide(kernels[first], _concat(units, first), _concat(of_weights, first), unscale_by, skip)
-        multipliers = decided[:-1].split([len(table) for table in units])
+        kernels = kernels_for(groups, backend, name_of)
+        units, of_weights = (
+            Measurement([kernels[device].unit_stats([those[i] for i in at]) for device, at in groups.items()], None, ())
+            for those in (targets, weights)
+        )
+        decided = self._decide(kernels[targets[0].device], units.summands(), of_weights.summands(), unscale_by, skip)
+        multipliers = decided[:-1].split([len(table) for table in units.tables])
         for (device, at), of_device in zip(groups.items(), multipliers, strict=True):
             kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))
         return decided[-1]
-
-
-def _concat(tables: list[Tensor], device: torch.device) -> Tensor:
-    return tables[0] if len(tables) == 1 else torch.cat([to_device(table, device) for table in tables])
-
-
-def _kernels_for(
-    groups: dict[torch.device, list[int]], backend: str | None, name_of: NameOf
-) -> dict[torch.device, Kernels]:
-    return {device: resolve_for(backend, device.type, name_of, at[0]) for device, at in groups.items()}
 
 
 def _scale_each_(gradients: list[Tensor], multipliers: Tensor, backend: str | None, name_of: NameOf) -> None:
@@ -215,7 +198,7 @@ def _scale_each_(gradients: list[Tensor], multipliers: Tensor, backend: str | No
         return
     targets = writable(gradients, name_of)
     groups = by_device(targets)
-    kernels = _kernels_for(groups, backend, name_of)
+    kernels = kernels_for(groups, backend, name_of)
     for device, at in groups.items():
         of_device = multipliers
         if len(groups) > 1:

@@ -33,8 +33,6 @@ GPT2 = Size(layers=12, width=768, heads=12, context=1024, batch=4, vocabulary=50
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
-
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads

@@ -190,7 +190,6 @@ class _Outcome:
 def _outcomes(
     ranks: Ranks, clip: Callable[..., Any], name: str, cases: list[_Case], limit: float
 ) -> list[list[_Outcome]]:
-    """The outcome on each rank, for each case."""
     try:
         on_ranks = ranks.run(WORLD, _on_rank, clip, name, cases, timeout=10 * limit, limit=limit)
     except LostRankError as error:

@@ -42,7 +42,6 @@ class Snapshots:
             self._good, self._next = self._next, None
 
     def clear(self) -> None:
-        """Drops all snapshots."""
         self._good = self._next = None
 
     def restore(self) -> int | None:

@@ -72,12 +72,7 @@ def check_policies(policies: PolicyTable, optimizer: object, replay: object) -> 
 
 
 def check_engine_options(
-    engine: Engine,
-    optimizer: object,
-    guard: object,
-    policies: PolicyTable,
-    replay: object,
-    watch: Mapping[str, int],
+    engine: Engine, optimizer: object, guard: object, policies: PolicyTable, replay: object, watch: Mapping[str, int]
 ) -> None:
     """Refuses what an engine does by itself: TypeError for an optimizer, NotImplementedError for other options."""
     chosen = [policy for policy in ("skip", "rollback", "replay") if policies.uses(policy)]

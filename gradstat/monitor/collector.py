@@ -47,7 +47,6 @@ class Pending(NamedTuple):
     observations: list[Observation]  # what is known without reading numbers
 
     def kinds(self) -> set[str]:
-        """The kinds of tensors that were measured."""
         return {segment.kind for numbers in self.numbers for segment in numbers.segments}
 
 
@@ -200,7 +199,6 @@ class Collector:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether losses are scaled."""
         if self._engine is not None:
             return self._engine.loss_scale is not None
         return self.scaler is not None and bool(self.scaler.is_enabled())

@@ -501,7 +501,6 @@ class Monitor:
         self._act()
 
     def _take_findings(self) -> list[Finding]:
-        """Takes the findings that were not acted on yet."""
         with self._lock:
             findings, self._to_act_on = self._to_act_on, []
         return findings
@@ -519,7 +518,6 @@ class Monitor:
             self._run_rules()
 
     def _run_rules(self) -> None:
-        """Runs all rules on the steps since the last review."""
         if self._log.is_empty:
             return
         collector = self._collector

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from gradstat._core.host_copy import peek_interpreter_stack
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES, named_parameters_of
-from gradstat._core.tensors import TensorInfo, by_device, is_uninitialized, why_not_measured
+from gradstat._core.tensors import TensorInfo, is_uninitialized, why_not_measured
 from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
@@ -262,9 +262,36 @@ class _Switched:
         self.switch(on)
 
     def switch(self, on: bool) -> None:
-        """Switches the hooks on or off."""
         for hook in self._hooks:
             hook.on = on
+
+
+class _PassRows:
+    """Rows of tensors by name, each merged over the passes of a step in which it was measured."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def add(self, name: str, rows: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Adds the rows of the ``tensors`` that one pass had under this name."""
+        info, numel = TensorInfo.of(tensors[0]), sum(tensor.numel() for tensor in tensors)
+        earlier = self._seen.get(name)
+        if earlier is not None and earlier[0].device == rows.device:
+            rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
+        if len(rows) > 1:
+            rows = _fields.merge(torch, rows)[None]
+            rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
+            info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
+        self._seen[name] = rows, info
+
+    def take(self, place: Callable[[str], int] | None = None) -> tuple[tuple[str, ...], Measurement]:
+        """The names, sorted by ``place``, and their rows since the last call."""
+        seen, self._seen = self._seen, {}
+        names = tuple(sorted(seen, key=place))
+        return names, Measurement.joined([seen[name][0] for name in names], [seen[name][1] for name in names])
 
 
 class Inputs(_Switched):
@@ -280,11 +307,10 @@ class Inputs(_Switched):
         self._segment = Segment("input", ())
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
-        self._earlier: dict[str, tuple[Tensor, TensorInfo]] = {}  # merged rows of earlier passes
+        self._earlier = _PassRows()
         self._passes = 0
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        """The hook of the model."""
         if not module.training or not torch.is_grad_enabled() or in_backward() or replays or _in_transform():
             return
         self._passes += 1
@@ -325,13 +351,7 @@ class Inputs(_Switched):
         with torch.no_grad():
             rows = stats(tensors, backend=self._backend)
             for path, tensor, row in zip(segment.names, tensors, rows.split(1), strict=True):
-                info, earlier = TensorInfo.of(tensor), self._earlier.get(path)
-                if earlier is not None and earlier[0].device == row.device:
-                    row = _fields.merge(torch, torch.cat([earlier[0], row]))[None]
-                    numel = earlier[1].shape.numel() + tensor.numel()
-                    row[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
-                    info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
-                self._earlier[path] = row, info
+                self._earlier.add(path, row, [tensor])
 
     def take(self) -> tuple[Segment, list[Tensor], Measurement | None]:
         """The inputs since the last call: tensors of a single pass, or without tensors measured rows of several."""
@@ -339,17 +359,11 @@ class Inputs(_Switched):
         if not self._earlier:
             return *self._take_last(), None
         self._merge()
-        seen, self._earlier = self._earlier, {}
-        names = sorted(seen)
-        rows, infos = zip(*(seen[name] for name in names), strict=True)
-        groups = by_device(rows).values()
-        order = [i for positions in groups for i in positions] if len(groups) > 1 else None
-        tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
-        return Segment("input", tuple(names)), [], Measurement(tables, order, list(infos))
+        names, measured = self._earlier.take()
+        return Segment("input", names), [], measured
 
     def forget(self) -> None:
-        """Drops what is kept."""
-        self._tensors, self._versions, self._earlier, self._passes = [], [], {}, 0
+        self._tensors, self._versions, self._earlier, self._passes = [], [], _PassRows(), 0
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -374,7 +388,7 @@ class Activations(_Switched):
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
         self._backend = backend
-        self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
+        self._seen = _PassRows()
         hooks = {
             Hook(self.measure, name): module
             for name, module in model.named_modules()
@@ -384,33 +398,15 @@ class Activations(_Switched):
         self._order = {name: i for i, (name, _) in enumerate(model.named_modules())}
 
     def measure(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """The hook of the module ``name``."""
         tensors = [t for _, t in tensors_in(output, "") if measurable(t) and t.numel()]
         if not tensors:
             return
         with torch.no_grad():
-            rows = stats([tensor.detach() for tensor in tensors], backend=self._backend)
-            info = TensorInfo.of(tensors[0])
-            numel = sum(tensor.numel() for tensor in tensors)
-            earlier = self._seen.get(name)
-            if earlier is not None:
-                rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
-            if len(rows) > 1:
-                rows = _fields.merge(torch, rows)[None]
-                rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
-                info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
-            self._seen[name] = rows, info
+            self._seen.add(name, stats([tensor.detach() for tensor in tensors], backend=self._backend), tensors)
 
     def take(self) -> tuple[Segment, Measurement]:
-        """The rows measured since the last call."""
-        seen, self._seen = self._seen, {}
-        names = sorted(seen, key=self._order.__getitem__)
-        rows = [seen[name][0] for name in names]
-        groups = by_device(rows).values()
-        tables = [torch.cat([rows[i] for i in positions]) for positions in groups]
-        order = [i for positions in groups for i in positions] if len(tables) > 1 else None
-        infos = [seen[name][1] for name in names]
-        return Segment("activation", tuple(names)), Measurement(tables, order, infos)
+        names, measured = self._seen.take(self._order.__getitem__)
+        return Segment("activation", names), measured
 
 
 class Outputs(_Switched):
@@ -427,7 +423,6 @@ class Outputs(_Switched):
         super().__init__({hook: hook_forward(model, hook)}, on=False)
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """The hook of the model."""
         logits = getattr(output, "logits", output)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():
@@ -448,7 +443,6 @@ class Outputs(_Switched):
             logits.register_hook(Hook(self.measure_gradient, activation))
 
     def measure_gradient(self, activation: Tensor, gradient: Tensor) -> None:
-        """The hook of the logits."""
         if not self._hooks[0].on or not is_plain(gradient):
             return
         with torch.no_grad():

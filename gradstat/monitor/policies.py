@@ -50,7 +50,6 @@ class PolicyTable:
                 self._by["warning"] = ("record",)
 
     def of(self, finding: Finding) -> tuple[Policy, ...]:
-        """The policies for a finding."""
         return self._by.get(finding.rule, self._by[finding.severity])
 
     def uses(self, policy: str) -> bool:

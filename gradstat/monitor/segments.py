@@ -33,7 +33,6 @@ class Segment(NamedTuple):
 
     @property
     def measured(self) -> int:
-        """Number of measured tensors."""
         return len(self.names if self.positions is None else self.positions)
 
 

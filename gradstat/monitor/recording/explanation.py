@@ -139,6 +139,5 @@ def _module_of(name: str) -> str:
 
 
 def _shared(modules: Sequence[str]) -> list[str]:
-    """The levels that the names have in common."""
     levels = zip(*(module.split(".") for module in modules), strict=False)
     return [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]

@@ -22,7 +22,6 @@ from gradstat.monitor.recording.file import load, opened, write
 from gradstat.monitor.recording.golden_comparison import Deviation, GoldenComparison
 from gradstat.monitor.recording.golden_statistics import (
     NOISE_OF_HALF,
-    PACKED,
     Averages,
     Floats,
     Group,
@@ -35,11 +34,9 @@ from gradstat.monitor.recording.golden_statistics import (
     inflation_of,
     noise_cells,
     noise_in,
-    packed,
     places,
     rounded,
     taken,
-    unpacked,
     window_starts,
 )
 from gradstat.monitor.recording.page_data import GoldenBands
@@ -297,7 +294,8 @@ class Golden:
         for i, of_kind in enumerate(self._sizes.values()):
             arrays[f"tensors/{i}/numel"] = np.array(list(of_kind.values()), "<i8")
         for i, group in enumerate(self._groups.values()):
-            arrays |= {f"groups/{i}/{name}": array for name, array in packed(group).items()}
+            for name, values in (("mean", group.mean), ("scale", group.scale)):  # windows in sequence compress better
+                arrays[f"groups/{i}/{name}"] = np.ascontiguousarray(values.T, "<f8")
         return write(path, FORMAT, VERSION, header, arrays)
 
     @classmethod
@@ -330,9 +328,14 @@ class Golden:
             sizes[kind] = dict(zip(names, numel.tolist(), strict=True))
         for i, entry in enumerate(header["groups"]):
             kind, feature = archive.texts([entry["kind"], entry["feature"]])
-            shape = len(starts) - 1, len(sizes.get(kind, [kind]))
-            arrays = {name: reader.array(f"groups/{i}/{name}", dtype) for name, dtype in PACKED.items()}
-            groups[kind, feature] = unpacked(arrays, shape, float(entry["freedom"]), float(entry["limit"]))
+            mean, scale = (reader.array(f"groups/{i}/{name}", "<f8").T for name in ("mean", "scale"))
+            windows, count = len(starts) - 1, len(sizes.get(kind, [kind]))
+            if not mean.shape == scale.shape == (windows, count):
+                raise ValueError(f"its groups have other shapes than {windows} windows of {count} tensors")
+            freedom, limit = float(entry["freedom"]), float(entry["limit"])
+            if not (freedom >= 1 and limit > 0) or (scale <= 0).any():
+                raise ValueError(f"a group has {freedom} degrees of freedom, a limit of {limit} or a scale of 0")
+            groups[kind, feature] = Group(mean, scale, freedom, limit)
         return cls(runs, starts, sizes, groups, archive.texts(header["left_out"]), dict(header["meta"]))
 
     def __repr__(self) -> str:

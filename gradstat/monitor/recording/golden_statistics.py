@@ -64,6 +64,7 @@ _TINY = 1e-30
 # 16 bits.
 _NOISE = 1e-5
 NOISE_OF_HALF = 1e-2
+_FINE = 16  # parts of an octave, and of a scale, that numbers in a file are rounded to
 
 
 def window_starts(steps: int) -> npt.NDArray[np.int64]:
@@ -282,42 +283,11 @@ def normal_deviate(t: Floats, freedom: float) -> Floats:
     return result
 
 
-# The dtypes of a group in a file, where it is rounded: scales to a sixteenth octave, means to a part of the smallest
-# scale of their tensor, and there stored as differences of neighbouring windows, by byte, to compress well.
-PACKED = {"unit": "<i2", "scale": "<i2", "mean": "|u1"}
-_FINE = 16
-_UNKNOWN = -(1 << 15)
-
-
-def packed(group: Group) -> dict[str, npt.NDArray[Any]]:
-    """The mean and the scale of a group as integers."""
-    known = np.isfinite(group.scale) & np.isfinite(group.mean)
-    scale = np.where(known, np.round(_FINE * np.log2(np.where(known, group.scale, 1.0))), _UNKNOWN).astype("<i2")
-    smallest = np.where(known.any(0), np.where(known, scale, -_UNKNOWN - 1).min(0), 0)
-    unit = (smallest // _FINE - round(math.log2(_FINE))).astype("<i2")
-    steps = np.round(np.where(known, group.mean, 0.0) * np.exp2(-unit.astype(np.float64))).astype("<i8")
-    steps = np.diff(steps, axis=0, prepend=np.zeros_like(steps[:1])).T.reshape(-1)
-    mean = np.ascontiguousarray(steps.view(np.uint8).reshape(-1, 8).T)
-    return {"unit": unit, "scale": np.ascontiguousarray(scale.T), "mean": mean}
-
-
 def rounded(group: Group) -> Group:
-    """As a file holds it."""
-    return unpacked(packed(group), group.mean.shape, group.freedom, group.limit)
-
-
-def unpacked(arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, ...], freedom: float, limit: float) -> Group:
-    """The inverse of `packed`, up to rounding; ValueError if the arrays are not of this shape."""
-    windows, count = shape
-    unit, scale, mean = (arrays[name] for name in PACKED)
-    if unit.shape != (count,) or scale.shape != (count, windows) or mean.shape != (8, count * windows):
-        raise ValueError(f"its groups have other shapes than {windows} windows of {count} tensors")
-    if not (freedom >= 1 and limit > 0):
-        raise ValueError(f"a group has {freedom} degrees of freedom and a limit of {limit}")
-    steps = np.ascontiguousarray(mean.T).view("<i8").reshape(count, windows).cumsum(1).T
-    known = scale.T != _UNKNOWN
-    scales = np.where(known, np.exp2(scale.T / _FINE), np.nan)
-    return Group(np.where(known, steps * np.exp2(unit.astype(np.float64)), np.nan), scales, freedom, limit)
+    """The group with few digits, so that a file of it is small: its mean to a part of each tensor's smallest scale."""
+    scale = np.exp2(np.round(_FINE * np.log2(group.scale)) / _FINE)
+    unit = np.exp2(np.floor(np.log2(np.fmin.reduce(scale, 0)))) / _FINE
+    return replace(group, mean=np.round(group.mean / unit) * unit, scale=scale)
 
 
 def fitted(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Floats]) -> dict[Key, Group]:

@@ -18,9 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import named_parameters_of
 from gradstat.monitor.replay.culprit import Culprit, Phase
-from gradstat.monitor.replay.leaf_hooks import LeafHooks
 from gradstat.monitor.replay.module_tracker import ModuleTracker
-from gradstat.monitor.replay.nonfinite_mode import NonfiniteMode
+from gradstat.monitor.replay.nonfinite_mode import LeafHooks, NonfiniteMode
 from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replays
 from gradstat.monitor.replay.taint import Origin, first, is_nonfinite, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
@@ -202,11 +201,7 @@ class Replayer:
     """Keeps what a replay of the newest step needs, including the batch if the function takes one."""
 
     def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer | None,
-        scaler: Any,
-        step_fn: Callable[..., Any] | None,
+        self, model: Module, optimizer: Optimizer | None, scaler: Any, step_fn: Callable[..., Any] | None
     ) -> None:
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
         self._step_fn = step_fn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradstat._step.torch_calls import with_subclasses
 from gradstat.counters import _counters
 from gradstat.guard import SpikeGuard, _guards
 from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_version
@@ -35,7 +36,6 @@ class Undo:
             self._protected.setdefault(key, []).append(tensor)
 
     def copy(self, tensor: Tensor) -> None:
-        """Copies ``tensor`` now, if it was not copied yet."""
         if id(tensor) not in self._copies:
             with torch.no_grad():
                 self._copies[id(tensor)] = tensor, tensor.detach().clone()
@@ -148,10 +148,10 @@ class Undo:
             optimizer.step = _no_step  # type: ignore[method-assign]
         handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self.optimizer(optimizer))
         self._on_restore.callback(handle.remove)
-        for schedule in _subclasses(LRScheduler):
+        for schedule in with_subclasses(LRScheduler):
             if "step" in vars(schedule):
                 self._on_restore.callback(setattr, schedule, "step", vars(schedule)["step"])
-                schedule.step = lambda *args, **kwargs: None
+                schedule.step = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
 def _forget_guards(remembered: dict[Optimizer, SpikeGuard]) -> None:
@@ -166,13 +166,6 @@ def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    yield cls
-    subclasses: list[type[Any]] = cls.__subclasses__()
-    for subclass in subclasses:
-        yield from _subclasses(subclass)
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:

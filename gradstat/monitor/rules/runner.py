@@ -66,7 +66,7 @@ class RuleRunner:
         return findings
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
-        """Goes on after ``steps`` steps, the last of which had these ``scalars``; the rules have loaded their states."""
+        """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
         self._rates = []
         self._remember(scalars)
         self.refresh(steps)
