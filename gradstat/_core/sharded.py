@@ -96,30 +96,22 @@ class _Plan:
         shardings: list[Sharding | None] = []
         rows_by_key: dict[_GroupKey, list[int]] = {}
         # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
-        mesh: DeviceMesh | None = None
-        placements: tuple[Any, ...] = ()
-        sharding: Sharding | None = None
-        rows: list[int] | None = None
-        words, every_words = "", []
+        mesh, placements, last = None, None, None
         for row, tensor in enumerate(stand_ins):
+            sharding = None
             if isinstance(tensor, DTensor):
                 spec = tensor._spec
                 if spec.mesh is not mesh or spec.placements != placements:
-                    mesh, placements = spec.mesh, spec.placements
-                    sharding, rows = Sharding.of(mesh, placements), None
+                    mesh, placements, last = spec.mesh, spec.placements, Sharding.of(spec.mesh, spec.placements)
+                sharding = last
             elif isinstance(tensor, FlatShard):
                 sharding = Sharding((tensor.group,), None, None)
-                mesh, rows = None, None
-            elif sharding is not None:
-                mesh, sharding, rows = None, None, None
             shardings.append(sharding)
-            if rows is None or masks:
-                groups, words = ((), "") if sharding is None else (sharding.groups, sharding.words)
-                rows = rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
-            rows.append(row)
-            every_words.append(words)
+            groups = () if sharding is None else sharding.groups
+            rows_by_key.setdefault((groups, masks[row] if masks else 0), []).append(row)
+        words = ["" if sharding is None else sharding.words for sharding in shardings]
         has_partial = any(sharding is not None and sharding.resolved is not None for sharding in shardings)
-        return cls(shardings, rows_by_key, Listed(names, metadata, every_words), has_partial)
+        return cls(shardings, rows_by_key, Listed(names, metadata, words), has_partial)
 
     @classmethod
     def of_distributed(
