@@ -13,7 +13,7 @@ from gradstat._core.host_copy import HostCopy
 from gradstat._core.measure import COMPILED_FOR, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.native import operators
-from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
+from gradstat._core.parameters import Labels, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, name_by_position, readable
 from gradstat.report import Report
 
@@ -121,13 +121,14 @@ def _launched(
     measured = measure(
         gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups
     )
+    return measured, lambda rows: report_of(rows, labels, scale)
 
-    def make(rows: HostRows) -> Report:
-        rows.raise_if_others_failed()
-        table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
-        return Report(labels.names, table, rows.infos, labels.missing_names, loss_scale=scale, total=total)
 
-    return measured, make
+def report_of(rows: HostRows, labels: Labels, scale: float | None, refused: tuple[str, ...] = ()) -> Report:
+    """The report on gradients that carry the loss scale ``scale``. RuntimeError if another rank could not measure."""
+    rows.raise_if_others_failed()
+    table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
+    return Report(labels.names, table, rows.infos, labels.missing_names, loss_scale=scale, total=total, refused=refused)
 
 
 @never_traced

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from gradstat._core import norms
 from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
-from gradstat._core.measurement import HostRows, Measurement, without_scale
+from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, Scaling, StepRequest
 from gradstat._core.parameters import Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, NameOf, refuse_distributed, to_device, writable
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
 from gradstat.adaptive._base import Limit
-from gradstat.check import PendingReport
+from gradstat.check import PendingReport, report_of
 from gradstat.clip import clip_grad_norm_, scale_everywhere_, scale_gradients_
 from gradstat.guard import SpikeGuard, reasons_of
 from gradstat.report import Report
@@ -151,13 +151,9 @@ class StepMeasurement(NamedTuple):
         labels, is_scaled = self.labels, self.is_scaled
 
         def make(rows: HostRows, verdict: Any) -> Report:
-            rows.raise_if_others_failed()
             scale = float(verdict[LOSS_SCALE]) if is_scaled else None
-            table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
             refused = reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
-            return Report(
-                labels.names, table, rows.infos, labels.missing_names, loss_scale=scale, total=total, refused=refused
-            )
+            return report_of(rows, labels, scale, refused)
 
         with on_streams(self.streams):
             return PendingReport(self.rows, make, self.verdict)

@@ -475,12 +475,10 @@ class Collector:
         return not check_tensors(measurable, backend=self._backend).nonfinite
 
     def _switch_hooks(self, step: int) -> None:
-        if self._inputs is not None:
-            self._inputs.switch(self.is_due("batch", step))
-        if self._outputs is not None:
-            self._outputs.switch(self.is_due("outputs", step))
-        if self._activations is not None:
-            self._activations.switch(self.is_due("activations", step))
+        hooked = (("batch", self._inputs), ("outputs", self._outputs), ("activations", self._activations))
+        for kind, observer in hooked:
+            if observer is not None:
+                observer.switch(self.is_due(kind, step))
 
     def remove(self) -> None:
         """Removes all hooks and drops all tensors."""

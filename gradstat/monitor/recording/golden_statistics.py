@@ -256,13 +256,9 @@ class Group:
     freedom: float
     limit: float
 
-    def z(self, values: Floats) -> Floats:
-        """The sizes of the normal deviates of ``values``, ``[windows, n]``; NaN where there is nothing to compare."""
-        return normal_deviate(np.abs(values - self.mean) / self.scale, self.freedom)
-
     def excess(self, values: Floats) -> Floats:
-        """The same, over the limit: above 1 a value is unlike."""
-        return self.z(values) / self.limit
+        """``|z|`` of ``values`` over the limit, ``[windows, n]``: above 1 one is unlike; NaN if it is not compared."""
+        return normal_deviate(np.abs(values - self.mean) / self.scale, self.freedom) / self.limit
 
     @functools.cached_property
     def reach(self) -> float:
@@ -341,10 +337,10 @@ def _moderated(rest: Floats, variance: Floats, size: Floats) -> tuple[Floats, fl
     most = min(_MOST_FREEDOM, _MOST_PER_OWN * (runs - 1))
     if count <= 2:  # too few to share anything, and neighbours may vary less
         return np.fmax(near, variance) * usual, min(d, most)
-    logs = np.log(near[np.isfinite(near)]) - digamma(d / 2) + math.log(d / 2)
-    spread = float(logs.var(ddof=1)) - trigamma(d / 2) if len(logs) > 1 else 0.0
+    logs = np.log(near[np.isfinite(near)]) - polygamma(0, d / 2) + math.log(d / 2)
+    spread = float(logs.var(ddof=1)) - polygamma(1, d / 2) if len(logs) > 1 else 0.0
     d0 = 2 * inverse_trigamma(spread) if spread > 1e-6 else math.inf
-    prior = float(logs.mean()) + (digamma(d0 / 2) - math.log(d0 / 2) if d0 < math.inf else 0.0)
+    prior = float(logs.mean()) + (polygamma(0, d0 / 2) - math.log(d0 / 2) if d0 < math.inf else 0.0)
     weight = d0 / (d0 + d) if d0 < math.inf else 1.0
     return usual * (weight * math.exp(prior) + (1 - weight) * near), max(1.0, min(d0 + d, most))
 
@@ -384,20 +380,15 @@ def _squared_correlation(products: Floats, runs: int) -> float:
     return min(1.0, max(0.0, (float((samples**2).mean()) - expected) / (1 - expected))) if runs > 2 else 0.5
 
 
-def digamma(x: float) -> float:
-    """The derivative of the logarithm of the gamma function."""
-    return float(torch.special.digamma(torch.tensor(x, dtype=torch.float64)))
-
-
-def trigamma(x: float) -> float:
-    """The derivative of `digamma`."""
-    return float(torch.special.polygamma(1, torch.tensor(x, dtype=torch.float64)))
+def polygamma(order: int, x: float) -> float:
+    """Of the logarithm of the gamma function, the first derivative (order 0), the second (order 1), and so on."""
+    return float(torch.special.polygamma(order, torch.tensor(x, dtype=torch.float64)))
 
 
 def inverse_trigamma(value: float) -> float:
-    """The ``x`` with ``trigamma(x) == value``."""
+    """The ``x`` with ``polygamma(1, x) == value``."""
     low, high = 1e-8, 1e8
     for _ in range(60):  # more than a float64 has bits
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if trigamma(middle) > value else (low, middle)
+        low, high = (middle, high) if polygamma(1, middle) > value else (low, middle)
     return low
