@@ -86,16 +86,12 @@ def _announced(parameters: Sequence[Tensor], scaler: Any, loss: Any) -> Iterator
 
 def step_begins(optimizer: Optimizer, closure: Closure | None) -> Closure | None:
     """Announces ``optimizer.step``; returns the closure to call, as `Listener.before_step`."""
-    for reference in [*_listeners]:  # one may leave
-        listener = reference()
-        if listener is not None:
-            closure = listener.before_step(optimizer, closure)
+    for listener in listeners() if _listeners else ():
+        closure = listener.before_step(optimizer, closure)
     return closure
 
 
 def step_ended(optimizer: Optimizer) -> None:
     """Announces the end of a step, also of one that was skipped and so never called ``optimizer.step``."""
-    for reference in [*_listeners]:  # one may leave
-        listener = reference()
-        if listener is not None:
-            listener.after_step(optimizer)
+    for listener in listeners() if _listeners else ():
+        listener.after_step(optimizer)

@@ -50,8 +50,14 @@ class Kernels:
 
         A tensor listed twice is multiplied by both of its multipliers.
         """
-        _require_numbers(multipliers, len(tensors), tensors[0].device)
+        _require_numbers(multipliers, torch.float64, len(tensors), tensors[0].device)
         self.scale_(tensors, multipliers.reshape(-1))
+
+    def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
+        """`scale_` by the 0-d float32 ``multiplier``, then the table: same bits, but a single pass where possible."""
+        _require_numbers(multiplier, torch.float32, 1, tensors[0].device)
+        self.scale_(tensors, multiplier.reshape(()).to(torch.float64))
+        return self._stats(tensors)
 
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
         """The table of all units in order. Tensors that are not row-major are copied first."""
@@ -92,6 +98,10 @@ class NativeKernels(Kernels):
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> None:
         torch.ops.gradstat.scale_each_.default(tensors, multipliers)
 
+    def unscale_(self, tensors: list[Tensor], multiplier: Tensor) -> Tensor:
+        table: Tensor = torch.ops.gradstat.unscale_.default(tensors, multiplier)[0]
+        return table
+
     def unit_stats(self, tensors: list[Tensor]) -> Tensor:
         table: Tensor = torch.ops.gradstat.unit_stats.default([tensor.contiguous() for tensor in tensors])
         return table
@@ -101,9 +111,9 @@ class NativeKernels(Kernels):
             torch.ops.gradstat.scale_units_.default(targets, multipliers)
 
 
-def _require_numbers(numbers: Tensor, count: int, device: torch.device) -> None:
-    if numbers.dtype != torch.float64:
-        raise RuntimeError(f"multipliers must be torch.float64, got {numbers.dtype}")
+def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
+    if numbers.dtype != dtype:
+        raise RuntimeError(f"multipliers must be {dtype}, got {numbers.dtype}")
     if numbers.numel() != count or not numbers.is_contiguous():
         raise RuntimeError(f"expected {count} contiguous multipliers, got {numbers.numel()}")
     if numbers.device != device:

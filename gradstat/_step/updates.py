@@ -32,7 +32,7 @@ _DEFAULT_COEFFICIENTS = {"root_scale": 1.0, "is_adaptive": 1.0}
 
 
 def _corrected(by: Numbers, step: Tensor) -> dict[str, Tensor]:
-    """Adam's bias corrections of both moments; Adamax has no root to be scaled."""
+    """Adam's bias corrections of both moments."""
     return {"from_momentum": 1 / (1 - by["beta1"] ** step), "root_scale": (1 - by["beta2"] ** step).rsqrt()}
 
 
@@ -55,6 +55,10 @@ def _radam(by: Numbers, step: Tensor) -> dict[str, Tensor]:
     corrected["from_momentum"] = corrected["from_momentum"] * torch.where(is_adaptive, rectified, 1.0)
     # RAdam adds eps before the bias correction of the second moment, so eps is scaled as well.
     return corrected | {"eps": by["eps"] * corrected["root_scale"], "is_adaptive": is_adaptive}
+
+
+def _adamax(by: Numbers, step: Tensor) -> dict[str, Tensor]:
+    return {"from_momentum": _corrected(by, step)["from_momentum"]}
 
 
 def _sgd(by: Numbers, _: Tensor) -> dict[str, Tensor]:
@@ -82,7 +86,7 @@ _KINDS = {
     original_step(Adam): _Kind("Adam, AdamW", _MOMENTS, ("eps",), _corrected),
     original_step(NAdam): _Kind("NAdam", _MOMENTS, ("eps", "momentum_decay"), _nadam),
     original_step(RAdam): _Kind("RAdam", _MOMENTS, ("eps",), _radam),
-    original_step(Adamax): _Kind("Adamax", ("exp_avg", "exp_inf"), ("eps",), _corrected, _ADAMAX),
+    original_step(Adamax): _Kind("Adamax", ("exp_avg", "exp_inf"), ("eps",), _adamax, _ADAMAX),
 }
 assert original_step(AdamW) is original_step(Adam)
 

@@ -21,7 +21,7 @@ from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
-from gradstat.monitor.replay.step_state import in_backward, replays
+from gradstat.monitor.replay.step_state import in_backward, is_replaying
 from gradstat.monitor.segments import Segment
 
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -311,7 +311,7 @@ class Inputs(_Switched):
         self._passes = 0
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        if not module.training or not torch.is_grad_enabled() or in_backward() or replays or _in_transform():
+        if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying() or _in_transform():
             return
         self._passes += 1
         if self._passes > _MOST_PASSES:

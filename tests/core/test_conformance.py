@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.devices import DEVICES, thinned
 from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
-from helpers.gradients import unscale_
 from torch import Tensor
 
 import gradstat
@@ -192,7 +191,7 @@ def test_pairs_may_be_aligned_only_to_their_parts(dtype: torch.dtype, where: tup
         assert_rows_match(gradstat.stats([x], backend=where[0]), [x])
         expected = torch.view_as_real(x) * 0.5
         kernels = backends.resolve(*where)
-        assert_rows_match(unscale_(kernels, [x], torch.tensor(0.5)), [x])
+        assert_rows_match(kernels.unscale_([x], torch.tensor(0.5)), [x])
         torch.testing.assert_close(torch.view_as_real(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -304,7 +303,7 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             copies = [tensor.clone() for tensor in tensors]
-            tables.append(torch.cat([gradstat.stats(tensors), unscale_(kernels, copies, torch.tensor(0.3))]))
+            tables.append(torch.cat([gradstat.stats(tensors), kernels.unscale_(copies, torch.tensor(0.3))]))
             kernels.scale_each_(copies, torch.tensor([1.5, -1.0, 3.0, 0.1]).double())
             products.append(torch.cat(copies))
             sums.append(kernels.update_sums(operands, rules, coefficients))

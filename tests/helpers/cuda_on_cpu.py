@@ -13,7 +13,7 @@ from helpers.exact import FLOAT8, REAL
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._core.backends import Kernels
+from gradstat._core.backends import Kernels, _require_numbers
 
 if TYPE_CHECKING:
     from ptx.device import CudaDevice
@@ -114,10 +114,10 @@ class EmulatedKernels(Kernels):
                 return
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> Tensor:
-        if len(set(map(id, tensors))) == len(tensors):
-            return self.measured(tensors, factor)
-        self.scale_(tensors, factor.double())  # tensors listed twice, which the operators give to separate launches
-        return self.measured(tensors)
+        if len(set(map(id, tensors))) < len(tensors):  # which the operators give to separate launches
+            return super().unscale_(tensors, factor)
+        _require_numbers(factor, torch.float32, 1, tensors[0].device)
+        return self.measured(tensors, factor)
 
     @staticmethod
     def _multiprocessors(tensors: Sequence[Tensor]) -> int:

@@ -23,7 +23,7 @@ from helpers.exact import (
     rounded_product,
 )
 from helpers.fuzz import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
-from helpers.gradients import parameters_with, unscale_
+from helpers.gradients import parameters_with
 from torch import Tensor, nn
 
 import gradstat
@@ -315,8 +315,8 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     by_position = {i: (number, number) for i, number in zip(chosen, numbers, strict=True)}
     assert_products(batch, before, by_position, keeps_bits=backend == "native")
     before, factor = batch.memory(), source.choice((1.0, 0.0, 1 / 65536, 0.3, 7.0, math.inf, math.nan))
-    by = torch.tensor(factor, dtype=torch.float32, device=device)
-    table = unscale_(kernels, tensors, by) if direct is None else direct.unscale_(tensors, by)[0]
+    unscale = kernels.unscale_ if direct is None else lambda *given: direct.unscale_(*given)[0]
+    table = unscale(tensors, torch.tensor(factor, dtype=torch.float32, device=device))
     factor = float(np.float32(factor))
     assert_products(batch, before, dict.fromkeys(chosen, (factor, factor)), keeps_bits=backend == "native")
     exact_stats, recipes = batch.exact_stats(), [batch.recipes[i] for i in chosen]

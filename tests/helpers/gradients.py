@@ -1,12 +1,9 @@
-"""Parameters with given gradients, and how kernels unscale these."""
+"""Parameters with given gradients."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-
-from gradstat._core import backends
-from gradstat._core.backends import Kernels
 
 
 def parameter_with(gradient: Tensor | None) -> nn.Parameter:
@@ -20,13 +17,3 @@ def parameter_with(gradient: Tensor | None) -> nn.Parameter:
 
 def parameters_with(gradients: Iterable[Tensor | None]) -> list[nn.Parameter]:
     return [parameter_with(gradient) for gradient in gradients]
-
-
-def unscale_(kernels: Kernels, tensors: list[Tensor], factor: Tensor) -> Tensor:
-    """The operator: multiplies by the 0-d float32 ``factor``, in one pass where there is one; returns the table."""
-    if isinstance(kernels, backends.NativeKernels):
-        return torch.ops.gradstat.unscale_.default(tensors, factor)[0]
-    if hasattr(kernels, "unscale_"):  # emulated
-        return kernels.unscale_(tensors, factor)
-    kernels.scale_(tensors, factor.reshape(()).double())
-    return kernels.check(tensors)[0]

@@ -116,14 +116,6 @@ class Twins:
             )
 
 
-def unscale_(kernels: backends.Kernels, tensors: list[Tensor], factor: Tensor) -> Tensor:
-    """Multiplies by the factor, in one pass where the backend has one; returns the table."""
-    if isinstance(kernels, backends.NativeKernels):
-        return torch.ops.gradstat.unscale_.default(tensors, factor)[0]
-    kernels.scale_(tensors, factor.double())
-    return kernels.check(tensors)[0]
-
-
 def measure_and_multiply(kernels: backends.Kernels, twins: Twins, multiplies: bool) -> None:
     """Every operation on one list, one after another."""
     tensors, cpu = twins.tensors, backends.resolve("native", "cpu")
@@ -133,8 +125,8 @@ def measure_and_multiply(kernels: backends.Kernels, twins: Twins, multiplies: bo
         return
     factor, multiplier = torch.tensor(0.3), torch.tensor(0.7, dtype=torch.float64)
     each = (1 + torch.arange(len(tensors), dtype=torch.float64) % 7) / 8
-    found = unscale_(kernels, tensors, factor.to(device))
-    assert_same_table(found, unscale_(cpu, twins.twins, factor), tensors)
+    found = kernels.unscale_(tensors, factor.to(device))
+    assert_same_table(found, cpu.unscale_(twins.twins, factor), tensors)
     kernels.scale_(tensors, multiplier.to(device))
     cpu.scale_(twins.twins, multiplier)
     kernels.scale_each_(tensors, each.to(device))

@@ -76,7 +76,8 @@ class MomentumDrift(Rule):
     Args:
         factor: Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not
             matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
-        largest: Largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000 steps.
+        max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
+            steps.
     """
 
     name = "momentum-drift"
@@ -86,18 +87,16 @@ class MomentumDrift(Rule):
     )
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
-    def __init__(self, factor: float = 100.0, largest: float = 0.999) -> None:
-        self.factor, self.largest = factor, largest
+    def __init__(self, factor: float = 100.0, max_momentum: float = 0.999) -> None:
+        self.factor, self.max_momentum = factor, max_momentum
         self._largest = 0.0
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         momentum = window.run.momentum
-        if momentum > self.largest and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
-            text = (
-                f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of the last "
-            )
-            text += f"{1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
+        if momentum > self.max_momentum and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
+            span = f"the last {1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
+            text = f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of {span}"
             advice = ("use a momentum from 0.9 to 0.99",)
             causes = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many",)
             yield self.found(window.steps[-1], "optimizer", text, causes=causes, advice=advice, momentum=momentum)
