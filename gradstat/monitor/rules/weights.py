@@ -354,8 +354,8 @@ class UnchangedParameter(Rule):
         if is_slow and self._episodes.record("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
-            evidence = {"moved": moved, "steps": steps}
-            yield self.found(step - steps, rows.names[i], text, "parameter", causes=_HARDLY, advice=_LARGER, **evidence)
+            more: dict[str, Any] = {"causes": _HARDLY, "advice": _LARGER, "moved": moved, "steps": steps}
+            yield self.found(step - steps, rows.names[i], text, "parameter", **more)
         if rate > 0 and not moved < usual:
             self._usual, self._strength = moved / steps / rate, strength
 
