@@ -438,7 +438,7 @@ _KEEP = (
 
 
 class OptimizerCoverage(Rule):
-    """Parameters that are missing from the optimizer, in it but frozen, or in it but not the model's.
+    """Parameters that the optimizer lacks, or has though they are frozen or not the model's; or that another one trains.
 
     An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
     or not the model's but trained.
