@@ -438,7 +438,7 @@ _KEEP = (
 
 
 class OptimizerCoverage(Rule):
-    """Parameters that the optimizer lacks, or has though they are frozen or not the model's; or that another one trains.
+    """Parameters that the optimizer lacks, has though they are frozen or not the model's, or that another one trains.
 
     An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
     or not the model's but trained.
