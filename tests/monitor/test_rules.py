@@ -485,7 +485,7 @@ CASES = [
          (drifting(0.1, 0.01, 1.1e-5), drifting(0.01, 0.001, 1.1e-5), drifting(0.01, 0.001, 0.9e-5, last=(0.08, 1.0)),
           drifting(0.01, 0.001, 0.9e-5, last=(0.1, 0.09)))),
     Case("optimizer-coverage", progress((0, 0), (50, 50), (2, 50)), 50, "optimizer",
-         (progress((0, 0), (50, 50), (2, 49)), progress((0, 0), (50, 50), (3, 50)), progress((0, 0), (0, 50), (0, 50)))),
+         (progress((0, 0), (50, 50), (2, 49)), progress((0, 0), (50, 50), (3, 50)), progress((0, 0), (0, 50)))),
     Case("overwritten-parameter", written((50, 50, 50), (50, 50, 50), (50, 50, 51)), 101, "b.weight",
          (written((50, 50, 50), (50, 50, 50), (50, 50, 51), loss=1.0), written((50,) * 3, (50,) * 3, (51,) * 3),
           written((50, 50, 50), (50, 50, 51), (50, 50, 51)), written((50, 50, 40), (50, 50, 40), (50, 50, 41)),

@@ -499,14 +499,11 @@ class OptimizerCoverage(Rule):
         rests, self._last_look = seen.step - self._last_look, seen.step
         taken = seen.value.steps
         self._has_stepped |= taken > 0
-        if self._has_stepped and seen.value.changes >= rests >= self.rests * max(taken, 1):
-            if "replaced" not in self._told:
-                self._told.append("replaced")
-                text = (
-                    f"the optimizer has taken {taken or 'none'} of the last {rests} steps, and something else changed "
-                )
-                text += "its parameters"
-                yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
+        is_replaced = self._has_stepped and seen.value.changes >= rests >= self.rests * max(taken, 1)
+        if is_replaced and "replaced" not in self._told:
+            self._told.append("replaced")
+            text = f"the optimizer has taken {taken or 'none'} of the last {rests} steps, but its parameters change in each"
+            yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
 
 
 def _sums(window: Window) -> dict[str, float]:
