@@ -502,7 +502,7 @@ class OptimizerCoverage(Rule):
         is_replaced = self._has_stepped and seen.value.changes >= rests >= self.rests * max(taken, 1)
         if is_replaced and "replaced" not in self._told:
             self._told.append("replaced")
-            text = f"the optimizer has taken {taken or 'none'} of the last {rests} steps, but its parameters change in each"
+            text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
 
 
