@@ -126,7 +126,7 @@ class Coverage(NamedTuple):
     unknown: list[str]  # in the optimizer, not watched, and without a gradient
     besides: list[str]  # in the optimizer and watched, but not the model's
     steps: int = 0  # that the optimizer has taken since the last look, as far as known
-    changes: int = 0  # in place since then, of all its parameters
+    changes: int = 0  # in place since then, of the one of its parameters that was changed most often
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
@@ -214,7 +214,7 @@ class KeptGradients:
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
         self._was_kept = False
         self._steps = 0  # of the optimizer
-        self._changes: int | None = None  # of its parameters, in place
+        self._versions: list[int] = []  # of its parameters
         self._handles: list[Any] = []
         self.remove = removed_with(self, self._handles)
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
@@ -248,11 +248,12 @@ class KeptGradients:
         self._last = weakref.ref(gradient), version
 
     def progress(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Since the last call, the steps of the optimizer, and how often its parameters were changed in place."""
+        """Since the last call, the steps of the optimizer, and the most changes in place of one of its parameters."""
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         steps, self._steps = self._steps, 0
-        before, self._changes = self._changes, sum(versions(trained, list(map(str, range(len(trained))))).values())
-        return steps, 0 if before is None else self._changes - before
+        now = list(versions(trained, list(map(str, range(len(trained))))).values())
+        last, self._versions = self._versions, now
+        return steps, max(map(operator.sub, now, last), default=0) if len(now) == len(last) else 0
 
     def take(self) -> bool:
         """Whether the last step used gradients that contain those of an earlier one. False on a second call."""

@@ -444,8 +444,8 @@ class OptimizerCoverage(Rule):
     or not the model's but trained.
 
     Args:
-        rests: An optimizer that has stepped before is not the one that trains, if its parameters are changed in so many
-            steps without it.
+        rests: An optimizer that has stepped before is not the one that trains, if its parameters are changed in every
+            step, and it takes fewer than one in so many.
     """
 
     name = "optimizer-coverage"
@@ -497,11 +497,12 @@ class OptimizerCoverage(Rule):
     def _replaced(self, seen: Observation) -> Iterable[Finding]:
         """Reports an optimizer that has taken steps, and takes none any more while its parameters change."""
         rests, self._last_look = seen.step - self._last_look, seen.step
-        if seen.value.steps:
-            self._has_stepped = True
-        elif self._has_stepped and seen.value.changes >= rests >= self.rests and "replaced" not in self._told:
+        taken = seen.value.steps
+        self._has_stepped |= taken > 0
+        is_replaced = self._has_stepped and seen.value.changes >= rests >= self.rests * max(taken, 1)
+        if is_replaced and "replaced" not in self._told:
             self._told.append("replaced")
-            text = f"the optimizer has taken no step for {rests} steps, in which its parameters were changed"
+            text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
 
 

@@ -263,8 +263,9 @@ class UnchangedParameter(Rule):
         steps: Minimum number of steps without any change: after an incident, measurements are close together.
         rounding: Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the
             rounding error of sums that are zero, as for a bias before a batch norm.
-        least: No weight has moved by this fraction of its norm between the first two measurements.
-        stops: Or none by this fraction of the farthest so far, per step and learning rate, while the norm of the
+        least: No weight has moved by this fraction of its norm between two measurements, which are the first two, or
+            ``stops`` holds.
+        stops: That is this fraction of the farthest move so far, per step and learning rate, while the norm of the
             gradients is no less than a tenth of what it was then.
     """
 
@@ -292,7 +293,7 @@ class UnchangedParameter(Rule):
         measurements: int = 2,
         steps: int = 50,
         rounding: float = 1e-5,
-        least: float = 1e-6,
+        least: float = 1e-5,
         stops: float = 1e-3,
     ) -> None:
         self.measurements, self.steps, self.rounding = measurements, steps, rounding
@@ -349,9 +350,8 @@ class UnchangedParameter(Rule):
         rate, strength = (float(window.scalars.get(name, absent)[at]) for name in ("lr", "finite_norm"))
         i = int(np.nanargmax(moves))
         moved, usual = float(moves[i]), self._usual * steps * rate
-        is_slow = math.isnan(usual) and moved < self.least
-        is_slow |= strength > 0.1 * self._strength and moved < self.stops * usual
-        if is_slow and self._episodes.record("hardly", step):
+        has_stopped = strength > 0.1 * self._strength and moved < self.stops * usual
+        if moved < self.least and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
             more: dict[str, Any] = {"causes": _HARDLY, "advice": _LARGER, "moved": moved, "steps": steps}
