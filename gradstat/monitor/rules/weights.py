@@ -403,8 +403,8 @@ class OverwrittenParameter(Rule):
             regular = self._regular.values_for(names)
             now, steps = np.array(list(seen.value.values()), dtype=np.float64), seen.step - self._measured
             rate = (now - versions) / max(steps, 1)
-            # Experts of a mixture, which rest in some steps, have no whole number of changes per step.
-            more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0)
+            # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
+            more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
                 self._waiting = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
                 self._since, self._until = self._measured, seen.step + self.within
