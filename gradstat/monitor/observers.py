@@ -422,6 +422,10 @@ class Activations(_Switched):
         return Segment("activation", names), measured
 
 
+# Functions that make logits what no logits should be, as autograd names them.
+_ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
+
+
 class Outputs(_Switched):
     """Measures a model's predictions, and what the loss makes of them, in hooks while ``on``; keeps a few numbers.
 
@@ -453,6 +457,8 @@ class Outputs(_Switched):
                 # Equal ones tell nothing, as those of a head that begins at zero.
                 is_activated = (low >= 0) & (high > low) & ((low == 0) | (high <= 1))
                 activation = is_activated * torch.where(is_one, 1.0, torch.where(low == 0, 3.0, 2.0)).reshape(1)
+                if type(logits.grad_fn).__name__ in _ACTIVATIONS:
+                    activation = -activation
             logits.register_hook(Hook(self.measure_gradient, activation))
 
     def measure_gradient(self, activation: Tensor, gradient: Tensor) -> None:
@@ -479,8 +485,8 @@ class Outputs(_Switched):
 
         ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
         of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0; and
-        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, 2 if all are
-        in (0, 1]. That is 4 if the loss takes a softmax over the samples instead.
+        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all
+        are in (0, 1]. That is negative if autograd names the function, and 4 if the softmax is one over the samples.
         """
         seen, self._seen = self._seen, {}
         return seen

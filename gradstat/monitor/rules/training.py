@@ -385,7 +385,7 @@ class SaturatedOutput(Rule):
         share: Fraction of predictions whose largest logit exceeds the next by more than 10; a single logit must exceed
             10 in magnitude.
         loss: Above it predictions count as wrong. A wrong one costs 10 nats, so 1.0 means a tenth of them.
-        measurements: Number of measurements in a row.
+        measurements, steps: Number of measurements in a row, and of steps that they cover.
     """
 
     name = "saturated-logits"
@@ -402,8 +402,8 @@ class SaturatedOutput(Rule):
 
     _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
 
-    def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3) -> None:
-        self.share, self.loss, self.measurements = share, loss, measurements
+    def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3, steps: int = 32) -> None:
+        self.share, self.loss, self.measurements, self.steps = share, loss, measurements, steps
         self._run = self._since = 0
         self._wrong = True
         self._told: list[str] = []
@@ -420,7 +420,8 @@ class SaturatedOutput(Rule):
             self._run = self._run + 1 if shares > self.share else 0
             self._wrong = self._wrong and loss > self.loss
             severity: Severity = "warning" if self._wrong else "info"
-            if self._run >= self.measurements and severity not in self._told:
+            is_lasting = self._run >= self.measurements and step - self._since >= self.steps
+            if is_lasting and severity not in self._told:
                 self._told.append(severity)
                 text = (
                     f"{shares:.0%} of the predictions are saturated: the largest logit exceeds the next by more than 10"
