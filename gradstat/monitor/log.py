@@ -346,17 +346,16 @@ def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
     """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
     if not steps:
         return {}
-    names: Iterable[str] = steps[0]
+    count = len(steps)
     try:
-        rows: list[Any] = list(map(operator.itemgetter(*names), steps))
-        have_same_names = sum(map(len, steps)) == len(steps[0]) * len(steps) and len(steps[0]) > 1
+        columns = {name: np.fromiter(map(operator.itemgetter(name), steps), np.float64, count) for name in steps[0]}
+        have_same_names = sum(map(len, steps)) == count * len(columns)
     except KeyError:
         have_same_names = False
     if not have_same_names:
         names = dict.fromkeys(itertools.chain.from_iterable(steps))
-        rows = [[one.get(name, _ABSENT.get(name, math.nan)) for name in names] for one in steps]
-    columns = dict(zip(names, np.ascontiguousarray(np.array(rows, np.float64).T), strict=True))
-    return columns | {name: np.full(len(steps), value) for name, value in _COUNTS.items() if name not in columns}
+        columns = {name: np.array([one.get(name, _ABSENT.get(name, math.nan)) for one in steps]) for name in names}
+    return columns | {name: np.full(count, value) for name, value in _COUNTS.items() if name not in columns}
 
 
 def _value(row: list[float]) -> float:
