@@ -20,7 +20,7 @@ from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
 from gradstat.monitor.recording.recording import Recording, Series, joined
 from gradstat.monitor.rows import Floats, Observation, Rows, RunSettings, TensorSet, Window
-from gradstat.monitor.segments import Segment
+from gradstat.monitor.segments import PendingRows, Segment
 from gradstat.report import Report
 from gradstat.tensor_stats import l2_norm_of
 
@@ -124,7 +124,7 @@ class StepLog:
     def clear(self) -> None:
         """Drops the steps that the rules have not seen, because their numbers will be used again."""
         self._steps: list[tuple[int, dict[str, float], TensorSet]] = []
-        self._others: dict[str, list[tuple[int, TensorSet, Floats]]] = {}
+        self._others: dict[str, list[tuple[int, TensorSet, PendingRows, slice]]] = {}
         self.observations: list[Observation] = []
         self.newest: Pending | None = None
         self._is_plain = True  # as `_reads_plain`, of all these steps
@@ -180,7 +180,7 @@ class StepLog:
                 if segment.kind == "gradient":
                     gradients = tensors
                 else:
-                    others.append((segment, tensors, numbers.table()[at]))
+                    others.append((segment, tensors, numbers, at))
         if is_other:
             review()
         self._split, self._names = split, gradients.names
@@ -190,15 +190,15 @@ class StepLog:
         self._steps.append((pending.step, pending.scalars, gradients))
         if pending.observations:
             self.observations += pending.observations
-        for segment, tensors, rows in others:
+        for segment, tensors, numbers, at in others:
             kind = segment.kind
             if kind == "label":
-                for name, row in zip(segment.names, rows, strict=True):
+                for name, row in zip(segment.names, numbers.table()[at], strict=True):
                     self.observations += self._check_labels(pending.step, name, float(row[_MIN]), float(row[_MAX]))
             elif kind in self._others:
-                self._others[kind].append((pending.step, tensors, rows))
+                self._others[kind].append((pending.step, tensors, numbers, at))
             else:  # one assignment, so that an interrupt cannot leave an empty list
-                self._others[kind] = [(pending.step, tensors, rows)]
+                self._others[kind] = [(pending.step, tensors, numbers, at)]
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
@@ -268,9 +268,10 @@ class StepLog:
         for kind, rows in others.items():
             of_these = [row for row in rows if row[0] in numbers]  # an interrupt may leave rows without their step
             if of_these:
-                at = np.array([step for step, _, _ in of_these], dtype=np.int64)
-                raw = np.concatenate([raw for _, _, raw in of_these]).reshape(len(at), -1, _fields.COUNT)
-                tables[kind] = _rows(at, raw, [tensors for _, tensors, _ in of_these])
+                at = np.array([row[0] for row in of_these], dtype=np.int64)
+                # Only here, since an array of each step's rows would take longer between the parts of a training step.
+                raw = np.array([numbers.table()[place] for _, _, numbers, place in of_these])
+                tables[kind] = _rows(at, raw, [row[1] for row in of_these])
         self._keep(steps, scalars, tables)
         return Window(steps, scalars, tables, run, seen, self.latest)
 

@@ -438,18 +438,19 @@ class Outputs(_Switched):
             with torch.no_grad():
                 values = logits.detach()
                 if values.shape[-1] > 1:
-                    top = values.topk(2, -1).values
-                    margin = top[..., 0] - top[..., 1]
+                    first, second = values.topk(2, -1).values.unbind(-1)
+                    margin = first - second
                 else:
                     margin = values.abs()
-                self._seen = {"logits": (margin > 10).to(torch.float32).mean().reshape(1)}
+                self._seen = {"logits": (margin > 10).mean(dtype=torch.float32).reshape(1)}
                 if logits.grad_fn is None or values.shape[-1] < 2 or not is_plain(values) or _in_transform():
                     return
                 low, high = torch.aminmax(values)
                 is_one = ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01).all()
                 # Equal ones tell nothing, as those of a head that begins at zero.
-                is_activated = (low >= 0) & (high > low) & ((low == 0) | (high <= 1))
-                activation = is_activated * torch.where(is_one, 1.0, torch.where(low == 0, 3.0, 2.0)).reshape(1)
+                has_zero = low == 0
+                is_activated = (low >= 0) & (high > low) & (has_zero | (high <= 1))
+                activation = is_activated * torch.where(is_one, 1.0, torch.where(has_zero, 3.0, 2.0)).reshape(1)
             logits.register_hook(Hook(self.measure_gradient, activation))
 
     def measure_gradient(self, activation: Tensor, gradient: Tensor) -> None:

@@ -409,10 +409,10 @@ class SaturatedOutput(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("output")
-        if rows is None:
+        if rows is None or LOGITS not in rows.names:
             return
         losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
-        for step, shares in zip(rows.steps.tolist(), rows.of((LOGITS,)).mean[:, 0].tolist(), strict=True):
+        for step, shares in zip(rows.steps.tolist(), rows.mean[:, rows.names.index(LOGITS)].tolist(), strict=True):
             loss = float(losses[np.searchsorted(window.steps, step)])
             if self._run == 0:
                 self._since, self._wrong = step, window.run.classes is not None
