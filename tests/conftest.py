@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
+import inspect
 import os
 import shutil
 import sys
@@ -85,10 +87,18 @@ def where(request: pytest.FixtureRequest) -> tuple[str, str]:
     return backend
 
 
+@functools.cache
+def _builtin_names(package: Any) -> list[str]:
+    from triton.language.core import is_builtin
+
+    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> Iterator[None]:
     """Shortens the chunks of Triton's kernels in the interpreter, to a quarter (16 KB), or 2048 elements of updates."""
     import triton.language as tl
+    from triton.runtime import interpreter
 
     from gradstat.kernels import _table, scale, stats, update
 
@@ -102,6 +112,14 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> It
             (update, "CHUNK", tl.constexpr(2048)),
         ):
             monkeypatch.setattr(module, name, value)
+        patch = interpreter._patch_builtin
+
+        def patch_builtin(package: Any, *rest: Any) -> None:
+            """Once a launch: every call of a function would look through what is patched, for half of the time."""
+            if any(tl.core.is_builtin(getattr(package, name)) for name in _builtin_names(package)):
+                patch(package, *rest)
+
+        monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtin)
     yield
     _table._kept_table.cache_clear()
 

@@ -208,10 +208,15 @@ class Collector:
         """The parameters, or with an engine this rank's shards of them."""
         return named.parameters if named.engine is None else named.engine.parameters(named.parameters)
 
-    def _besides(self) -> list[str]:
-        """Names of what the optimizer trains besides the model; nothing if there is no model to compare with."""
+    def _coverage(
+        self, step: int, optimizer: Optimizer, parameters: list[Tensor], names: tuple[str, ...]
+    ) -> Observation:
+        # Nothing is besides the model if there is none.
         trained = self._trained
-        return [] if next(trained.model.parameters(), None) is None else list(trained.besides._parameters)
+        besides = [] if next(trained.model.parameters(), None) is None else list(trained.besides._parameters)
+        seen = observers.coverage(optimizer, parameters, names, besides)
+        steps, changes = (0, 0) if self._kept is None else self._kept.progress(optimizer)
+        return Observation("coverage", step, seen._replace(steps=steps, changes=changes))
 
     def _notice_change(
         self, step: int, parameters: list[Tensor], names: tuple[str, ...], observations: list[Observation]
@@ -228,9 +233,7 @@ class Collector:
             # Gradients of the last parameters are usually complete first, before others of the same bucket change.
             self._kept.follow(parameters[::-1], self._optimizer)
         if self._optimizer is not None and self._periods["optimizer"]:
-            observations.append(
-                Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))
-            )
+            observations.append(self._coverage(step, self._optimizer, parameters, names))
 
     def resume(self, step: int) -> None:
         """Prepares for ``step`` of a resumed run, whose backward order is known."""
@@ -407,9 +410,7 @@ class Collector:
         if self.is_due("parameters", step):
             observations.append(Observation("versions", step, observers.versions(parameters, names)))
         if self._optimizer is not None and self.is_due("optimizer", step):
-            observations.append(
-                Observation("coverage", step, observers.coverage(self._optimizer, parameters, names, self._besides()))
-            )
+            observations.append(self._coverage(step, self._optimizer, parameters, names))
 
     def _updates(
         self, parameters: list[Tensor], names: tuple[str, ...], gradients: list[Tensor], scale: Tensor | None

@@ -126,6 +126,8 @@ class Coverage(NamedTuple):
     frozen: list[str]  # frozen, but in the optimizer
     unknown: list[str]  # in the optimizer, not watched, and without a gradient
     besides: list[str]  # in the optimizer and watched, but not the model's
+    steps: int = 0  # that the optimizer has taken since the last look, as far as known
+    changes: int = 0  # in place since then, of the one of its parameters that was changed most often
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
@@ -221,6 +223,8 @@ class KeptGradients:
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
         self._was_kept = False
+        self._steps = 0  # of the optimizer
+        self._versions: list[int] = []  # of its parameters
         self._handles: list[Any] = []
         self.remove = removed_with(self, self._handles)
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
@@ -238,6 +242,7 @@ class KeptGradients:
         self._handles[1:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
 
     def _has_stepped(self, *_: Any) -> None:
+        self._steps += 1
         parameter = None if self._follows is None else self._follows()
         gradient = None if parameter is None else parameter.grad
         self._was_kept = self._has_used and self._has_new
@@ -251,6 +256,14 @@ class KeptGradients:
         is_continued = last is not None and last[0]() is gradient and version == last[1] + 1
         self._has_used, self._has_new = self._has_used and is_continued, True
         self._last = weakref.ref(gradient), version
+
+    def progress(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Since the last call, the steps of the optimizer, and the most changes in place of one of its parameters."""
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        steps, self._steps = self._steps, 0
+        now = list(versions(trained, list(map(str, range(len(trained))))).values())
+        last, self._versions = self._versions, now
+        return steps, max(map(operator.sub, now, last), default=0) if len(now) == len(last) else 0
 
     def take(self) -> bool:
         """Whether the last step used gradients that contain those of an earlier one. False on a second call."""
@@ -462,10 +475,13 @@ class Outputs(_Switched):
             norms = torch.linalg.vector_norm(rows, dim=-1, dtype=wide)
             # Elements of 16 bits are rounded by up to 2 ** -9; those of other losses cancel by chance, but not in all.
             cancels = (rows.sum(-1, dtype=wide).abs() <= 0.01 * norms.amax()).all() & (norms > 0).any()
+            # Columns cancel instead, and each row has one label.
+            is_askew = (rows.sum(0, dtype=wide).abs() <= 0.01 * norms.amax()).all() & ~cancels & (norms > 0).any()
+            is_askew &= ((rows < 0).sum(-1) <= 1).all() & (rows.shape[-1] not in (2, len(rows)))
             labels = torch.where(norms > 0, rows.argmin(-1), -1)  # no gradient where a label is ignored
             label, count = labels.amax(), (labels >= 0).sum()
             is_one = ((labels == label) | (labels < 0)).all()
-            self._seen["activation"] = activation * cancels
+            self._seen["activation"] = torch.where(is_askew, 4.0, activation * cancels)
             for name, value in (("classes", rows.shape[-1]), ("labels", count), ("label", is_one * (label + 1))):
                 self._seen[name] = (cancels * value).float().reshape(1)
 
@@ -474,8 +490,8 @@ class Outputs(_Switched):
 
         ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
         of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0; and
-        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all
-        are in (0, 1].
+        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, 2 if all are
+        in (0, 1]. That is 4 if the loss takes a softmax over the samples instead.
         """
         seen, self._seen = self._seen, {}
         return seen

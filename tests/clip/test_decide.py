@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.cuda_counts import Operations
 from helpers.devices import kernels_on_the_cpu
-from helpers.processes import output_of
+from helpers.processes_forked import Forks
 from helpers.random_arguments import AROUND, NUMBERS, without_memory
 from torch import Tensor
 
@@ -140,8 +140,8 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("what", "count"), [("decide_clip_", 3000), ("guard_", 3000), ("states", 1800)])
-def test_no_argument_and_no_saved_state_crashes_the_process(what: str, count: int) -> None:
-    output = output_of("from helpers import random_arguments; random_arguments.main()", what, count)
+def test_no_argument_and_no_saved_state_crashes_the_process(what: str, count: int, forks: Forks) -> None:
+    output = forks.output_of("from helpers import random_arguments; random_arguments.main()", what, count)
     assert all("'done': " in line and "'refused': " in line for line in output.splitlines())
 
 

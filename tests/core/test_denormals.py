@@ -1,7 +1,7 @@
 """Subnormal numbers count, whatever ``torch.set_flush_denormal`` says in the threads that work."""
 
 import pytest
-from helpers.processes import output_of
+from helpers.processes_forked import Forks
 
 # Prints a digest of everything that the compiled library returns or writes, for tensors of subnormal numbers. The mode
 # is set before the library is loaded; the tensors are made of bits, as torch's own arithmetic follows the mode.
@@ -71,8 +71,8 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("instructions", ["", "baseline"], ids=["best", "baseline"])
-def test_no_bit_depends_on_whether_torch_flushes_subnormal_numbers(instructions: str) -> None:
-    expected = output_of(PROGRAM, "keeping", 1, 1, GRADSTAT_CPU_INSTRUCTIONS=instructions).splitlines()
-    got = output_of(PROGRAM, "flushing", 1, 2, GRADSTAT_CPU_INSTRUCTIONS=instructions).splitlines()
+def test_no_bit_depends_on_whether_torch_flushes_subnormal_numbers(instructions: str, forks: Forks) -> None:
+    expected = forks.output_of(PROGRAM, "keeping", 1, 1, GRADSTAT_CPU_INSTRUCTIONS=instructions).splitlines()
+    got = forks.output_of(PROGRAM, "flushing", 1, 2, GRADSTAT_CPU_INSTRUCTIONS=instructions).splitlines()
     assert len(set(expected)) > 300
     assert [(a, b) for a, b in zip(expected, got, strict=True) if a != b] == []

@@ -30,6 +30,10 @@ def command(program: str, *arguments: object) -> list[str]:
 
 def output_of(program: str, *arguments: object, **environment: str) -> str:
     """The output of ``program``; fails, showing all its output, if it did not exit with 0."""
-    ended = run(program, *arguments, **environment)
+    return succeeded(run(program, *arguments, **environment))
+
+
+def succeeded(ended: subprocess.CompletedProcess[str]) -> str:
+    """The output of a program that has ended; fails, showing all its output, if it did not exit with 0."""
     assert ended.returncode == 0, f"the program ended with {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout.strip()

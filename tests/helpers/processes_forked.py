@@ -5,17 +5,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.processes import ROOT, SECONDS, succeeded
 
 _TEMPLATE = """
-import json, os, sys, warnings
+import json, os, signal, sys, warnings
 import torch
 for line in sys.stdin:
-    program, arguments, environment, wanted, output = json.loads(line)
+    program, arguments, environment, wanted, output, seconds = json.loads(line)
     pid = os.fork()
     if not pid:
+        signal.alarm(seconds)
         for descriptor, path in enumerate(output, 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
         os.environ.update(environment)
@@ -35,14 +37,14 @@ class Forks:
         self._folder = tempfile.TemporaryDirectory()
 
     def run(
-        self, program: str, *arguments: str, warnings: str = "error", **environment: str
+        self, program: str, *arguments: object, warnings: str = "error", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs ``program`` and returns its result; ``warnings`` is the filter action for all warnings."""
         if self._template is None:
             # The caller's interpreter may have found gradstat through its working directory.
-            path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+            path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
             self._template = subprocess.Popen(
-                [sys.executable, "-c", _TEMPLATE],
+                [sys.executable, "-X", "faulthandler", "-c", _TEMPLATE],
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -51,16 +53,17 @@ class Forks:
         assert self._template.stdin is not None
         assert self._template.stdout is not None
         output = [Path(self._folder.name, name) for name in ("out", "err")]
-        print(
-            json.dumps([program, arguments, environment, warnings, [str(path) for path in output]]),
-            file=self._template.stdin,
-            flush=True,
-        )
+        told = [textwrap.dedent(program), [*map(str, arguments)], environment, warnings, [*map(str, output)], SECONDS]
+        print(json.dumps(told), file=self._template.stdin, flush=True)
         status = int(self._template.stdout.readline())
         out, err = (path.read_text() for path in output)
         for path in output:
             path.unlink()
         return subprocess.CompletedProcess(program, status, out, err)
+
+    def output_of(self, program: str, *arguments: object, **environment: str) -> str:
+        """The output of ``program``; fails, showing all its output, if it did not exit with 0."""
+        return succeeded(self.run(program, *arguments, warnings="default", **environment))
 
     def stop(self) -> None:
         if self._template is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.frameworks import OF_FRAMEWORKS, QUIET, lightning_trainer
-from helpers.processes import output_of
+from helpers.processes_forked import Forks
 from helpers.ranks import on_ranks
 from helpers.ranks_of_frameworks import assert_alike, lightning_on_ranks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -403,8 +403,8 @@ def test_a_step_of_lbfgs_is_measured_once_and_each_evaluation_is_clipped() -> No
     assert norms(callback)[0] == pytest.approx(norm_of(model.gradients[0]))
 
 
-def test_frameworks_are_imported_on_demand_and_missing_ones_are_named() -> None:
-    printed = output_of(
+def test_frameworks_are_imported_on_demand_and_missing_ones_are_named(forks: Forks) -> None:
+    printed = forks.output_of(
         """
         import sys, warnings
         import gradstat, gradstat.monitor, gradstat.integrations, gradstat.integrations.loggers

@@ -82,7 +82,8 @@ def built(folder: Path, **environment: str) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def distribution(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return built(tmp_path_factory.mktemp("distribution"))
+    # Not optimized, as that takes most of the time; makes the library larger.
+    return built(tmp_path_factory.mktemp("distribution"), GRADSTAT_INSTRUMENTATION="-O0")
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +108,12 @@ def demands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Demands:
 
 @pytest.fixture(scope="module", params=["_C", "_C_cuda"])
 def library(request: pytest.FixtureRequest) -> tuple[str, Demands]:
-    """Each of the two libraries, with its name; the CUDA one, which is in no test's wheel, as compiled in place."""
-    if request.param == "_C":
-        return "_C", request.getfixturevalue("demands")
-    path = ROOT / "gradstat" / "_C_cuda.abi3.so"
-    if not path.exists() and (shutil.which("nvcc") is None or os.environ.get("GRADSTAT_CUDA") == "0"):
+    """Each of the two libraries, with its name, as compiled in place: optimized."""
+    name = request.param
+    path = ROOT / "gradstat" / f"{name}.abi3.so"
+    if name == "_C_cuda" and not path.exists() and (not shutil.which("nvcc") or os.environ.get("GRADSTAT_CUDA") == "0"):
         pytest.skip("there is no nvcc on PATH to compile CUDA code with, or GRADSTAT_CUDA=0")
-    return "_C_cuda", demands_of(path)
+    return name, demands_of(path)
 
 
 def installed(wheel: Path, folder: Path) -> Path:

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.processes import ROOT, output_of
+from helpers.processes import ROOT
+from helpers.processes_forked import Forks
 from helpers.recordings import HOSTILE, assert_same, npy, recording, rewritten
 from torch import nn
 
@@ -416,9 +417,9 @@ for kind, writer in (("jsonl", JsonlWriter), ("csv", CsvWriter)):
 """
 
 
-def test_a_full_disk_costs_what_does_not_fit_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_costs_what_does_not_fit_and_nothing_else(tmp_path: Path, forks: Forks) -> None:
     """A file size limit of 64 KiB imitates a full disk."""
-    *saved, lines, table = output_of(FULL, tmp_path).splitlines()
+    *saved, lines, table = forks.output_of(FULL, tmp_path).splitlines()
     assert saved == ["full", "full", "25 True"]
     assert lines == 'jsonl {"step": 7, "loss": 0.25, "norm": 2.5} {"step": 7, "loss": 0.5, "norm": 2.5} True'
     assert table == "csv 7,0.25,2.5 7,0.5,2.5 True"

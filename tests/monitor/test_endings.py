@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.processes import run
+from helpers.processes_forked import Forks
 from torch import nn
 
 import gradstat
@@ -350,9 +350,9 @@ if sys.argv[1] == "error":
 
 
 @pytest.mark.parametrize("way", ["default", "ignore", "error", "fork"])
-def test_the_errors_of_the_last_steps_are_shown_when_a_program_ends(way: str) -> None:
+def test_the_errors_of_the_last_steps_are_shown_when_a_program_ends(way: str, forks: Forks) -> None:
     """If warnings are ignored, they are logged; if they are errors, all monitors end nevertheless."""
-    ended = run(ENDING, way)
+    ended = forks.run(ENDING, way, warnings="default")
     assert ended.returncode == 0
     shown = {name for name in ("warn", "raise", "record") if f"step 5, {name}: there it was" in ended.stderr}
     assert shown == (set() if way == "fork" else {"warn", "raise"}), ended.stderr

@@ -227,6 +227,11 @@ def test_an_activation_before_a_softmax_in_the_loss_is_told(
     assert text == f"the outputs of the model {told}"
 
 
+def test_a_softmax_over_the_samples_is_told() -> None:
+    (text,) = classify(lambda x, labels: nll_loss(x.log_softmax(0), labels), lr=1e-2)
+    assert text == "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
     model, labels = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).to(dtype), torch.tensor([0, 2, 2, 1])
@@ -250,6 +255,10 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
         (one_hot(binary_cross_entropy), [nn.Sigmoid()]),
         (one_hot(mse_loss), [nn.ReLU()]),
         (lambda x, labels: cross_entropy(x, labels) + x.square().mean(), [nn.ReLU()]),
+        (lambda x, labels: nll_loss((x - x.mean(0)).log_softmax(-1), labels), []),
+        (lambda x, labels: ((x - x.mean(0)) - labels[:, None]).square().mean(), []),
+        (lambda x, labels: cross_entropy(x[:4], labels[:4]) + cross_entropy(x[:4].T, labels[:4]), []),
+        (lambda x, labels: cross_entropy((x[:4] @ x[:4].T).T, torch.arange(4)), []),
         (cross_entropy, [Scaled()]),  # equal outputs, as those of a head that begins at zero
     ],
 )

@@ -184,7 +184,7 @@ def seen(kind: str, value: Any, step: int = 3) -> Story:
     return Story(10, observations=[Observation(kind, step, value)])
 
 
-def covered(**parts: list[str]) -> Coverage:
+def covered(**parts: Any) -> Coverage:
     return Coverage([], [], [], [], [])._replace(**parts)
 
 
@@ -285,6 +285,22 @@ def all_unchanged(times: int, apart: int = 50) -> Story:
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
 
 
+def drifting(*moves: float, lr: float = 0.1, norm: float = 1.0, last: tuple[float, float] = (0.1, 1.0)) -> Story:
+    """A weight whose sum moves by these fractions of its norm, of 8, in each interval of 50 steps."""
+    sums = [0.0, *np.cumsum(moves).tolist()]
+    weights = {50 * i: [row(mean=total / 8), row(1 + i, 8), row(0.0, zeros=64)] for i, total in enumerate(sums)}
+    at = max(weights)
+    scalars = {"lr": [lr] * at + [last[0]], "finite_norm": [norm] * at + [last[1]]}
+    table = Table({step: [row(0.1), row(0.1, 8), ABSENT] for step in range(at + 1)})
+    return rows_of("parameter", weights, tables={"gradient": table}, scalars=scalars)
+
+
+def progress(*looks: tuple[int, int]) -> Story:
+    """Looks at the optimizer every 50 steps: how many steps it has taken, and how often its parameters changed."""
+    seen = [Observation("coverage", 50 * i, covered(steps=s, changes=c)) for i, (s, c) in enumerate(looks)]
+    return Story(50 * len(looks), observations=seen)
+
+
 def learning(
     losses: Sequence[float],
     mean: float = 0.0,
@@ -361,6 +377,8 @@ CASES = [
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [-1.0] * 5), 5, "lr", ()),
     Case("learning-rate-jump", series("lr", [1.0] * 5 + [0.0] * 20), 5, "lr",
          (series("lr", [1.0] * 5 + [0.0] * 19 + [0.1]), series("lr", [0.0] * 30))),
+    Case("learning-rate-jump", series("lr", [0.8**i for i in range(60)]), 35, "lr",
+         (series("lr", [0.8**i for i in range(35)]),)),
     Case("learning-rate-jump", series("lr", [1.0] * 60 + [0.85**i for i in range(60)]), 107, "lr",
          (series("lr", [1.0] * 60 + [0.9**i for i in range(50)] + [0.9**50] * 60),
           series("lr", [1 + math.cos(math.pi * i / 200) for i in range(200)]),
@@ -461,10 +479,18 @@ CASES = [
     Case("unchanged-parameter", unchanged(2), 100, "a.weight",
          (unchanged(1), unchanged(2, gradient=0.9e-5), unchanged(9, apart=5), unchanged(2, zeros=0))),
     Case("unchanged-parameter", all_unchanged(1), 0, "a.weight", (all_unchanged(9, apart=5),)),
+    Case("unchanged-parameter", drifting(0.9e-5), 0, "a.weight",
+         (drifting(1.1e-5), drifting(1.0, 0.9e-5, last=(1e-7, 1.0)))),
+    Case("unchanged-parameter", drifting(0.01, 0.001, 0.9e-5), 100, "a.weight",
+         (drifting(0.1, 0.01, 1.1e-5), drifting(0.01, 0.001, 1.1e-5), drifting(0.01, 0.001, 0.9e-5, last=(0.08, 1.0)),
+          drifting(0.01, 0.001, 0.9e-5, last=(0.1, 0.09)))),
+    Case("optimizer-coverage", progress((0, 0), (50, 50), (2, 50)), 50, "optimizer",
+         (progress((0, 0), (50, 50), (2, 49)), progress((0, 0), (50, 50), (3, 50)), progress((0, 0), (0, 50)))),
     Case("overwritten-parameter", written((50, 50, 50), (50, 50, 50), (50, 50, 51)), 101, "b.weight",
          (written((50, 50, 50), (50, 50, 50), (50, 50, 51), loss=1.0), written((50,) * 3, (50,) * 3, (51,) * 3),
           written((50, 50, 50), (50, 50, 51), (50, 50, 51)), written((50, 50, 40), (50, 50, 40), (50, 50, 41)),
-          written((50, 50, 51), (50, 50, 50), (50, 50, 51)), written((50, 50, 50), (50, 50, 50), (50, 50, 49)))),
+          written((50, 50, 51), (50, 50, 50), (50, 50, 51)), written((50, 50, 50), (50, 50, 50), (50, 50, 49)),
+          written((50, 50, 0), (50, 50, 0), (50, 50, 50)))),
     Case("unchanged-parameter", unchanged(2, gradient=1.1e-5), 100, "a.weight", (unchanged(2, gradient=0.0),)),
     Case("no-learning", learning([2.1] * 300), 0, "loss",
          (learning([2.1] * 255), learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),

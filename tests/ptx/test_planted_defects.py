@@ -114,7 +114,7 @@ def test_a_defect_in_ptx_is_reported(defect: str, kernels: EmulatedKernels, monk
 def test_a_defect_in_the_ptx_of_triton_is_reported() -> None:
     """In a process in which Triton compiles."""
     said = processes.output_of(
-        """
+        r"""
         import re, torch
         from helpers.exact import assert_rows_match
         from ptx import on_triton
@@ -122,12 +122,17 @@ def test_a_defect_in_the_ptx_of_triton_is_reported() -> None:
         from gradstat.kernels import stats
 
         on_triton.TritonDevice(90)
+        # Only for float32: other types take most of the time to compile.
+        branches = r"(?s)if kind == _table.BFLOAT16:.*?el(if kind == _table.FLOAT32:[^)]*\)).*?(?=\n\n    if count)"
+        source, found = re.subn(branches, r"\1", stats.stats_kernel.src)
+        assert found == 1
+        stats.stats_kernel._unsafe_update_src(source)
         tensors = [torch.randn(40_000), torch.randn(99)]
         assert_rows_match(stats.stats(tensors), tensors)
 
         def without_barriers(ptx):  # that of the source, and one that Triton adds
             before, after = ptx.split("atom.global", 1)
-            return "".join(before.rsplit("bar.sync \\t0;", 2)) + "atom.global" + after
+            return "".join(before.rsplit("bar.sync \t0;", 2)) + "atom.global" + after
 
         for edit in (lambda ptx: ptx.replace("acq_rel", "relaxed"), without_barriers):
             on_triton.Kernel = lambda ptx, *rest, edit=edit: Kernel(edit(ptx), *rest)

@@ -137,9 +137,8 @@ class Translation:
     @property
     def code(self) -> str:
         """C++."""
-        registers = [f"  R{bits} {name};" for name, bits in self.scopes[0].items()]
         begin = '#include "device.h"\nextern "C" void kernel(Thread* t) {'
-        return "\n".join([begin, *registers, *self.lines, "}\n"])
+        return "\n".join([begin, *self.lines, "}\n"])
 
     # Declarations
 
@@ -162,12 +161,13 @@ class Translation:
     def declare_registers(self, text: str) -> None:
         match = _matched(rf"\.reg \.({'|'.join(BITS)}) (.*)", text, "declaration")
         for name in _split(match[2]):
-            if family := re.fullmatch(r"(%\w+)<\d+>", name):
+            if family := re.fullmatch(r"%(\w+)<(\d+)>", name):
                 self.families[family[1]] = BITS[match[1]]
+                name = f"all_{family[1]}[{family[2]}]"  # thousands of variables compile slower than an array
             else:
-                self.scopes[-1]["v_" + name.strip("%")] = BITS[match[1]]
-                if len(self.scopes) > 1:
-                    self.lines.append(f"R{BITS[match[1]]} v_{name.strip('%')};")
+                name = "v_" + name.strip("%")
+                self.scopes[-1][name] = BITS[match[1]]
+            self.lines.append(f"R{BITS[match[1]]} {name};")
 
     # Operands
 
@@ -179,11 +179,10 @@ class Translation:
         for scope in reversed(self.scopes):
             if variable in scope:
                 return variable, scope[variable]
-        family = re.fullmatch(r"(%[a-z]+)\d+", name)
+        family = re.fullmatch(r"%([a-z]+)(\d+)", name)
         if family is None or family[1] not in self.families:
             return None
-        self.scopes[0][variable] = self.families[family[1]]
-        return variable, self.scopes[0][variable]
+        return f"all_{family[1]}[{family[2]}]", self.families[family[1]]
 
     def source_of(self, operand: str, kind: str) -> str:
         """The C++ expression for an operand that is read."""

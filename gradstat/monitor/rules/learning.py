@@ -36,6 +36,7 @@ _ACTIVATIONS = {
 _ACTIVATED = (
     "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
 )
+_ASKEW, _DIM = 4.0, ("a log_softmax whose dim= is that of the samples, or is not given",)
 _ONE_LABEL = (
     "data sorted by class, and not shuffled",
     "labels that were lost, or read from the wrong column",
@@ -99,7 +100,7 @@ class NoLearning(Rule):
         self._told: list[str] = []
         self._odd: list[str] = []  # a weight that begins far larger than others
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
-        self._activated_for = 0  # measurements in a row
+        self._activated_for = self._askew_for = 0  # measurements in a row
         self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
         self._first: list[float] = []
@@ -157,7 +158,7 @@ class NoLearning(Rule):
         """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
         seen = outputs.of(("activation", "classes", "labels", "label")).mean
         for step, (activation, classes, count, label) in zip(outputs.steps.tolist(), seen.tolist(), strict=True):
-            self._activated_for = self._activated_for + 1 if activation > 1 else 0
+            self._activated_for = self._activated_for + 1 if activation in (2, 3) else 0
             # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
             is_first = not self._count and step == window.steps[0]
             is_one = activation == 1 and is_first and 0.9 < losses[0] / math.log(classes) < 1.1
@@ -166,6 +167,10 @@ class NoLearning(Rule):
                 text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
                 text += f": it cannot fall below {least:.4g}" * (activation < 3)
                 yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
+            self._askew_for = self._askew_for + 1 if activation == _ASKEW else 0
+            if self._askew_for == 2:
+                text = "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
+                yield self._once("askew", step, LOGITS, text, "output", _DIM)
             if not self._classes or "label" in self._told or math.isnan(count):
                 continue
             self._labels += [label, count]

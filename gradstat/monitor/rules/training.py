@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import LOGITS
-from gradstat.monitor.rows import Floats, Window, rate_name
+from gradstat.monitor.rows import Floats, Observation, Window, rate_name
 from gradstat.monitor.rules.base import Band, Episodes, Rule, StateChecks, is_texts, series
 from gradstat.monitor.rules.spikes import Shift, SpikeRule
 
@@ -141,8 +141,8 @@ class LearningRateJump(Rule):
         down: It falls by more than this factor in one step; step schedules divide by 10.
         follows: As for ``up``. A change by no more than 1.5 times the last one, as on a ramp, is no jump either way.
         zeros: It is 0 for this many steps after it was not. Schedules touch 0 at their end.
-        fades, within, lasts: It is, for ``lasts`` steps in a row, below this fraction of what it was ``within`` steps
-            before; cosine, linear and polynomial schedules come that low in the last two steps.
+        fades, within, lasts: It is, for ``lasts`` steps in a row, below this fraction of its largest value in the
+            ``within`` steps before; cosine, linear and polynomial schedules come that low in the last two steps.
     """
 
     name = "learning-rate-jump"
@@ -225,7 +225,10 @@ class LearningRateJump(Rule):
         if min(every) >= self.fades * max(every):
             return
         course = np.array(every)
-        now, before = course[self.within :], course[: -self.within]
+        padded = np.concatenate([np.zeros(self.within), np.nan_to_num(course)])
+        highest = np.lib.stride_tricks.sliding_window_view(padded, self.within + 1).max(1)
+        ends = slice(-(len(rates) + self.lasts - 1), None)  # so that the last of each run is one of the new rates
+        now, before = course[ends], highest[ends]
         is_low = (now > 0) & (now < self.fades * before)
         if is_low.any() and len(is_low) >= self.lasts:
             lasting = np.lib.stride_tricks.sliding_window_view(is_low, self.lasts).all(1)
@@ -429,11 +432,22 @@ class SaturatedOutput(Rule):
                 yield self.found(self._since, LOGITS, text, "output", severity, share=shares, loss=finite_loss)
 
 
+_REPLACED = ("another optimizer has taken its place, or one is made in each step",)
+_KEEP = (
+    "make one optimizer before the loop, and keep it: momentum and second moments of a new one begin at zero",
+    "give the monitor the optimizer that steps",
+)
+
+
 class OptimizerCoverage(Rule):
-    """Parameters that are missing from the optimizer, in it but frozen, or in it but not the model's.
+    """Parameters that the optimizer lacks, has though they are frozen or not the model's, or that another one trains.
 
     An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
     or not the model's but trained.
+
+    Args:
+        rests: An optimizer that has stepped before is not the one that trains, if its parameters are changed in every
+            step, and it takes fewer than one in so many.
     """
 
     name = "optimizer-coverage"
@@ -447,13 +461,16 @@ class OptimizerCoverage(Rule):
     )
     _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
 
-    def __init__(self) -> None:
+    def __init__(self, rests: int = 20) -> None:
+        self.rests = rests
         self._told: list[str] = []
         self._first_look = -1
         self._before: dict[str, float] = {}  # sums of parameters that an optimizer of one lacks
+        self._last_look, self._has_stepped = 0, False
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
+            yield from self._replaced(seen)
             rows, left_out = window.rows("gradient"), seen.value.left_out
             sums = _sums(window) if left_out or self._before else {}
             # It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
@@ -479,6 +496,17 @@ class OptimizerCoverage(Rule):
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
+
+    def _replaced(self, seen: Observation) -> Iterable[Finding]:
+        """Reports an optimizer that has taken steps, and takes none any more while its parameters change."""
+        rests, self._last_look = seen.step - self._last_look, seen.step
+        taken = seen.value.steps
+        self._has_stepped |= taken > 0
+        is_replaced = self._has_stepped and seen.value.changes >= rests >= self.rests * max(taken, 1)
+        if is_replaced and "replaced" not in self._told:
+            self._told.append("replaced")
+            text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
+            yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
 
 
 def _sums(window: Window) -> dict[str, float]:

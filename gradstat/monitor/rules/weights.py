@@ -254,13 +254,19 @@ _SHRUNK = (
 
 
 class UnchangedParameter(Rule):
-    """A parameter that has gradients and does not change at all; an info if some groups have a learning rate of 0.
+    """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
+
+    Or all weights change by next to nothing. How far one has moved is estimated from its sum.
 
     Args:
         measurements: Minimum number of measurements in a row without any change; one if no parameter has changed.
         steps: Minimum number of steps without any change: after an incident, measurements are close together.
         rounding: Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the
             rounding error of sums that are zero, as for a bias before a batch norm.
+        least: No weight has moved by this fraction of its norm between two measurements, which are the first two, or
+            ``stops`` holds.
+        stops: That is this fraction of the farthest move so far, per step and learning rate, while the norm of the
+            gradients is no less than a tenth of what it was then.
     """
 
     name = "unchanged-parameter"
@@ -282,8 +288,19 @@ class UnchangedParameter(Rule):
         ),
     }
 
-    def __init__(self, measurements: int = 2, steps: int = 50, rounding: float = 1e-5) -> None:
+    def __init__(
+        self,
+        measurements: int = 2,
+        steps: int = 50,
+        rounding: float = 1e-5,
+        least: float = 1e-5,
+        stops: float = 1e-3,
+    ) -> None:
         self.measurements, self.steps, self.rounding = measurements, steps, rounding
+        self.least, self.stops = least, stops
+        self._means, self._measured = PerName(math.nan), 0  # sums over norms
+        # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
+        self._usual = self._strength = math.nan
         self._same_for, self._since = PerName(0.0), PerName(0.0)
         self._names: list[str] = []
         self._sums: Any = None
@@ -308,6 +325,7 @@ class UnchangedParameter(Rule):
             self._names, self._sums = names, sums.copy()
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
+            yield from self._hardly(window, rows, row)
             still = np.flatnonzero((counts >= enough) & (step - since >= self.steps))
             fresh = [names[i] for i in still if self._episodes.record(names[i], step)]
             if fresh:
@@ -316,6 +334,34 @@ class UnchangedParameter(Rule):
                 text += f"; {len(fresh) - 1} more have not changed either" * (len(fresh) > 1)
                 severity: Severity = "info" if _rests(window) else self.severity
                 yield self.found(began, fresh[0], text, "parameter", severity, parameters=fresh[:20])
+
+    def _hardly(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
+        """Finds that no weight with a gradient moves by more than next to nothing."""
+        step, means = int(rows.steps[row]), self._means.values_for(rows.names)
+        now = rows.field("sum")[row] / np.maximum(rows.l2_norm[row], 1e-300)  # which weight decay does not change
+        moves, steps = np.abs(now - means), step - self._measured
+        # Not those that began at zero a while ago, such as biases.
+        moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
+        means[:], self._measured = now, step
+        if steps < self.steps or not (moves > 0).any():
+            return
+        at = int(np.searchsorted(window.steps, step))
+        absent = np.full(at + 1, math.nan)
+        rate, strength = (float(window.scalars.get(name, absent)[at]) for name in ("lr", "finite_norm"))
+        i = int(np.nanargmax(moves))
+        moved, usual = float(moves[i]), self._usual * steps * rate
+        has_stopped = strength > 0.1 * self._strength and moved < self.stops * usual
+        if moved < self.least and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
+            text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
+            text += f"; up to {usual:.2g} was usual before" * (usual > 0)
+            more: dict[str, Any] = {"causes": _HARDLY, "advice": _LARGER, "moved": moved, "steps": steps}
+            yield self.found(step - steps, rows.names[i], text, "parameter", **more)
+        if rate > 0 and not moved < usual:
+            self._usual, self._strength = moved / steps / rate, strength
+
+
+_HARDLY = ("gradients clipped to a tiny norm, or a loss multiplied by almost 0", "a learning rate that is far too low")
+_LARGER = ("compare the norm that gradients are clipped to with their norm", "print the learning rate of all groups")
 
 
 class OverwrittenParameter(Rule):
@@ -357,8 +403,8 @@ class OverwrittenParameter(Rule):
             regular = self._regular.values_for(names)
             now, steps = np.array(list(seen.value.values()), dtype=np.float64), seen.step - self._measured
             rate = (now - versions) / max(steps, 1)
-            # Experts of a mixture, which rest in some steps, have no whole number of changes per step.
-            more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0)
+            # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
+            more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
                 self._waiting = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
                 self._since, self._until = self._measured, seen.step + self.within
