@@ -157,7 +157,7 @@ class Collector:
                 segments, tensors = self._take_inputs(step, segments, tensors, others)
             except Exception:
                 self._unwatched.report_failure(step, "the inputs of the model could not be measured")
-        is_sampled = step % self._sampled == 0
+        is_sampled = step % self._sampled == 0 or step in _EARLY
         if self._batch or self._old_parameters is not None or is_sampled:
             segments, tensors = [*segments], [*tensors]
             # Gradients are measured even if this fails: other ranks wait in their collectives.
@@ -193,7 +193,7 @@ class Collector:
             is_partial = self._order_recorder.is_partial
             self.backward_order = self._order_recorder.end()
             self._order_recorder = _order_of(named) if is_partial else None
-        if is_sampled or (step + 1) % self._sampled == 0 or self._periods["batch"] > 1:
+        if is_sampled or (step + 1) % self._sampled == 0 or step + 1 in _EARLY or self._periods["batch"] > 1:
             self._switch_hooks(step + 1)
         return Pending(step, numbers + others, self._on_device, scalars, is_scaled, origin, observations)
 
@@ -266,7 +266,7 @@ class Collector:
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
         period = self._periods[kind]
-        return bool(period) and step % period == 0
+        return bool(period) and (step % period == 0 or (kind == "outputs" and step in _EARLY))
 
     # Scalars and batches ---------------------------------------------------------------------------------
 
@@ -491,6 +491,10 @@ class Collector:
                 observer.remove()
         self._order_recorder = self._inputs = self._kept = None
         self._outputs = self._activations = self._origin = None
+
+
+# Steps in which outputs are measured besides, so that mistakes with labels are known before much time is lost.
+_EARLY = (1, 2, 4, 8, 16, 32)
 
 
 def _order_of(named: NamedParameters) -> observers.BackwardOrder:

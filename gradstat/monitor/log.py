@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
 from gradstat.monitor.recording.recording import Recording, Series, joined
 from gradstat.monitor.rows import Floats, Observation, Rows, RunSettings, TensorSet, Window
-from gradstat.monitor.segments import Segment
+from gradstat.monitor.segments import PendingRows, Segment
 from gradstat.report import Report
 from gradstat.tensor_stats import l2_norm_of
 
@@ -124,7 +124,7 @@ class StepLog:
     def clear(self) -> None:
         """Drops the steps that the rules have not seen, because their numbers will be used again."""
         self._steps: list[tuple[int, dict[str, float], TensorSet]] = []
-        self._others: dict[str, list[tuple[int, TensorSet, Floats]]] = {}
+        self._others: dict[str, list[tuple[int, TensorSet, PendingRows, slice]]] = {}
         self.observations: list[Observation] = []
         self.newest: Pending | None = None
         self._is_plain = True  # as `_reads_plain`, of all these steps
@@ -180,7 +180,7 @@ class StepLog:
                 if segment.kind == "gradient":
                     gradients = tensors
                 else:
-                    others.append((segment, tensors, numbers.table()[at]))
+                    others.append((segment, tensors, numbers, at))
         if is_other:
             review()
         self._split, self._names = split, gradients.names
@@ -190,15 +190,15 @@ class StepLog:
         self._steps.append((pending.step, pending.scalars, gradients))
         if pending.observations:
             self.observations += pending.observations
-        for segment, tensors, rows in others:
+        for segment, tensors, numbers, at in others:
             kind = segment.kind
             if kind == "label":
-                for name, row in zip(segment.names, rows, strict=True):
+                for name, row in zip(segment.names, numbers.table()[at], strict=True):
                     self.observations += self._check_labels(pending.step, name, float(row[_MIN]), float(row[_MAX]))
             elif kind in self._others:
-                self._others[kind].append((pending.step, tensors, rows))
+                self._others[kind].append((pending.step, tensors, numbers, at))
             else:  # one assignment, so that an interrupt cannot leave an empty list
-                self._others[kind] = [(pending.step, tensors, rows)]
+                self._others[kind] = [(pending.step, tensors, numbers, at)]
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
@@ -268,9 +268,10 @@ class StepLog:
         for kind, rows in others.items():
             of_these = [row for row in rows if row[0] in numbers]  # an interrupt may leave rows without their step
             if of_these:
-                at = np.array([step for step, _, _ in of_these], dtype=np.int64)
-                raw = np.concatenate([raw for _, _, raw in of_these]).reshape(len(at), -1, _fields.COUNT)
-                tables[kind] = _rows(at, raw, [tensors for _, tensors, _ in of_these])
+                at = np.array([row[0] for row in of_these], dtype=np.int64)
+                # Only here, since an array of each step's rows would take longer between the parts of a training step.
+                raw = np.array([numbers.table()[place] for _, _, numbers, place in of_these])
+                tables[kind] = _rows(at, raw, [row[1] for row in of_these])
         self._keep(steps, scalars, tables)
         return Window(steps, scalars, tables, run, seen, self.latest)
 
@@ -346,17 +347,16 @@ def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
     """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
     if not steps:
         return {}
-    names: Iterable[str] = steps[0]
+    count = len(steps)
     try:
-        rows: list[Any] = list(map(operator.itemgetter(*names), steps))
-        have_same_names = sum(map(len, steps)) == len(steps[0]) * len(steps) and len(steps[0]) > 1
+        columns = {name: np.fromiter(map(operator.itemgetter(name), steps), np.float64, count) for name in steps[0]}
+        have_same_names = sum(map(len, steps)) == count * len(columns)
     except KeyError:
         have_same_names = False
     if not have_same_names:
         names = dict.fromkeys(itertools.chain.from_iterable(steps))
-        rows = [[one.get(name, _ABSENT.get(name, math.nan)) for name in names] for one in steps]
-    columns = dict(zip(names, np.ascontiguousarray(np.array(rows, np.float64).T), strict=True))
-    return columns | {name: np.full(len(steps), value) for name, value in _COUNTS.items() if name not in columns}
+        columns = {name: np.array([one.get(name, _ABSENT.get(name, math.nan)) for one in steps]) for name in names}
+    return columns | {name: np.full(count, value) for name, value in _COUNTS.items() if name not in columns}
 
 
 def _value(row: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +133,8 @@ class Coverage(NamedTuple):
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
     """Compares ``optimizer`` with the watched ``parameters``; ``besides`` names those that the model does not have."""
     trained, watched = _ids_of(optimizer), set(map(id, parameters))
-    frozen = [(n, p) for n, p in zip(names, parameters, strict=True) if not p.requires_grad]
+    every = [] if _are_usual(parameters) else list(zip(names, parameters, strict=True))
+    frozen = [(n, p) for n, p in every if not p.requires_grad]
     lacking: list[tuple[str, Tensor]] = []
     if not watched <= trained:
         anywhere = trained.union(*map(_ids_of, optimizers))
@@ -162,11 +164,19 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
 
 def versions(parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, int]:
     """How often each of the ``parameters`` that are trained was changed in place, as autograd counts it."""
+    with contextlib.suppress(RuntimeError):  # of an inference tensor, which has none
+        if _are_usual(parameters):
+            return dict(zip(names, map(_version_of, parameters), strict=True))
     return {
         name: parameter._version
         for name, parameter in zip(names, parameters, strict=True)
         if parameter.requires_grad and not is_uninitialized(parameter) and not parameter.is_inference()
     }
+
+
+def _are_usual(parameters: Sequence[Tensor]) -> bool:
+    """Whether all ``parameters`` are of no subclass, as those of lazy modules are, and require a gradient."""
+    return PLAIN_TYPES.issuperset(map(type, parameters)) and all(map(_requires_grad_of, parameters))
 
 
 class BackwardOrder:
@@ -350,7 +360,7 @@ class Inputs(_Switched):
         """What the last pass got, without tensors that were changed in place since."""
         segment, tensors, versions = self._segment, self._tensors, self._versions
         self._tensors, self._versions = [], []
-        if tensors and list(map(_version_of, tensors)) == versions:
+        if list(map(_version_of, tensors)) == versions:
             return segment, tensors
         same = [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
         kept = [(name, t) for name, t, is_same in zip(segment.names, tensors, same, strict=False) if is_same]
@@ -386,7 +396,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _FIRST = "input[0]"
-_version_of = operator.attrgetter("_version")
+_version_of, _requires_grad_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.
 _MOST_PASSES = 64
 
@@ -422,6 +432,10 @@ class Activations(_Switched):
         return Segment("activation", names), measured
 
 
+# Functions that make logits what no logits should be, as autograd names them.
+_ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
+
+
 class Outputs(_Switched):
     """Measures a model's predictions, and what the loss makes of them, in hooks while ``on``; keeps a few numbers.
 
@@ -441,18 +455,21 @@ class Outputs(_Switched):
             with torch.no_grad():
                 values = logits.detach()
                 if values.shape[-1] > 1:
-                    top = values.topk(2, -1).values
-                    margin = top[..., 0] - top[..., 1]
+                    first, second = values.topk(2, -1).values.unbind(-1)
+                    margin = first - second
                 else:
                     margin = values.abs()
-                self._seen = {"logits": (margin > 10).to(torch.float32).mean().reshape(1)}
+                self._seen = {"logits": (margin > 10).mean(dtype=torch.float32).reshape(1)}
                 if logits.grad_fn is None or values.shape[-1] < 2 or not is_plain(values) or _in_transform():
                     return
                 low, high = torch.aminmax(values)
                 is_one = ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01).all()
                 # Equal ones tell nothing, as those of a head that begins at zero.
-                is_activated = (low >= 0) & (high > low) & ((low == 0) | (high <= 1))
-                activation = is_activated * torch.where(is_one, 1.0, torch.where(low == 0, 3.0, 2.0)).reshape(1)
+                has_zero = low == 0
+                is_activated = (low >= 0) & (high > low) & (has_zero | (high <= 1))
+                activation = is_activated * torch.where(is_one, 1.0, torch.where(has_zero, 3.0, 2.0)).reshape(1)
+                if type(logits.grad_fn).__name__ in _ACTIVATIONS:
+                    activation = -activation
             logits.register_hook(Hook(self.measure_gradient, activation))
 
     def measure_gradient(self, activation: Tensor, gradient: Tensor) -> None:
@@ -479,8 +496,8 @@ class Outputs(_Switched):
 
         ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
         of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0; and
-        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, 2 if all are
-        in (0, 1]. That is 4 if the loss takes a softmax over the samples instead.
+        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all
+        are in (0, 1]. That is negative if autograd names the function, and 4 if the softmax is one over the samples.
         """
         seen, self._seen = self._seen, {}
         return seen

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 import gradstat
 from gradstat.monitor import AnomalyWarning, Finding
+from gradstat.monitor.observers import versions
 
 EVERYTHING = dict.fromkeys(("parameters", "buffers", "optimizer", "updates", "activations", "outputs"), 1)
 
@@ -423,3 +424,14 @@ def test_advice_under_an_engine_is_what_can_be_done_there() -> None:
     assert instead in found["nonfinite-gradient"]
     assert instead in found["nonfinite-loss"]
     assert found["nonfinite-activation"][0] == "look at this module's inputs and weights"
+
+
+def test_changes_are_counted_of_what_is_trained_and_has_a_version() -> None:
+    with torch.inference_mode():
+        without = nn.Parameter(torch.ones(2))
+    usual, frozen, lazy = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), False), nn.LazyLinear(3).weight
+    with torch.no_grad():
+        usual.add_(1)
+    assert versions([usual, usual], ["a", "b"]) == {"a": 1, "b": 1}
+    for other in (without, frozen, lazy):
+        assert versions([other, usual], ["other", "a"]) == {"a": 1}

@@ -224,7 +224,8 @@ class RepeatedBatch(_RankRule):
                 steps, name = int(self._same_for[kind]), rows.names[0]
                 text = f"{name} has been exactly the same for {steps} steps, and changed before"
                 if kind == "gradient":
-                    name = rows.names[int((_zero_rows(rows)[-1] > 0).argmax())]
+                    columns, counts = _zero_rows(rows)
+                    name = rows.names[columns[int((counts[-1] > 0).argmax())]]
                     text = f"the gradient of {name} has had zeros in the same number of rows for {steps} steps, which "
                     text += "changed before: batches have the same tokens"
                 began = max(0, int(rows.steps[-1]) - steps)
@@ -232,16 +233,15 @@ class RepeatedBatch(_RankRule):
 
     def _repeats(self, rows: Rows, kind: str) -> bool:
         """Notes whether ``rows`` of a kind change; returns whether they no longer do."""
-        sums = np.nansum(_zero_rows(rows) if kind == "gradient" else rows.field("sum"), axis=1)
-        changed = sums != np.concatenate([[self._last.get(kind, np.nan)], sums[:-1]])
-        count = len(sums)
-        since = count if not changed.any() else int(changed[::-1].argmax())
-        same_for = self._same_for[kind] = since + (self._same_for.get(kind, 0) if since == count else 0)
+        sums = np.nansum(_zero_rows(rows)[1] if kind == "gradient" else rows.field("sum"), axis=1)
+        last, least = self._last.get(kind, math.nan), self._least.get(kind, math.inf)
+        share, same_for = self._share.get(kind, 0.0), self._same_for.get(kind, 0.0)
         kept = 1 - 1 / 32
-        share = kept**count * self._share.get(kind, 0.0) + float(changed @ kept ** np.arange(count - 1, -1, -1)) / 32
-        last = self._last[kind] = float(sums[-1])
-        least = self._least[kind] = float(np.fmin(self._least.get(kind, np.inf), np.fmin.reduce(sums)))
-        self._share[kind] = share
+        for value in sums.tolist():
+            same_for = same_for + 1 if value == last else 0.0
+            share = kept * share + (value != last) / 32
+            last, least = value, min(least, value)
+        self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
         is_same = same_for >= self.in_a_row and share > self.changing * kept**same_for
         # Inputs of a single value are no batch; `BatchRange` tells about them.
         return is_same and (
@@ -253,20 +253,19 @@ class RepeatedBatch(_RankRule):
         return self.found(step, "batch", str(report), about="batch", ranks=repeated)
 
 
-def _zero_rows(rows: Rows) -> Floats:
-    """``[m, n]``: the number of rows of each gradient that are zero, if all zeros are in such rows.
+def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
+    """Of gradients with rows of zeros their positions, and how many such rows, ``[m, k]``, if all zeros are in some.
 
-    It is 0 for what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
+    Left out is what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
     """
-    names = {*rows.names}
-    sizes = [
-        max(1, math.prod(info.shape[1:]))
-        if info is not None and is_matrix and f"{name.rpartition('.')[0]}.bias" not in names
-        else math.inf
-        for name, info, is_matrix in zip(rows.names, rows.tensors.infos, rows.tensors.matrices, strict=True)
-    ]
-    counts: Floats = rows.field("zero_count") // sizes
-    return counts
+    names, columns, sizes = {*rows.names}, [], []
+    for i in np.flatnonzero(rows.tensors.matrices & (rows.most("zero_count") > 0)).tolist():
+        info = rows.tensors.infos[i]
+        if info is not None and f"{rows.names[i].rpartition('.')[0]}.bias" not in names:
+            columns.append(i)
+            sizes.append(max(1, math.prod(info.shape[1:])))
+    counts: Floats = rows.field("zero_count")[:, columns] // sizes
+    return columns, counts
 
 
 _STUCK = (

@@ -67,9 +67,10 @@ class NoLearning(Rule):
             all of the latter or one of them, by ten times the median.
         small, large: Limits of the median over the weights of a weight's root mean square times the root of its number
             of inputs, which is about 1 if they keep the size of signals.
-        measurements: In so many in a row, outputs of which the loss takes the softmax are not negative, as after an
-            activation; probabilities are told in the first step, or not at all. In at least so many, the first ones,
-            all labels are of one class.
+        measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
+            takes the softmax are not negative, as after an activation. If autograd names it, it is told at once, and
+            probabilities are told in the first step, or not at all. In at least so many, the first ones, over ``soon``
+            steps, all labels are of one class.
     """
 
     name = "no-learning"
@@ -94,15 +95,20 @@ class NoLearning(Rule):
         small: float = 0.02,
         large: float = 5.0,
         measurements: int = 3,
+        lasts: int = 100,
+        soon: int = 32,
     ) -> None:
         self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
-        self.far, self.small, self.large, self.measurements = far, small, large, measurements
+        self.far, self.small, self.large = far, small, large
+        self.measurements, self.lasts, self.soon = measurements, lasts, soon
         self._told: list[str] = []
         self._odd: list[str] = []  # a weight that begins far larger than others
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
         self._activated_for = self._askew_for = 0  # measurements in a row
+        self._activated_since = self._labels_since = 0
         self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
+        self._certain = math.nan  # the share of certain predictions when first measured
         self._first: list[float] = []
         self._recent: list[float] = []
         # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
@@ -119,6 +125,8 @@ class NoLearning(Rule):
             self._recent = []
         outputs = window.rows("output")
         if outputs is not None:
+            if math.isnan(self._certain):
+                self._certain = float(np.nan_to_num(outputs.of((LOGITS,)).mean[0, 0]))
             yield from self._outputs(window, outputs, losses)
         if not self._classes:
             self._count = 1  # of no interest from now on
@@ -158,27 +166,35 @@ class NoLearning(Rule):
         """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
         seen = outputs.of(("activation", "classes", "labels", "label")).mean
         for step, (activation, classes, count, label) in zip(outputs.steps.tolist(), seen.tolist(), strict=True):
+            is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
             self._activated_for = self._activated_for + 1 if activation in (2, 3) else 0
+            self._askew_for = self._askew_for + 1 if activation == _ASKEW else 0
+            if self._activated_for == 1:
+                self._activated_since = step
             # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
             is_first = not self._count and step == window.steps[0]
             is_one = activation == 1 and is_first and 0.9 < losses[0] / math.log(classes) < 1.1
-            if (is_one or self._activated_for == self.measurements) and "activation" not in self._told:
+            lasts = self._activated_for >= self.measurements and step - self._activated_since >= self.lasts
+            if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._told:
                 least = math.log1p((classes - 1) / math.e)
                 text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
                 text += f": it cannot fall below {least:.4g}" * (activation < 3)
                 yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
-            self._askew_for = self._askew_for + 1 if activation == _ASKEW else 0
             if self._askew_for == 2:
                 text = "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
                 yield self._once("askew", step, LOGITS, text, "output", _DIM)
             if not self._classes or "label" in self._told or math.isnan(count):
                 continue
+            if not self._labels:
+                self._labels_since = step
             self._labels += [label, count]
             each, counts = self._labels[::2], self._labels[1::2]
             if not label:
                 self._told.append("label")  # of several classes, as it should be
-            elif len(each) >= self.measurements and (
-                sum(counts) >= _ALIKE or (len({*each}) > 1 and sum(counts) - len(counts) >= _BITS)
+            elif (
+                len(each) >= self.measurements
+                and step - self._labels_since >= self.soon
+                and (sum(counts) >= _ALIKE or (len({*each}) > 1 and sum(counts) - len(counts) >= _BITS))
             ):
                 which = "one" if len({*each}) > 1 else "the same"
                 text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
@@ -220,7 +236,7 @@ class NoLearning(Rule):
     def _beginning(self, window: Window) -> Iterator[Finding]:
         """Judges the losses of the first steps."""
         usual, first, soon = math.log(self._classes), abs(self._first[0]), median(np.abs(self._first))
-        share = _certain(window)
+        share = 0.0 if math.isnan(self._certain) else self._certain
         if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)

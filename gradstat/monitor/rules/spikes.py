@@ -155,10 +155,11 @@ class NormLevelRule(LevelRule):
                 if count != self._present:
                     self._present = count
                     self._changes.append(step)
-        rates = np.concatenate([[self._rate], window.scalars.get("lr", np.empty(0))])
-        moved = np.flatnonzero(np.maximum(rates[1:], rates[:-1]) > 1.5 * np.minimum(rates[1:], rates[:-1]))
-        self._rate = float(rates[-1])
-        self._changes += window.steps[moved].tolist()
+        rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
+        self._rate = rates[-1]
+        if not max(rates) <= 1.5 * min(rates):
+            pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
+            self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
         for shift in self.shifts(window.steps, np.log(norms), sign):
             is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
             if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):
@@ -224,9 +225,12 @@ class SpikeRule(LevelRule):
         row = 0
         while row < len(values):
             block = column[row : row + _EVERY - self._new]
-            calm = block <= self.calm_below()
-            count = len(calm) if calm.all() else int(calm.argmin())
-            if count and self.single_factor * (highest := float(block[:count].max())) > self._beyond:
+            calm, highest = self.calm_below(), float(block.max())
+            count = len(block)
+            if not highest <= calm:
+                count = int((block <= calm).argmin())
+                highest = float(block[:count].max(initial=-math.inf))
+            if count and self.single_factor * highest > self._beyond:
                 # Growth so steady that each value may raise the limit, as in `detect_jump`: the last of them tells.
                 least = min(*values[row : row + count], *self._values[-self.within_steps :])
                 if highest <= self.factor * least:

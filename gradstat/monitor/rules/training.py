@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
@@ -219,10 +220,11 @@ class LearningRateJump(Rule):
 
     def _faded(self, steps: npt.NDArray[np.int64], rates: Floats) -> Iterable[Finding]:
         """Reports a rate that falls to nearly nothing in a few steps."""
-        course = np.array([*self._course, *rates.tolist()])
-        self._course = [rate for rate in course[-(self.within + self.lasts - 1) :].tolist() if math.isfinite(rate)]
-        if not np.nanmin(course, initial=math.inf) < self.fades * np.nanmax(course, initial=0.0):
+        every = [*self._course, *rates.tolist()]
+        self._course = [rate for rate in every[-(self.within + self.lasts - 1) :] if math.isfinite(rate)]
+        if min(every) >= self.fades * max(every):
             return
+        course = np.array(every)
         padded = np.concatenate([np.zeros(self.within), np.nan_to_num(course)])
         highest = np.lib.stride_tricks.sliding_window_view(padded, self.within + 1).max(1)
         ends = slice(-(len(rates) + self.lasts - 1), None)  # so that the last of each run is one of the new rates
@@ -253,8 +255,8 @@ class LearningRateJump(Rule):
         some = slice(None) if self._waiting else slice(-16, None)
         columns = [window.scalars.get(name, np.zeros(len(window.steps)))[some] for name in _SIGNALS]
         # What is not finite is above everything, and a state may not hold it.
-        huge = [np.nan_to_num(column, nan=_HUGE, posinf=_HUGE, neginf=-_HUGE) for column in columns]
-        self._signals += np.column_stack([window.steps[some], *huge]).ravel().tolist()
+        huge = [np.fmax(np.fmin(column, _HUGE), -_HUGE).tolist() for column in columns]
+        self._signals += itertools.chain.from_iterable(zip(window.steps[some].tolist(), *huge, strict=True))
         del self._signals[: -3 * (2 * 16 + self.follows + 64)]
         if not self._waiting:
             return
@@ -385,7 +387,7 @@ class SaturatedOutput(Rule):
         share: Fraction of predictions whose largest logit exceeds the next by more than 10; a single logit must exceed
             10 in magnitude.
         loss: Above it predictions count as wrong. A wrong one costs 10 nats, so 1.0 means a tenth of them.
-        measurements: Number of measurements in a row.
+        measurements, steps: Number of measurements in a row, and of steps that they cover.
     """
 
     name = "saturated-logits"
@@ -402,25 +404,26 @@ class SaturatedOutput(Rule):
 
     _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
 
-    def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3) -> None:
-        self.share, self.loss, self.measurements = share, loss, measurements
+    def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3, steps: int = 32) -> None:
+        self.share, self.loss, self.measurements, self.steps = share, loss, measurements, steps
         self._run = self._since = 0
         self._wrong = True
         self._told: list[str] = []
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("output")
-        if rows is None:
+        if rows is None or LOGITS not in rows.names:
             return
         losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
-        for step, shares in zip(rows.steps.tolist(), rows.of((LOGITS,)).mean[:, 0].tolist(), strict=True):
+        for step, shares in zip(rows.steps.tolist(), rows.mean[:, rows.names.index(LOGITS)].tolist(), strict=True):
             loss = float(losses[np.searchsorted(window.steps, step)])
             if self._run == 0:
                 self._since, self._wrong = step, window.run.classes is not None
             self._run = self._run + 1 if shares > self.share else 0
             self._wrong = self._wrong and loss > self.loss
             severity: Severity = "warning" if self._wrong else "info"
-            if self._run >= self.measurements and severity not in self._told:
+            is_lasting = self._run >= self.measurements and step - self._since >= self.steps
+            if is_lasting and severity not in self._told:
                 self._told.append(severity)
                 text = (
                     f"{shares:.0%} of the predictions are saturated: the largest logit exceeds the next by more than 10"
@@ -469,7 +472,8 @@ class OptimizerCoverage(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
             yield from self._replaced(seen)
-            rows, sums, left_out = window.rows("gradient"), _sums(window), seen.value.left_out
+            rows, left_out = window.rows("gradient"), seen.value.left_out
+            sums = _sums(window) if left_out or self._before else {}
             # It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
             self._first_look = seen.step if self._first_look < 0 else self._first_look
             if seen.step == self._first_look and rows is not None and len(rows.names) - len(left_out) == 1:

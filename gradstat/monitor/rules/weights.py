@@ -396,7 +396,7 @@ class OverwrittenParameter(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         signal = "loss" if window.scalar("loss") is not None else "finite_norm"
         values = window.scalars.get(signal, np.full(len(window.steps), math.nan))
-        self._recent = [*self._recent, *np.nan_to_num(values, nan=math.inf).clip(-1e300, 1e300).tolist()][-256:]
+        self._recent = [*self._recent, *np.fmax(np.fmin(values, 1e300), -1e300).tolist()][-256:]
         for seen in window.observed("versions"):
             names = tuple(seen.value)
             versions, rates = self._versions.values_for(names), self._rates.values_for(names)
