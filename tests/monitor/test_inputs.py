@@ -227,6 +227,21 @@ def test_an_activation_before_a_softmax_in_the_loss_is_told(
     assert text == f"the outputs of the model {told}"
 
 
+@pytest.mark.parametrize(
+    ("activation", "told"), [(nn.Softmax(-1), "probabilities already"), (nn.Sigmoid(), "between 0 and 1")]
+)
+def test_an_activation_that_comes_later_is_told(activation: nn.Module, told: str) -> None:
+    class Late(nn.Module):
+        passes = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            return activation(x) if self.passes > 60 else x
+
+    (text,) = classify(cross_entropy, Late(), steps=102)
+    assert told in text
+
+
 def test_a_softmax_over_the_samples_is_told() -> None:
     (text,) = classify(lambda x, labels: nll_loss(x.log_softmax(0), labels), lr=1e-2)
     assert text == "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"

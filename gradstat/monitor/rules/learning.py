@@ -69,8 +69,8 @@ class NoLearning(Rule):
             of inputs, which is about 1 if they keep the size of signals.
         measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
             takes the softmax are not negative, as after an activation. If autograd names it, it is told at once, and
-            probabilities are told in the first step, or not at all. In at least so many, the first ones, over ``soon``
-            steps, all labels are of one class.
+            probabilities are told in the first step or after outputs that were none, or not at all. In at least so
+            many, the first ones, over ``soon`` steps, all labels are of one class.
     """
 
     name = "no-learning"
@@ -106,6 +106,7 @@ class NoLearning(Rule):
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
         self._activated_for = self._askew_for = 0  # measurements in a row
         self._activated_since = self._labels_since = 0
+        self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
         self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
         self._certain = math.nan  # the share of certain predictions when first measured
@@ -173,7 +174,8 @@ class NoLearning(Rule):
                 self._activated_since = step
             # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
             is_first = not self._count and step == window.steps[0]
-            is_one = activation == 1 and is_first and 0.9 < losses[0] / math.log(classes) < 1.1
+            is_one = activation == 1 and (self._were_logits or (is_first and 0.9 < losses[0] / math.log(classes) < 1.1))
+            self._were_logits |= activation == 0 and classes > 0
             lasts = self._activated_for >= self.measurements and step - self._activated_since >= self.lasts
             if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._told:
                 least = math.log1p((classes - 1) / math.e)
