@@ -197,7 +197,7 @@ def as_rows(kind: str, steps: int, grown: Sizes) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10_240)  # a multiple of 320: see test_life_leaks.py
+    parser.add_argument("--steps", type=int, default=10_400)  # see test_life_leaks.py
     parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()
     steps = options.steps
