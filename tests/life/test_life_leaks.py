@@ -8,8 +8,8 @@ import tables
 from helpers.processes import output_of
 
 # In a separate process, since other tests' objects come and go in this one. A monitor holds the steps since its last
-# review, and those around a bad one. Reviews come after measurements of weights, every 50 steps, and bad steps every 160:
-# after a multiple of both it holds equally many.
+# review, and those around a bad one. Reviews come after measurements of weights, every 50 steps, and bad steps come
+# every 160: after a multiple of both it holds equally many.
 GROWTH = """
 import gc, leaks, torch
 
