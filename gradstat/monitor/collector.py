@@ -215,7 +215,7 @@ class Collector:
         trained = self._trained
         besides = [] if next(trained.model.parameters(), None) is None else list(trained.besides._parameters)
         seen = observers.coverage(optimizer, parameters, names, besides)
-        steps, changes = (0, 0) if self._kept is None else self._kept.progress(optimizer)
+        steps, changes = (0, 0) if self._kept is None else self._kept.progress()
         return Observation("coverage", step, seen._replace(steps=steps, changes=changes))
 
     def _notice_change(

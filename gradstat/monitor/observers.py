@@ -127,7 +127,7 @@ class Coverage(NamedTuple):
     unknown: list[str]  # in the optimizer, not watched, and without a gradient
     besides: list[str]  # in the optimizer and watched, but not the model's
     steps: int = 0  # that the optimizer has taken since the last look, as far as known
-    changes: int = 0  # in place since then, of the one of its parameters that was changed most often
+    changes: int = 0  # in place since then, of one of its parameters
 
 
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
@@ -223,8 +223,7 @@ class KeptGradients:
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
         self._was_kept = False
-        self._steps = 0  # of the optimizer
-        self._versions: list[int] = []  # of its parameters
+        self._steps = self._version = 0  # of the optimizer; of the parameter
         self._handles: list[Any] = []
         self.remove = removed_with(self, self._handles)
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
@@ -238,7 +237,7 @@ class KeptGradients:
             return
         for handle in self._handles[1:]:
             handle.remove()
-        self._follows, self._last = weakref.ref(chosen), None
+        self._follows, self._last, self._version = weakref.ref(chosen), None, chosen._version
         self._handles[1:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
 
     def _has_stepped(self, *_: Any) -> None:
@@ -257,13 +256,12 @@ class KeptGradients:
         self._has_used, self._has_new = self._has_used and is_continued, True
         self._last = weakref.ref(gradient), version
 
-    def progress(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Since the last call, the steps of the optimizer, and the most changes in place of one of its parameters."""
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        steps, self._steps = self._steps, 0
-        now = list(versions(trained, list(map(str, range(len(trained))))).values())
-        last, self._versions = self._versions, now
-        return steps, max(map(operator.sub, now, last), default=0) if len(now) == len(last) else 0
+    def progress(self) -> tuple[int, int]:
+        """Since the last call, the steps of the optimizer, and how often the parameter was changed in place."""
+        parameter = None if self._follows is None else self._follows()
+        steps, version = self._steps, self._version
+        self._steps, self._version = 0, version if parameter is None else parameter._version
+        return steps, self._version - version
 
     def take(self) -> bool:
         """Whether the last step used gradients that contain those of an earlier one. False on a second call."""

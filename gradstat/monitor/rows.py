@@ -246,6 +246,10 @@ class Window:
         values = self.scalars.get(name)
         return None if values is None or (np.isnan(values).all() and name != "loss") else values
 
+    def value(self, name: str, row: int) -> float:
+        """The value of the scalar ``name`` in one of these steps, NaN if there is none."""
+        return float(self.scalars[name][row]) if name in self.scalars else math.nan
+
     def observed(self, kind: str) -> list[Observation]:
         """The observations of a kind."""
         return [seen for seen in self.observations if seen.kind == kind]

@@ -109,7 +109,7 @@ class NoLearning(Rule):
         self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
         self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
-        self._certain = math.nan  # the share of certain predictions when first measured
+        self._first_certain = math.nan  # the share of certain predictions when first measured
         self._first: list[float] = []
         self._recent: list[float] = []
         # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
@@ -126,8 +126,8 @@ class NoLearning(Rule):
             self._recent = []
         outputs = window.rows("output")
         if outputs is not None:
-            if math.isnan(self._certain):
-                self._certain = float(np.nan_to_num(outputs.of((LOGITS,)).mean[0, 0]))
+            if math.isnan(self._first_certain):
+                self._first_certain = float(np.nan_to_num(outputs.of((LOGITS,)).mean[0, 0]))
             yield from self._outputs(window, outputs, losses)
         if not self._classes:
             self._count = 1  # of no interest from now on
@@ -149,7 +149,7 @@ class NoLearning(Rule):
                 yield from self._beginning(window)
             elif self._count == stop and stop >= _SPAN:
                 row = int(np.searchsorted(window.steps, steps[at - 1]))
-                rate = float(window.scalars.get("lr", np.full(row + 1, math.nan))[row])
+                rate = window.value("lr", row)
                 is_warm_up, self._rate = rate > 1.001 * self._rate, rate
                 yield from self._later(window, row, is_warm_up)
 
@@ -159,7 +159,7 @@ class NoLearning(Rule):
         if self._classes:
             usual = math.log(self._classes)
             self._chance = usual if abs(loss) <= 2 * usual else abs(loss)
-            self._gradient = float(window.scalars.get("norm", np.full(1, math.nan))[0])
+            self._gradient = window.value("norm", 0)
             if abs(loss) < usual / 2:
                 self._classes = 0  # it has learned before
 
@@ -182,7 +182,7 @@ class NoLearning(Rule):
                 text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
                 text += f": it cannot fall below {least:.4g}" * (activation < 3)
                 yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
-            if self._askew_for == 2:
+            if self._askew_for == 2 and "askew" not in self._told:
                 text = "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
                 yield self._once("askew", step, LOGITS, text, "output", _DIM)
             if not self._classes or "label" in self._told or math.isnan(count):
@@ -238,7 +238,7 @@ class NoLearning(Rule):
     def _beginning(self, window: Window) -> Iterator[Finding]:
         """Judges the losses of the first steps."""
         usual, first, soon = math.log(self._classes), abs(self._first[0]), median(np.abs(self._first))
-        share = 0.0 if math.isnan(self._certain) else self._certain
+        share = 0.0 if math.isnan(self._first_certain) else self._first_certain
         if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
@@ -285,7 +285,7 @@ class NoLearning(Rule):
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
         share = _certain(window)
-        norm = float(window.scalars.get("norm", np.full(row + 1, math.nan))[row])
+        norm = window.value("norm", row)
         causes: tuple[str, ...]
         if self._moved < 1e-3:
             causes = ("a learning rate that is far too low, or falls too fast", "gradients clipped to a tiny norm",

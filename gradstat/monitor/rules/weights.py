@@ -346,8 +346,7 @@ class UnchangedParameter(Rule):
         if steps < self.steps or not (moves > 0).any():
             return
         at = int(np.searchsorted(window.steps, step))
-        absent = np.full(at + 1, math.nan)
-        rate, strength = (float(window.scalars.get(name, absent)[at]) for name in ("lr", "finite_norm"))
+        rate, strength = window.value("lr", at), window.value("finite_norm", at)
         i = int(np.nanargmax(moves))
         moved, usual = float(moves[i]), self._usual * steps * rate
         has_stopped = strength > 0.1 * self._strength and moved < self.stops * usual
