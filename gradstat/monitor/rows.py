@@ -247,7 +247,12 @@ class Window:
         return None if values is None or (np.isnan(values).all() and name != "loss") else values
 
     def value(self, name: str, row: int) -> float:
-        """The value of the scalar ``name`` in one of these steps, NaN if there is none."""
+        """The value of the scalar ``name`` in one of these steps, NaN if there is none.
+
+        Args:
+            name: As in ``scalars``.
+            row: The position of the step in ``steps``.
+        """
         return float(self.scalars[name][row]) if name in self.scalars else math.nan
 
     def observed(self, kind: str) -> list[Observation]:
