@@ -71,10 +71,10 @@ def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS, *, redrawn: 
         case = replace(case, twin=partial(_redrawn, case.twin, redrawn))
     arm = _run(case, seed, is_broken, steps)
     arm.flags |= {DETECT_ANOMALY: [], GOLDEN: []}
-    is_bad = torch.tensor(not all(map(math.isfinite, [*arm.losses, *arm.norms])), dtype=torch.float32)
+    is_nonfinite = torch.tensor(not all(map(math.isfinite, [*arm.losses, *arm.norms])), dtype=torch.float32)
     if case.ranks > 1:
-        torch.distributed.all_reduce(is_bad, torch.distributed.ReduceOp.MAX)
-    if is_bad:
+        torch.distributed.all_reduce(is_nonfinite, torch.distributed.ReduceOp.MAX)
+    if is_nonfinite:
         raised = _run(case, seed, is_broken, steps, in_anomaly_mode=True)
         if "returned nan values" in raised.raised:
             last = len(raised.losses)
@@ -89,7 +89,7 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
     training, arm = make(seed), Arm()
     if case.ranks > 1:
         training.model = DistributedDataParallel(training.model)
-        is_broken = is_broken and torch.distributed.get_rank() in case.bad_ranks
+        is_broken = is_broken and torch.distributed.get_rank() in case.broken_ranks
     held = [training.batch() for _ in range(8)]
     if is_broken and case.onset == 0:
         try:

@@ -40,7 +40,7 @@ class Case:
     is_everywhere: bool = False  # a comparison that says so names the place
     is_held_out: bool = False  # judged by the healthy loss of unseen batches
     ranks: int = 1
-    bad_ranks: tuple[int, ...] = (0,)
+    broken_ranks: tuple[int, ...] = (0,)
     policy: Any = field(default_factory=lambda: RECORD)
 
     @property
@@ -82,7 +82,7 @@ def _repository() -> Iterator[Case]:
             fault.training,
             is_held_out="loss" in fault.what or fault.twin is not None,
             ranks=fault.ranks,
-            bad_ranks=fault.bad_ranks,
+            broken_ranks=fault.broken_ranks,
             policy=fault.policy,
         )
 
@@ -117,7 +117,7 @@ def _silent_errors() -> Iterator[Case]:
                 "",
                 onset,
                 ranks=error.ranks,
-                bad_ranks=tuple(range(error.ranks)),
+                broken_ranks=tuple(range(error.ranks)),
             )
 
 

@@ -100,7 +100,7 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
   }
   for (; done < count; ++done) ++histograms[0][p[done]];
 
-  const double bad_before = row.nan_count + row.inf_count;
+  const double nonfinite_before = row.nan_count + row.inf_count;
   for (int code = 0; code < 256; ++code) {
     double times = 0;
     for (const auto& histogram : histograms) times += histogram[code];
@@ -109,7 +109,7 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
     lift(one, values[code], kInf);  // the position is found below
     merge_into(row, one, times);
   }
-  if (row.nan_count + row.inf_count > bad_before) {
+  if (row.nan_count + row.inf_count > nonfinite_before) {
     int64_t i = 0;
     while (std::isfinite(values[p[i]])) ++i;
     row.first_nonfinite = merge::min(row.first_nonfinite, static_cast<double>(first + i));

@@ -572,18 +572,18 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     const Bits magnitude = bitcast<Bits>(x) & std::numeric_limits<Integer>::max();
     Bits zero = magnitude == 0;
     Bits nan = magnitude > Type::kInfinity;
-    Bits bad = magnitude >= Type::kInfinity;
+    Bits is_nonfinite = magnitude >= Type::kInfinity;
     if constexpr (kPair) {
       zero &= swap_pairs(zero);
       nan |= swap_pairs(nan);
-      bad |= swap_pairs(bad);
+      is_nonfinite |= swap_pairs(is_nonfinite);
     }
     zeros -= zero;
     nans -= nan;
-    nonfinite -= bad;
-    low = vmin(bad ? low : x, low);
-    high = vmax(bad ? high : x, high);
-    sums = sums + Type::lifted(bitcast<V>(bitcast<Bits>(x) & ~bad));
+    nonfinite -= is_nonfinite;
+    low = vmin(is_nonfinite ? low : x, low);
+    high = vmax(is_nonfinite ? high : x, high);
+    sums = sums + Type::lifted(bitcast<V>(bitcast<Bits>(x) & ~is_nonfinite));
   };
   int64_t i = 0;
   for (; i + Type::kValues <= count; i += Type::kValues) add(p + i);
@@ -596,12 +596,12 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   const auto elements = [](Bits counts) { return reduce<Integer>(counts, kAdd) / kPerElement; };
   const int64_t zero_count = elements(zeros);
   const int64_t nan_count = elements(nans) - padding / kPerElement;
-  const int64_t bad_count = elements(nonfinite) - padding / kPerElement;
+  const int64_t nonfinite_count = elements(nonfinite) - padding / kPerElement;
 
   if constexpr (!Type::kSquaresFitDouble) {
     const double squares = total(sums.sq_sum);
     const bool safe = squares >= Type::kSafeLow && squares <= Type::kSafeHigh;
-    if (!safe && (zero_count + bad_count) * kPerElement < count) {
+    if (!safe && (zero_count + nonfinite_count) * kPerElement < count) {
       for (int64_t k = 0; k < count; k += kPerElement) {
         if constexpr (kPair) {
           lift_pair(row, p[k], p[k + 1], (first + k) / 2);
@@ -615,10 +615,10 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
   add_to(row, sums);
   row.zero_count += zero_count;
   row.nan_count += nan_count;
-  row.inf_count += bad_count - nan_count;
+  row.inf_count += nonfinite_count - nan_count;
   row.min = merge::min(row.min, reduce<typename Type::Real>(low, kMin));
   row.max = merge::max(row.max, reduce<typename Type::Real>(high, kMax));
-  if (bad_count > 0 && row.first_nonfinite == kInf) {  // blocks are read in order
+  if (nonfinite_count > 0 && row.first_nonfinite == kInf) {  // blocks are read in order
     int64_t k = 0;
     while (std::isfinite(Type::to_real(p[k]))) ++k;
     row.first_nonfinite = (first + k) / kPerElement;

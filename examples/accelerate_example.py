@@ -1,4 +1,4 @@
-"""An Accelerate loop in which a layer goes bad, and the three lines that find it.
+"""An Accelerate loop in which a layer's gradient becomes NaN, and the three lines that find it.
 
 ::
 

@@ -41,16 +41,16 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(options.stage))
     monitor = gradstat.Monitor(engine, on_anomaly="record")  # the first added line
     is_first = torch.distributed.get_rank() == 0
-    bad = False
+    is_broken = False
 
     def corrupt(gradient: Tensor) -> Tensor:
-        return torch.where(torch.arange(8, device=gradient.device) == 5, torch.nan, gradient) if bad else gradient
+        return torch.where(torch.arange(8, device=gradient.device) == 5, torch.nan, gradient) if is_broken else gradient
 
     model[2].bias.register_hook(corrupt)
     for step in range(options.steps):
         inputs = torch.randn(16, 32, device=engine.device)
         loss = (engine(inputs) - inputs[:, :8]).square().mean()
-        bad = step == options.steps // 2
+        is_broken = step == options.steps // 2
         engine.backward(loss)
         monitor.step(loss)  # and the second, before the engine's step
         engine.step()

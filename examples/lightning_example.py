@@ -1,4 +1,4 @@
-"""A Lightning script with one added line that finds a bad layer: ``python examples/lightning_example.py``.
+"""A Lightning script with one added line that finds a layer with NaN: ``python examples/lightning_example.py``.
 
 A small model learns to predict letters of Python's own sources, on the CPU, in seconds. One of its layers is a norm
 without an eps. In batch 60 some lines are empty, so their inputs are all padding, that is zeros, and the norm divides 0

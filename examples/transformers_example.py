@@ -1,4 +1,4 @@
-"""A small GPT-2 in the Trainer of transformers, in which a layer goes bad.
+"""A small GPT-2 in the Trainer of transformers, in which a layer's gradient becomes NaN.
 
 ::
 

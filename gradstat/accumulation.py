@@ -86,7 +86,7 @@ class Attribution(Judged):
     micro_batches: int
 
     @property
-    def first_bad(self) -> dict[str, int]:
+    def nonfinite_since(self) -> dict[str, int]:
         """For each parameter whose gradient was ever not finite, the first micro-batch after which it was not."""
         raise NotImplementedError
 
@@ -96,11 +96,11 @@ class Attribution(Judged):
     def _cause(self, losses: Sequence[float]) -> str:
         """The first micro-batch whose gradients or loss were not finite, in words; ``losses`` as far as known."""
         lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
-        first = min(self.first_bad.values(), default=lost[0] if lost else None)
+        first = min(self.nonfinite_since.values(), default=lost[0] if lost else None)
         if first is None:
             return f"none of the {self.micro_batches} micro-batches had NaN or Inf by itself"
         words = [f"{self._place(first)} was the first with NaN or Inf"]
-        if names := [name for name, number in self.first_bad.items() if number == first]:
+        if names := [name for name, number in self.nonfinite_since.items() if number == first]:
             words.append(f"gradients not finite from then on: {listed(names, _NAMED_IN_CAUSE)}")
         if first < len(losses):
             words.append(f"its loss was {losses[first]:g}")
@@ -129,10 +129,10 @@ class AccumulationReport(Attribution):
     @property
     def ok(self) -> bool:
         """Whether every element was finite after every micro-batch. False if there was no gradient."""
-        return self.final.ok and not self.first_bad
+        return self.final.ok and not self.nonfinite_since
 
     @functools.cached_property
-    def first_bad(self) -> dict[str, int]:
+    def nonfinite_since(self) -> dict[str, int]:
         """For each parameter whose gradient was ever not finite, the first micro-batch after which it was not.
 
         Ordered by micro-batch, then worst first as in `Report.nonfinite`.
@@ -148,7 +148,7 @@ class AccumulationReport(Attribution):
 
         The error's ``report`` is the one after the first micro-batch that left a gradient not finite.
         """
-        if not self.first_bad:
+        if not self.nonfinite_since:
             self.final.raise_if_nonfinite()
         else:
             first = next(report for report in self.reports if not report.ok)
@@ -156,7 +156,7 @@ class AccumulationReport(Attribution):
 
     def _summary(self, limit: int) -> list[str]:
         """Which gradients became NaN or Inf in which micro-batch, in words, naming at most ``limit`` parameters."""
-        nonfinite = list(self.first_bad.items())
+        nonfinite = list(self.nonfinite_since.items())
         title = f"NaN or Inf in {count_of(len(nonfinite), 'gradient')}, first in {self._place(nonfinite[0][1])}:"
 
         def line(one: tuple[str, int]) -> str:
@@ -167,14 +167,14 @@ class AccumulationReport(Attribution):
         return [title, *lines_of(nonfinite, limit, line)]
 
     def __repr__(self) -> str:
-        bad = self.first_bad
-        state = (
-            f"{len(bad)} not finite, first in {min(bad.values())}" if bad else "ok" if self.ok else "nothing checked"
-        )
+        if since := self.nonfinite_since:
+            state = f"{len(since)} not finite, first in {min(since.values())}"
+        else:
+            state = "ok" if self.ok else "nothing checked"
         return f"AccumulationReport({self._size()}, {state})"
 
     def __str__(self) -> str:
-        if self.first_bad:
+        if self.nonfinite_since:
             lines = self._summary(NAMED_IN_TEXT)
         else:
             lines = [f"{self._size()}, {'all finite after each' if self.ok else 'but no gradient'}"]

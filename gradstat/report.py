@@ -328,8 +328,8 @@ def nonfinite_words(stats: TensorStats) -> str:
     first = stats.first_nonfinite
     where = "" if first is None else f" at {list(first)}"
     if stats.rank is not None:
-        others = f" (of {stats.bad_ranks} ranks with NaN or Inf)"
-        where += f" on rank {stats.rank}{others * ((stats.bad_ranks or 0) > 1)}"
+        others = f" (of {stats.nonfinite_ranks} ranks with NaN or Inf)"
+        where += f" on rank {stats.rank}{others * ((stats.nonfinite_ranks or 0) > 1)}"
     place = f"first{where} (shape {tuple(stats.shape)}, {stats.dtype})"
     return f"{nan_and_inf(stats.nan_count, stats.inf_count)} of {stats.numel:,} elements, {place}"
 

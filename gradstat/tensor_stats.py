@@ -342,7 +342,7 @@ class TensorStats(Judged, OneRow):
         return None if shards is None or math.isinf(flat) else shards.split(flat)[0]
 
     @property
-    def bad_ranks(self) -> int | None:
+    def nonfinite_ranks(self) -> int | None:
         """Number of ranks whose shards contain NaN or Inf; None for a tensor that is not distributed."""
         return None if self._info.shards is None else int(self._values.raw[self._place][_fields.COUNT])
 
@@ -356,7 +356,7 @@ class TensorStats(Judged, OneRow):
             "device": str(self.device),
             **self._json(*INTEGERS, *FLOATS, "finite_norm"),
             "first_nonfinite": list(first) if first is not None else None,
-            **({} if self._info.shards is None else {"rank": self.rank, "bad_ranks": self.bad_ranks}),
+            **({} if self._info.shards is None else {"rank": self.rank, "nonfinite_ranks": self.nonfinite_ranks}),
         }
 
     def __repr__(self) -> str:

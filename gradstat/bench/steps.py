@@ -68,14 +68,14 @@ class Variant:
 
 def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, float]:
     """A typical hand-written loop: number of nonfinite gradients, total norm, smallest and largest element."""
-    bad, squares, low, high = 0, 0.0, math.inf, -math.inf
+    nonfinite, squares, low, high = 0, 0.0, math.inf, -math.inf
     for gradient in gradients:
         if gradient is not None:
-            bad += bool(gradient.isnan().any().item()) or bool(gradient.isinf().any().item())
+            nonfinite += bool(gradient.isnan().any().item()) or bool(gradient.isinf().any().item())
             squares += gradient.norm().item() ** 2
             low = min(low, gradient.min().item())
             high = max(high, gradient.max().item())
-    return bad, math.sqrt(squares), low, high
+    return nonfinite, math.sqrt(squares), low, high
 
 
 def _checked_async() -> Callable[[Step, Tensor], object]:

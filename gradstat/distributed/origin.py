@@ -209,7 +209,7 @@ class OriginTracker:
             )
         nonfinite = [i for i, micro_batch in enumerate(earliest) if micro_batch != _NEVER]
         ranks = tuple(dist.get_process_group_ranks(self._group))
-        causes: list[BadGradient] = []
+        causes: list[NonfiniteOrigin] = []
         if nonfinite:
             local_counts = torch.zeros(len(self._names), len(_COUNTS), dtype=torch.float64, device="cpu")
             for (micro_batch, position), row in zip(places, counts.cpu(), strict=True):
@@ -219,7 +219,7 @@ class OriginTracker:
             for k, position in enumerate(nonfinite):
                 on = {rank: (int(c[k][0]), int(c[k][1])) for rank, c in zip(ranks, gathered, strict=True) if any(c[k])}
                 numel = self._parameters[position].numel()
-                causes.append(BadGradient(self._names[position], numel, earliest[position], on))
+                causes.append(NonfiniteOrigin(self._names[position], numel, earliest[position], on))
         return OriginReport(self._names, causes, ranks, count)
 
     def rows(self) -> Tensor:
@@ -278,7 +278,7 @@ class OriginTracker:
             self._has_unmeasured = False
 
 
-class BadGradient(NamedTuple):
+class NonfiniteOrigin(NamedTuple):
     """A gradient that was not finite before it was reduced."""
 
     name: str
@@ -299,37 +299,37 @@ class OriginReport(Attribution):
     """
 
     def __init__(
-        self, names: Sequence[str], bad: Sequence[BadGradient], ranks: tuple[int, ...], micro_batches: int
+        self, names: Sequence[str], nonfinite: Sequence[NonfiniteOrigin], ranks: tuple[int, ...], micro_batches: int
     ) -> None:
         self._names = frozenset(names)
-        self._bad = {one.name: one for one in bad}
+        self._nonfinite = {one.name: one for one in nonfinite}
         self.ranks = ranks
         self.micro_batches = micro_batches
 
     @property
     def ok(self) -> bool:
         """Whether every local gradient was finite on every rank."""
-        return not self._bad
+        return not self._nonfinite
 
     @property
     def nonfinite(self) -> tuple[str, ...]:
         """The parameters whose gradient was not finite on some rank, in the model's order."""
-        return tuple(self._bad)
+        return tuple(self._nonfinite)
 
     @property
-    def first_bad(self) -> dict[str, int]:
+    def nonfinite_since(self) -> dict[str, int]:
         """For each of `nonfinite`, the first micro-batch in which it was not, as `micro_batch_of` says."""
-        return {name: bad.micro_batch for name, bad in self._bad.items()}
+        return {name: origin.micro_batch for name, origin in self._nonfinite.items()}
 
     def rank_of(self, name: str) -> int | None:
         """The lowest rank where ``name``'s gradient was first not finite, or None. KeyError if ``name`` is unknown."""
-        bad = self._find(name)
-        return None if bad is None else next(iter(bad.counts))
+        origin = self._find(name)
+        return None if origin is None else next(iter(origin.counts))
 
-    def ranks_bad(self, name: str) -> int:
+    def nonfinite_ranks(self, name: str) -> int:
         """Number of ranks where ``name``'s gradient was not finite in its first such micro-batch. Errors: `rank_of`."""
-        bad = self._find(name)
-        return 0 if bad is None else len(bad.counts)
+        origin = self._find(name)
+        return 0 if origin is None else len(origin.counts)
 
     def micro_batch_of(self, name: str) -> int | None:
         """The first micro-batch in which ``name``'s gradient was not finite, from 0. Errors as in `rank_of`.
@@ -337,7 +337,7 @@ class OriginReport(Attribution):
         Without ``per_micro_batch`` reductions are counted: under ``no_sync()`` all micro-batches of a step are one.
         """
         self._find(name)
-        return self.first_bad.get(name)
+        return self.nonfinite_since.get(name)
 
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, which names ranks and parameters, on every rank, unless `ok`.
@@ -348,7 +348,7 @@ class OriginReport(Attribution):
             raise NonFiniteGradientError("\n".join(self._summary(NAMED_IN_ERROR)))
 
     def __repr__(self) -> str:
-        state = "ok" if self.ok else f"{len(self._bad)} not finite"
+        state = "ok" if self.ok else f"{len(self._nonfinite)} not finite"
         return f"OriginReport({len(self._names)} gradients of {len(self.ranks)} ranks, {state})"
 
     def __str__(self) -> str:
@@ -356,17 +356,17 @@ class OriginReport(Attribution):
             return f"gradstat: {len(self._names)} gradients, finite on all {len(self.ranks)} ranks before the reduction"
         return "gradstat: " + "\n".join(self._summary(NAMED_IN_TEXT))
 
-    def _find(self, name: str) -> BadGradient | None:
+    def _find(self, name: str) -> NonfiniteOrigin | None:
         if name not in self._names:
             raise KeyError(f"no parameter named {name!r} is reduced by this model")
-        return self._bad.get(name)
+        return self._nonfinite.get(name)
 
     def _summary(self, limit: int) -> list[str]:
         """Who caused what, in words: ordered by micro-batch, with parameters of the same ranks grouped."""
-        together: dict[tuple[int, tuple[int, ...]], list[BadGradient]] = {}
-        for one in self._bad.values():
+        together: dict[tuple[int, tuple[int, ...]], list[NonfiniteOrigin]] = {}
+        for one in self._nonfinite.values():
             together.setdefault((one.micro_batch, tuple(one.counts)), []).append(one)
-        lines = [f"NaN or Inf in {len(self._bad)} of {len(self._names)} gradients before they were reduced"]
+        lines = [f"NaN or Inf in {len(self._nonfinite)} of {len(self._names)} gradients before they were reduced"]
         left = limit
         for micro_batch, ranks in sorted(together):
             group = together[micro_batch, ranks]
@@ -385,6 +385,7 @@ class OriginReport(Attribution):
         return f"{format_ranks(ranks)} (of {len(self.ranks)})"
 
 
-def _counts(bad: BadGradient) -> str:
-    rank, counts = next(iter(bad.counts.items()))
-    return f"{nan_and_inf(*counts)} of {bad.numel:,} elements" + (f" on rank {rank}" if len(bad.counts) > 1 else "")
+def _counts(origin: NonfiniteOrigin) -> str:
+    rank, counts = next(iter(origin.counts.items()))
+    on = f" on rank {rank}" if len(origin.counts) > 1 else ""
+    return f"{nan_and_inf(*counts)} of {origin.numel:,} elements{on}"

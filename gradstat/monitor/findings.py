@@ -23,8 +23,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
 # Words shown in place of evidence keys that are meant for programs.
 _WORDS = {
     "all": "not finite",
-    "all_bad": "how many are not finite",
-    "parameters_bad": "how many are not finite",
+    "nonfinite_tensors": "how many are not finite",
     "nan_count": "NaN elements",
     "inf_count": "Inf elements",
     "numel": "elements",

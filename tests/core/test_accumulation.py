@@ -45,8 +45,8 @@ def test_the_micro_batch_that_brought_it_is_named(backend: str) -> None:
     report = micro_batches.result()
     assert not report.ok
     assert report.micro_batches == len(report.reports) == 5
-    assert report.first_bad == {"2.bias": 1, "0.weight": 3, "2.weight": 3}
-    assert list(report.first_bad) == ["2.bias", "0.weight", "2.weight"]  # micro-batch by micro-batch, worst first
+    assert report.nonfinite_since == {"2.bias": 1, "0.weight": 3, "2.weight": 3}
+    assert list(report.nonfinite_since) == ["2.bias", "0.weight", "2.weight"]  # micro-batch by micro-batch, worst first
     assert [len(one.nonfinite) for one in report.reports] == [0, 1, 1, 3, 3]
     assert report.final is report.reports[-1]
     assert report.final["0.weight"].nan_count == 2
@@ -62,7 +62,7 @@ def test_the_reports_are_of_the_accumulated_gradients() -> None:
         alone.append(gradstat.check(model).to_numpy())
     report = micro_batches.result()
     assert report.ok
-    assert report.first_bad == {}
+    assert report.nonfinite_since == {}
     report.raise_if_nonfinite()
     for one, expected in zip(report.reports, alone, strict=True):
         assert (one.to_numpy() == expected).all()
@@ -84,7 +84,7 @@ def test_a_step_starts_over_behind_its_result_and_when_it_is_given_up() -> None:
         backward(model, bad)
         micro_batches.check()
     first = micro_batches.result()
-    assert first.first_bad == {f"param{i}": 1 for i in range(4)}
+    assert first.nonfinite_since == {f"param{i}": 1 for i in range(4)}
     model.zero_grad()
     backward(model)
     micro_batches.check()
@@ -128,7 +128,7 @@ def test_a_gradient_may_appear_late_and_be_freed() -> None:
     micro_batches.check()
     report = micro_batches.result()
     assert report.reports[0].missing == ("2.weight", "2.bias")
-    assert report.first_bad == {"2.weight": 1}
+    assert report.nonfinite_since == {"2.weight": 1}
     assert not report.ok
     assert report.final.ok
     assert report.final.missing == ("2.weight",)
@@ -145,7 +145,7 @@ def test_names_tell_parameters_apart_when_the_module_changes() -> None:
     poison(model[1].bias, (0,), math.inf)
     micro_batches.check()
     report = micro_batches.result()
-    assert report.first_bad == {"2.bias": 0, "3.bias": 1, "1.bias": 1}
+    assert report.nonfinite_since == {"2.bias": 0, "3.bias": 1, "1.bias": 1}
     assert "2.bias" not in report.final
 
 
@@ -197,7 +197,7 @@ def test_error_and_text_tell_who_when_and_where_also_from_a_pickle() -> None:
     assert "\n".join(lines[3:]) == f"after the last micro-batch:\n{report.final}"
     assert repr(report) == "AccumulationReport(4 micro-batches, 2 not finite, first in 0)"
     again = pickle.loads(pickle.dumps(report))
-    assert (again.first_bad, str(again)) == ({"p0": 0, "p1": 1}, text)
+    assert (again.nonfinite_since, str(again)) == ({"p0": 0, "p1": 1}, text)
 
 
 @pytest.mark.cuda

@@ -186,7 +186,7 @@ def test_a_report_names_rank_and_index() -> None:
         parameter.grad._local_tensor[0, 2] = math.nan  # type: ignore[attr-defined]
     report = gradstat.check([("w", parameter)])
     stats = report["w"]
-    assert (stats.rank, stats.bad_ranks, report.rank_of("w")) == (1, 2, 1)
+    assert (stats.rank, stats.nonfinite_ranks, report.rank_of("w")) == (1, 2, 1)
     assert stats.first_nonfinite == (3, 2), "rank 1 begins at row 3"
     assert stats.to_dict()["rank"] == 1
     assert report.to_numpy()["first_nonfinite"].tolist() == [2]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstat
 from gradstat.distributed import OriginReport, UnreachableRankError, track_origin
-from gradstat.distributed.origin import BadGradient
+from gradstat.distributed.origin import NonfiniteOrigin
 
 
 class Net(nn.Module):
@@ -57,7 +57,7 @@ def backward(model: DistributedDataParallel, bad: bool, use_spare: bool = True, 
 
 
 def told(report: OriginReport, name: str) -> tuple[int | None, int, int | None]:
-    return report.rank_of(name), report.ranks_bad(name), report.micro_batch_of(name)
+    return report.rank_of(name), report.nonfinite_ranks(name), report.micro_batch_of(name)
 
 
 # The modes of DDP --------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: lis
 def report_of(*bad: tuple[int, dict[int, tuple[int, int]]], micro_batches: int = 1) -> OriginReport:
     """A report of two ranks and 30 gradients of 1,000 elements; ``bad`` has micro-batch and counts of the bad ones."""
     names = [f"p{i}" for i in range(30)]
-    found = [BadGradient(name, 1000, at, counts) for name, (at, counts) in zip(names, bad, strict=False)]
+    found = [NonfiniteOrigin(name, 1000, at, counts) for name, (at, counts) in zip(names, bad, strict=False)]
     return OriginReport(names, found, (0, 1), micro_batches)
 
 
@@ -364,7 +364,7 @@ def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
     ]
     lines = str(report_of(*[second] * 20, third)).splitlines()
     assert lines[-2:] == ["caused by rank 1 alone (of 2): 1 gradient", "  and 1 more"]
-    assert [report.ranks_bad(f"p{i}") for i in (0, 2, 9)] == [2, 1, 0]
+    assert [report.nonfinite_ranks(f"p{i}") for i in (0, 2, 9)] == [2, 1, 0]
     assert [report.micro_batch_of(f"p{i}") for i in (0, 2, 9)] == [1, 0, None]
     assert report.ranks == (0, 1)
     assert report.micro_batches == 2

@@ -79,6 +79,6 @@ def test_a_bad_step_is_named_before_the_clip(clip: float | None, tmp_path: Path)
     made.cleanup()
     assert handle.monitor.steps == 4
     found = handle.monitor.findings[0]
-    assert (found.step, found.name, found.evidence["parameters_bad"]) == (2, name, 1)
+    assert (found.step, found.name, found.evidence["nonfinite_tensors"]) == (2, name, 1)
     assert (handle.monitor.recording().scalars["norm"][:2] > 0.1).all()  # divided by tokens, and before the clip
     handle.remove()

@@ -57,7 +57,7 @@ class Fault:
     watch: dict[str, int] | None = None
     classes: int | None = None
     ranks: int = 1  # run with DDP; the findings of rank 0 count
-    bad_ranks: tuple[int, ...] = (0,)  # ranks on which the training is broken
+    broken_ranks: tuple[int, ...] = (0,)  # ranks on which the training is broken
     policy: Any = field(default_factory=lambda: RECORD)
 
 
@@ -89,7 +89,7 @@ def _inject(number: int) -> Outcome:
     training = fault.training(0)
     rank = torch.distributed.get_rank()
     training.model = DistributedDataParallel(training.model)
-    if rank not in fault.bad_ranks:
+    if rank not in fault.broken_ranks:
         fault = replace(fault, breaks=lambda training: None)
     return _injected(fault, training)
 
@@ -419,9 +419,9 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: training.model.__setitem__(4, nn.Linear(32, CLASSES)),
           further=100, also=("unchanged-parameter",)),
     # Several ranks
-    Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "bad-rank", "module.4.bias", next_batch(_with_nan),
+    Fault("NaN in a batch on one rank", "MLP, DDP on 2 ranks", "nonfinite-rank", "module.4.bias", next_batch(_with_nan),
           lambda seed: train_mlp(2 * seed + torch.distributed.get_rank(), shown=False), step=20, ranks=2,
-          bad_ranks=(1,), watch={"origin": 1}, also=("nonfinite-gradient",)),
+          broken_ranks=(1,), watch={"origin": 1}, also=("nonfinite-gradient",)),
     Fault("a weight is changed on one rank only", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
           multiplied("module.0.weight", 1.0001), lambda seed: train_mlp(seed, shown=False), step=12, late=8, further=12,
           ranks=2, watch={"replicas": 10}),

@@ -295,7 +295,7 @@ def test_gradients_are_measured_before_the_programs_own_clip(subset: bool) -> No
     assert handle.monitor.steps == 6
     assert (handle.monitor.recording().scalars["norm"][:3] > 2e-3).all()
     found = handle.monitor.findings[0]
-    assert (found.step, found.name, found.evidence["parameters_bad"]) == (3, "0.bias", 1)
+    assert (found.step, found.name, found.evidence["nonfinite_tensors"]) == (3, "0.bias", 1)
 
 
 def unnoticed_clip(parameters: Iterable[Any]) -> None:
@@ -344,7 +344,7 @@ def test_the_cause_of_nan_gradients_is_named_first(fault: str, clips: bool, know
     elif fault == "batch":
         assert (rules[0], found[0].name) == ("nonfinite-batch", "input[0]")
     if fault == "gradient" and not clips:
-        assert (gradient.name, gradient.evidence["parameters_bad"]) == ("0.bias", 1)
+        assert (gradient.name, gradient.evidence["nonfinite_tensors"]) == ("0.bias", 1)
     is_known = fault != "gradient" or not clips
     if is_known:
         assert names_clip == []

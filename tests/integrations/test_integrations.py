@@ -423,7 +423,7 @@ def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
     ):
         run = under(case)
     assert set(run.handle.micro_batch_reports) == {1}
-    assert min(run.handle.micro_batch_reports[1].first_bad.values()) == 1
+    assert min(run.handle.micro_batch_reports[1].nonfinite_since.values()) == 1
     left_out = case._replace(watch={"on_anomaly": "skip", "micro_batches": False})
     if under is not under_fabric:  # Fabric's user passes the number of micro-batches
         forget_accelerators()

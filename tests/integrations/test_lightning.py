@@ -511,7 +511,7 @@ def test_the_micro_batch_is_reported_on_the_rank_that_caused_it() -> None:
     callback = GradstatCallback(on_anomaly="skip")
     fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
     # On the other rank it appears with the all-reduce of the last micro-batch.
-    assert set(callback.micro_batch_reports[1].first_bad.values()) == {(3, 0)[dist.get_rank()]}
+    assert set(callback.micro_batch_reports[1].nonfinite_since.values()) == {(3, 0)[dist.get_rank()]}
 
 
 class _Sharded(Model):
@@ -545,7 +545,7 @@ def test_sharded_gradients_are_measured_and_clipped_as_a_whole() -> None:
 def test_the_rank_that_caused_it_is_named_on_all() -> None:
     callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
     fit_on_ranks([callback], Model(spoil=_bad_at(3)))
-    (found,) = (finding for finding in callback.monitor.findings if finding.rule == "bad-rank")
+    (found,) = (finding for finding in callback.monitor.findings if finding.rule == "nonfinite-rank")
     assert found.step == 3
     assert "rank 1" in found.text
     assert_alike(found)

@@ -212,7 +212,7 @@ def test_a_step_is_seen_once_before_anything_changes_it(how: str, way: str, kind
         assert norms[:BAD] == pytest.approx(run.raw[:BAD], rel=1e-4)
         found = [finding for finding in monitor.findings if finding.rule == "nonfinite-gradient"]
         if fault == "nan":
-            assert [(finding.step, finding.name, finding.evidence["parameters_bad"]) for finding in found] == [
+            assert [(finding.step, finding.name, finding.evidence["nonfinite_tensors"]) for finding in found] == [
                 (BAD, "0.weight", 1)
             ]
             assert norms[BAD + 1 :] == pytest.approx(run.raw[BAD + 1 :], rel=1e-4, nan_ok=True) or not skips

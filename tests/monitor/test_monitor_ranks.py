@@ -75,7 +75,7 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
         monitor.step()
         if step != 2:
             optimizer.step()
-    (bad,) = [finding for finding in monitor.findings if finding.rule == "bad-rank"]
+    (bad,) = [finding for finding in monitor.findings if finding.rule == "nonfinite-rank"]
     assert bad.step == 2
     assert bad.evidence["ranks"] == [1]
     rules = [finding.rule for finding in monitor.findings]
@@ -90,7 +90,7 @@ def test_the_rank_that_brought_it_is_named_whenever_numbers_arrive() -> None:
         model.zero_grad()
         model(torch.full((4, 6), math.nan)).sum().backward()
         dropped.step()
-    assert [finding.step for finding in dropped.findings if finding.rule == "bad-rank"] == [0]
+    assert [finding.step for finding in dropped.findings if finding.rule == "nonfinite-rank"] == [0]
     assert [seen.origin is None for seen in [dropped._log.newest] if seen is not None] == [True]
     del dropped
     gc.collect()

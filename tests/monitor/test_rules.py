@@ -444,8 +444,8 @@ CASES = [
           series("loss", [1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6))),  # it never fell
     Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "logits",
          (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
-    Case("bad-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3, "b.weight",
-         (seen("origin", report(ok=True)),)),
+    Case("nonfinite-rank", seen("origin", report(ok=False, nonfinite=["b.weight"], rank_of=lambda name: 1)), 3,
+         "b.weight", (seen("origin", report(ok=True)),)),
     Case("loss-scale", skipped(5), 10, "loss_scale", (skipped(4), skipped(0))),
     Case("loss-scale", skipped(0, 2.0**33), 0, "loss_scale", (skipped(0, 2.0**32),)),
     Case("nonfinite-gradient", rows_of("gradient", {0: healthy_rows(), 4: with_nan(0, 3)}), 4, "a.weight",
@@ -761,7 +761,7 @@ def test_what_is_no_trouble_by_itself_is_an_info() -> None:
     small = beside_weights(0.9e-5, 500)
     for name, story, about in (
         ("nonfinite-gradient", overflow, "b.weight"),
-        ("bad-rank", rank, "module.0.weight"),
+        ("nonfinite-rank", rank, "module.0.weight"),
         ("gradient-weight-ratio", small, "a.weight"),
     ):
         (found,) = new(name).review(story.windows(600)[0])

@@ -2,10 +2,10 @@
 
 from gradstat.monitor.rules.base import Rule, rule
 from gradstat.monitor.rules.data import (
-    BadRank,
     BatchRange,
     ConstantFeature,
     LabelRange,
+    NonfiniteRank,
     RepeatedBatch,
     ReplicaMismatch,
 )
@@ -67,7 +67,7 @@ RULES: tuple[type[Rule], ...] = (
     LostLoss,
     SaturatedOutput,
     # Its backward pass.
-    BadRank,
+    NonfiniteRank,
     LossScale,
     NonfiniteGradient,
     MissingGradient,

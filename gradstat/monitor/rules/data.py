@@ -294,10 +294,10 @@ class ReplicaMismatch(_RankRule):
         return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
 
 
-class BadRank(_RankRule):
+class NonfiniteRank(_RankRule):
     """The rank that brought NaN or Inf into reduced gradients; needs ``watch={"origin": 1}``."""
 
-    name = "bad-rank"
+    name = "nonfinite-rank"
     observed = "origin"
     quiet = 1
     causes = ("a damaged batch or faulty memory on that rank: gradients of others were finite before the reduction",)

@@ -151,7 +151,7 @@ class NonfiniteGradient(Rule):
                 text += " (with a loss scaler, occasional overflows are normal)"
             if window.run.skipped_by:
                 text += f"; {window.run.skipped_by} skips this step"
-            evidence = {"parameters": nonfinite[:20], "parameters_bad": len(nonfinite), **counted}
+            evidence = {"parameters": nonfinite[:20], "nonfinite_tensors": len(nonfinite), **counted}
             causes: tuple[str, ...] = self.causes
             advice: tuple[str, ...] = self.advice
             if window.run.origin_is_unknown:
@@ -275,7 +275,7 @@ class _NonfiniteTensor(Rule):
                 more = f"; {len(nonfinite)} of {len(rows.names)} are not finite" if len(nonfinite) > 1 else ""
                 text = f"the {self.what.format(kind=kind)} {nonfinite[0]} has {_described(counted)}{more}"
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
-                evidence = {"all": nonfinite[:20], "all_bad": len(nonfinite), **counted}
+                evidence = {"all": nonfinite[:20], "nonfinite_tensors": len(nonfinite), **counted}
                 is_statistic = bool(self.advice_of_statistics) and ".running_" in f".{nonfinite[0]}"
                 advice = self.advice_of_statistics if is_statistic else self.advice
                 yield self.found(step, nonfinite[0], text, kind, causes=causes, advice=advice, **evidence)
@@ -388,12 +388,12 @@ class SporadicNonfinite(Rule):
     def __init__(self, min_count: int = 3, within_steps: int = 1000) -> None:
         self.min_count, self.within_steps = min_count, within_steps
         self._incidents: list[list[int | str]] = []
-        self._last_bad = -2
+        self._last_nonfinite = -2
         self._told = -within_steps - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
         for _, _, step, nonfinite in () if window.run.is_scaled else _nonfinite_rows(window, "gradient"):
-            going_on, self._last_bad = step == self._last_bad + 1, step
+            going_on, self._last_nonfinite = step == self._last_nonfinite + 1, step
             if going_on:
                 continue
             self._incidents.append([step, window.run.first_in_backward(nonfinite)])

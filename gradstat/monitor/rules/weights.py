@@ -144,7 +144,7 @@ class UpdateWeightRatio(LastingRule):
 
 
 class ParameterJump(Rule):
-    """A parameter whose size jumped since its last measurement: overwritten, or hit by a bad update.
+    """A parameter whose size jumped since its last measurement: overwritten, or hit by a wrong update.
 
     If its largest magnitude grew, it must also exceed all earlier weights, since one that begins near zero may grow by
     any factor. Parameters with a gradient that are out of place when first measured are reported, too.
