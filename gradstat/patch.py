@@ -6,8 +6,9 @@ import functools
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, final
 
 import torch.nn.utils.clip_grad
@@ -23,7 +24,7 @@ _Function = Callable[..., Any]
 
 # Layers are added and removed, also from the middle of a stack, under this lock.
 lock = threading.Lock()
-_layers: list[Layer] = []
+_layers: weakref.WeakSet[Layer] = weakref.WeakSet()  # each is alive as long as its function is in place
 
 
 @final
@@ -91,25 +92,35 @@ def patch_torch() -> TorchPatch:
 
 
 class Layer:
-    """A function installed in place of another one, which may itself be a layer of an earlier patch."""
+    """A function installed in place of another one, which may itself be a layer of an earlier patch.
 
-    def __init__(self, owner: ModuleType | type, name: str, replacement: _Function, watches: bool = False) -> None:
-        """``replacement`` gets the layer as its first argument. ``watches``: it always calls the function below it."""
+    Once it is removed, references to it that are still held somewhere call the function below it.
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: _Function, watches: bool = False) -> None:
+        """``owner``: a module, a class, or an object whose method is replaced for it alone.
+
+        ``replacement`` gets the layer as its first argument. ``watches``: it always calls the function below it.
+        """
         self._owner, self._name, self._watches = owner, name, watches
         self.below: _Function = getattr(owner, name)
+        self._hides = name not in vars(owner)  # the method of an object's class
         self._removed = False
 
         @functools.wraps(self.below)
         def function(*args: Any, **kwargs: Any) -> Any:
-            return replacement(self, *args, **kwargs)
+            return self.below(*args, **kwargs) if self._removed else replacement(self, *args, **kwargs)
 
-        self._function = function
+        self._function: Any = function
+        if not isinstance(owner, ModuleType | type):
+            # A bound method, because torch's schedulers expect an optimizer's `step` to be one.
+            self._function = MethodType(lambda _owner, *args, **kwargs: function(*args, **kwargs), owner)
         setattr(owner, name, self._function)
-        _layers.append(self)
+        _layers.add(self)
 
     @property
     def place(self) -> str:
-        return f"{self._owner.__name__}.{self._name}"
+        return f"{getattr(self._owner, '__name__', type(self._owner).__name__)}.{self._name}"
 
     def remove(self) -> bool:
         """Undoes the replacement. Returns False, and leaves it, if other code has put its own function on top."""
@@ -117,11 +128,13 @@ class Layer:
         self._removed = True
         above = next((layer for layer in _layers if layer.below is self._function), None)
         if above is not None:
-            above.below = self.below
-        elif getattr(self._owner, self._name) is self._function:
-            setattr(self._owner, self._name, self.below)
-        else:
+            above.below, above._hides = self.below, self._hides
+        elif getattr(self._owner, self._name) is not self._function:
             return False
+        elif self._hides:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self.below)
         return True
 
     def choose(self, ours: _Function, tensors: Iterable[object], norm_type: object = 2.0) -> _Function:
@@ -129,7 +142,7 @@ class Layer:
         kinds = {type(tensor): tensor for tensor in tensors}
         over_ranks = norm_type in (2.0, math.inf, "inf")
         is_supported = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
-        return ours if is_supported and not self._removed and not torch.compiler.is_compiling() else self.below
+        return ours if is_supported and not torch.compiler.is_compiling() else self.below
 
 
 def importable_version(function: _Function) -> _Function:
@@ -140,9 +153,8 @@ def importable_version(function: _Function) -> _Function:
 
 
 def _unwatched(function: _Function) -> _Function:
-    for layer in reversed(_layers):
-        if layer._watches and layer._function is function:
-            function = layer.below
+    while (layer := next((one for one in _layers if one._watches and one._function is function), None)) is not None:
+        function = layer.below
     return function
 
 

@@ -15,12 +15,13 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
 from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_clips
-from gradstat.integrations._framework import PatchedMethod
 from gradstat.integrations._options import Options
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import Monitor
+from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import not_replacing
 from gradstat.monitor.unwatched import Unwatched
+from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,7 +38,7 @@ class Handle:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._patches: list[PatchedMethod] = []
+        self._patches: list[Layer] = []
         self._owner: Any = None
         self._unwatched = Unwatched([])  # warns of failures of the handle itself
         self._turns = [0]  # how many steps have been measured of models that take turns
@@ -188,12 +189,20 @@ class Handle:
         setattr(owner, _MARK, self)
 
     def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        self._patches.append(PatchedMethod(owner, name, replacement))
+        """Replaces a method of ``owner`` alone; ``replacement`` gets the original as its first argument."""
+
+        def unless_replaying(layer: Layer, *args: Any, **kwargs: Any) -> Any:  # a repeated step does not count as one
+            below = layer.below
+            return below(*args, **kwargs) if is_replaying() else replacement(below, *args, **kwargs)
+
+        with lock:
+            self._patches.append(Layer(owner, name, unless_replaying))
 
     def _detach(self) -> None:
         """Restores the methods of the framework. May be called twice."""
         while self._patches:
-            self._patches.pop().remove()
+            with lock:
+                self._patches.pop().remove()
         if getattr(self._owner, _MARK, None) is self:
             delattr(self._owner, _MARK)
 

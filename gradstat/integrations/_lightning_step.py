@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gradstat.monitor.replay import RngState
+from gradstat.patch import Layer, lock
 
 
 class StepReplay:
@@ -44,7 +45,7 @@ class StepReplay:
         module, plugin = self._module, self._trainer.precision_plugin
         scaler = getattr(plugin, "scaler", None)
         losses = []
-        with _replaced(module, log=_no_op, log_dict=_no_op):
+        with _silenced(module):
             for batch, batch_idx, rng in self._noted:
                 rng.restore()
                 with plugin.train_step_context():
@@ -68,17 +69,13 @@ class StepReplay:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, **methods: Any) -> Iterator[None]:
-    """Replaces attributes of the module inside the context."""
-    instance_methods = {name: module.__dict__[name] for name in methods if name in module.__dict__}
-    module.__dict__.update(methods)
+def _silenced(module: Any) -> Iterator[None]:
+    """Inside the context the module logs nothing."""
+    with lock:
+        layers = [Layer(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
     try:
         yield
     finally:
-        for name in methods:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(instance_methods)
-
-
-def _no_op(*_: Any, **__: Any) -> None:
-    return None
+        with lock:
+            for layer in layers:
+                layer.remove()
