@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from gradstat._core import announce, norms
 from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import gradients_of, labels_of, named_parameters_of
-from gradstat._core.tensors import ExtraGroups, refuse_distributed, to_device
+from gradstat._core.tensors import ExtraGroups, to_device
 from gradstat._step import loss_scale, optimizers
 from gradstat._step.measured import StepMeasurement, Unscaled, refuse_float16
-from gradstat.adaptive import AdaptiveClip, TensorClip
-from gradstat.adaptive._base import checked_limit
+from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._base import ToClip, checked_limit
 from gradstat.check import PendingReport
 from gradstat.clip import clip_grad_norm_
 from gradstat.counters import StepCounters
@@ -126,18 +126,15 @@ class GradScaler(TorchGradScaler):
                 return limit.clip_(named.parameters)
             return clip_grad_norm_(named.parameters, limit)
         collected = gradients_of(named.parameters)
-        gradients = collected.tensors
-        parameters = [parameter for parameter in named.parameters if parameter.grad is not None]
-        if isinstance(limit, TensorClip) and gradients:
-            name_of = labels_of(named, collected).of
-            refuse_distributed(gradients, name_of)
-            limit.check(parameters, gradients, name_of)
+        given = ToClip(collected.tensors, collected.owners(named.parameters), labels_of(named, collected).of)
+        if isinstance(limit, AdaptiveClip) and given.tensors:
+            limit.require(given)
         with announce.change(named.parameters, self):
             self.unscale_(optimizer)
             unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")
             if unscaled is None:
                 return torch.tensor(0.0, device="cpu")
-            return unscaled.clip_(parameters, gradients, limit)
+            return unscaled.clip_(given, limit)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps ``optimizer`` with unscaled gradients, or not at all if one is not finite.

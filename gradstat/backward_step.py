@@ -46,7 +46,7 @@ from gradstat._core.wrappers import uncompiled
 from gradstat._step import optimizers
 from gradstat._step.measured import StepMeasurement
 from gradstat.adaptive import AGC, LastNormClip, NormClip, TensorClip
-from gradstat.adaptive._base import positive
+from gradstat.adaptive._base import ToClip, positive
 from gradstat.check import PendingReport
 from gradstat.counters import counters_on
 
@@ -278,7 +278,7 @@ class StepInBackward:
                 assert self._clip_states is not None
                 part = self._clips[i]
                 part._state_tensor = self._clip_states[i]
-                part.check([parameter], [gradient], labels.of)
+                part.check(ToClip([gradient], [parameter], labels.of))
                 measured.limit_tensors_(part, [parameter], [gradient])
             elif isinstance(self._clip, LastNormClip) and self._clip.multiplier is not None:
                 measured.scale_by_(to_device(self._clip.multiplier, measured.verdict.device))

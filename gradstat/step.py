@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from gradstat._core import announce, norms
 from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import streams_of
-from gradstat._core.parameters import NamedParameters, gradients_of, labels_of, named_by, named_parameters_of
-from gradstat._core.tensors import ExtraGroups, is_distributed, refuse_distributed, to_device
+from gradstat._core.parameters import Gradients, NamedParameters, gradients_of, labels_of, named_by, named_parameters_of
+from gradstat._core.tensors import ExtraGroups, is_distributed, to_device
 from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
 from gradstat._step.measured import StepMeasurement
-from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
-from gradstat.adaptive._base import checked_limit
+from gradstat.adaptive import AdaptiveClip, TensorClip
+from gradstat.adaptive._base import ToClip, checked_limit
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
 from gradstat.guard import SpikeGuard, checked_value, remember_guard
@@ -252,14 +252,11 @@ def _step(request: _Request, loss: Any) -> StepResult:
     optimizer, named = request.optimizer, named_parameters_of(request.optimizer)
     try:
         with announce.change(named.parameters, request.scaler, loss):
-            gradients, measured = _measure(request, named, counts=True)
-            rewrites, clip = request.rewrites, request.clip if gradients else None
-            if isinstance(clip, NormClip):
-                measured.limit_(clip)
-            elif isinstance(clip, TensorClip):
+            collected, measured = _measure(request, named, counts=True)
+            gradients, rewrites = collected.tensors, request.rewrites
+            if request.clip is not None and gradients:
                 # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
-                measured.limit_tensors_(clip, _having_gradients(optimizer), gradients)
-                rewrites = False
+                rewrites = not measured.limit_(request.clip, collected.owners(named.parameters), gradients)
             try:
                 stepped, returned = measured.step_optimizer(
                     optimizer, optimizer.step, gradients, rewrites, request.skips
@@ -273,10 +270,6 @@ def _step(request: _Request, loss: Any) -> StepResult:
         # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
     return _result(request, measured, returned if loss is None else loss)
-
-
-def _having_gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _result(request: _Request, measured: StepMeasurement, loss: Any) -> StepResult:
@@ -307,12 +300,12 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
         named = named_parameters_of(optimizer)
         with announce.change(named.parameters, None, loss):
-            gradients, measured = _measure(request, named, counts=False)
+            collected, measured = _measure(request, named, counts=False)
             skip, divisor = measured.on_host() if request.skips else (False, math.nan)
             if skip:
                 raise _NotFiniteError
-            if request.limit != math.inf and divisor != 1.0 and gradients:
-                measured.rewrite_(gradients)
+            if request.limit != math.inf and divisor != 1.0 and collected.tensors:
+                measured.rewrite_(collected.tensors)
         return loss
 
     loss = None
@@ -331,7 +324,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
     return _result(request, measured, loss)
 
 
-def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[list[Tensor], StepMeasurement]:
+def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[Gradients, StepMeasurement]:
     """The current gradients and their measurement; counts the step if ``counts``.
 
     Skips the step if a monitor, which measured it before, has requested that.
@@ -359,11 +352,10 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[l
         measured = StepMeasurement.nothing()
         if counts:
             _count(request, measured)
-        return [], measured
+        return gradients, measured
     labels = labels_of(named, gradients)
-    if isinstance(request.clip, TensorClip) and gradients.tensors:
-        refuse_distributed(gradients.tensors, labels.of)
-        request.clip.check(_having_gradients(request.optimizer), gradients.tensors, labels.of)
+    if request.clip is not None and gradients.tensors:
+        request.clip.require(ToClip(gradients.tensors, gradients.owners(named.parameters), labels.of))
     flags: list[Tensor] = []  # above 0 to skip: found_inf of `unscale_`, per device, and what monitors have decided
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, named)
@@ -401,7 +393,7 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[l
         measured = measured.guarded(request.guard, request.loss, request.update, counters)
     elif counts and not counts_itself:
         _count(request, measured)
-    return gradients.tensors, measured
+    return gradients, measured
 
 
 def _uncount(request: _Request, measured: StepMeasurement) -> None:

@@ -267,6 +267,10 @@ class Gradients(NamedTuple):
         """The name of the i-th gradient in the errors of clips, which know no parameter names."""
         return f"the gradient of parameters[{i if self.positions is None else self.positions[i]}]"
 
+    def owners(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those of ``parameters`` that have these gradients, in the same order."""
+        return parameters if self.positions is None else [parameters[i] for i in self.positions]
+
 
 def gradients_of(parameters: list[Tensor], engine: Engine | None = None) -> Gradients:
     """The gradients of ``parameters``, or the shards ``engine`` has. AttributeError if an item has no ``.grad``."""

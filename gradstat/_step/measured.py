@@ -16,10 +16,10 @@ from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, Scaling, StepRequest
 from gradstat._core.parameters import Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
-from gradstat._core.tensors import ExtraGroups, NameOf, refuse_distributed, to_device, writable
+from gradstat._core.tensors import ExtraGroups, NameOf, to_device, writable
 from gradstat._step import optimizers
 from gradstat.adaptive import AdaptiveClip, NormClip, TensorClip
-from gradstat.adaptive._base import Limit
+from gradstat.adaptive._base import Limit, ToClip
 from gradstat.check import PendingReport, report_of
 from gradstat.clip import clip_grad_norm_, scale_everywhere_, scale_gradients_
 from gradstat.guard import SpikeGuard, reasons_of
@@ -104,11 +104,19 @@ class StepMeasurement(NamedTuple):
         verdict[SKIP] = torch.maximum(verdict[SKIP], to_device(skip, verdict.device))
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
-    def limit_(self, clip: NormClip) -> None:
-        """Applies the decision of a clip about all gradients together."""
+    def limit_(self, clip: AdaptiveClip, parameters: list[Tensor], gradients: list[Tensor]) -> bool:
+        """Applies the decision of a clip; returns whether it wrote the gradients, which are then unscaled as well.
+
+        ``parameters`` are those that have the ``gradients``.
+        """
+        if isinstance(clip, TensorClip):
+            self.limit_tensors_(clip, parameters, gradients)
+            return True
+        assert isinstance(clip, NormClip)
         norm = self.scaling.norm
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
         self.scale_by_(clip._decide(kernels, norm, skip=self.verdict[SKIP])[0])
+        return False
 
     def scale_by_(self, multiplier: Tensor) -> None:
         """Multiplies the multiplier of the gradients, here and in the verdict, by a 0-d float64."""
@@ -119,7 +127,8 @@ class StepMeasurement(NamedTuple):
         """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
         unscale_by = self.verdict[LOSS_SCALE].reciprocal() if self.is_scaled else None
         skip = None if self.before_guard is None else self.verdict[SKIP]
-        clip.scale_(parameters, gradients, self.rows.table, self.backend, unscale_by, self.labels.of, skip)
+        given = ToClip(gradients, parameters, self.labels.of, self.backend)
+        clip.scale_(given, self.rows.table, unscale_by, skip)
         torch.autograd.graph.increment_version(gradients)
 
     def step_optimizer(
@@ -218,16 +227,15 @@ class Unscaled(NamedTuple):
         tables = self.rows.tables if self.rows.total is None else [self.rows.summands()]
         return {table.device: norms.any_nonfinite(table).to(torch.float32) for table in tables}
 
-    def clip_(self, parameters: list[Tensor], gradients: list[Tensor], max_norm: float | AdaptiveClip) -> Tensor:
-        """Clips the gradients, unless one is not finite: `AdaGC` and `AGC` then clip only finite tensors or units.
+    def clip_(self, given: ToClip, max_norm: Limit) -> Tensor:
+        """Clips gradients, unless one is not finite: `AdaGC` and `AGC` then clip only finite tensors or units.
 
         Returns their norm before, 0-d, in their promoted dtype.
         """
-        name_of = self.labels.of
         with torch.no_grad():
             total = norms.total_norm(self.rows.summands(), 2.0)
             if isinstance(max_norm, TensorClip):
-                max_norm.scale_(parameters, gradients, self.rows.table, None, None, name_of)
+                max_norm.scale_(given, self.rows.table)
             else:
                 if isinstance(max_norm, NormClip):
                     multiplier = max_norm.multiplier(total)
@@ -235,9 +243,9 @@ class Unscaled(NamedTuple):
                     assert not isinstance(max_norm, AdaptiveClip)
                     multiplier = norms.clip_multiplier(total, float(max_norm))
                     multiplier = torch.where(total.isfinite(), multiplier, 1.0)
-                scale_gradients_(gradients, multiplier, name_of, None)
-            torch.autograd.graph.increment_version(gradients)
-            return total.to(norms.norm_dtype(gradients))
+                scale_gradients_(given.tensors, multiplier, given.name_of, None)
+            torch.autograd.graph.increment_version(given.tensors)
+            return total.to(norms.norm_dtype(given.tensors))
 
     def report(self) -> PendingReport:
         """The pending report; starts the copy to the host."""
@@ -271,20 +279,16 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     gradients = gradients_of(named.parameters)
     if not gradients.tensors or limit == math.inf:
         return
-    labels = labels_of(named, gradients)
-    parameters = [parameter for parameter in named.parameters if parameter.grad is not None]
-    if isinstance(limit, TensorClip):
-        refuse_distributed(gradients.tensors, labels.of)
-        limit.check(parameters, gradients.tensors, labels.of)
-    step = StepRequest(math.inf if isinstance(limit, AdaptiveClip) else limit, loss_scale, None)
+    labels, parameters = labels_of(named, gradients), gradients.owners(named.parameters)
+    clip, max_norm = (limit, math.inf) if isinstance(limit, AdaptiveClip) else (None, limit)
+    if clip is not None:
+        clip.require(ToClip(gradients.tensors, parameters, labels.of))
+    step = StepRequest(max_norm, loss_scale, None)
     with torch.no_grad():
-        rewrites = isinstance(limit, TensorClip)
-        measured = StepMeasurement.of(gradients.tensors, labels, step, named, None, None, in_place=rewrites)
-        if isinstance(limit, NormClip):
-            measured.limit_(limit)
-        elif isinstance(limit, TensorClip):
-            measured.limit_tensors_(limit, parameters, gradients.tensors)
-        divisor = torch.ones_like(loss_scale) if rewrites else measured.verdict[DIVISOR]
+        in_place = isinstance(clip, TensorClip)
+        measured = StepMeasurement.of(gradients.tensors, labels, step, named, None, None, in_place=in_place)
+        is_unscaled = clip is not None and measured.limit_(clip, parameters, gradients.tensors)
+        divisor = torch.ones_like(loss_scale) if is_unscaled else measured.verdict[DIVISOR]
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
 
 

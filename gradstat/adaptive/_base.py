@@ -44,6 +44,15 @@ class Step(NamedTuple):
     counts: Tensor  # bool, as ``norms``: whether each is finite, and the step is not skipped
 
 
+class ToClip(NamedTuple):
+    """Gradients that a clip is to scale, at least one."""
+
+    tensors: list[Tensor]
+    parameters: list[Tensor]  # in the same order
+    name_of: NameOf  # names the i-th gradient in errors
+    backend: str | None = None  # as for `AdaptiveClip.clip_`
+
+
 class AdaptiveClip(ABC):
     """A clip that decides on the device, from earlier steps or from the weights.
 
@@ -91,20 +100,22 @@ class AdaptiveClip(ABC):
             NotImplementedError: A gradient is a distributed tensor, or of a kind that this method cannot clip.
         """
         listed, collected = gradients_to_clip(parameters)
-        gradients, positions, _ = collected
+        gradients = collected.tensors
         if not gradients:
             return torch.tensor(0.0, device="cpu")
-        if positions is not None:
-            listed = [listed[i] for i in positions]
-        with announce.change(listed), torch.no_grad():
-            norm = self._clip_(listed, gradients, collected.name_of, backend)
+        given = ToClip(gradients, collected.owners(listed), collected.name_of, backend)
+        with announce.change(given.parameters), torch.no_grad():
+            norm = self._clip_(given)
             # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
             torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
 
+    def require(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
+        """Raises, before anything is changed, if this clip cannot clip ``given``: of another list or another kind."""
+
     @abstractmethod
-    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        """Clips ``gradients``, which belong to ``parameters``; returns their total norm before, 0-d float64."""
+    def _clip_(self, given: ToClip) -> Tensor:
+        """Clips gradients; returns their total norm before, 0-d float64."""
 
     @abstractmethod
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
@@ -220,41 +231,34 @@ class NormClip(AdaptiveClip):
         skip = None if keep is None else (~keep).to(torch.float32)
         return self._decide(resolve(None, norm.device.type), norm, skip=skip)[0]
 
-    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        measured = _measured(gradients, name_of, backend, norms.StepRequest(math.inf, None, None))
+    def _clip_(self, given: ToClip) -> Tensor:
+        measured = _measured(given, norms.StepRequest(math.inf, None, None))
         assert measured.decision is not None
         norm = measured.decision.scaling.norm
-        kernels = resolve_for(backend, norm.device.type, name_of, 0)
-        scale_gradients_(gradients, self._decide(kernels, norm), name_of, backend)
+        kernels = resolve_for(given.backend, norm.device.type, given.name_of, 0)
+        scale_gradients_(given.tensors, self._decide(kernels, norm), given.name_of, given.backend)
         return norm
 
 
 class TensorClip(AdaptiveClip):
     """A clip that decides one multiplier for each tensor, or for each unit."""
 
-    @abstractmethod
-    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
-        """Raises, before anything is changed, if `scale_` cannot clip these gradients: another list, or another kind.
+    def require(self, given: ToClip) -> None:
+        refuse_distributed(given.tensors, given.name_of)
+        self.check(given)
 
-        ``parameters``, ``gradients`` and ``name_of`` are as for `scale_`, which does not check this again.
-        """
+    @abstractmethod
+    def check(self, given: ToClip) -> None:
+        """`require` of gradients that are not distributed; `scale_` does not check this again."""
 
     @abstractmethod
     def scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rows: Callable[[], Tensor],
-        backend: str | None,
-        unscale_by: Tensor | None,
-        name_of: NameOf,
-        skip: Tensor | None = None,
+        self, given: ToClip, rows: Callable[[], Tensor], unscale_by: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:
-        """Decides the multipliers of a step, scales ``gradients`` in place, and updates the state. No host sync.
+        """Decides the multipliers of a step, scales gradients in place, and updates the state. No host sync.
 
-        No gradient is distributed. ``parameters`` are in the same order as ``gradients``. ``rows`` returns their table,
-        on the first one's device. ``backend`` and errors are as in `AdaptiveClip.clip_`; ``name_of`` names the i-th
-        gradient in errors. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
+        No gradient is distributed. ``rows`` returns their table, on the first one's device. Errors are as in
+        `AdaptiveClip.clip_`. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
         they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
         not change. Returns the norm before, without the loss scale: 0-d float64.
         """
@@ -287,18 +291,14 @@ class TensorClip(AdaptiveClip):
         if len(of_method):
             of_method.copy_(rows[:, -1])
 
-    def _clip_(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf, backend: str | None) -> Tensor:
-        refuse_distributed(gradients, name_of)
-        self.check(parameters, gradients, name_of)
-        return self.scale_(
-            parameters, gradients, lambda: _measured(gradients, name_of, backend).table(), backend, None, name_of
-        )
+    def _clip_(self, given: ToClip) -> Tensor:
+        self.require(given)
+        return self.scale_(given, lambda: _measured(given).table())
 
 
-def _measured(
-    gradients: list[Tensor], name_of: NameOf, backend: str | None, step: norms.StepRequest | None = None
-) -> Measurement:
+def _measured(given: ToClip, step: norms.StepRequest | None = None) -> Measurement:
     """`measure` for gradients that are to be clipped; raises before anything changes if one cannot be."""
+    gradients, _, name_of, backend = given
     measured = measure_directly(gradients, name_of, backend, step)
     if measured is None:
         refuse_distributed(gradients, name_of)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradstat._core.measure import direct_for, kernels_for, resolve_for
 from gradstat._core.measurement import Measurement
-from gradstat._core.tensors import NameOf, by_device, contiguous_for_update, is_dense, readable, to_device, writable
+from gradstat._core.tensors import by_device, contiguous_for_update, is_dense, readable, to_device, writable
 from gradstat.adaptive import _history
-from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, limited, number, whole_number
+from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, ToClip, limited, number, whole_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,9 +91,9 @@ class AdaGC(TensorClip):
         means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
-    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
+    def check(self, given: ToClip) -> None:
         count = 0 if self._state_tensor is None else len(_history.views(self._state_tensor, self._window)[1])
-        ids = tuple(map(id, parameters))
+        ids = tuple(map(id, given.parameters))
         if count not in (0, len(ids)) or self._parameter_ids not in (None, ids):
             raise ValueError(
                 f"AdaGC keeps a mean for each of {count} parameters, by position, and this is a different list, of "
@@ -103,19 +103,12 @@ class AdaGC(TensorClip):
 
     @torch.no_grad()
     def scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rows: Callable[[], Tensor],
-        backend: str | None,
-        unscale_by: Tensor | None,
-        name_of: NameOf,
-        skip: Tensor | None = None,
+        self, given: ToClip, rows: Callable[[], Tensor], unscale_by: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:
-        kernels = resolve_for(backend, gradients[0].device.type, name_of, 0)
+        kernels = resolve_for(given.backend, given.tensors[0].device.type, given.name_of, 0)
         decided = self._decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
-        _scale_each_(gradients, decided[:-1], backend, name_of)
-        self._parameter_ids = tuple(map(id, parameters))
+        _scale_each_(given, decided[:-1])
+        self._parameter_ids = tuple(map(id, given.parameters))
         return decided[-1]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,22 +153,16 @@ class AGC(TensorClip):
         assert step.weights is not None
         return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
 
-    def check(self, parameters: list[Tensor], gradients: list[Tensor], name_of: NameOf) -> None:
-        for i, gradient in enumerate(gradients):
+    def check(self, given: ToClip) -> None:
+        for i, gradient in enumerate(given.tensors):
             if gradient.is_sparse:
-                raise NotImplementedError(f"{name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
+                raise NotImplementedError(f"{given.name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
 
     @torch.no_grad()
     def scale_(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        rows: Callable[[], Tensor],
-        backend: str | None,
-        unscale_by: Tensor | None,
-        name_of: NameOf,
-        skip: Tensor | None = None,
+        self, given: ToClip, rows: Callable[[], Tensor], unscale_by: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:
+        gradients, parameters, name_of, backend = given
         targets = writable(gradients, name_of)
         weights = readable(parameters, lambda i: f"the parameter of {name_of(i)}")
         groups = by_device(targets)
@@ -191,8 +178,9 @@ class AGC(TensorClip):
         return decided[-1]
 
 
-def _scale_each_(gradients: list[Tensor], multipliers: Tensor, backend: str | None, name_of: NameOf) -> None:
+def _scale_each_(given: ToClip, multipliers: Tensor) -> None:
     """Multiplies each gradient by its multiplier, on any devices."""
+    gradients, _, name_of, backend = given
     direct = direct_for(gradients[0], backend)
     if direct is not None and direct.scale_each_(gradients, multipliers):
         return

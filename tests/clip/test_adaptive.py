@@ -19,6 +19,7 @@ import gradstat
 from gradstat import AGC, AdaGC, AutoClip, FixedClip, ZClip
 from gradstat._core import backends
 from gradstat.adaptive import AdaptiveClip, NormClip
+from gradstat.adaptive._base import ToClip
 
 # The rules in plain Python: each takes the norms of all steps and returns all multipliers -----------------------
 
@@ -298,7 +299,7 @@ def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: st
         gradients = [gradient * scale for gradient in start]
         table = gradstat.stats(gradients)
         inverse = torch.tensor(1 / scale, device=device)
-        scaled.scale_(list(parameters), gradients, lambda table=table: table, None, inverse, str)
+        scaled.scale_(ToClip(gradients, list(parameters), str), lambda table=table: table, inverse)
         torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=0)
     assert str(scaled.summary()) == str(plain.summary())
 
