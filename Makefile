@@ -161,7 +161,7 @@ gpu-plan: ## Print the commands that need a GPU, each taking less than eight min
 gpu: ## Run all commands of gpu-plan here, with the system's Python and torch: test, sanitize, count, measure
 	$(PYTHON) benchmarks/gpu_session.py all --results '$(value RESULTS)'
 
-gpu-merge: $(VENV)/.for-demo $(BUILT) ## Merge rows of GPU runs (FOLDER=gpu-results) into benchmarks/results, redraw charts and rewrite tables
+gpu-merge: $(VENV)/.for-plots $(BUILT) ## Merge rows of GPU runs (FOLDER=gpu-results) into benchmarks/results, redraw charts and rewrite tables
 	$(BIN)/python benchmarks/gpu_session.py merge '$(or $(value FOLDER),$(value RESULTS))'
 
 .PHONY: gpu-bundle

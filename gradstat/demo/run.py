@@ -1,4 +1,4 @@
-"""The demo's command: options, the training run, the cost of checks in its training step, the picture, the result."""
+"""The demo's command: options, the training run, the cost of checks in its training step, the page, the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstat._core.importing import UsageError
 from gradstat.bench import steps as variants
 from gradstat.bench.command import DEVICE_HELP, device_of
 from gradstat.bench.machine import device_name
-from gradstat.demo import corpus, heatmap
+from gradstat.demo import corpus
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import train
 from gradstat.monitor.diagnosis import Diagnosis
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         default=Path("demo-output"),
-        help="folder for the picture, the recording and its page (default %(default)s)",
+        help="folder for the recording and the page that shows it (default %(default)s)",
     )
     parser.add_argument("--device", help=DEVICE_HELP)
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and batches (default %(default)s)")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     FileNotFoundError if the demo cannot run.
     """
     options = _parser().parse_args(arguments)
-    missing = [name for name in ("matplotlib", "plotly", "tqdm") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("plotly", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"the demo also needs {' and '.join(missing)}: pip install 'gradstat[demo]'")
     device = device_of(options.device)
@@ -86,12 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"Cost of a training step ({where}, this model, median of {rounds} interleaved rounds):")
     print(variants.table(variants.costs(step, rounds)))
 
-    picture = options.output / "gradient-norms.png"
-    heatmap.draw(recording, corrupted_step, picture)
     saved = save(recording, options.output / "run.gradstat")
     page = write_page(recording, options.output / "run.html", title="The demo")
     print(f"\n{Diagnosis.of(recording)}")
-    print(f"\npicture: {picture}\npage: {page}\nrecording, for `python -m gradstat view`: {saved}")
+    print(f"\npage: {page}\nrecording, for `python -m gradstat view`: {saved}")
     named = [stats.name for stats in incident.nonfinite] if incident is not None else []
     if named == [f"{culprit}.weight"]:
         return 0

@@ -1,5 +1,7 @@
-"""The demo, quickly: it names what it corrupted, fails when it does not, draws its picture."""
+"""The demo, quickly: it names what it corrupted, fails when it does not, and the README's picture shows it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,22 +12,37 @@ from gradstat.__main__ import main
 from gradstat.demo import corpus, run, train
 from gradstat.demo.model import GPT, TINY
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from matplotlib import image
-
     assert main(["demo", "--quick", "--steps", "25", "--device", "cpu", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "1 of 29 gradients NOT FINITE: 0 NaN and 32 Inf" in printed
     assert "the fault is in blocks.1.mlp.down.weight: 32 elements are not finite, the first at [0, 7]" in printed
     for variant in ("plain step", "gradstat.check", "torch clip", "naive", "detect_anomaly"):
         assert variant in printed
-    picture = image.imread(tmp_path / "gradient-norms.png")
-    assert picture.shape[1] >= 1000
-    assert picture.std() > 0.05
+    draw_picture(tmp_path)
     assert "1 error in 25 steps of GPT; it began in step 20 with blocks.1.mlp.down.weight" in printed
     assert b"blocks.1.mlp.down.weight" in (tmp_path / "run.html").read_bytes()
     assert main(["view", str(tmp_path / "run.gradstat"), "--no-page"]) == 0
+
+
+def draw_picture(folder: Path) -> None:
+    """The README's picture, from the recording."""
+    from matplotlib import image
+
+    command = [
+        sys.executable,
+        ROOT / "tools" / "demo_picture.py",
+        folder / "run.gradstat",
+        "--output",
+        folder / "it.png",
+    ]
+    subprocess.run(command, check=True)
+    picture = image.imread(folder / "it.png")
+    assert picture.shape[1] >= 1000
+    assert picture.std() > 0.05
 
 
 def test_an_undetected_corruption_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +72,7 @@ def test_a_sample_cannot_reach_the_terminal_as_escapes() -> None:
 
 
 def test_only_the_corrupted_step_counts_as_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The wrong step goes bad, the announced one stays healthy.
+    # The wrong step is not finite, the announced one stays healthy.
     monkeypatch.setattr(train, "CORRUPTED_VALUE", 0.25)
     model = GPT(TINY)
     calls = iter(range(100))

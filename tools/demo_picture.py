@@ -1,12 +1,18 @@
-"""The picture: loss and total norm over the steps, and below them the gradient norm of every layer."""
+"""Draws the README's picture of the demo: loss and total norm over the steps, below them each layer's gradient norm.
+
+python -m gradstat demo && python tools/demo_picture.py demo-output/run.gradstat [--output docs/demo.png]
+"""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
 
-from gradstat.monitor.recording import Recording
+from gradstat.monitor.recording import Recording, load
+
+ROOT = Path(__file__).resolve().parent.parent
 
 _NONFINITE, _LOSS, _NORM = "#ff2d55", "#1f6feb", "#8a8a8a"
 
@@ -19,8 +25,8 @@ def layers_of(names: tuple[str, ...]) -> dict[str, list[int]]:
     return layers
 
 
-def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
-    """Writes a PNG of a run to ``path``."""
+def draw(recording: Recording, path: Path) -> None:
+    """Writes a PNG of a run, one of whose steps is not finite, to ``path``."""
     # Without pyplot no display is needed, and the caller's backend is not changed.
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -43,7 +49,7 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
     top.set_title("A small GPT learning Python, every gradient checked on every step", loc="left", fontsize=14)
     top.semilogy(steps, recording.scalars["norm"], color=_NORM, linewidth=1.1, label="gradient norm")
     top.semilogy(steps, recording.scalars["loss"], color=_LOSS, linewidth=1.8, label="loss")
-    top.axvline(corrupted_step, color=_NONFINITE, linewidth=1.2, linestyle="--", label="corrupted step")
+    top.axvline(steps[nonfinite.any(0)][0], color=_NONFINITE, linewidth=1.2, linestyle="--", label="corrupted step")
     top.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     top.yaxis.set_major_formatter("{x:g}")
     top.yaxis.set_minor_formatter(NullFormatter())
@@ -86,3 +92,15 @@ def draw(recording: Recording, corrupted_step: int, path: Path) -> None:
     )
     bottom.legend(handles=[cell], loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=10, borderpad=0)
     figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recording", type=Path)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "demo.png")
+    options = parser.parse_args()
+    draw(load(options.recording), options.output)
+
+
+if __name__ == "__main__":
+    main()
