@@ -172,7 +172,7 @@ leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and c
 	$(BIN)/python tools/leaks.py $(RECORD)
 
 fields: ## Render csrc/stat_fields.def from gradstat/_fields.py
-	$(PYTHON) gradstat/_fields.py --write
+	$(PYTHON) tools/fields.py --write
 
 clean: ## Remove all build outputs and the virtual environment
 	rm -rf $(VENV) $(VENV)-frameworks build dist gpu-bundle demo-output *.egg-info gradstat/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -48,7 +48,7 @@ def test_a_tensor_listed_twice_is_multiplied_twice_before_it_is_measured() -> No
     x, empty = torch.ones(3), torch.zeros(0)
     unscaled = HELPERS.unscale_([x, empty, torch.ones(2), x, empty], torch.tensor(0.5))
     assert unscaled is not None
-    assert unscaled[0][:, _fields.column("sum")].tolist() == [0.75, 0.0, 1.0, 0.75, 0.0]
+    assert unscaled[0][:, _fields.INDEX["sum"]].tolist() == [0.75, 0.0, 1.0, 0.75, 0.0]
     assert HELPERS.scale_each_([x, x], torch.tensor([3.0, 5.0], dtype=torch.float64))
     assert x.tolist() == [3.75] * 3
 

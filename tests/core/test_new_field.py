@@ -119,7 +119,7 @@ def define(root: Path, fields: dict[str, tuple[str, str, str]]) -> None:
         replace(root / "gradstat" / "_fields.py", {before: f"    {line}\n{before}"})
         before = "    fields = {\n"
         replace(root / "gradstat" / "_core" / "reference.py", {before: f'{before}        "{name}": {lift},\n'})
-    command = [sys.executable, root / "gradstat" / "_fields.py", "--write"]
+    command = [sys.executable, root / "tools" / "fields.py", "--write"]
     subprocess.run(command, check=True, capture_output=True)
     assert all(f"GRADSTAT_FIELD({name}," in (root / "csrc" / "stat_fields.def").read_text() for name in fields)
 
@@ -130,7 +130,7 @@ def run(command: list[str | Path], root: Path, **environment: str) -> subprocess
 
 
 def test_a_field_of_each_merge_goes_through_everything(tmp_path: Path) -> None:
-    copied(tmp_path, "gradstat", "kernels", "csrc")
+    copied(tmp_path, "gradstat", "kernels", "csrc", "tools")
     define(tmp_path, FIELDS)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -249,7 +249,7 @@ if __name__ == "__main__":
 
 
 def test_a_sum_without_a_lift_does_not_compile(tmp_path: Path) -> None:
-    copied(tmp_path, "gradstat", "kernels", "csrc")
+    copied(tmp_path, "gradstat", "kernels", "csrc", "tools")
     define(tmp_path, SUMS)
     syntax: list[str | Path] = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", tmp_path / "csrc" / "stat.h"]
     assert "a field is in neither or both of GRADSTAT_SUMS and GRADSTAT_NOT_SUMS" in run(syntax, tmp_path).stderr
@@ -260,7 +260,7 @@ def test_a_sum_without_a_lift_does_not_compile(tmp_path: Path) -> None:
 
 
 def test_sums_go_through_all_loops(tmp_path: Path) -> None:
-    copied(tmp_path, "gradstat", "kernels", "csrc")
+    copied(tmp_path, "gradstat", "kernels", "csrc", "tools")
     define(tmp_path, SUMS)
     replace(tmp_path / "csrc" / "lift.h", {**NAMED, "namespace lifts {\n": f"namespace lifts {{\n{LIFTS}"})
     replace(
