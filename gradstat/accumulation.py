@@ -80,34 +80,12 @@ class MicroBatches:
         self.reset()
 
 
-class Attribution(Judged):
-    """Which gradients were not finite, and since which micro-batch: in this process, or on any rank."""
-
-    micro_batches: int
-
-    @property
-    def nonfinite_since(self) -> dict[str, int]:
-        """For each parameter whose gradient was ever not finite, the first micro-batch after which it was not."""
-        raise NotImplementedError
-
-    def _place(self, micro_batch: int) -> str:
-        return f"micro-batch {micro_batch} of {self.micro_batches} (counted from 0)"
-
-    def _cause(self, losses: Sequence[float]) -> str:
-        """The first micro-batch whose gradients or loss were not finite, in words; ``losses`` as far as known."""
-        lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
-        first = min(self.nonfinite_since.values(), default=lost[0] if lost else None)
-        if first is None:
-            return f"none of the {self.micro_batches} micro-batches had NaN or Inf by itself"
-        words = [f"{self._place(first)} was the first with NaN or Inf"]
-        if names := [name for name, number in self.nonfinite_since.items() if number == first]:
-            words.append(f"gradients not finite from then on: {listed(names, _NAMED_IN_CAUSE)}")
-        if first < len(losses):
-            words.append(f"its loss was {losses[first]:g}")
-        return "; ".join(words)
+def place_in_step(micro_batch: int, count: int) -> str:
+    """A micro-batch, of so many, in words."""
+    return f"micro-batch {micro_batch} of {count} (counted from 0)"
 
 
-class AccumulationReport(Attribution):
+class AccumulationReport(Judged):
     """The reports of one step's micro-batches, and which of them caused NaN or Inf. Micro-batches count from 0.
 
     Returned by `MicroBatches.result`. It describes the accumulated gradients, as they were after each micro-batch.
@@ -143,6 +121,19 @@ class AccumulationReport(Attribution):
                 first.setdefault(stats.name, number)
         return first
 
+    def _cause(self, losses: Sequence[float]) -> str:
+        """The first micro-batch whose gradients or loss were not finite, in words; ``losses`` as far as known."""
+        lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+        first = min(self.nonfinite_since.values(), default=lost[0] if lost else None)
+        if first is None:
+            return f"none of the {self.micro_batches} micro-batches had NaN or Inf by itself"
+        words = [f"{place_in_step(first, self.micro_batches)} was the first with NaN or Inf"]
+        if names := [name for name, number in self.nonfinite_since.items() if number == first]:
+            words.append(f"gradients not finite from then on: {listed(names, _NAMED_IN_CAUSE)}")
+        if first < len(losses):
+            words.append(f"its loss was {losses[first]:g}")
+        return "; ".join(words)
+
     def raise_if_nonfinite(self) -> None:
         """Raises `NonFiniteGradientError`, naming micro-batches and parameters, unless `ok`.
 
@@ -157,7 +148,8 @@ class AccumulationReport(Attribution):
     def _summary(self, limit: int) -> list[str]:
         """Which gradients became NaN or Inf in which micro-batch, in words, naming at most ``limit`` parameters."""
         nonfinite = list(self.nonfinite_since.items())
-        title = f"NaN or Inf in {count_of(len(nonfinite), 'gradient')}, first in {self._place(nonfinite[0][1])}:"
+        first = place_in_step(nonfinite[0][1], self.micro_batches)
+        title = f"NaN or Inf in {count_of(len(nonfinite), 'gradient')}, first in {first}:"
 
         def line(one: tuple[str, int]) -> str:
             name, number = one

@@ -44,19 +44,14 @@ SMALL_SCALE = tl.constexpr(_fields.SMALL_SCALE)
 
 FIELD_COUNT = tl.constexpr(_fields.COUNT)
 MERGES = tl.constexpr(tuple({"sum": 0, "min": 1, "max": 2}[field.merge] for field in _fields.FIELDS))
-NAN_COUNT = tl.constexpr(_fields.INDEX["nan_count"])
-INF_COUNT = tl.constexpr(_fields.INDEX["inf_count"])
-ZERO_COUNT = tl.constexpr(_fields.INDEX["zero_count"])
-SQ_SUM_LARGE = tl.constexpr(_fields.INDEX["sq_sum_large"])
-SQ_SUM_SMALL = tl.constexpr(_fields.INDEX["sq_sum_small"])
-MIN = tl.constexpr(_fields.INDEX["min"])
-MAX = tl.constexpr(_fields.INDEX["max"])
-FIRST_NONFINITE = tl.constexpr(_fields.INDEX["first_nonfinite"])
 
 # The sums that lanes accumulate, besides minimum and maximum. For a new sum add its name here and its lift in _lift.
 _SUMMED = ("sq_sum", "sum")
 _OTHERS = ("nan_count", "inf_count", "zero_count", "sq_sum_large", "sq_sum_small", "min", "max", "first_nonfinite")
 assert {*_SUMMED, *_OTHERS} == {*_fields.NAMES}, 'a field has no lift here: CONTRIBUTING.md, "Add a field"'
+NAN_COUNT, INF_COUNT, ZERO_COUNT, SQ_SUM_LARGE, SQ_SUM_SMALL, MIN, MAX, FIRST_NONFINITE = (
+    tl.constexpr(_fields.INDEX[name]) for name in _OTHERS
+)
 SUMMED = tl.constexpr(len(_SUMMED))
 SUM_COLUMNS = tl.constexpr(tuple(_fields.INDEX[name] for name in _SUMMED))
 SQUARES = tl.constexpr(_SUMMED.index("sq_sum"))

@@ -21,9 +21,10 @@ from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import to_device
 from gradstat._core.text import count_of, lines_of, nan_and_inf, printable
 from gradstat._core.wrappers import uncompiled
-from gradstat.accumulation import NAMED_IN_ERROR, NAMED_IN_TEXT, Attribution
+from gradstat.accumulation import NAMED_IN_ERROR, NAMED_IN_TEXT, place_in_step
 from gradstat.check import stats
 from gradstat.report import NonFiniteGradientError
+from gradstat.tensor_stats import Judged
 
 _CALLER = "OriginTracker.result"
 _COUNTS = [_fields.INDEX["nan_count"], _fields.INDEX["inf_count"]]
@@ -287,7 +288,7 @@ class NonfiniteOrigin(NamedTuple):
     counts: dict[int, tuple[int, int]]  # its NaN and Inf elements in that micro-batch, by rank; never empty
 
 
-class OriginReport(Attribution):
+class OriginReport(Judged):
     """Which rank caused NaN or Inf in which gradient, the same on every rank. Ranks are global.
 
     Returned by `OriginTracker.result`. What is not finite stays so when it is reduced or accumulated, so each parameter
@@ -371,7 +372,7 @@ class OriginReport(Attribution):
         for micro_batch, ranks in sorted(together):
             group = together[micro_batch, ranks]
             count = count_of(len(group), "gradient")
-            when = f" in {self._place(micro_batch)}" if self.micro_batches > 1 else ""
+            when = f" in {place_in_step(micro_batch, self.micro_batches)}" if self.micro_batches > 1 else ""
             lines.append(f"caused by {self._who(ranks)}{when}: {count}")
             lines += lines_of(group, left, lambda one: f"  {printable(one.name)}: {_counts(one)}")
             left = max(0, left - len(group))
