@@ -282,7 +282,7 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     labels, parameters = labels_of(named, gradients), gradients.owners(named.parameters)
     clip, max_norm = (limit, math.inf) if isinstance(limit, AdaptiveClip) else (None, limit)
     if clip is not None:
-        clip.require(ToClip(gradients.tensors, parameters, labels.of))
+        clip._require(ToClip(gradients.tensors, parameters, labels.of))
     step = StepRequest(max_norm, loss_scale, None)
     with torch.no_grad():
         in_place = isinstance(clip, TensorClip)

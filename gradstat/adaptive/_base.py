@@ -110,7 +110,7 @@ class AdaptiveClip(ABC):
             torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
 
-    def require(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
+    def _require(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
         """Raises, before anything is changed, if this clip cannot clip ``given``: of another list or another kind."""
 
     @abstractmethod
@@ -243,19 +243,19 @@ class NormClip(AdaptiveClip):
 class TensorClip(AdaptiveClip):
     """A clip that decides one multiplier for each tensor, or for each unit."""
 
-    def require(self, given: ToClip) -> None:
+    def _require(self, given: ToClip) -> None:
         refuse_distributed(given.tensors, given.name_of)
         self.check(given)
 
     @abstractmethod
     def check(self, given: ToClip) -> None:
-        """`require` of gradients that are not distributed; `scale_` does not check this again."""
+        """As `_require`, for ``given`` gradients that are not distributed. `scale_` does not check this again."""
 
     @abstractmethod
     def scale_(
         self, given: ToClip, rows: Callable[[], Tensor], unscale_by: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:
-        """Decides the multipliers of a step, scales gradients in place, and updates the state. No host sync.
+        """Decides the multipliers of a step, scales ``given`` in place, and updates the state. No host sync.
 
         No gradient is distributed. ``rows`` returns their table, on the first one's device. Errors are as in
         `AdaptiveClip.clip_`. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
@@ -292,7 +292,7 @@ class TensorClip(AdaptiveClip):
             of_method.copy_(rows[:, -1])
 
     def _clip_(self, given: ToClip) -> Tensor:
-        self.require(given)
+        self._require(given)
         return self.scale_(given, lambda: _measured(given).table())
 
 
