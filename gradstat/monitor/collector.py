@@ -342,6 +342,8 @@ class Collector:
     ) -> tuple[list[Segment], list[Tensor]]:
         """Segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
         assert self._inputs is not None
+        if self.is_due("parameters", step):
+            self._batch += [("constant", path, share) for path, share in self._inputs.equal_in_all_samples()]
         segment, inputs, measured = self._inputs.take()
         if measured is not None:
             others.append(PendingRows([segment], measured))

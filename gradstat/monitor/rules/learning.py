@@ -15,6 +15,8 @@ from gradstat.monitor.rules.base import Rule, StateChecks, is_texts, median
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
+# Weights have grown large in the first so many steps if the median of their sizes, as in `NoLearning`, exceeds this.
+_EARLY, _GROWN = 128, 2.0
 # By |sum| / (norm * sqrt(count)), up to which a gradient's elements cancel, even if it was computed in 16 bits.
 _CANCELS = 3e-4
 
@@ -63,6 +65,9 @@ class NoLearning(Rule):
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
             the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
             their norm.
+        early_share: This share suffices in the first 128 steps if weights have also grown to a median of more than 2,
+            as ``large``. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate
+            of 20.
         far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
             all of the latter or one of them, by ten times the median.
         small, large: Limits of the median over the weights of a weight's root mean square times the root of its number
@@ -91,6 +96,7 @@ class NoLearning(Rule):
         share: float = 0.97,
         flat: float = 0.05,
         flat_share: float = 0.9,
+        early_share: float = 0.75,
         far: float = 2.5,
         small: float = 0.02,
         large: float = 5.0,
@@ -99,7 +105,7 @@ class NoLearning(Rule):
         soon: int = 32,
     ) -> None:
         self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
-        self.far, self.small, self.large = far, small, large
+        self.early_share, self.far, self.small, self.large = early_share, far, small, large
         self.measurements, self.lasts, self.soon = measurements, lasts, soon
         self._told: list[str] = []
         self._odd: list[str] = []  # a weight that begins far larger than others
@@ -115,6 +121,7 @@ class NoLearning(Rule):
         # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
         self._rate = math.nan
         self._norm = self._sums = self._scale = self._grown = self._moved = math.nan
+        self._size = 0.0  # as `_scale`, of the last ones in the first `_EARLY` steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         losses = window.scalars.get("loss", np.empty(0))
@@ -138,7 +145,7 @@ class NoLearning(Rule):
         values, steps = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist()
         at = 0
         while at < len(values):
-            stop = _SOON if self._count < _SOON else (self._count // _HALF + 1) * _HALF
+            stop = (self._count // _SOON + 1) * _SOON
             more = values[at : at + stop - self._count]
             at += len(more)
             self._count += len(more)
@@ -147,7 +154,7 @@ class NoLearning(Rule):
                 self._first += more[: _SPAN - len(self._first)]
             if self._count == _SOON:
                 yield from self._beginning(window)
-            elif self._count == stop and stop >= _SPAN:
+            elif self._count == stop and stop >= _SOON + _HALF:
                 row = int(np.searchsorted(window.steps, steps[at - 1]))
                 rate = window.value("lr", row)
                 is_warm_up, self._rate = rate > 1.001 * self._rate, rate
@@ -209,14 +216,13 @@ class NoLearning(Rule):
         if not math.isnan(self._norm):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
+            if parameters.steps[-1] < _EARLY and self._grown > 3:
+                self._size = median(_sizes(parameters, -1)[1])
             return
         self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
-        shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
-        judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
+        judged, scales = _sizes(parameters, 0)
         if len(judged) < 2:
             return
-        inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
-        scales = parameters.rms[0, judged] * np.sqrt(inputs)
         self._scale = median(scales)
         if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
             self._odd = [parameters.names[judged[int(scales.argmax())]]]
@@ -262,15 +268,13 @@ class NoLearning(Rule):
         if "chance" in self._told:
             return
         now, chance = median(self._recent), self._chance
-        if (
-            self._grown > 3
-            and now > self.flat_share * chance
-            and "rate" not in self._told
-            and self._count <= self.steps
-        ):
+        lately = median(half)
+        is_early = self._size > _GROWN and self._count <= _EARLY and lately > self.early_share * chance
+        is_grown = self._grown > 3 and (lately > self.flat_share * chance or is_early)
+        if is_grown and "rate" not in self._told and self._count <= self.steps:
             text = f"the weights have grown to {self._grown:.3g} times their norm in {self._count} steps, and the loss "
-            text += f"is {now:.4g}, where guessing has {chance:.4g}"
-            yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=now)
+            text += f"is {lately:.4g}, where guessing has {chance:.4g}"
+            yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=lately)
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
@@ -302,6 +306,14 @@ class NoLearning(Rule):
             causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
             return "norm", causes, f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
         return "loss", self.causes, ""
+
+
+def _sizes(parameters: Rows, row: int) -> tuple[list[int], Floats]:
+    """The positions of weights, and for each its root mean square times the root of its number of inputs."""
+    shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
+    judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
+    inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
+    return judged, parameters.rms[row, judged] * np.sqrt(inputs)
 
 
 def _certain(window: Window) -> float:

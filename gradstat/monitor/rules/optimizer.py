@@ -71,13 +71,17 @@ class GradientsNotZeroed(Rule):
 
 
 class MomentumDrift(Rule):
-    """Momentum far larger than gradients can make it: overwritten, or restored wrongly. Or one that never forgets.
+    """Momentum far larger or smaller than the gradients can make it, or one that never forgets.
 
     Args:
         factor: Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not
             matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
         max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
             steps.
+        least: The norm of all momenta over the least norm of gradients in the window. Clipped gradients give small
+            ones, hence:
+        falls: The same below this fraction of the smallest so far. A momentum of 0.9 keeps 0.005 of itself in 50 steps;
+            in the healthy trainings of the tests the fraction is at least 0.1.
     """
 
     name = "momentum-drift"
@@ -87,9 +91,12 @@ class MomentumDrift(Rule):
     )
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
-    def __init__(self, factor: float = 100.0, max_momentum: float = 0.999) -> None:
-        self.factor, self.max_momentum = factor, max_momentum
+    def __init__(
+        self, factor: float = 100.0, max_momentum: float = 0.999, least: float = 1e-4, falls: float = 0.02
+    ) -> None:
+        self.factor, self.max_momentum, self.least, self.falls = factor, max_momentum, least, falls
         self._largest = 0.0
+        self._ratio = math.inf  # the smallest, as for `least`
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -105,6 +112,7 @@ class MomentumDrift(Rule):
         np.maximum.accumulate(norms, out=norms)
         self._largest = float(norms[-1])
         for kind, rows, names in _states(window, _MOMENTA):
+            yield from self._small(window, kind, rows)
             for row, step in enumerate(rows.steps.tolist()):
                 largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
                 if not largest > 0 or not (rows.l2_norm[row] > self.factor * largest).any():
@@ -118,6 +126,31 @@ class MomentumDrift(Rule):
                     text += f"all gradients together never exceeded {largest:.3g}"
                     evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
                     yield self.found(step, rows.names[i], text, about=kind, **evidence)
+
+    def _small(self, window: Window, kind: str, rows: Rows) -> Iterator[Finding]:
+        """Finds that the optimizer averages far smaller gradients than were measured."""
+        gradients = window.rows("gradient")
+        norm = math.hypot(*np.nan_to_num(rows.l2_norm[-1]).tolist())
+        if gradients is None or len(gradients) < _ENOUGH or not norm > 0:
+            return
+        # Of these parameters only: there may be several optimizers.
+        norms = np.linalg.norm(np.nan_to_num(gradients.of(rows.names).l2_norm), axis=1)
+        usual, step = float(norms.min()), int(rows.steps[-1])
+        ratio = norm / max(usual, 1e-300)
+        if ratio < max(self.least, self.falls * min(self._ratio, 1.0)) and self._episodes.record("small", step):
+            text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of the last "
+            text += f"{len(gradients)} steps had norms of at least {usual:.3g}: it gets smaller ones than were measured"
+            more = {"causes": _SMALLER, "advice": (), "about": kind, "norm": norm, "gradient": usual}
+            yield self.found(step - len(gradients) + 1, "optimizer", text, **more)
+        self._ratio = min(self._ratio, ratio)
+
+
+# A momentum is compared with the gradients of so many steps.
+_ENOUGH = 16
+_SMALLER = (
+    "gradients that are clipped to a tiny norm, or divided, between backward() and the step",
+    "gradients that are set to zero before the step",
+)
 
 
 class SecondMomentDrop(Rule):
@@ -189,7 +222,7 @@ class SmallSecondMoment(LastingRule):
         "find out why its gradients are so small: see vanishing-gradient",
     )
 
-    def __init__(self, eps_multiple: float = 1.0, measurements: int = 3, usual: float = 1e-8) -> None:
+    def __init__(self, eps_multiple: float = 1.0, measurements: int = 2, usual: float = 1e-8) -> None:
         super().__init__()
         self.eps_multiple, self.measurements, self.usual = eps_multiple, measurements, usual
 
