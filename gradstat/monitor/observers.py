@@ -386,11 +386,9 @@ class Inputs(_Switched):
         names, measured = self._earlier.take()
         return Segment("input", names), [], measured
 
-    def equal_in_all_samples(self) -> list[tuple[str, Tensor]]:
-        """Of the integers in the last pass, the fraction of features that are equal, ``[1]``, for each tensor."""
-        plain = [(path, t) for path, t in self._integers if type(t) in PLAIN_TYPES and not (t.is_meta or t.is_nested)]
-        shares = [(path, constant_features(tensor)) for path, tensor in plain]
-        return [(path, share) for path, share in shares if share is not None]
+    def integers(self) -> list[tuple[str, Tensor]]:
+        """The integer inputs of the last pass, such as tokens, and their names."""
+        return [(path, t) for path, t in self._integers if type(t) in PLAIN_TYPES and not (t.is_meta or t.is_nested)]
 
     def forget(self) -> None:
         self._tensors, self._versions, self._integers, self._earlier, self._passes = [], [], [], _PassRows(), 0

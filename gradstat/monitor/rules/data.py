@@ -109,7 +109,7 @@ class ConstantFeature(Rule):
 
     Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
     are. A tensor of a single value never counts: it is a mask or the like. Integers, such as tokens, only count if the
-    samples of all inputs are the same, since those of positions and masks may be.
+    samples are the same in all inputs, since those of positions and masks may be.
 
     Args:
         share: Fraction of features.
@@ -131,10 +131,9 @@ class ConstantFeature(Rule):
         if rows is None:
             return
         for row, step in enumerate(rows.steps.tolist()):
-            are_all = bool((rows.mean[row] == 1).all())
             for i, name in enumerate(rows.names):
                 share = float(rows.mean[row, i])
-                is_constant = share > self.share and not _is_naturally_constant(window, step, name, share, are_all)
+                is_constant = share > self.share and not _is_naturally_constant(window, step, name, share)
                 self._run[name] = self._run.get(name, 0) + 1 if is_constant else 0
                 if self._run[name] == 1:
                     self._since[name] = step
@@ -145,13 +144,13 @@ class ConstantFeature(Rule):
                     yield self.found(self._since.get(name, step), name, text, about=about, share=share)
 
 
-def _is_naturally_constant(window: Window, step: int, name: str, share: float, are_all: bool) -> bool:
+def _is_naturally_constant(window: Window, step: int, name: str, share: float) -> bool:
     for batches in map(window.rows, INPUT_KINDS):
         if batches is not None and name in batches.names and step in batches.steps:
             row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
             has_one_value = bool(batches.field("min")[row, i] == batches.field("max")[row, i])
             return has_one_value or (share < 1 and bool(batches.zero_fraction[row, i] > 0.5))
-    return not are_all  # integers are not measured
+    return False
 
 
 class LabelRange(Rule):

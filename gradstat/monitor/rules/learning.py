@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -121,7 +122,6 @@ class NoLearning(Rule):
         # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
         self._rate = math.nan
         self._norm = self._sums = self._scale = self._grown = self._moved = math.nan
-        self._size = 0.0  # as `_scale`, of the last ones in the first `_EARLY` steps
 
     def review(self, window: Window) -> Iterable[Finding]:
         losses = window.scalars.get("loss", np.empty(0))
@@ -139,10 +139,17 @@ class NoLearning(Rule):
         if not self._classes:
             self._count = 1  # of no interest from now on
             return
-        parameters = window.rows("parameter")
-        if parameters is not None:
-            yield from self._weights(parameters)
         values, steps = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist()
+        parameters, at = window.rows("parameter"), 0
+        for row, step in enumerate([] if parameters is None else parameters.steps.tolist()):
+            stop = bisect.bisect_right(steps, step)
+            yield from self._add(window, values[at:stop], steps[at:stop])
+            yield from self._weights(parameters, row)
+            at = stop
+        yield from self._add(window, values[at:], steps[at:])
+
+    def _add(self, window: Window, values: list[float], steps: list[int]) -> Iterator[Finding]:
+        """Judges the losses ``values``."""
         at = 0
         while at < len(values):
             stop = (self._count // _SOON + 1) * _SOON
@@ -209,25 +216,32 @@ class NoLearning(Rule):
                 text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
                 yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
 
-    def _weights(self, parameters: Rows) -> Iterator[Finding]:
-        """Looks at the weights of the first step, and remembers how far they have come."""
-        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[-1])))
-        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[-1])).sum())
+    def _weights(self, parameters: Rows, row: int) -> Iterator[Finding]:
+        """Looks at the weights of the first step, and at how far they have come."""
+        step = int(parameters.steps[row])
+        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[row])))
+        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[row])).sum())
         if not math.isnan(self._norm):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
-            if parameters.steps[-1] < _EARLY and self._grown > 3:
-                self._size = median(_sizes(parameters, -1)[1])
+            is_soon = _SOON + _HALF <= self._count <= self.steps
+            if self._grown > 3 and is_soon and not {"rate", "chance"} & {*self._told}:
+                loss, sizes = median(self._recent[-_HALF:]), _sizes(parameters, row)[1]
+                is_large = self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
+                if loss > (self.early_share if is_large else self.flat_share) * self._chance:
+                    text = f"the weights have grown to {self._grown:.3g} times their norm in {self._count} steps, and "
+                    text += f"the loss is {loss:.4g}, where guessing has {self._chance:.4g}"
+                    yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=loss)
             return
         self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
-        judged, scales = _sizes(parameters, 0)
+        judged, scales = _sizes(parameters, row)
         if len(judged) < 2:
             return
         self._scale = median(scales)
         if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
             self._odd = [parameters.names[judged[int(scales.argmax())]]]
-        name, step = parameters.names[judged[0]], int(parameters.steps[0])
-        if (parameters.field("min")[0, judged] == parameters.field("max")[0, judged]).all():
+        name = parameters.names[judged[0]]
+        if (parameters.field("min")[row, judged] == parameters.field("max")[row, judged]).all():
             text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
             text += "begin alike stay alike"
             causes = ("an initialisation that is constant or zero, or was never called",)
@@ -268,13 +282,6 @@ class NoLearning(Rule):
         if "chance" in self._told:
             return
         now, chance = median(self._recent), self._chance
-        lately = median(half)
-        is_early = self._size > _GROWN and self._count <= _EARLY and lately > self.early_share * chance
-        is_grown = self._grown > 3 and (lately > self.flat_share * chance or is_early)
-        if is_grown and "rate" not in self._told and self._count <= self.steps:
-            text = f"the weights have grown to {self._grown:.3g} times their norm in {self._count} steps, and the loss "
-            text += f"is {lately:.4g}, where guessing has {chance:.4g}"
-            yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=lately)
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now

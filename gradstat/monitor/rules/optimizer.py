@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Rows, Window
+from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, StateChecks, is_steps, series
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
@@ -78,8 +79,8 @@ class MomentumDrift(Rule):
             matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
         max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
             steps.
-        least: The norm of all momenta over the least norm of gradients in the window. Clipped gradients give small
-            ones, hence:
+        least: The norm of all momenta over the lowest norm of gradients since they were measured before. Clipped
+            gradients give small ones, hence:
         falls: The same below this fraction of the smallest so far. A momentum of 0.9 keeps 0.005 of itself in 50 steps;
             in the healthy trainings of the tests the fraction is at least 0.1.
     """
@@ -96,7 +97,8 @@ class MomentumDrift(Rule):
     ) -> None:
         self.factor, self.max_momentum, self.least, self.falls = factor, max_momentum, least, falls
         self._largest = 0.0
-        self._ratio = math.inf  # the smallest, as for `least`
+        self._ratio = 0.0  # the smallest so far, as for `least`, at most 1; 0 if none
+        self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -107,12 +109,12 @@ class MomentumDrift(Rule):
             advice = ("use a momentum from 0.9 to 0.99",)
             causes = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many",)
             yield self.found(window.steps[-1], "optimizer", text, causes=causes, advice=advice, momentum=momentum)
+        yield from self._small(window, window.scalars.get("finite_norm", np.empty(0)))
         norms = np.concatenate([[self._largest], window.scalars.get("finite_norm", ())])
         norms[~np.isfinite(norms)] = 0.0
         np.maximum.accumulate(norms, out=norms)
         self._largest = float(norms[-1])
         for kind, rows, names in _states(window, _MOMENTA):
-            yield from self._small(window, kind, rows)
             for row, step in enumerate(rows.steps.tolist()):
                 largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
                 if not largest > 0 or not (rows.l2_norm[row] > self.factor * largest).any():
@@ -127,22 +129,25 @@ class MomentumDrift(Rule):
                     evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
                     yield self.found(step, rows.names[i], text, about=kind, **evidence)
 
-    def _small(self, window: Window, kind: str, rows: Rows) -> Iterator[Finding]:
-        """Finds that the optimizer averages far smaller gradients than were measured."""
-        gradients = window.rows("gradient")
-        norm = math.hypot(*np.nan_to_num(rows.l2_norm[-1]).tolist())
-        if gradients is None or len(gradients) < _ENOUGH or not norm > 0:
-            return
-        # Of these parameters only: there may be several optimizers.
-        norms = np.linalg.norm(np.nan_to_num(gradients.of(rows.names).l2_norm), axis=1)
-        usual, step = float(norms.min()), int(rows.steps[-1])
-        ratio = norm / max(usual, 1e-300)
-        if ratio < max(self.least, self.falls * min(self._ratio, 1.0)) and self._episodes.record("small", step):
-            text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of the last "
-            text += f"{len(gradients)} steps had norms of at least {usual:.3g}: it gets smaller ones than were measured"
-            more = {"causes": _SMALLER, "advice": (), "about": kind, "norm": norm, "gradient": usual}
-            yield self.found(step - len(gradients) + 1, "optimizer", text, **more)
-        self._ratio = min(self._ratio, ratio)
+    def _small(self, window: Window, norms: Floats) -> Iterator[Finding]:
+        """Finds that the optimizer averages far smaller gradients than were measured, which had these ``norms``."""
+        at = 0
+        for kind, rows, _ in itertools.islice(_states(window, _MOMENTA), 1):
+            for row, step in enumerate(rows.steps.tolist()):
+                stop = int(np.searchsorted(window.steps, step))
+                lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
+                at, self._lowest, self._count = stop, math.inf, 0
+                norm = math.hypot(*np.nan_to_num(rows.l2_norm[row]).tolist())
+                if count < _ENOUGH or not 0 < norm < lowest < math.inf:
+                    continue
+                ratio = norm / lowest
+                if ratio < max(self.least, self.falls * self._ratio) and self._episodes.record("small", step):
+                    text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
+                    text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
+                    more: dict[str, Any] = {"causes": _SMALLER, "advice": (), "norm": norm, "gradients": lowest}
+                    yield self.found(step - count, "optimizer", text, about=kind, **more)
+                self._ratio = min(self._ratio or 1.0, ratio)
+        self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
 
 
 # A momentum is compared with the gradients of so many steps.
