@@ -65,7 +65,7 @@ class NoLearning(Rule):
         share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
             the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
-            their norm.
+            their norm, or shrunk to 0.3 of it.
         early_share: This share suffices in the first 128 steps if weights have also grown to a median of more than 2,
             as ``large``. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate
             of 20.
@@ -141,11 +141,12 @@ class NoLearning(Rule):
             return
         values, steps = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist()
         parameters, at = window.rows("parameter"), 0
-        for row, step in enumerate([] if parameters is None else parameters.steps.tolist()):
-            stop = bisect.bisect_right(steps, step)
-            yield from self._add(window, values[at:stop], steps[at:stop])
-            yield from self._weights(parameters, row)
-            at = stop
+        if parameters is not None:
+            for row, step in enumerate(parameters.steps.tolist()):
+                stop = bisect.bisect_right(steps, step)
+                yield from self._add(window, values[at:stop], steps[at:stop])
+                yield from self._weights(parameters, row)
+                at = stop
         yield from self._add(window, values[at:], steps[at:])
 
     def _add(self, window: Window, values: list[float], steps: list[int]) -> Iterator[Finding]:
@@ -224,14 +225,14 @@ class NoLearning(Rule):
         if not math.isnan(self._norm):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
-            is_soon = _SOON + _HALF <= self._count <= self.steps
-            if self._grown > 3 and is_soon and not {"rate", "chance"} & {*self._told}:
+            change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
+            if change is not None and is_soon and not {"rate", "chance"} & {*self._told}:
                 loss, sizes = median(self._recent[-_HALF:]), _sizes(parameters, row)[1]
                 is_large = self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
                 if loss > (self.early_share if is_large else self.flat_share) * self._chance:
-                    text = f"the weights have grown to {self._grown:.3g} times their norm in {self._count} steps, and "
-                    text += f"the loss is {loss:.4g}, where guessing has {self._chance:.4g}"
-                    yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=loss)
+                    name, causes, text = change
+                    text += f" in {self._count} steps, the loss is {loss:.4g}, and guessing has {self._chance:.4g}"
+                    yield self._once("rate", step, name, text, "series", causes, grown=self._grown, loss=loss)
             return
         self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
         judged, scales = _sizes(parameters, row)
@@ -293,6 +294,15 @@ class NoLearning(Rule):
             text += f"{chance:.4g}{more}"
             yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
 
+    def _change(self) -> tuple[str, tuple[str, ...], str] | None:
+        """If the norm of all weights has changed by far, what is to blame, causes, and how it has."""
+        if self._grown < 0.3:
+            causes = ("a weight decay that is far too large",)
+            return "weight_decay", causes, f"the weights have shrunk to {self._grown:.2g} of their norm"
+        if self._grown > 3:
+            return "lr", _RATES, f"the weights have grown to {self._grown:.3g} times their norm"
+        return None
+
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
         share = _certain(window)
@@ -302,11 +312,9 @@ class NoLearning(Rule):
             causes = ("a learning rate that is far too low, or falls too fast", "gradients clipped to a tiny norm",
                       "an optimizer that does not step, or has other parameters")  # fmt: skip
             return "lr", causes, f"; parameters have moved by {self._moved:.1g} of their norm"
-        if self._grown < 0.3:
-            causes = ("a weight decay that is far too large",)
-            return "weight_decay", causes, f"; the weights have shrunk to {self._grown:.2g} of their norm"
-        if self._grown > 3:
-            return "lr", _RATES, f"; the weights have grown to {self._grown:.3g} times their norm"
+        change = self._change()
+        if change is not None:
+            return change[0], change[1], f"; {change[2]}"
         if share > 0.3:
             return "loss", _SCALES, f"; {share:.0%} of the predictions are certain"
         if norm < 0.01 * self._gradient:
