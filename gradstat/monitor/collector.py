@@ -342,10 +342,11 @@ class Collector:
     ) -> tuple[list[Segment], list[Tensor]]:
         """Segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
         assert self._inputs is not None
+        integers = self._inputs.integers() if self.is_due("parameters", step) else []
         segment, inputs, measured = self._inputs.take()
         if measured is not None:
             others.append(PendingRows([segment], measured))
-        if not inputs:
+        if not inputs and not integers:
             return segments, tensors
         if not self._batch and not self.is_due("parameters", step):  # the usual case
             if self._joined[0] is not segments or self._joined[1] is not segment:
@@ -359,6 +360,13 @@ class Collector:
             share = observers.constant_features(tensor) if self.is_due("parameters", step) else None
             if share is not None:
                 self._batch.append(("constant", path, share))
+        shares = {path: observers.constant_features(tensor) for path, tensor in integers}
+        known = {path: share for path, share in shares.items() if share is not None}
+        if known:
+            every = [*known.values(), *(share for kind, _, share in self._batch if kind == "constant")]
+            # Positions and masks may be the same in all samples, so what counts is whether all inputs are.
+            are_same = torch.stack([share.to(every[0].device) for share in every]).amin(0).floor()
+            self._batch += [("constant", path, are_same) for path in known]
         return segments, tensors
 
     def _classes_of(self, path: str) -> int | None:

@@ -328,6 +328,7 @@ class Inputs(_Switched):
         self._segment = Segment("input", ())
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
+        self._integers: list[tuple[str, Tensor]] = []  # of the last pass, such as tokens; not measured
         self._earlier = _PassRows()
         self._passes = 0
 
@@ -343,13 +344,15 @@ class Inputs(_Switched):
             found = [(_FIRST, arguments[0])]
         else:
             found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
-        names, tensors, versions = [], [], []
+        names, tensors, versions, self._integers = [], [], [], []
         for path, tensor in found:
             # What another model has computed is no data.
             if tensor.is_leaf and is_plain(tensor) and not tensor.is_inference():
                 names.append(path)
                 tensors.append(tensor)
                 versions.append(tensor._version)
+            elif tensor.dtype in _INTEGERS:
+                self._integers.append((path, tensor))
         if tuple(names) != self._segment.names:  # else the same object, which need not be compared
             self._segment = Segment("input", tuple(names))
         self._tensors, self._versions = tensors, versions
@@ -376,15 +379,19 @@ class Inputs(_Switched):
 
     def take(self) -> tuple[Segment, list[Tensor], Measurement | None]:
         """The inputs since the last call: tensors of a single pass, or without tensors measured rows of several."""
-        self._passes = 0
+        self._passes, self._integers = 0, []
         if not self._earlier:
             return *self._take_last(), None
         self._merge()
         names, measured = self._earlier.take()
         return Segment("input", names), [], measured
 
+    def integers(self) -> list[tuple[str, Tensor]]:
+        """The integer inputs of the last pass, such as tokens, and their names."""
+        return [(path, t) for path, t in self._integers if type(t) in PLAIN_TYPES and not (t.is_meta or t.is_nested)]
+
     def forget(self) -> None:
-        self._tensors, self._versions, self._earlier, self._passes = [], [], _PassRows(), 0
+        self._tensors, self._versions, self._integers, self._earlier, self._passes = [], [], [], _PassRows(), 0
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -394,6 +401,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _FIRST = "input[0]"
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _version_of, _requires_grad_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.
 _MOST_PASSES = 64

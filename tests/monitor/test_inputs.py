@@ -161,6 +161,44 @@ def test_tokens_that_repeat_are_told_by_the_gradient_of_their_embedding(batch: B
     assert [(each.step, each.name) for each in found] == [(60, "0.weight")] * is_told
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(60, 6), nn.Embedding(60, 6), nn.Linear(6, 1)
+
+    def forward(self, words: Tensor, places: Tensor | None = None, more: Tensor | None = None) -> Any:
+        seen = self.words(words) + (0 if places is None else self.places(places))
+        return self.head(seen.mean(1) + (0 if more is None else more))
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_told"),
+    [
+        (lambda step: (words(step) * 0,), True),
+        (lambda step: (words(step)[:1].expand(8, 4),), True),
+        (lambda step: (words(step)[:1].expand(8, 4), torch.arange(4).expand(8, 4)), True),
+        (lambda step: (words(step),), False),
+        (lambda step: (words(step), torch.arange(4).expand(8, 4)), False),
+        (lambda step: (torch.arange(4).expand(8, 4), torch.ones(8, 4, dtype=torch.int32), normal(step)[:8]), False),
+        (lambda step: (words(step)[:1],), False),
+    ],
+)
+def test_tokens_are_told_if_all_samples_are_the_same(batch: Callable[[int], Any], is_told: bool) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+    for step in range(60):
+        optimizer.zero_grad()
+        loss = (model(*batch(step)) - normal(step)[0, 0]).square().mean()
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+    monitor.flush()
+    found = [(each.step, each.name) for each in of_rules(monitor, *INPUT_RULES)]
+    assert found[:1] == [(0, "input[0]")] * is_told
+
+
 def test_dead_units_are_no_tokens() -> None:
     """Their number changes at first, in a model without floating inputs."""
     torch.manual_seed(0)

@@ -306,14 +306,21 @@ def learning(
     mean: float = 0.0,
     certain: float | None = None,
     weights: tuple[float, float] | None = None,
+    later: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    when: int = 50,
     **scalars: Sequence[float],
 ) -> Story:
-    """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0."""
+    """Losses of a classifier with 8 classes, whose gradients' elements cancel if ``mean`` is 0.
+
+    The sizes of its two ``weights`` are those of all parameters ``later``, in the step ``when``.
+    """
     tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
     if certain is not None:
         tables["output"] = Table({0: [row(1.0, 1, mean=certain)]}, ("logits",), [(1,)])
     if weights is not None:
-        tables["parameter"] = Table({0: [row(weights[0], zeros=1), row(1.0, 8), row(weights[1], zeros=1)]})
+        begun = [row(weights[0], zeros=1), row(1.0, 8), row(weights[1], zeros=1)]
+        grown = [row(size, numel) for size, numel in zip(later, (64, 8, 64), strict=True)]
+        tables["parameter"] = Table({0: begun} | ({when: grown} if when < len(losses) else {}))
     return Story(len(losses), {"loss": losses, **scalars}, tables)
 
 
@@ -397,6 +404,11 @@ CASES = [
     Case("momentum-drift", moved("exp_avg", [1.0, 101.0]), 50, "x",
          (moved("exp_avg", [1.0, 99.0]), moved("exp_avg_sq", [1.0, 101.0]), moved("exp_avg", [101.0]),
           moved("exp_avg", [1.0, 101.0], norm=0.0))),
+    Case("momentum-drift", moved("exp_avg", [0.9e-4] * 2), 0, "optimizer",
+         (moved("exp_avg", [1.1e-4] * 2), moved("exp_avg", [0.9e-4] * 2, norms={9: 0.1}), moved("exp_avg", [0.0] * 2),
+          moved("exp_avg_sq", [0.9e-4] * 2))),
+    Case("momentum-drift", moved("exp_avg", [0.1, 0.1, 0.0019]), 50, "optimizer",
+         (moved("exp_avg", [0.1, 0.1, 0.0021]), moved("exp_avg", [0.1, 0.1, 0.0019], norms={99: 0.8}))),
     Case("momentum-drift", moved("momentum_buffer", [1.0, 99.0, 101.0], norms={100: 1e6}), 100, "x",
          (moved("momentum_buffer", [1.0, 99.0, 101.0], norms={99: 9.0}),)),
     Case("nonfinite-parameter", rows_of("parameter", {0: healthy_rows(), 50: with_nan()}), 50, "b.weight",
@@ -495,17 +507,25 @@ CASES = [
     Case("no-learning", learning([2.1] * 300), 0, "loss",
          (learning([2.1] * 255), learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),
           learning([1.0] * 300), learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()))),
-    Case("no-learning", learning([-2.1] * 40 + [-10.0] * 88), 95, "loss",
+    Case("no-learning", learning([-2.1] * 40 + [-10.0] * 88), 79, "loss",
          (learning([-2.1] * 40 + [-6.0] * 88), learning([-2.1] * 40 + [-10.0, 1.0] * 44))),
     Case("no-learning", learning([5.3] + [1.0] * 40, certain=0.4), 0, "loss",
          (learning([5.1] + [1.0] * 40, certain=0.4), learning([5.3] + [1.0] * 40, certain=0.2))),
     Case("no-learning", learning([5.3] + [1.0] * 40, weights=(0.17, 1.8)), 0, "b.weight",
          (learning([5.1] + [1.0] * 40, weights=(0.17, 1.8)), learning([5.3] + [1.0] * 40, weights=(0.19, 1.8)),
           learning([5.3] + [1.0] * 40, weights=(0.01, 1.7)))),
+    Case("no-learning", learning([-2.1] * 16 + [-10.0] * 32), 47, "loss", (learning([-2.1] * 16 + [-10.0] * 31),)),
+    Case("no-learning", learning([1.7] * 64, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1)), 50, "lr",
+         (learning([1.5] * 64, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1)),
+          learning([1.7] * 64, weights=(0.2, 0.2), later=(0.7, 5.0, 0.7)),
+          learning([1.7] * 160, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1), when=130))),
+    Case("no-learning", learning([2.0] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)), 50, "weight_decay",
+         (learning([1.8] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
+          learning([2.0] * 64, weights=(0.2, 0.2), later=(0.1, 0.4, 0.1)))),
     Case("no-learning", learning([2.1] + [11.0] * 20, lr=[0.1] * 21), 0, "lr",
          (learning([2.1] + [10.0] * 20), learning([2.1] + [11.0] * 7 + [2.0] * 13))),
-    Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16, 0.9e-16]), 50, "x",
-         (adam("exp_avg_sq", [0.9e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5),
+    Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16]), 50, "x",
+         (adam("exp_avg_sq", [0.9e-16, 1.1e-16, 0.9e-16]), adam("exp_avg_sq", [1.1e-16] * 5),
           adam("exp_avg_sq", [1.1e-16] * 5, eps=1e-5), adam("exp_avg_sq", [0.0] * 5),
           one("exp_avg_sq", [0.9e-16] * 5))),
     Case("refused-step", series("refused", [0.0, 1.0, 0.0, 6.0, 2.0, 0.0]), 3, "refused",

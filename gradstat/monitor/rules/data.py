@@ -108,7 +108,8 @@ class ConstantFeature(Rule):
     """Features that are the same in every sample of a batch.
 
     Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
-    are. A tensor of a single value never counts: it is a mask or the like.
+    are. A tensor of a single value never counts: it is a mask or the like. Integers, such as tokens, only count if the
+    samples are the same in all inputs, since those of positions and masks may be.
 
     Args:
         share: Fraction of features.

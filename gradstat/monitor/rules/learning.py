@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ from gradstat.monitor.rules.base import Rule, StateChecks, is_texts, median
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
+# Weights have grown large in the first so many steps if the median of their sizes, as in `NoLearning`, exceeds this.
+_EARLY, _GROWN = 128, 2.0
 # By |sum| / (norm * sqrt(count)), up to which a gradient's elements cancel, even if it was computed in 16 bits.
 _CANCELS = 3e-4
 
@@ -62,7 +65,10 @@ class NoLearning(Rule):
         share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
             the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
-            their norm.
+            their norm, or shrunk to 0.3 of it.
+        early_share: This share suffices in the first 128 steps if weights have also grown to a median of more than 2,
+            as ``large``. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate
+            of 20.
         far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
             all of the latter or one of them, by ten times the median.
         small, large: Limits of the median over the weights of a weight's root mean square times the root of its number
@@ -91,6 +97,7 @@ class NoLearning(Rule):
         share: float = 0.97,
         flat: float = 0.05,
         flat_share: float = 0.9,
+        early_share: float = 0.75,
         far: float = 2.5,
         small: float = 0.02,
         large: float = 5.0,
@@ -99,7 +106,7 @@ class NoLearning(Rule):
         soon: int = 32,
     ) -> None:
         self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
-        self.far, self.small, self.large = far, small, large
+        self.early_share, self.far, self.small, self.large = early_share, far, small, large
         self.measurements, self.lasts, self.soon = measurements, lasts, soon
         self._told: list[str] = []
         self._odd: list[str] = []  # a weight that begins far larger than others
@@ -132,13 +139,21 @@ class NoLearning(Rule):
         if not self._classes:
             self._count = 1  # of no interest from now on
             return
-        parameters = window.rows("parameter")
-        if parameters is not None:
-            yield from self._weights(parameters)
         values, steps = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist()
+        parameters, at = window.rows("parameter"), 0
+        if parameters is not None:
+            for row, step in enumerate(parameters.steps.tolist()):
+                stop = bisect.bisect_right(steps, step)
+                yield from self._add(window, values[at:stop], steps[at:stop])
+                yield from self._weights(parameters, row)
+                at = stop
+        yield from self._add(window, values[at:], steps[at:])
+
+    def _add(self, window: Window, values: list[float], steps: list[int]) -> Iterator[Finding]:
+        """Judges the losses ``values``."""
         at = 0
         while at < len(values):
-            stop = _SOON if self._count < _SOON else (self._count // _HALF + 1) * _HALF
+            stop = (self._count // _SOON + 1) * _SOON
             more = values[at : at + stop - self._count]
             at += len(more)
             self._count += len(more)
@@ -147,7 +162,7 @@ class NoLearning(Rule):
                 self._first += more[: _SPAN - len(self._first)]
             if self._count == _SOON:
                 yield from self._beginning(window)
-            elif self._count == stop and stop >= _SPAN:
+            elif self._count == stop and stop >= _SOON + _HALF:
                 row = int(np.searchsorted(window.steps, steps[at - 1]))
                 rate = window.value("lr", row)
                 is_warm_up, self._rate = rate > 1.001 * self._rate, rate
@@ -202,26 +217,32 @@ class NoLearning(Rule):
                 text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
                 yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
 
-    def _weights(self, parameters: Rows) -> Iterator[Finding]:
-        """Looks at the weights of the first step, and remembers how far they have come."""
-        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[-1])))
-        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[-1])).sum())
+    def _weights(self, parameters: Rows, row: int) -> Iterator[Finding]:
+        """Looks at the weights of the first step, and at how far they have come."""
+        step = int(parameters.steps[row])
+        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[row])))
+        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[row])).sum())
         if not math.isnan(self._norm):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
+            change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
+            if change is not None and is_soon and not {"rate", "chance"} & {*self._told}:
+                loss, sizes = median(self._recent[-_HALF:]), _sizes(parameters, row)[1]
+                is_large = self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
+                if loss > (self.early_share if is_large else self.flat_share) * self._chance:
+                    name, causes, text = change
+                    text += f" in {self._count} steps, the loss is {loss:.4g}, and guessing has {self._chance:.4g}"
+                    yield self._once("rate", step, name, text, "series", causes, grown=self._grown, loss=loss)
             return
         self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
-        shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
-        judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
+        judged, scales = _sizes(parameters, row)
         if len(judged) < 2:
             return
-        inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
-        scales = parameters.rms[0, judged] * np.sqrt(inputs)
         self._scale = median(scales)
         if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
             self._odd = [parameters.names[judged[int(scales.argmax())]]]
-        name, step = parameters.names[judged[0]], int(parameters.steps[0])
-        if (parameters.field("min")[0, judged] == parameters.field("max")[0, judged]).all():
+        name = parameters.names[judged[0]]
+        if (parameters.field("min")[row, judged] == parameters.field("max")[row, judged]).all():
             text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
             text += "begin alike stay alike"
             causes = ("an initialisation that is constant or zero, or was never called",)
@@ -262,15 +283,6 @@ class NoLearning(Rule):
         if "chance" in self._told:
             return
         now, chance = median(self._recent), self._chance
-        if (
-            self._grown > 3
-            and now > self.flat_share * chance
-            and "rate" not in self._told
-            and self._count <= self.steps
-        ):
-            text = f"the weights have grown to {self._grown:.3g} times their norm in {self._count} steps, and the loss "
-            text += f"is {now:.4g}, where guessing has {chance:.4g}"
-            yield self._once("rate", step, "lr", text, "series", _RATES, grown=self._grown, loss=now)
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
@@ -282,6 +294,15 @@ class NoLearning(Rule):
             text += f"{chance:.4g}{more}"
             yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
 
+    def _change(self) -> tuple[str, tuple[str, ...], str] | None:
+        """If the norm of all weights has changed by far, what is to blame, causes, and how it has."""
+        if self._grown < 0.3:
+            causes = ("a weight decay that is far too large",)
+            return "weight_decay", causes, f"the weights have shrunk to {self._grown:.2g} of their norm"
+        if self._grown > 3:
+            return "lr", _RATES, f"the weights have grown to {self._grown:.3g} times their norm"
+        return None
+
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
         share = _certain(window)
@@ -291,17 +312,23 @@ class NoLearning(Rule):
             causes = ("a learning rate that is far too low, or falls too fast", "gradients clipped to a tiny norm",
                       "an optimizer that does not step, or has other parameters")  # fmt: skip
             return "lr", causes, f"; parameters have moved by {self._moved:.1g} of their norm"
-        if self._grown < 0.3:
-            causes = ("a weight decay that is far too large",)
-            return "weight_decay", causes, f"; the weights have shrunk to {self._grown:.2g} of their norm"
-        if self._grown > 3:
-            return "lr", _RATES, f"; the weights have grown to {self._grown:.3g} times their norm"
+        change = self._change()
+        if change is not None:
+            return change[0], change[1], f"; {change[2]}"
         if share > 0.3:
             return "loss", _SCALES, f"; {share:.0%} of the predictions are certain"
         if norm < 0.01 * self._gradient:
             causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
             return "norm", causes, f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
         return "loss", self.causes, ""
+
+
+def _sizes(parameters: Rows, row: int) -> tuple[list[int], Floats]:
+    """The positions of weights, and for each its root mean square times the root of its number of inputs."""
+    shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
+    judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
+    inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
+    return judged, parameters.rms[row, judged] * np.sqrt(inputs)
 
 
 def _certain(window: Window) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
-from gradstat.monitor.rows import Rows, Window
+from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, StateChecks, is_steps, series
 
 _MOMENTA = ("exp_avg", "momentum_buffer")
@@ -71,13 +72,17 @@ class GradientsNotZeroed(Rule):
 
 
 class MomentumDrift(Rule):
-    """Momentum far larger than gradients can make it: overwritten, or restored wrongly. Or one that never forgets.
+    """Momentum far larger or smaller than the gradients can make it, or one that never forgets.
 
     Args:
         factor: Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not
             matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
         max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
             steps.
+        least: The norm of all momenta over the lowest norm of gradients since they were measured before. Clipped
+            gradients give small ones, hence:
+        falls: The same below this fraction of the smallest so far. A momentum of 0.9 keeps 0.005 of itself in 50 steps;
+            in the healthy trainings of the tests the fraction is at least 0.1.
     """
 
     name = "momentum-drift"
@@ -87,9 +92,13 @@ class MomentumDrift(Rule):
     )
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
-    def __init__(self, factor: float = 100.0, max_momentum: float = 0.999) -> None:
-        self.factor, self.max_momentum = factor, max_momentum
+    def __init__(
+        self, factor: float = 100.0, max_momentum: float = 0.999, least: float = 1e-4, falls: float = 0.02
+    ) -> None:
+        self.factor, self.max_momentum, self.least, self.falls = factor, max_momentum, least, falls
         self._largest = 0.0
+        self._ratio = 0.0  # the smallest so far, as for `least`, at most 1; 0 if none
+        self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -100,6 +109,7 @@ class MomentumDrift(Rule):
             advice = ("use a momentum from 0.9 to 0.99",)
             causes = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many",)
             yield self.found(window.steps[-1], "optimizer", text, causes=causes, advice=advice, momentum=momentum)
+        yield from self._small(window, window.scalars.get("finite_norm", np.empty(0)))
         norms = np.concatenate([[self._largest], window.scalars.get("finite_norm", ())])
         norms[~np.isfinite(norms)] = 0.0
         np.maximum.accumulate(norms, out=norms)
@@ -118,6 +128,34 @@ class MomentumDrift(Rule):
                     text += f"all gradients together never exceeded {largest:.3g}"
                     evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
                     yield self.found(step, rows.names[i], text, about=kind, **evidence)
+
+    def _small(self, window: Window, norms: Floats) -> Iterator[Finding]:
+        """Finds that the optimizer averages far smaller gradients than were measured, which had these ``norms``."""
+        at = 0
+        for kind, rows, _ in itertools.islice(_states(window, _MOMENTA), 1):
+            for row, step in enumerate(rows.steps.tolist()):
+                stop = int(np.searchsorted(window.steps, step))
+                lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
+                at, self._lowest, self._count = stop, math.inf, 0
+                norm = math.hypot(*np.nan_to_num(rows.l2_norm[row]).tolist())
+                if count < _ENOUGH or not 0 < norm < lowest < math.inf:
+                    continue
+                ratio = norm / lowest
+                if ratio < max(self.least, self.falls * self._ratio) and self._episodes.record("small", step):
+                    text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
+                    text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
+                    more: dict[str, Any] = {"causes": _SMALLER, "advice": (), "norm": norm, "gradients": lowest}
+                    yield self.found(step - count, "optimizer", text, about=kind, **more)
+                self._ratio = min(self._ratio or 1.0, ratio)
+        self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
+
+
+# A momentum is compared with the gradients of so many steps.
+_ENOUGH = 16
+_SMALLER = (
+    "gradients that are clipped to a tiny norm, or divided, between backward() and the step",
+    "gradients that are set to zero before the step",
+)
 
 
 class SecondMomentDrop(Rule):
@@ -189,7 +227,7 @@ class SmallSecondMoment(LastingRule):
         "find out why its gradients are so small: see vanishing-gradient",
     )
 
-    def __init__(self, eps_multiple: float = 1.0, measurements: int = 3, usual: float = 1e-8) -> None:
+    def __init__(self, eps_multiple: float = 1.0, measurements: int = 2, usual: float = 1e-8) -> None:
         super().__init__()
         self.eps_multiple, self.measurements, self.usual = eps_multiple, measurements, usual
 
