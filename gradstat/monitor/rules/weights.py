@@ -364,7 +364,7 @@ _LARGER = ("compare the norm that gradients are clipped to with their norm", "pr
 
 
 class OverwrittenParameter(Rule):
-    """A parameter that something else than the optimizer changed in place, after which it or the loss was larger.
+    """A parameter that something else than the optimizer changed in place, so that it grew far or the loss rose.
 
     Autograd counts the changes in place of a tensor, and in most programs each step of the optimizer makes as many. One
     that gets more between two measurements, while others do not, was overwritten. Not known where the optimizer works
