@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -42,6 +42,7 @@ from detection_judging import (  # noqa: E402
     Verdict,
     compare,
     course,
+    has_diverged,
     healthy_rows,
     line,
     rows_of,
@@ -185,21 +186,37 @@ def kept(folder: Path | None, job: Job) -> Arm:
 # All cases --------------------------------------------------------------------------------------------------------
 
 
-def run_program(job: tuple[int, int]) -> tuple[int, list[str]]:
-    """Runs a healthy program of another project under gradstat; returns the number of its steps, and the findings."""
+class ProgramRun(NamedTuple):
+    """A run of a healthy program of another project under gradstat."""
+
+    name: str
+    steps: int
+    ends: tuple[float, float]  # of what must fall as it learns
+    findings: Sequence[str]
+
+
+def run_program(job: tuple[int, int]) -> ProgramRun:
+    """Runs a program, by its number and a seed."""
     number, seed = job
+    program = PROGRAMS[number]
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, findings, monitors = training_programs.run(PROGRAMS[number], seed, PROGRAMS[number].steps)
-    return max(monitor.steps for monitor in monitors), [f"{PROGRAMS[number].name}: {found}" for found in findings]
+        outcome, findings, monitors = training_programs.run(program, seed, program.steps)
+    steps = max(monitor.steps for monitor in monitors)
+    return ProgramRun(program.name, steps, outcome.ends(), [f"seed {seed}: {found}" for found in findings])
 
 
-def program_rows(results: Sequence[tuple[int, list[str]]]) -> list[Row]:
-    """The rows about findings in healthy programs of other projects."""
-    for _, told in results:
-        print(*(f"healthy: {found}" for found in told), sep="\n", end="\n" * bool(told))
-    values = {"steps": sum(steps for steps, _ in results), "findings": sum(len(told) for _, told in results)}
+def program_rows(runs: Sequence[ProgramRun]) -> list[Row]:
+    """The rows about findings in healthy programs of other projects. Those that diverged are counted on their own."""
+    diverged = [run for run in runs if has_diverged(*run.ends)]
+    healthy = [run for run in runs if run not in diverged]
+    for what, some in (("healthy", healthy), ("diverged", diverged)):
+        print(*(f"{what}: {run.name}, {found}\n" for run in some for found in run.findings), sep="", end="")
+    values = {"steps": sum(run.steps for run in healthy), "findings": sum(len(run.findings) for run in healthy)}
+    for run in diverged:
+        for metric, is_counted in ((detection_tables.DIVERGED, 1), (detection_tables.FOUND_IN, bool(run.findings))):
+            values[metric + run.name] = values.get(metric + run.name, 0) + is_counted
     return [
         row(detection_tables.HEALTHY, "public programs", Gradstat.name, metric, "", float(value), CPU)
         for metric, value in values.items()

@@ -74,6 +74,11 @@ def _ratio(loss: float, healthy: float, twin: Arm) -> float:
     return 1 + (loss - healthy) / (abs(healthy) + floor)
 
 
+def has_diverged(first: float, last: float) -> bool:
+    """Whether a healthy program went wrong: what must fall as it learns ends as far above its beginning as harm is."""
+    return not last - first <= (HARM - 1) * abs(first)
+
+
 def within_of(tool: str) -> int:
     """The number of steps after the onset in which a flag is a hit: all steps if whole runs are compared."""
     return STEPS if tool == GOLDEN else WITHIN

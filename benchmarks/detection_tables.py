@@ -12,6 +12,8 @@ WHEN = ("mid-run", "from step 0")
 GOLDEN = "golden"  # faults from step 0, compared with golden runs
 HEALTHY_RUNS = "healthy | all"  # the case of rows about healthy runs compared with golden ones
 HEALTHY, TIME = "detection, healthy", "detection, time"
+# Beginnings of metrics, before a program's name: its runs that diverged, and those of them with findings.
+DIVERGED, FOUND_IN = "diverged: ", "diverged, with findings: "
 ALL = "all"  # the fault of rows about a whole set
 FAULT = "fault"  # the provider of rows about the fault itself
 
@@ -138,9 +140,9 @@ def _harm(ratio: float) -> str:
 
 
 def healthy(rows: Sequence[Row]) -> str:
-    """Findings of every tool in healthy trainings, and the cost of its step."""
+    """Findings of every tool in healthy trainings, and the cost of its step. Runs that diverged are listed below."""
     of_time = _values(rows, TIME)
-    lines = []
+    lines, diverged = [], []
     for case, by in _values(rows, HEALTHY).items():
         for tool, of in by.items():
             steps, found = of["steps"].value, of["findings"].value
@@ -155,8 +157,14 @@ def healthy(rows: Sequence[Row]) -> str:
                     ", ".join(slower) or "-",
                 ]
             )
+            names = [metric.removeprefix(DIVERGED) for metric in of if metric.startswith(DIVERGED)]
+            diverged += [
+                f"{name} (findings in {_count(of, FOUND_IN + name):.0f} of {of[DIVERGED + name].value:.0f})"
+                for name in names
+            ]
     header = ["tool, healthy", "findings", "steps", "per 10,000", ", ".join(["step to that without", *of_time])]
-    return tables.grid(header, lines)
+    text = f"\nDiverged and not counted: {'; '.join(diverged)}.\n" if diverged else ""
+    return tables.grid(header, lines) + text
 
 
 def in_a_sentence(rows: Sequence[Row]) -> str:

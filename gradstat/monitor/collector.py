@@ -96,8 +96,9 @@ class Collector:
         self.backward_order: tuple[str, ...] = ()
         self._order_recorder: observers.BackwardOrder | None = _order_of(named)
         self._buffers, self._states = observers.Buffers(inner), observers.States()
-        self._outputs = observers.Outputs(inner) if periods["outputs"] else None
-        self._inputs = observers.Inputs(inner if named.engine else model, options.backend) if periods["batch"] else None
+        self._outputs = observers.Outputs(observers.called(inner)) if periods["outputs"] else None
+        entered = observers.called(inner if named.engine else model)
+        self._inputs = observers.Inputs(entered, options.backend) if periods["batch"] else None
         self._kept = (
             observers.KeptGradients(unwrapped(optimizer)) if optimizer is not None and steps_after_backward else None
         )

@@ -315,6 +315,27 @@ class _PassRows:
         return names, Measurement.joined([seen[name][0] for name in names], [seen[name][1] for name in names])
 
 
+def called(model: nn.Module) -> nn.Module:
+    """The module that a program calls: ``model``, or if it has no forward pass its only child that is trained, if any.
+
+    So it is for a LightningModule whose ``training_step`` calls a child, and for what only holds a model. Of several
+    children none is chosen: one may end in an activation because another one follows.
+    """
+    while not _has_forward(model):
+        trained = [child for child in model.children() if any(p.requires_grad for p in child.parameters())]
+        if len(trained) != 1:
+            break
+        (model,) = trained
+    return model
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module or its class defines a forward pass, other than the one of Lightning that raises."""
+    forward = getattr(type(module), "forward", None)
+    is_missing = forward is nn.Module.forward or getattr(forward, "__qualname__", "") == "LightningModule.forward"
+    return not is_missing or "forward" in vars(module)
+
+
 class Inputs(_Switched):
     """Keeps the floating inputs of a model's last forward pass in training, while ``on``, until they are taken.
 

@@ -20,6 +20,7 @@ from detection_judging import (
     compare,
     episodes,
     harm,
+    has_diverged,
     healthy_rows,
     hits,
     is_right,
@@ -262,6 +263,27 @@ def test_flags_that_follow_one_another_are_one_finding() -> None:
     noticed = (3, 4, 3 + WITHIN, 5 + 3 * WITHIN)
     assert episodes([Flag(step, step, "spike", "loss") for step in noticed]) == 2
     assert episodes([Flag(3, 3, "spike", "loss"), Flag(3, 3, "spike", "norm")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "diverged"),
+    [(2.0, 0.1, False), (2.0, 2.2, False), (2.0, 2.4, True), (2.0, math.inf, True), (2.0, math.nan, True),
+     (-20.0, -190.0, False), (-20.0, -18.0, False), (-20.0, -16.0, True), (0.0, 0.0, False)],
+)  # fmt: skip
+def test_a_program_diverges_if_it_ends_well_above_its_beginning(first: float, last: float, diverged: bool) -> None:
+    assert has_diverged(first, last) == diverged
+
+
+def test_programs_that_diverge_are_listed_and_not_counted() -> None:
+    def run(name: str, last: float, *findings: str) -> detection.ProgramRun:
+        return detection.ProgramRun(name, 100, (1.0, last), findings)
+
+    rows = detection.program_rows([run("VAE", 0.5, "a"), run("VAE", 2.0), run("VAE", 3.0, "b"), run("GAN", 0.9)])
+    table = detection_tables.healthy(rows)
+    cells = [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")]
+    assert cells[:4] == ["gradstat, public programs", "1", "200", "50.00"]
+    assert table.endswith("\nDiverged and not counted: VAE (findings in 1 of 2).\n")
+    assert "Diverged" not in detection_tables.healthy(detection.program_rows([run("VAE", 0.5)]))
 
 
 def test_anomaly_mode_is_a_run_of_its_own() -> None:

@@ -132,6 +132,22 @@ def test_a_module_that_changes_gradients_before_they_are_clipped_is_measured_onc
     assert norms(callback) == pytest.approx([norm_of(gradients) for gradients in model.gradients], rel=1e-5)
 
 
+def test_a_child_that_the_training_step_calls_is_watched_for_inputs_and_outputs() -> None:
+    """The forward pass of the module itself is never called."""
+
+    class Activated(Model):
+        def loss_of(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x.log() if batch_idx == 6 else x), y)
+
+    model = Activated()
+    model.net.append(nn.Sigmoid())
+    callback = GradstatCallback(on_anomaly="record")
+    fit(callback, model)
+    found = [(one.rule, one.name) for one in callback.monitor.findings]
+    assert {("no-learning", "logits"), ("nonfinite-batch", "input[0]")} <= set(found)
+
+
 def test_a_clip_by_value_stays_lightnings() -> None:
     trained = []
     for callbacks in ([], GradstatCallback(on_anomaly="record")):

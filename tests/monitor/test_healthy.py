@@ -111,6 +111,28 @@ def test_layers_may_be_frozen_during_the_run() -> None:
     assert trained(training, lambda step: training.model[0].requires_grad_(step < 100), 300) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda p: p.mul_(p.abs() > p.abs().quantile(0.5)), []),  # pruning
+        (lambda p: p.clamp_(-p.abs().quantile(0.9), p.abs().quantile(0.9)), []),
+        (lambda p: p.lerp_(torch.zeros_like(p), 0.3), []),  # an average with an earlier state
+        (lambda p: p.mul_(2.2), ["overwritten-parameter"]),
+    ],
+)
+def test_a_callback_may_make_weights_smaller_but_not_far_larger(
+    change: Callable[[torch.Tensor], object], told: list[str]
+) -> None:
+    training = train_mlp(0)
+
+    @torch.no_grad()
+    def write(step: int) -> None:
+        if step == 160:
+            change(training.model[2].weight)
+
+    assert trained(training, write, 300) == told
+
+
 def test_gradients_may_be_removed_at_first() -> None:
     assert trained(train_mlp(0), lambda step: None, 150, removed=60) == []
 

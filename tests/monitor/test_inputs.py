@@ -501,6 +501,62 @@ def test_a_watched_model_is_copied_and_pickled_without_hooks() -> None:
     assert all(p._post_accumulate_grad_hooks in (None, {}) for p in model.parameters())
 
 
+# A module whose children are called instead ---------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """Has no forward pass of its own, as a LightningModule whose ``training_step`` calls a child."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.Sigmoid())
+
+
+def held(holder: nn.Module, net: nn.Module, batch: Batch = normal) -> gradstat.Monitor:
+    """Trains ``net``, which ``holder`` has, under a monitor of the holder."""
+    optimizer = torch.optim.AdamW([p for p in holder.parameters() if p.requires_grad], lr=1e-3)
+    monitor = gradstat.Monitor(holder, optimizer, on_anomaly=RECORD)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = cross_entropy(net(batch(step)), normal(step)[:, :4].argmax(1))
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+    monitor.flush()
+    return monitor
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_only_trained_child_of_a_module_without_forward_is_watched(depth: int) -> None:
+    net, teacher = classifier(), nn.Linear(6, 4).requires_grad_(False)
+    holder: nn.Module = net
+    for _ in range(depth):
+        holder = Holder(loss=nn.CrossEntropyLoss(), teacher=teacher, net=holder)
+    found = held(holder, net, from_step(3, with_nan))
+    assert [(one.name, one.step) for one in of_rules(found, "no-learning", "nonfinite-batch")] == [
+        ("logits", 0),
+        ("input[0]", 3),
+    ]
+
+
+def test_of_several_children_none_is_watched_nor_one_of_a_module_that_has_a_forward() -> None:
+    class Called(Holder):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    net = classifier()
+    for holder in (Holder(net=net, critic=nn.Linear(6, 1)), nn.ModuleList([net, net[0], mlp()]), Called(net=net)):
+        found = held(holder, net, from_step(3, with_nan))
+        assert of_rules(found, "no-learning", "nonfinite-batch") == []
+        assert sum(len(module._forward_pre_hooks) for module in holder.modules() if module is not holder) == 0
+
+
 # Gradients that nobody zeroes ----------------------------------------------------------------------------------------
 
 

@@ -271,11 +271,16 @@ def unchanged(times: int, gradient: float = 0.1, apart: int = 50, zeros: int = 1
     return rows_of("parameter", weights, tables={"gradient": Table(gradients)})
 
 
-def written(*changes: Sequence[float], loss: float = 2.0) -> Story:
-    """Three parameters change in place so often in each interval of 50 steps; then the loss rises, at step 141."""
+def written(*changes: Sequence[float], loss: float = 2.0, sizes: Sequence[float] = ()) -> Story:
+    """Three parameters change in place so often in each interval of 50 steps; then the loss rises, at step 141.
+
+    The elements of the last one have these ``sizes``, if any, in each look.
+    """
     counts = np.cumsum([(0, 0, 0), *changes], axis=0).tolist()
     looks = [Observation("versions", 50 * i, dict(zip(NAMES, count, strict=True))) for i, count in enumerate(counts)]
-    return series("loss", [1.0] * 141 + [loss] * 40, observations=looks)
+    weights = {50 * i: [row(1.0), row(1.0, 8), row(size)] for i, size in enumerate(sizes)}
+    tables = {"parameter": Table(weights)} if sizes else {}
+    return series("loss", [1.0] * 141 + [loss] * 40, observations=looks, tables=tables)
 
 
 def all_unchanged(times: int, apart: int = 50) -> Story:
@@ -503,6 +508,12 @@ CASES = [
           written((50, 50, 50), (50, 50, 51), (50, 50, 51)), written((50, 50, 40), (50, 50, 40), (50, 50, 41)),
           written((50, 50, 51), (50, 50, 50), (50, 50, 51)), written((50, 50, 50), (50, 50, 50), (50, 50, 49)),
           written((50, 50, 0), (50, 50, 0), (50, 50, 50)))),
+    Case("overwritten-parameter", written((50,) * 3, (50,) * 3, (50, 50, 51), loss=1.0, sizes=(1, 1.1, 1.2, 2.5)), 101,
+         "b.weight",
+         (written((50,) * 3, (50,) * 3, (50, 50, 51), loss=1.0, sizes=(1, 1.1, 1.2, 2.3)),
+          written((50,) * 3, (50,) * 3, (50, 50, 51), loss=1.0, sizes=(1, 1.5, 1.6, 5.0)),
+          written((50,) * 3, (50,) * 3, (50, 50, 51), loss=1.0, sizes=(1, 1.1, 1.2, 0.1)),
+          written((50,) * 3, (50,) * 3, (50, 50, 50), loss=1.0, sizes=(1, 1.1, 1.2, 2.5)))),
     Case("unchanged-parameter", unchanged(2, gradient=1.1e-5), 100, "a.weight", (unchanged(2, gradient=0.0),)),
     Case("no-learning", learning([2.1] * 300), 0, "loss",
          (learning([2.1] * 255), learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),

@@ -364,16 +364,19 @@ _LARGER = ("compare the norm that gradients are clipped to with their norm", "pr
 
 
 class OverwrittenParameter(Rule):
-    """A parameter that something else than the optimizer changed in place, after which the loss rose.
+    """A parameter that something else than the optimizer changed in place, so that it grew far or the loss rose.
 
     Autograd counts the changes in place of a tensor, and in most programs each step of the optimizer makes as many. One
     that gets more between two measurements, while others do not, was overwritten. Not known where the optimizer works
-    on ``parameter.data``, which is not counted. Programs may prune or clamp, hence the loss.
+    on ``parameter.data``, which is not counted. Programs may prune, clamp or average, which makes weights smaller and
+    need not raise the loss.
 
     Args:
         measurements: Intervals in a row with equally many changes per step, before one with more is judged.
         before, within, median: The loss has risen if a median of so many is above all of ``before`` losses, at most
             ``within`` steps after the measurement. Without a loss, the norm of the gradients is judged.
+        grown: Or the norm of the parameter has grown by this factor, and three times as far as ever between two
+            measurements, on a logarithmic scale. A convention of gradstat.
     """
 
     name = "overwritten-parameter"
@@ -384,8 +387,12 @@ class OverwrittenParameter(Rule):
     advice = ("look for code that changes this parameter outside of optimizer.step()",)
     _state_checks: ClassVar[StateChecks] = {"_waiting": is_texts}
 
-    def __init__(self, measurements: int = 2, before: int = 32, within: int = 24, median: int = 8) -> None:
+    def __init__(
+        self, measurements: int = 2, before: int = 32, within: int = 24, median: int = 8, grown: float = 2.0
+    ) -> None:
         self.measurements, self.before, self.within, self.median = measurements, before, within, median
+        self.grown = grown
+        self._norms, self._usual = PerName(math.nan), PerName(0.0)  # and the largest change of its logarithm
         self._versions, self._rates, self._regular = PerName(math.nan), PerName(math.nan), PerName(0.0)
         self._measured = self._since = self._until = -1  # steps; of what waits for the loss, from and to
         self._waiting: list[str] = []
@@ -404,9 +411,15 @@ class OverwrittenParameter(Rule):
             rate = (now - versions) / max(steps, 1)
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
             more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
+            grown = self._grown(window, seen.step)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
                 self._waiting = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
                 self._since, self._until = self._measured, seen.step + self.within
+                first = next((name for name in self._waiting if name in grown), None)
+                if first is not None:
+                    old, new = grown[first]
+                    rise = f"the norm of the parameter rose from {old:.3g} to {new:.3g}"
+                    yield self._overwritten(first, rise, before=old, now=new)
             regular[:] = np.where(rate == rates, regular + 1, np.where(rate < rates, regular, 1))
             np.copyto(rates, rate, where=(rate > rates) | np.isnan(rates))
             np.copyto(versions, now)
@@ -418,15 +431,33 @@ class OverwrittenParameter(Rule):
             highest = max(before) if len(before) == self.before else math.inf
             medians = [median(after[i - self.median : i]) for i in range(self.median, len(after) + 1)]
             if max(medians, default=-math.inf) > highest:
-                first, what = self._waiting[0], "loss" if signal == "loss" else "norm of the gradients"
-                text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
-                text += f", and {len(self._waiting) - 1} more" * (len(self._waiting) > 1)
-                text += f"; the {what} rose to {max(medians):.3g}, above all of the {self.before} steps before"
-                evidence: dict[str, Any] = {"parameters": self._waiting[:20], "highest": highest, "now": max(medians)}
-                yield self.found(self._since + 1, first, text, "parameter", **evidence)
-                self._waiting = []
+                what = "loss" if signal == "loss" else "norm of the gradients"
+                rise = f"the {what} rose to {max(medians):.3g}, above all of the {self.before} steps before"
+                yield self._overwritten(self._waiting[0], rise, highest=highest, now=max(medians))
             elif last >= self._until:
                 self._waiting = []
+
+    def _grown(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
+        """The parameters whose norm has grown far since they were last measured, before ``step``, and both norms."""
+        rows = window.rows("parameter")
+        if rows is None or step not in rows.steps:
+            return {}
+        norms, usual = self._norms.values_for(rows.names), self._usual.values_for(rows.names)
+        now = rows.l2_norm[np.searchsorted(rows.steps, step)]
+        move = np.log(now / norms)
+        is_known = np.isfinite(move)
+        far = np.flatnonzero(is_known & (move > np.maximum(math.log(self.grown), 3 * usual)))
+        found = {rows.names[i]: (float(norms[i]), float(now[i])) for i in far}
+        np.maximum(usual, np.abs(move), out=usual, where=is_known)
+        np.copyto(norms, now, where=np.isfinite(now))
+        return found
+
+    def _overwritten(self, first: str, rise: str, **evidence: Any) -> Finding:
+        """The finding about the parameter ``first`` and all others that wait, which then wait no more."""
+        names, self._waiting = self._waiting, []
+        text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
+        text += f", and {len(names) - 1} more" * (len(names) > 1) + f"; {rise}"
+        return self.found(self._since + 1, first, text, "parameter", parameters=names[:20], **evidence)
 
 
 def _rests(window: Window) -> bool:
