@@ -191,12 +191,12 @@ class LastNormClip:
         self._multiplier = torch.where(norm.isfinite(), decided, last)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of ``clip``, and ``"coefficient"``."""
-        return {"clip": self.clip.state_dict(), "coefficient": self._multiplier}
+        """The state of ``clip``, and ``"multiplier"``."""
+        return {"clip": self.clip.state_dict(), "multiplier": self._multiplier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``; ValueError as in `gradstat.adaptive.AdaptiveClip`."""
-        saved = Saved(state)["coefficient"]
+        saved = Saved(state)["multiplier"]
         multiplier = None if saved.value is None else saved.numbers().clone()
         if multiplier is not None:
             saved.require(multiplier, (multiplier >= 0) & (multiplier <= 1), "a number from 0 to 1")
