@@ -334,7 +334,9 @@ def _stacked(rows: list[tuple[int, TensorSet, PendingRows, slice]]) -> Floats:
     """The rows of steps that were measured alike; their tables become one array, not one each, which takes longer."""
     tables = [table for _, _, numbers, _ in rows if (table := numbers.tensor()) is not None]
     place = rows[0][3]
-    if not 1 < len(rows) == len(tables):
+    if len(rows) == 1:
+        return rows[0][2].table()[None, place]
+    if len(tables) < len(rows):
         return np.array([numbers.table()[place] for _, _, numbers, _ in rows])
     stacked: Floats = torch.stack(tables).numpy()
     return stacked[:, place, : _fields.COUNT]
@@ -366,7 +368,7 @@ def _columns(steps: Sequence[dict[str, float]]) -> dict[str, Floats]:
     if not have_same_names:
         names = dict.fromkeys(itertools.chain.from_iterable(steps))
         columns = {name: np.array([one.get(name, _ABSENT.get(name, math.nan)) for one in steps]) for name in names}
-    return columns | {name: np.full(count, value) for name, value in _COUNTS.items() if name not in columns}
+    return columns | {name: np.zeros(count) for name in _COUNTS if name not in columns}
 
 
 def _value(row: list[float]) -> float:

@@ -260,10 +260,10 @@ def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
 
     Left out is what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
     """
-    columns, sizes = [], []
+    names, columns, sizes = {*rows.names}, [], []
     for i in np.flatnonzero(rows.tensors.matrices & (rows.most("zero_count") > 0)).tolist():
         info = rows.tensors.infos[i]
-        if info is not None and f"{rows.names[i].rpartition('.')[0]}.bias" not in rows.names:
+        if info is not None and f"{rows.names[i].rpartition('.')[0]}.bias" not in names:
             columns.append(i)
             sizes.append(max(1, math.prod(info.shape[1:])))
     counts: Floats = rows.field("zero_count")[:, columns] // sizes
