@@ -60,25 +60,28 @@ class GradientWeightRatio(Rule):
         gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
         if gradients is None or parameters is None:
             return
-        parameters = parameters.of(gradients.names)
-        spread, size = parameters.std[-1], parameters.l2_norm[-1]
+        names = gradients.names
+        parameters = parameters.of(names)
+        size = parameters.l2_norm[-1]
         # Weights that were all zero were initialised so on purpose, and constants have no spread.
-        zero = self._zero.values_for(gradients.names)
+        zero = self._zero.values_for(names)
         zero += size == 0
         judged = parameters.tensors.matrices & (zero == 0)
+        if parameters.is_plain and gradients.by_row is None and gradients._is_ordinary:
+            # The usual case, by squares, which are cheaper; a factor of two is far more than their rounding.
+            squares = parameters.field("sq_sum")[-1]
+            varied = squares - parameters.field("sum")[-1] ** 2 / parameters.values
+            is_odd = gradients.most("sq_sum") > self.std_ratio**2 / 2 * varied
+            is_odd |= gradients.least("sq_sum") < 2 * self.norm_ratio**2 * squares
+            if not (is_odd & judged).any():
+                self._high_for.values_for(names)[:] = self._low_for.values_for(names)[:] = 0
+                return
+        spread = parameters.std[-1]
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
-        # The root mean square is never below the standard deviation, and cheaper.
-        largest = self.std_ratio * spreads * np.sqrt(gradients.values)
-        names = gradients.names
-        if (
-            gradients.by_row is None
-            and not ((gradients.most("l2_norm") > largest) | (gradients.least("l2_norm") < smallest)).any()
-        ):
-            self._high_for.values_for(names)[:] = self._low_for.values_for(names)[:] = 0
-            return
         norms = gradients.l2_norm
-        high = norms > largest
+        # The root mean square is never below the standard deviation, and cheaper.
+        high = norms > self.std_ratio * spreads * np.sqrt(gradients.values)
         if high.any():
             ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
             last_finite = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
