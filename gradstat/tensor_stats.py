@@ -106,7 +106,7 @@ class RowValues:
     @functools.cached_property
     def is_plain(self) -> bool:
         """Whether all tensors were present, not empty, finite and neither huge nor tiny: the usual case."""
-        return not self.raw[..., _NOT_PLAIN].any() and bool(np.all(self.numel > 0))  # an absent one is all NaN
+        return not self.raw[..., _NOT_PLAIN].any() and not np.count_nonzero(self.numel == 0)  # an absent one is all NaN
 
     @functools.cached_property
     def _is_ordinary(self) -> bool:

@@ -212,9 +212,9 @@ class Collector:
     def _coverage(
         self, step: int, optimizer: Optimizer, parameters: list[Tensor], names: tuple[str, ...]
     ) -> Observation:
-        # Nothing is besides the model if there is none.
-        trained = self._trained
-        besides = [] if next(trained.model.parameters(), None) is None else list(trained.besides._parameters)
+        besides = list(self._trained.besides._parameters)
+        if besides and next(self._trained.model.parameters(), None) is None:
+            besides = []  # nothing is besides the model if there is none
         seen = observers.coverage(optimizer, parameters, names, besides)
         steps, changes = (0, 0) if self._kept is None else self._kept.progress()
         return Observation("coverage", step, seen._replace(steps=steps, changes=changes))

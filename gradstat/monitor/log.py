@@ -255,22 +255,22 @@ class StepLog:
         """The steps since the last call, as a window for the rules; from now on they are kept."""
         closed, others, seen = self._steps, self._others, self.observations
         self._steps, self._others, self.observations = [], {}, []
-        steps = np.array([step for step, _, _ in closed], dtype=np.int64)
-        scalars = _columns([one for _, one, _ in closed])
+        which, each, by_row = zip(*closed, strict=True) if closed else ((), (), ())
+        steps, scalars = np.array(which, dtype=np.int64), _columns(each)
         tables: dict[str, Rows] = {}
         if closed:
             raw = self._gradient_rows[: len(closed)]
-            by_row = [tensors for _, _, tensors in closed]
             is_plain = self._is_plain and bool(by_row[-1].numel.all())
             tables["gradient"] = _rows(steps, raw, by_row, is_plain or None)
             self._is_plain = True
-        numbers = set(steps.tolist())
+        numbers = set(which)
         for kind, rows in others.items():
             of_these = [row for row in rows if row[0] in numbers]  # an interrupt may leave rows without their step
             if of_these:
                 at = np.array([row[0] for row in of_these], dtype=np.int64)
-                # Only here, since an array of each step's rows would take longer between the parts of a training step.
-                raw = np.array([numbers.table()[place] for _, _, numbers, place in of_these])
+                # Steps that are measured alike share the place of these rows.
+                alike = itertools.groupby(of_these, lambda row: id(row[3]))
+                raw = np.concatenate([_stacked(list(some)) for _, some in alike])
                 tables[kind] = _rows(at, raw, [row[1] for row in of_these])
         self._keep(steps, scalars, tables)
         return Window(steps, scalars, tables, run, seen, self.latest)
@@ -323,11 +323,23 @@ class StepLog:
             self._bytes = sum(map(_bytes_of, tables.values()))
 
 
-def _rows(steps: npt.NDArray[np.int64], raw: Floats, by_row: list[TensorSet], is_plain: bool | None = None) -> Rows:
+def _rows(steps: npt.NDArray[np.int64], raw: Floats, by_row: Sequence[TensorSet], is_plain: bool | None = None) -> Rows:
     newest = by_row[-1]
-    if all(tensors is newest for tensors in by_row):
+    if len({*map(id, by_row)}) == 1:
         return Rows(newest, steps, raw, is_plain=is_plain)
     return Rows(newest, steps, raw, by_row)
+
+
+def _stacked(rows: list[tuple[int, TensorSet, PendingRows, slice]]) -> Floats:
+    """The rows of steps that were measured alike; their tables become one array, not one each, which takes longer."""
+    tables = [table for _, _, numbers, _ in rows if (table := numbers.tensor()) is not None]
+    place = rows[0][3]
+    if len(rows) == 1:
+        return rows[0][2].table()[None, place]
+    if len(tables) < len(rows):
+        return np.array([numbers.table()[place] for _, _, numbers, _ in rows])
+    stacked: Floats = torch.stack(tables).numpy()
+    return stacked[:, place, : _fields.COUNT]
 
 
 def _write(pending: Pending, rows: Floats) -> None:
@@ -343,7 +355,7 @@ def _write(pending: Pending, rows: Floats) -> None:
         rows[positions] = table
 
 
-def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
+def _columns(steps: Sequence[dict[str, float]]) -> dict[str, Floats]:
     """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
     if not steps:
         return {}
@@ -356,7 +368,7 @@ def _columns(steps: list[dict[str, float]]) -> dict[str, Floats]:
     if not have_same_names:
         names = dict.fromkeys(itertools.chain.from_iterable(steps))
         columns = {name: np.array([one.get(name, _ABSENT.get(name, math.nan)) for one in steps]) for name in names}
-    return columns | {name: np.full(count, value) for name, value in _COUNTS.items() if name not in columns}
+    return columns | {name: np.zeros(count) for name in _COUNTS if name not in columns}
 
 
 def _value(row: list[float]) -> float:

@@ -159,7 +159,7 @@ def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:
-    return {i for group in optimizer.param_groups for i in map(id, group["params"])}
+    return set().union(*(map(id, group["params"]) for group in optimizer.param_groups))
 
 
 def versions(parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, int]:

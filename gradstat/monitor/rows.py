@@ -262,4 +262,4 @@ class Window:
     def rows(self, kind: str) -> Rows | None:
         """The rows of a kind, or None if it was not measured in these steps."""
         rows = self.tables.get(kind)
-        return rows if rows is not None and len(rows) and rows.names else None
+        return None if rows is None or not (len(rows.steps) and rows.tensors.names) else rows

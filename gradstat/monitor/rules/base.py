@@ -227,7 +227,8 @@ class Episodes(dict[str, int]):
 
 def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
     """The steps and values of the scalar ``name``; empty if it has none in these steps."""
-    return zip(window.steps.tolist(), window.scalars.get(name, np.empty(0)).tolist(), strict=name in window.scalars)
+    values = window.scalars.get(name)
+    return iter(()) if values is None else zip(window.steps.tolist(), values.tolist(), strict=True)
 
 
 def median(values: Any) -> float:
@@ -278,11 +279,11 @@ class LastingRule(Rule):
         has held. ``measurements`` broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
         """
         names = rows.names if names is None else names
+        if not condition.any():
+            return self.nowhere(names)
         lasts_for, since = self._lasts_for.values_for(names), self._since.values_for(names)
         times = self._times.values_for(names)
         needed = np.broadcast_to(measurements, condition.shape)
-        if not condition.any():
-            return self.nowhere(names)
         for row, lengths in enumerate(run_lengths(condition, lasts_for)):
             step = int(rows.steps[row])
             since[lengths == 1] = step

@@ -234,14 +234,16 @@ class RepeatedBatch(_RankRule):
 
     def _repeats(self, rows: Rows, kind: str) -> bool:
         """Notes whether ``rows`` of a kind change; returns whether they no longer do."""
-        sums = np.nansum(_zero_rows(rows)[1] if kind == "gradient" else rows.field("sum"), axis=1)
+        columns = _zero_rows(rows)[1] if kind == "gradient" else rows.field("sum")
+        sums: list[float] = np.where(np.isnan(columns), 0.0, columns).sum(1).tolist()
         last, least = self._last.get(kind, math.nan), self._least.get(kind, math.inf)
         share, same_for = self._share.get(kind, 0.0), self._same_for.get(kind, 0.0)
         kept = 1 - 1 / 32
-        for value in sums.tolist():
-            same_for = same_for + 1 if value == last else 0.0
-            share = kept * share + (value != last) / 32
-            last, least = value, min(least, value)
+        for value, before in zip(sums, [last, *sums], strict=False):
+            is_other = value != before
+            same_for = 0.0 if is_other else same_for + 1
+            share = kept * share + is_other / 32
+        last, least = sums[-1], min(least, *sums)
         self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
         is_same = same_for >= self.in_a_row and share > self.changing * kept**same_for
         # Inputs of a single value are no batch; `BatchRange` tells about them.

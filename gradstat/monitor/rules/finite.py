@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gradstat._core.text import nan_and_inf
 from gradstat.monitor.findings import Finding, Severity
-from gradstat.monitor.kinds import INPUT_KINDS, kind_of
+from gradstat.monitor.kinds import INPUT_KINDS, STATE, kind_of
 from gradstat.monitor.rows import Rows, Window
 from gradstat.monitor.rules.base import PerName, Rule, StateChecks, is_texts, is_whole, series
 
@@ -267,7 +267,8 @@ class _NonfiniteTensor(Rule):
     _is_nonfinite: Any = None  # as for `_nonfinite_rows`
 
     def review(self, window: Window) -> Iterable[Finding]:
-        for kind in (kind for kind in window.tables if kind_of(kind).name == self.kind):
+        is_state = self.kind == STATE.name
+        for kind in (k for k in window.tables if k == self.kind or (is_state and kind_of(k) is STATE)):
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._is_nonfinite):
                 if not self._episodes.record(kind, step):
                     continue

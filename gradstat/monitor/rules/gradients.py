@@ -148,7 +148,7 @@ class VanishingGradient(NormLevelRule):
     def review(self, window: Window) -> Iterable[Finding]:
         # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
         norms = window.scalars.get("norm", np.empty(0))
-        if len(norms) and not ((norms > 0) & (norms < self.limit)).any():
+        if len(norms) and not (norms < self.limit).any():
             self._low = 0
             norms = np.empty(0)
         for step, norm in zip(window.steps.tolist(), norms.tolist(), strict=False):
@@ -170,12 +170,13 @@ class VanishingGradient(NormLevelRule):
         # Only the last of these steps is examined, since the decay does not come and go.
         sizes = rows.newest.rms[0]
         is_positive = rows.tensors.matrices & np.isfinite(sizes) & (sizes > 0)
-        sizes, weights = sizes[is_positive], np.flatnonzero(rows.tensors.matrices)
+        sizes = sizes[is_positive]
         if len(sizes) < self.layers:
             return
         if sizes.min() > self.ratio * sizes.max():
             self._decaying = 0
             return
+        weights = np.flatnonzero(rows.tensors.matrices)
         logs, depth = np.log(sizes), np.flatnonzero(is_positive[weights])
         smallest, largest = int(logs.argmin()), int(logs.argmax())
         correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))

@@ -190,10 +190,10 @@ class SecondMomentDrop(Rule):
             last_norms, when = self._norms.values_for(names), self._when.values_for(names)
             for row, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[row]
-                dropped = norms < self.factor * last_norms
-                if dropped.any():
+                due: list[int] = []
+                if (norms < self.factor * last_norms).any():
                     dropped = norms < self.factor * decay ** (step - when) * last_norms
-                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
+                    due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
                 fresh = [i for i in due if self._episodes.record(names[i], step)]
                 if fresh:
                     i = min(fresh, key=lambda i: norms[i] / last_norms[i])
@@ -203,7 +203,8 @@ class SecondMomentDrop(Rule):
                     text = f"the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
                     yield self.found(step, name, text, about=kind, **evidence)
                 is_finite = np.isfinite(norms)
-                last_norms[is_finite], when[is_finite] = norms[is_finite], step
+                np.copyto(last_norms, norms, where=is_finite)
+                np.copyto(when, step, where=is_finite)
 
 
 class SmallSecondMoment(LastingRule):

@@ -27,6 +27,7 @@ class RuleRunner:
 
     def __init__(self, rules: Sequence[Rule], every: int, weights: int = 0) -> None:
         self.rules = list(rules)
+        self._banded = [rule for rule in rules if type(rule).bands is not Rule.bands]
         self._every, self._weights = every, weights
         self._failed: set[int] = set()
         self._rates: list[float] = []
@@ -92,8 +93,8 @@ class RuleRunner:
         ``tensors`` are measured in every step: rows that wait for the review take memory.
         """
         joined: dict[str, Band] = {}
-        for rule in self.rules:
-            if type(rule).bands is Rule.bands or id(rule) in self._failed:
+        for rule in self._banded:
+            if id(rule) in self._failed:
                 continue
             try:
                 bands = {n: (low, high) for n, (low, high) in rule.bands().items()}

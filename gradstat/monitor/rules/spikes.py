@@ -83,11 +83,10 @@ class LevelRule(Rule):
         scatters = self._scatters + apart[:, 3].tolist()
         for block in range(count):
             at = len(levels) - count + block + 1
-            # The usual case: the last ones do not all exceed those before but one.
-            older = levels[max(0, at - self.fresh - self.before) : max(0, at - self.fresh)]
-            now = levels[max(0, at - self.fresh) : at]
-            if len(older) < self.before:
+            if at < self.before + self.fresh:
                 continue
+            # The usual case: the last ones do not all exceed those before but one.
+            older, now = levels[at - self.fresh - self.before : at - self.fresh], levels[at - self.fresh : at]
             if min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]:
                 continue
             last = slice(max(0, at - self.kept), at)

@@ -205,8 +205,9 @@ class LearningRateJump(Rule):
             self._largest.setdefault(name, 0.0)
             self._before[name] = listed[-1]
             low, high = (min(listed), max(listed)) if not math.isnan(sum(listed)) else (math.nan, math.nan)
-            # All of them and the one before are so close together that none can be a jump.
-            if low > 0 and high <= self.up * min(low, before) and low >= max(high, before) / self.down:
+            # All of them and the one before are so close together that none can be a jump, or have always been 0.
+            is_steady = high <= self.up * min(low, before) and low >= max(high, before) / self.down
+            if is_steady and (low > 0 or not self._largest[name]):
                 self._zero_for[name] = 0
                 self._largest[name] = max(self._largest[name], high)
             else:
@@ -221,7 +222,9 @@ class LearningRateJump(Rule):
     def _faded(self, steps: npt.NDArray[np.int64], rates: Floats) -> Iterable[Finding]:
         """Reports a rate that falls to nearly nothing in a few steps."""
         every = [*self._course, *rates.tolist()]
-        self._course = [rate for rate in every[-(self.within + self.lasts - 1) :] if math.isfinite(rate)]
+        self._course = every[-(self.within + self.lasts - 1) :]
+        if not math.isfinite(sum(self._course)):
+            self._course = list(filter(math.isfinite, self._course))
         if min(every) >= self.fades * max(every):
             return
         course = np.array(every)

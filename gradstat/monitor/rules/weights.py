@@ -60,25 +60,28 @@ class GradientWeightRatio(Rule):
         gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
         if gradients is None or parameters is None:
             return
-        parameters = parameters.of(gradients.names)
-        spread, size = parameters.std[-1], parameters.l2_norm[-1]
+        names = gradients.names
+        parameters = parameters.of(names)
+        size = parameters.l2_norm[-1]
         # Weights that were all zero were initialised so on purpose, and constants have no spread.
-        zero = self._zero.values_for(gradients.names)
+        zero = self._zero.values_for(names)
         zero += size == 0
         judged = parameters.tensors.matrices & (zero == 0)
+        if parameters.is_plain and gradients.by_row is None and gradients._is_ordinary:
+            # The usual case, by squares, which are cheaper; a factor of two is far more than their rounding.
+            squares = parameters.field("sq_sum")[-1]
+            varied = squares - parameters.field("sum")[-1] ** 2 / parameters.values
+            is_odd = gradients.most("sq_sum") > self.std_ratio**2 / 2 * varied
+            is_odd |= gradients.least("sq_sum") < 2 * self.norm_ratio**2 * squares
+            if not (is_odd & judged).any():
+                self._high_for.values_for(names)[:] = self._low_for.values_for(names)[:] = 0
+                return
+        spread = parameters.std[-1]
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
-        # The root mean square is never below the standard deviation, and cheaper.
-        largest = self.std_ratio * spreads * np.sqrt(gradients.values)
-        names = gradients.names
-        if (
-            gradients.by_row is None
-            and not ((gradients.most("l2_norm") > largest) | (gradients.least("l2_norm") < smallest)).any()
-        ):
-            self._high_for.values_for(names)[:] = self._low_for.values_for(names)[:] = 0
-            return
         norms = gradients.l2_norm
-        high = norms > largest
+        # The root mean square is never below the standard deviation, and cheaper.
+        high = norms > self.std_ratio * spreads * np.sqrt(gradients.values)
         if high.any():
             ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
             last_finite = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
@@ -188,8 +191,9 @@ class ParameterJump(Rule):
         earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
         usual, moves = self._usual.values_for(rows.names), self._moves.values_for(rows.names)
         judged = rows.tensors.matrices
-        if "gradient" in window.latest:
-            fresh = judged & np.isnan(earlier) & window.latest["gradient"].of(rows.names).present[-1]
+        fresh = judged & np.isnan(earlier)
+        if "gradient" in window.latest and fresh.any():
+            fresh &= window.latest["gradient"].of(rows.names).present[-1]
             for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
                 self._episodes.record(rows.names[i], rows.steps[0])
                 text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
@@ -200,7 +204,8 @@ class ParameterJump(Rule):
         for row, step in enumerate(rows.steps.tolist()):
             largest = rows.max_abs[row]
             jumped = judged & (earlier > 0) & (largest > self.factor * earlier)
-            jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=0.0)
+            if jumped.any():
+                jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=0.0)
             if jumped.any():
                 i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
                 if self._episodes.record(rows.names[i], step):
@@ -209,12 +214,13 @@ class ParameterJump(Rule):
                     yield self.found(step, rows.names[i], text, "parameter", **evidence)
             now = rows.l2_norm[row]
             move = np.log(now / norms)
-            grown = (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
-            for which, changed, causes in (
-                ("grows", grown, self.causes),
-                ("falls", self.shrunk * now < norms, _SHRUNK),
-            ):
-                changed &= judged
+            size = np.abs(move)
+            changes: list[tuple[str, Bools, tuple[str, ...]]] = []
+            if (size > 0.9 * math.log(min(self.grown, self.shrunk))).any():
+                grown = judged & (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
+                fallen = judged & (self.shrunk * now < norms)
+                changes = [("grows", grown, self.causes), ("falls", fallen, _SHRUNK)]
+            for which, changed, causes in changes:
                 if changed.any():
                     i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
                     if self._episodes.record(rows.names[i], step):
@@ -224,7 +230,7 @@ class ParameterJump(Rule):
                         yield self.found(step, rows.names[i], text, "parameter", causes=causes, **evidence)
             is_known = np.isfinite(move)
             moves += is_known
-            np.maximum(usual, np.abs(move), out=usual, where=is_known)
+            np.maximum(usual, size, out=usual, where=is_known)
             for state, values in ((earlier, largest), (norms, now)):
                 np.copyto(state, values, where=np.isfinite(values))
 
@@ -316,16 +322,20 @@ class UnchangedParameter(Rule):
             same = np.zeros(len(names), dtype=bool)
             last_sums = np.asarray([] if self._sums is None else self._sums)
             if last_sums.shape == sums.shape and self._names == names:
-                same = (sums == last_sums).all(1)
-            enough = 1 if same.all() else self.measurements
-            if same.any():
-                largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
-                same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
-                same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
+                same = sums[:, 0] == last_sums[:, 0]  # seldom for any, so that one column tells
+                if same.any():
+                    same = (sums == last_sums).all(1)
             self._names, self._sums = names, sums.copy()
+            yield from self._hardly(window, rows, row)
+            if not same.any():  # the usual case
+                counts[:], since[:] = 0, step
+                continue
+            enough = 1 if same.all() else self.measurements
+            largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
+            same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
+            same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
-            yield from self._hardly(window, rows, row)
             still = np.flatnonzero((counts >= enough) & (step - since >= self.steps))
             fresh = [names[i] for i in still if self._episodes.record(names[i], step)]
             if fresh:
@@ -343,18 +353,19 @@ class UnchangedParameter(Rule):
         # Not those that began at zero a while ago, such as biases.
         moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
         means[:], self._measured = now, step
-        if steps < self.steps or not (moves > 0).any():
+        moved = float(np.fmax.reduce(moves))
+        if steps < self.steps or not moved > 0:
             return
-        at = int(np.searchsorted(window.steps, step))
+        at = int(window.steps.searchsorted(step))
         rate, strength = window.value("lr", at), window.value("finite_norm", at)
-        i = int(np.nanargmax(moves))
-        moved, usual = float(moves[i]), self._usual * steps * rate
+        usual = self._usual * steps * rate
         has_stopped = strength > 0.1 * self._strength and moved < self.stops * usual
         if moved < self.least and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
             more: dict[str, Any] = {"causes": _HARDLY, "advice": _LARGER, "moved": moved, "steps": steps}
-            yield self.found(step - steps, rows.names[i], text, "parameter", **more)
+            name = rows.names[int((moves == moved).argmax())]
+            yield self.found(step - steps, name, text, "parameter", **more)
         if rate > 0 and not moved < usual:
             self._usual, self._strength = moved / steps / rate, strength
 
@@ -401,29 +412,32 @@ class OverwrittenParameter(Rule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         signal = "loss" if window.scalar("loss") is not None else "finite_norm"
-        values = window.scalars.get(signal, np.full(len(window.steps), math.nan))
+        values = window.scalars[signal] if signal in window.scalars else np.full(len(window.steps), math.nan)
         self._recent = [*self._recent, *np.fmax(np.fmin(values, 1e300), -1e300).tolist()][-256:]
         for seen in window.observed("versions"):
             names = tuple(seen.value)
             versions, rates = self._versions.values_for(names), self._rates.values_for(names)
             regular = self._regular.values_for(names)
-            now, steps = np.array(list(seen.value.values()), dtype=np.float64), seen.step - self._measured
+            now, steps = np.fromiter(seen.value.values(), np.float64, len(names)), seen.step - self._measured
             rate = (now - versions) / max(steps, 1)
+            np.copyto(versions, now)
+            self._measured, last = seen.step, self._measured
+            is_same, grown = rate == rates, self._grown(window, seen.step)
+            if is_same.all():  # the usual case
+                regular += 1
+                continue
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
             more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
-            grown = self._grown(window, seen.step)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
                 self._waiting = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
-                self._since, self._until = self._measured, seen.step + self.within
+                self._since, self._until = last, seen.step + self.within
                 first = next((name for name in self._waiting if name in grown), None)
                 if first is not None:
                     old, new = grown[first]
                     rise = f"the norm of the parameter rose from {old:.3g} to {new:.3g}"
                     yield self._overwritten(first, rise, before=old, now=new)
-            regular[:] = np.where(rate == rates, regular + 1, np.where(rate < rates, regular, 1))
+            regular[:] = np.where(is_same, regular + 1, np.where(rate < rates, regular, 1))
             np.copyto(rates, rate, where=(rate > rates) | np.isnan(rates))
-            np.copyto(versions, now)
-            self._measured = seen.step
         if self._waiting and len(window.steps):
             last = int(window.steps[-1])
             after = self._recent[len(self._recent) - 1 - (last - self._since) :][: self._until - self._since + 1]
