@@ -82,7 +82,7 @@ class MomentumDrift(Rule):
         least: The norm of all momenta over the lowest norm of gradients since they were measured before. Clipped
             gradients give small ones, hence:
         falls: The same below this fraction of the smallest so far. A momentum of 0.9 keeps 0.005 of itself in 50 steps;
-            in the healthy trainings of the tests the fraction is at least 0.1.
+            in healthy trainings of the tests and in public programs it is at least 0.16.
     """
 
     name = "momentum-drift"
