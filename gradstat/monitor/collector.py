@@ -347,6 +347,7 @@ class Collector:
         segment, inputs, measured = self._inputs.take()
         if measured is not None:
             others.append(PendingRows([segment], measured))
+            integers = []  # it is not known whether the other inputs were the same in all samples
         if not inputs and not integers:
             return segments, tensors
         if not self._batch and not self.is_due("parameters", step):  # the usual case
