@@ -408,8 +408,9 @@ class Inputs(_Switched):
         return Segment("input", names), [], measured
 
     def integers(self) -> list[tuple[str, Tensor]]:
-        """The integer inputs of the last pass, such as tokens, and their names."""
-        return [(path, t) for path, t in self._integers if type(t) in PLAIN_TYPES and not (t.is_meta or t.is_nested)]
+        """The integer inputs of the last pass, such as tokens, and their names; without labels."""
+        inputs = [(path, t) for path, t in self._integers if path != _LABELS]
+        return [(path, t) for path, t in inputs if type(t) in PLAIN_TYPES and not (t.is_meta or t.is_nested)]
 
     def forget(self) -> None:
         self._tensors, self._versions, self._integers, self._earlier, self._passes = [], [], [], _PassRows(), 0
@@ -421,7 +422,7 @@ def is_plain(tensor: Tensor) -> bool:
     return is_dense and tensor.dtype in _MEASURABLE and tensor.numel() > 0
 
 
-_FIRST = "input[0]"
+_FIRST, _LABELS = "input[0]", "input['labels']"  # as models of transformers call them, which compute the loss
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _version_of, _requires_grad_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.

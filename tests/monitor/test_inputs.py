@@ -166,7 +166,9 @@ class Words(nn.Module):
         super().__init__()
         self.words, self.places, self.head = nn.Embedding(60, 6), nn.Embedding(60, 6), nn.Linear(6, 1)
 
-    def forward(self, words: Tensor, places: Tensor | None = None, more: Tensor | None = None) -> Any:
+    def forward(
+        self, words: Tensor, places: Tensor | None = None, more: Tensor | None = None, labels: Tensor | None = None
+    ) -> Any:
         seen = self.words(words) + (0 if places is None else self.places(places))
         return self.head(seen.mean(1) + (0 if more is None else more))
 
@@ -184,7 +186,10 @@ class Words(nn.Module):
     ],
 )
 @pytest.mark.parametrize("passes", [1, 2])
-def test_tokens_are_told_if_all_samples_are_the_same(batch: Callable[[int], Any], is_told: bool, passes: int) -> None:
+@pytest.mark.parametrize("labels", [{}, {"labels": torch.arange(32).view(8, 4)}])
+def test_tokens_are_told_if_all_samples_are_the_same(
+    batch: Callable[[int], Any], is_told: bool, passes: int, labels: dict[str, Tensor]
+) -> None:
     torch.manual_seed(0)
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -192,7 +197,7 @@ def test_tokens_are_told_if_all_samples_are_the_same(batch: Callable[[int], Any]
     for step in range(60):
         optimizer.zero_grad()
         for _ in range(passes):
-            loss = (model(*batch(step)) - normal(step)[0, 0]).square().mean()
+            loss = (model(*batch(step), **labels) - normal(step)[0, 0]).square().mean()
             loss.backward()
         monitor.step(loss)
         optimizer.step()
