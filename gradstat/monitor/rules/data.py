@@ -139,7 +139,8 @@ class ConstantFeature(Rule):
                     self._since[name] = step
                 needed = min(2, self.measurements) if share == 1 else self.measurements
                 if self._run[name] >= needed and self._episodes.record(name, step):
-                    text = f"{share:.0%} of the features of {name} are the same in every sample of a batch"
+                    what = "all samples" if share == 1 else f"{share:.0%} of the features of all samples"
+                    text = f"{what} of a batch are the same in {name}"
                     about = name.partition("[")[0].partition(".")[0]
                     yield self.found(self._since.get(name, step), name, text, about=about, share=share)
 
