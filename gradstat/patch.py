@@ -153,8 +153,9 @@ def importable_version(function: _Function) -> _Function:
 
 
 def _unwatched(function: _Function) -> _Function:
-    while (layer := next((one for one in _layers if one._watches and one._function is function), None)) is not None:
-        function = layer.below
+    with lock:
+        while (layer := next((one for one in _layers if one._watches and one._function is function), None)) is not None:
+            function = layer.below
     return function
 
 

@@ -350,6 +350,7 @@ class Inputs(_Switched):
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._integers: list[tuple[str, Tensor]] = []  # of the last pass, such as tokens; not measured
+        self._has_others = False  # whether it got tensors of other kinds
         self._earlier = _PassRows()
         self._passes = 0
 
@@ -365,7 +366,7 @@ class Inputs(_Switched):
             found = [(_FIRST, arguments[0])]
         else:
             found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
-        names, tensors, versions, self._integers = [], [], [], []
+        names, tensors, versions, self._integers, self._has_others = [], [], [], [], False
         for path, tensor in found:
             # What another model has computed is no data.
             if tensor.is_leaf and is_plain(tensor) and not tensor.is_inference():
@@ -374,6 +375,8 @@ class Inputs(_Switched):
                 versions.append(tensor._version)
             elif tensor.dtype in _INTEGERS:
                 self._integers.append((path, tensor))
+            else:
+                self._has_others = True
         if tuple(names) != self._segment.names:  # else the same object, which need not be compared
             self._segment = Segment("input", tuple(names))
         self._tensors, self._versions = tensors, versions
@@ -408,9 +411,14 @@ class Inputs(_Switched):
         return Segment("input", names), [], measured
 
     def integers(self) -> list[tuple[str, Tensor]]:
-        """The integer inputs of the last pass, such as tokens, and their names; without labels."""
-        inputs = [(path, t) for path, t in self._integers if path != _LABELS]
-        return [(path, t) for path, t in inputs if type(t) in PLAIN_TYPES and not (t.is_meta or t.is_nested)]
+        """The integer inputs of the last pass, such as tokens and masks, and their names; without labels.
+
+        Empty if it is not known of every input whether it is the same in all samples.
+        """
+        inputs = [(path, tensor) for path, tensor in self._integers if path != _LABELS]
+        if self._has_others or list(map(_version_of, self._tensors)) != self._versions:
+            return []
+        return inputs if all(_has_samples(tensor) for _, tensor in (*inputs, *enumerate(self._tensors))) else []
 
     def forget(self) -> None:
         self._tensors, self._versions, self._integers, self._earlier, self._passes = [], [], [], _PassRows(), 0
@@ -423,10 +431,17 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _FIRST, _LABELS = "input[0]", "input['labels']"  # as models of transformers call them, which compute the loss
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 _version_of, _requires_grad_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.
 _MOST_PASSES = 64
+
+
+def _has_samples(tensor: Tensor) -> bool:
+    """Whether `constant_features` says something about a tensor."""
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return False
+    return tensor.dim() > 1 and len(tensor) > 1 and tensor.numel() > 0
 
 
 def _in_transform() -> bool:

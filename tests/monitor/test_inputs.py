@@ -183,6 +183,10 @@ class Words(nn.Module):
         (lambda step: (words(step), torch.arange(4).expand(8, 4)), False),
         (lambda step: (torch.arange(4).expand(8, 4), torch.ones(8, 4, dtype=torch.int32), normal(step)[:8]), False),
         (lambda step: (words(step)[:1],), False),
+        (lambda step: (words(0)[:1].expand(8, 4), None, torch.ones(8, 6, dtype=torch.bool)), True),
+        (lambda step: (words(0)[:1].expand(8, 4), None, normal(step)[:8] > 0), False),
+        (lambda step: (words(0)[:1].expand(8, 4), None, normal(step)[:8] @ torch.eye(6, requires_grad=True)), False),
+        (lambda step: (words(0)[:1].expand(8, 4), None, words(step)[0, 0]), False),
     ],
 )
 @pytest.mark.parametrize("passes", [1, 2])

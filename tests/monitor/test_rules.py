@@ -168,6 +168,11 @@ def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: dict[int
     return story
 
 
+def beside_another(story: Story) -> Story:
+    """The same of one of two parameters with gradients."""
+    return replace(story, tables=story.tables | {"gradient": Table({0: [row(), row()]}, ("x", "y"), [(8, 8)] * 2)})
+
+
 def shares(kind: str, values: Sequence[float], every: int = 50, name: str = "x") -> Story:
     """Rows of a kind, for one number, every ``every`` steps."""
     rows = {i * every: [row(v, 1, mean=v)] for i, v in enumerate(values)}
@@ -411,7 +416,7 @@ CASES = [
           moved("exp_avg", [1.0, 101.0], norm=0.0))),
     Case("momentum-drift", moved("exp_avg", [0.9e-4] * 2), 0, "optimizer",
          (moved("exp_avg", [1.1e-4] * 2), moved("exp_avg", [0.9e-4] * 2, norms={9: 0.1}), moved("exp_avg", [0.0] * 2),
-          moved("exp_avg_sq", [0.9e-4] * 2))),
+          moved("exp_avg_sq", [0.9e-4] * 2), beside_another(moved("exp_avg", [0.9e-4] * 2)))),
     Case("momentum-drift", moved("exp_avg", [0.1, 0.1, 0.0019]), 50, "optimizer",
          (moved("exp_avg", [0.1, 0.1, 0.0021]), moved("exp_avg", [0.1, 0.1, 0.0019], norms={99: 0.8}))),
     Case("momentum-drift", moved("momentum_buffer", [1.0, 99.0, 101.0], norms={100: 1e6}), 100, "x",
@@ -532,7 +537,8 @@ CASES = [
           learning([1.7] * 160, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1), when=130))),
     Case("no-learning", learning([2.0] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)), 50, "weight_decay",
          (learning([1.8] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)),
-          learning([2.0] * 64, weights=(0.2, 0.2), later=(0.1, 0.4, 0.1)))),
+          learning([2.0] * 64, weights=(0.2, 0.2), later=(0.1, 0.4, 0.1)),
+          learning([1.7] * 64, weights=(12.0, 12.0), later=(2.5, 2.5, 2.5)))),
     Case("no-learning", learning([2.1] + [11.0] * 20, lr=[0.1] * 21), 0, "lr",
          (learning([2.1] + [10.0] * 20), learning([2.1] + [11.0] * 7 + [2.0] * 13))),
     Case("small-second-moment", adam("exp_avg_sq", [1.0, 0.9e-16, 0.9e-16]), 50, "x",

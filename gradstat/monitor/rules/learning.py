@@ -228,7 +228,7 @@ class NoLearning(Rule):
             change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
             if change is not None and is_soon and not {"rate", "chance"} & {*self._told}:
                 loss, sizes = median(self._recent[-_HALF:]), _sizes(parameters, row)[1]
-                is_large = self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
+                is_large = self._grown > 1 and self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
                 if loss > (self.early_share if is_large else self.flat_share) * self._chance:
                     name, causes, text = change
                     text += f" in {self._count} steps, the loss is {loss:.4g}, and guessing has {self._chance:.4g}"

@@ -79,8 +79,8 @@ class MomentumDrift(Rule):
             matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
         max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
             steps.
-        least: The norm of all momenta over the lowest norm of gradients since they were measured before. Clipped
-            gradients give small ones, hence:
+        least: The norm of all momenta over the lowest norm of gradients since they were measured before, if all
+            parameters with a gradient have one. Clipped gradients give small ones, hence:
         falls: The same below this fraction of the smallest so far. A momentum of 0.9 keeps 0.005 of itself in 50 steps;
             in healthy trainings of the tests and in public programs it is at least 0.16.
     """
@@ -138,7 +138,7 @@ class MomentumDrift(Rule):
                 lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
                 at, self._lowest, self._count = stop, math.inf, 0
                 norm = math.hypot(*np.nan_to_num(rows.l2_norm[row]).tolist())
-                if count < _ENOUGH or not 0 < norm < lowest < math.inf:
+                if count < _ENOUGH or not 0 < norm < lowest < math.inf or not _are_of_all(rows.names, window):
                     continue
                 ratio = norm / lowest
                 if ratio < max(self.least, self.falls * self._ratio) and self._episodes.record("small", step):
@@ -148,6 +148,14 @@ class MomentumDrift(Rule):
                     yield self.found(step - count, "optimizer", text, about=kind, **more)
                 self._ratio = min(self._ratio or 1.0, ratio)
         self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
+
+
+def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
+    """Whether all parameters with a gradient are among ``names``: there may be several optimizers."""
+    gradients = window.latest.get("gradient")
+    if gradients is None or gradients.names == names:
+        return True
+    return {gradients.names[i] for i in np.flatnonzero(gradients.present[-1])} <= {*names}
 
 
 # A momentum is compared with the gradients of so many steps.
