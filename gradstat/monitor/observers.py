@@ -415,10 +415,12 @@ class Inputs(_Switched):
 
         Empty if it is not known of every input whether it is the same in all samples.
         """
-        inputs = [(path, tensor) for path, tensor in self._integers if path != _LABELS]
+        # A number, such as the Trainer's number of tokens in all micro-batches, is the same for all samples anyway.
+        inputs = [(path, tensor) for path, tensor in self._integers if path != _LABELS and tensor.dim()]
         if self._has_others or list(map(_version_of, self._tensors)) != self._versions:
             return []
-        return inputs if all(_has_samples(tensor) for _, tensor in (*inputs, *enumerate(self._tensors))) else []
+        every = [*(tensor for _, tensor in inputs), *(tensor for tensor in self._tensors if tensor.dim())]
+        return inputs if all(map(_has_samples, every)) else []
 
     def forget(self) -> None:
         self._tensors, self._versions, self._integers, self._earlier, self._passes = [], [], [], _PassRows(), 0

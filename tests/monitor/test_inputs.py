@@ -186,7 +186,8 @@ class Words(nn.Module):
         (lambda step: (words(0)[:1].expand(8, 4), None, torch.ones(8, 6, dtype=torch.bool)), True),
         (lambda step: (words(0)[:1].expand(8, 4), None, normal(step)[:8] > 0), False),
         (lambda step: (words(0)[:1].expand(8, 4), None, normal(step)[:8] @ torch.eye(6, requires_grad=True)), False),
-        (lambda step: (words(0)[:1].expand(8, 4), None, words(step)[0, 0]), False),
+        (lambda step: (words(0)[:1].expand(8, 4), None, words(step)[0, 0]), True),
+        (lambda step: (words(0)[:1].expand(8, 4), None, words(step)[:1, 0]), False),
     ],
 )
 @pytest.mark.parametrize("passes", [1, 2])
