@@ -343,14 +343,15 @@ class Collector:
     ) -> tuple[list[Segment], list[Tensor]]:
         """Segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
         assert self._inputs is not None
-        integers = self._inputs.integers() if self.is_due("parameters", step) else []
+        is_due = self.is_due("parameters", step)
+        integers = self._inputs.integers() if is_due else []
         segment, inputs, measured = self._inputs.take()
         if measured is not None:
             others.append(PendingRows([segment], measured))
             integers = []  # it is not known whether the other inputs were the same in all samples
         if not inputs and not integers:
             return segments, tensors
-        if not self._batch and not self.is_due("parameters", step):  # the usual case
+        if not self._batch and not is_due:  # the usual case
             if self._joined[0] is not segments or self._joined[1] is not segment:
                 self._joined = segments, segment, [*segments, segment]
             return self._joined[2], [*tensors, *inputs]
@@ -359,16 +360,15 @@ class Collector:
             if (tensor.data_ptr(), tensor.shape) in seen:
                 continue
             self._batch.append(("input", path, tensor))
-            share = observers.constant_features(tensor) if self.is_due("parameters", step) else None
+            share = observers.constant_features(tensor) if is_due else None
             if share is not None:
                 self._batch.append(("constant", path, share))
-        shares = {path: observers.constant_features(tensor) for path, tensor in integers}
-        known = {path: share for path, share in shares.items() if share is not None}
-        if known:
-            every = [*known.values(), *(share for kind, _, share in self._batch if kind == "constant")]
+        every = [share for _, tensor in integers if (share := observers.constant_features(tensor)) is not None]
+        if every:
+            every += [share for kind, _, share in self._batch if kind == "constant"]
             # Positions and masks may be the same in all samples, so what counts is whether all inputs are.
             are_same = torch.stack([share.to(every[0].device) for share in every]).amin(0).floor()
-            self._batch += [("constant", path, are_same) for path in known]
+            self._batch += [("constant", path, are_same) for path, _ in integers]
         return segments, tensors
 
     def _classes_of(self, path: str) -> int | None:
