@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ from gradstat.monitor.rules.base import Rule, StateChecks, is_texts, median
 _SOON, _HALF, _SPAN = 16, 32, 64
 # Weights have grown large in the first so many steps if the median of their sizes, as in `NoLearning`, exceeds this.
 _EARLY, _GROWN = 128, 2.0
+# A loss is that of guessing, up to its sign, between these shares of it.
+_CLOSE = 0.75, 1.25
 # By |sum| / (norm * sqrt(count)), up to which a gradient's elements cancel, even if it was computed in 16 bits.
 _CANCELS = 3e-4
 
@@ -48,7 +51,7 @@ _ONE_LABEL = (
 
 
 class NoLearning(Rule):
-    """A classifier that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
+    """A classifier that learns nothing: its loss stays at chance, is negative where it cannot be, or begins badly.
 
     The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
     a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
@@ -273,13 +276,9 @@ class NoLearning(Rule):
     def _later(self, window: Window, row: int, is_warm_up: bool) -> Iterator[Finding]:
         """Judges the last losses, up to that of ``row``."""
         step = int(window.steps[row])
-        half = self._recent[-_HALF:]
-        if "negative" not in self._told and max(half) < min(0.0, *self._first[:_SOON]):
-            least = math.log(self._classes) + 2 * max(0.0, -median(self._first[:_SOON]))
-            if -median(half) > least:
-                text = f"the loss has fallen to {half[-1]:.4g}; that of a classifier has a lowest value, usually 0"
-                self._told.append("chance")
-                yield self._once("negative", step, "loss", text, "series", _SIGNS, loss=half[-1])
+        if "negative" not in self._told and (text := self._negative()):
+            self._told.append("chance")
+            yield self._once("negative", step, "loss", text, "series", _SIGNS, loss=self._recent[-1])
         if "chance" in self._told:
             return
         now, chance = median(self._recent), self._chance
@@ -293,6 +292,20 @@ class NoLearning(Rule):
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"
             yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
+
+    def _negative(self) -> str:
+        """How the loss has become negative, though that of a classifier has a lowest value, usually 0; or nothing."""
+        usual, last, soon = math.log(self._classes), self._recent[-_SOON:], self._first[:_SOON]
+        least = usual + 2 * max(0.0, -median(soon))
+        if _CLOSE[0] * usual < -median(soon) < _CLOSE[1] * usual:
+            least = _CLOSE[1] * usual  # minus the loss of guessing, and worse than that
+        if max(last) < min(0.0, *soon) and -median(last) > least:
+            return f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
+        before = list(itertools.takewhile(lambda loss: loss > 0, self._recent))
+        after = self._recent[len(before) :]
+        if min(len(before), len(after)) >= _SOON and max(after) < -median(before) / 2:
+            return f"the loss of a classifier went from {before[-1]:.4g} to {after[0]:.4g} in one step, and stays below 0"
+        return ""
 
     def _change(self) -> tuple[str, tuple[str, ...], str] | None:
         """If the norm of all weights has changed by far, what is to blame, causes, and how it has."""
