@@ -304,7 +304,7 @@ class NoLearning(Rule):
         before = list(itertools.takewhile(lambda loss: loss > 0, self._recent))
         after = self._recent[len(before) :]
         if min(len(before), len(after)) >= _SOON and max(after) < -median(before) / 2:
-            return f"the loss of a classifier went from {before[-1]:.4g} to {after[0]:.4g} in one step, and stays below 0"
+            return f"the loss of a classifier went from {before[-1]:.4g} to {after[0]:.4g} at once, and stays below 0"
         return ""
 
     def _change(self) -> tuple[str, tuple[str, ...], str] | None:
