@@ -416,9 +416,11 @@ CASES = [
           moved("exp_avg", [1.0, 101.0], norm=0.0))),
     Case("momentum-drift", moved("exp_avg", [0.9e-4] * 2), 0, "optimizer",
          (moved("exp_avg", [1.1e-4] * 2), moved("exp_avg", [0.9e-4] * 2, norms={9: 0.1}), moved("exp_avg", [0.0] * 2),
-          moved("exp_avg_sq", [0.9e-4] * 2), beside_another(moved("exp_avg", [0.9e-4] * 2)))),
+          moved("exp_avg_sq", [0.9e-4] * 2), beside_another(moved("exp_avg", [0.9e-4] * 2)),
+          moved("exp_avg", [1.3e-4] * 2, norm=11.0))),  # clipped
     Case("momentum-drift", moved("exp_avg", [0.1, 0.1, 0.0019]), 50, "optimizer",
-         (moved("exp_avg", [0.1, 0.1, 0.0021]), moved("exp_avg", [0.1, 0.1, 0.0019], norms={99: 0.8}))),
+         (moved("exp_avg", [0.1, 0.1, 0.0021]), moved("exp_avg", [0.1, 0.1, 0.0019], norms={99: 0.8}),
+          moved("exp_avg", [0.1, 0.1, 0.021], norms=dict.fromkeys(range(50, 150), 99.0)))),  # clipped
     Case("momentum-drift", moved("momentum_buffer", [1.0, 99.0, 101.0], norms={100: 1e6}), 100, "x",
          (moved("momentum_buffer", [1.0, 99.0, 101.0], norms={99: 9.0}),)),
     Case("nonfinite-parameter", rows_of("parameter", {0: healthy_rows(), 50: with_nan()}), 50, "b.weight",

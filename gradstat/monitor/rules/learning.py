@@ -279,7 +279,7 @@ class NoLearning(Rule):
         if "negative" not in self._told and (text := self._negative()):
             self._told.append("chance")
             yield self._once("negative", step, "loss", text, "series", _SIGNS, loss=self._recent[-1])
-        if "chance" in self._told:
+        if {"chance", "rate"} & {*self._told}:
             return
         now, chance = median(self._recent), self._chance
         if self._count < self.steps or self._count % _SPAN or is_warm_up:

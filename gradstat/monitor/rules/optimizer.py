@@ -80,9 +80,11 @@ class MomentumDrift(Rule):
         max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
             steps.
         least: The norm of all momenta over the lowest norm of gradients since they were measured before, if all
-            parameters with a gradient have one. Clipped gradients give small ones, hence:
-        falls: The same below this fraction of the smallest so far. A momentum of 0.9 keeps 0.005 of itself in 50 steps;
-            in healthy trainings of the tests and in public programs it is at least 0.16.
+            parameters with a gradient have one.
+        tiny: That norm is also below this. Gradients of any size may be clipped to a norm of 1, and 0.01 is rare.
+        falls: Or the ratio falls below this fraction of the smallest so far, and the norm of the momenta below ten
+            times this fraction. A momentum of 0.9 keeps 0.005 of itself in 50 steps; in healthy trainings of the tests
+            and in public programs the ratio falls to no less than 0.16.
     """
 
     name = "momentum-drift"
@@ -93,11 +95,16 @@ class MomentumDrift(Rule):
     advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
 
     def __init__(
-        self, factor: float = 100.0, max_momentum: float = 0.999, least: float = 1e-4, falls: float = 0.02
+        self,
+        factor: float = 100.0,
+        max_momentum: float = 0.999,
+        least: float = 1e-4,
+        tiny: float = 1e-3,
+        falls: float = 0.02,
     ) -> None:
-        self.factor, self.max_momentum, self.least, self.falls = factor, max_momentum, least, falls
+        self.factor, self.max_momentum, self.least, self.tiny, self.falls = factor, max_momentum, least, tiny, falls
         self._largest = 0.0
-        self._ratio = 0.0  # the smallest so far, as for `least`, at most 1; 0 if none
+        self._ratio = self._norm = 0.0  # the smallest so far, as for `least`, the ratio at most 1; 0 if none
         self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
         self._episodes = Episodes(quiet=1000)
 
@@ -141,12 +148,14 @@ class MomentumDrift(Rule):
                 if count < _ENOUGH or not 0 < norm < lowest < math.inf or not _are_of_all(rows.names, window):
                     continue
                 ratio = norm / lowest
-                if ratio < max(self.least, self.falls * self._ratio) and self._episodes.record("small", step):
+                has_fallen = ratio < self.falls * self._ratio and norm < 10 * self.falls * self._norm
+                is_small = has_fallen or (ratio < self.least and norm < self.tiny)
+                if is_small and self._episodes.record("small", step):
                     text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
                     text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
                     more: dict[str, Any] = {"causes": _SMALLER, "advice": (), "norm": norm, "gradients": lowest}
                     yield self.found(step - count, "optimizer", text, about=kind, **more)
-                self._ratio = min(self._ratio or 1.0, ratio)
+                self._ratio, self._norm = min(self._ratio or 1.0, ratio), min(self._norm or norm, norm)
         self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
 
 
