@@ -38,7 +38,8 @@ class GradientWeightRatio(Rule):
 
     Args:
         std_ratio: Limit of the gradient's standard deviation over the weight's; also of that ratio over the median
-            ratio of all weights, since a loss that is summed or multiplied makes all ratios large.
+            ratio of all weights, since a loss that is summed or multiplied makes all ratios large. Embeddings of
+            positions that begin at 0.01, as CLIP's, reach 300.
         norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn by plain SGD. An info, since
             Adam is not affected, and large models trained on large batches reach it in healthy training.
         in_a_row, long: Number of steps in a row, for ``std_ratio`` and for ``norm_ratio``.
@@ -51,7 +52,7 @@ class GradientWeightRatio(Rule):
     )
     advice = ("look at the initialisation of that weight", "clip gradients, or give the weight its own learning rate")
 
-    def __init__(self, std_ratio: float = 100.0, norm_ratio: float = 1e-5, in_a_row: int = 5, long: int = 500) -> None:
+    def __init__(self, std_ratio: float = 1000.0, norm_ratio: float = 1e-5, in_a_row: int = 5, long: int = 500) -> None:
         self.std_ratio, self.norm_ratio, self.in_a_row, self.long = std_ratio, norm_ratio, in_a_row, long
         self._high_for, self._low_for, self._zero = PerName(0.0), PerName(0.0), PerName(0.0)
         self._episodes = Episodes(quiet=1000)
