@@ -500,8 +500,8 @@ class Outputs(_Switched):
             with torch.no_grad():
                 values = logits.detach()
                 if values.shape[-1] > 1:
-                    first, second = values.topk(2, -1).values.unbind(-1)
-                    margin = first - second
+                    largest, predicted = values.topk(2, -1)
+                    margin = largest[..., 0] - largest[..., 1]
                 else:
                     margin = values.abs()
                 self._seen = {"logits": (margin > 10).mean(dtype=torch.float32).reshape(1)}
@@ -515,9 +515,9 @@ class Outputs(_Switched):
                 activation = is_activated * torch.where(is_one, 1.0, torch.where(has_zero, 3.0, 2.0)).reshape(1)
                 if type(logits.grad_fn).__name__ in _ACTIVATIONS:
                     activation = -activation
-            logits.register_hook(Hook(self.measure_gradient, activation))
+            logits.register_hook(Hook(self.measure_gradient, activation, predicted[..., 0]))
 
-    def measure_gradient(self, activation: Tensor, gradient: Tensor) -> None:
+    def measure_gradient(self, activation: Tensor, predicted: Tensor, gradient: Tensor) -> None:
         if not self._hooks[0].on or not is_plain(gradient):
             return
         with torch.no_grad():
@@ -533,16 +533,20 @@ class Outputs(_Switched):
             label, count = labels.amax(), (labels >= 0).sum()
             is_one = ((labels == label) | (labels < 0)).all()
             self._seen["activation"] = torch.where(is_askew, 4.0, activation * cancels)
-            for name, value in (("classes", rows.shape[-1]), ("labels", count), ("label", is_one * (label + 1))):
+            right = (labels == predicted.flatten()).sum() / count.clamp(min=1)
+            for name, value in (
+                ("classes", rows.shape[-1]), ("labels", count), ("label", is_one * (label + 1)), ("right", right),
+            ):  # fmt: skip
                 self._seen[name] = (cancels * value).float().reshape(1)
 
     def take(self) -> dict[str, Tensor]:
         """The numbers of the last forward pass since the last call, each ``[1]``.
 
         ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
-        of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0; and
-        ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all
-        are in (0, 1]. That is negative if autograd names the function, and 4 if the softmax is one over the samples.
+        of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0;
+        ``"right"``, the fraction of labels whose logit is the largest; and ``"activation"``, 0 if some logits are
+        negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all are in (0, 1]. That is negative if
+        autograd names the function, and 4 if the softmax is one over the samples.
         """
         seen, self._seen = self._seen, {}
         return seen

@@ -302,9 +302,11 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
     model, labels = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).to(dtype), torch.tensor([0, 2, 2, 1])
     outputs = Outputs(model)
     outputs.switch(True)
-    cross_entropy(model(torch.randn(4, 4, dtype=dtype)), labels).backward()
+    predicted = model(torch.randn(4, 4, dtype=dtype))
+    cross_entropy(predicted, labels).backward()
     seen = {name: value.item() for name, value in outputs.take().items()}
-    assert seen == {"logits": 0.0, "activation": -1.0, "classes": 3.0, "labels": 4.0, "label": 0.0}
+    right = (predicted.argmax(1) == labels).float().mean().item()
+    assert seen == {"logits": 0.0, "activation": -1.0, "classes": 3.0, "labels": 4.0, "label": 0.0, "right": right}
 
 
 @pytest.mark.parametrize(

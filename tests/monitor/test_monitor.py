@@ -123,7 +123,7 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     assert tables["update"].steps.tolist() == [0, 10, 20]  # measured before the optimizer steps
     assert tables["activation"].names == ("first", "norm", "second", "last")
     assert tables["activation"].steps.tolist() == [0, 10, 20]
-    assert tables["output"].names == ("logits", "activation", "classes", "labels", "label")
+    assert tables["output"].names == ("logits", "activation", "classes", "labels", "label", "right")
     left = 1 - 1e-3 * 1e-2  # decoupled weight decay, which does not count as part of the update
     expected = [(before[11][n] - left * before[10][n]).norm().item() for n in tables["update"].names]
     np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-3)

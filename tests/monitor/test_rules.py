@@ -315,6 +315,7 @@ def learning(
     losses: Sequence[float],
     mean: float = 0.0,
     certain: float | None = None,
+    right: float = 0.0,
     weights: tuple[float, float] | None = None,
     later: tuple[float, float, float] = (1.0, 1.0, 1.0),
     when: int = 50,
@@ -326,7 +327,8 @@ def learning(
     """
     tables = {"gradient": Table({0: [row(0.1, mean=mean), row(0.1, 8, mean=mean), row(0.1, mean=mean)]})}
     if certain is not None:
-        tables["output"] = Table({0: [row(1.0, 1, mean=certain)]}, ("logits",), [(1,)])
+        numbers = [row(1.0, 1, mean=certain), row(1.0, 1, mean=right)]
+        tables["output"] = Table({0: numbers}, ("logits", "right"), [(1,)] * 2)
     if weights is not None:
         begun = [row(weights[0], zeros=1), row(1.0, 8), row(weights[1], zeros=1)]
         grown = [row(size, numel) for size, numel in zip(later, (64, 8, 64), strict=True)]
@@ -523,8 +525,9 @@ CASES = [
           written((50,) * 3, (50,) * 3, (50, 50, 50), loss=1.0, sizes=(1, 1.1, 1.2, 2.5)))),
     Case("unchanged-parameter", unchanged(2, gradient=1.1e-5), 100, "a.weight", (unchanged(2, gradient=0.0),)),
     Case("no-learning", learning([2.1] * 300), 0, "loss",
-         (learning([2.1] * 255), learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),
-          learning([1.0] * 300), learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()))),
+         (learning([2.1] * 255), learning([2.1] * 300, certain=0.0, right=0.6), learning([1.0] * 300),
+          learning([2.1] * 180 + [1.8] * 120), learning([2.1] * 300, mean=0.01),
+          learning([2.1] * 300, lr=np.linspace(0.0, 1.0, 300).tolist()))),
     # Guessing among 8 classes has a loss of 2.08.
     Case("no-learning", learning([-3.0] * 40 + [-8.2] * 88), 63, "loss",
          (learning([-3.0] * 40 + [-8.0] * 88), learning([-3.0] * 40 + [-8.2, 1.0] * 44))),
@@ -533,6 +536,7 @@ CASES = [
     Case("no-learning", learning([2.1] * 16 + [1.0] * 34 + [-0.6] * 30), 79, "loss",
          (learning([2.1] * 16 + [1.0] * 34 + [-0.4] * 90), learning([2.1] * 16 + [1.0] * 34 + [-0.6] * 29),
           learning([2.1] * 16 + [1.0] * 34 + [-0.3] + [-0.6] * 90), learning([2.1] * 16 + [1.0, -0.6] * 60))),
+    Case("no-learning", learning([2.1] * 300, certain=0.0, right=0.5), 0, "loss", (learning([1.8] * 300),)),
     Case("no-learning", learning([5.3] + [1.0] * 40, certain=0.4), 0, "loss",
          (learning([5.1] + [1.0] * 40, certain=0.4), learning([5.3] + [1.0] * 40, certain=0.2))),
     Case("no-learning", learning([5.3] + [1.0] * 40, weights=(0.17, 1.8)), 0, "b.weight",

@@ -64,7 +64,7 @@ class NoLearning(Rule):
 
     Args:
         steps: After so many, and then every 64 until it has learned, the median of the last 64 losses is judged, unless
-            the learning rate still rises.
+            the learning rate still rises or more than half of the predictions above chance are right.
         share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
             the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
@@ -285,8 +285,8 @@ class NoLearning(Rule):
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
-        if now < self.flat_share * chance:
-            self._told.append("chance")  # it has learned
+        if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
+            self._told.append("chance")  # it has learned; in the latter case its loss has other terms as well
         elif now >= self.share * chance or is_flat:
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
             name, causes, more = self._likely(window, row)
@@ -318,7 +318,7 @@ class NoLearning(Rule):
 
     def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
-        share = _certain(window)
+        share = _last_output(window, LOGITS)
         norm = window.value("norm", row)
         causes: tuple[str, ...]
         if self._moved < 1e-3:
@@ -344,10 +344,10 @@ def _sizes(parameters: Rows, row: int) -> tuple[list[int], Floats]:
     return judged, parameters.rms[row, judged] * np.sqrt(inputs)
 
 
-def _certain(window: Window) -> float:
-    """The share of certain predictions, when last measured; 0 if it never was."""
+def _last_output(window: Window, name: str) -> float:
+    """The number ``name`` of the outputs, when last measured; 0 if it never was."""
     outputs = window.latest.get("output")
-    return 0.0 if outputs is None else float(np.nan_to_num(outputs.of((LOGITS,)).mean[-1, 0]))
+    return 0.0 if outputs is None else float(np.nan_to_num(outputs.of((name,)).mean[-1, 0]))
 
 
 def _classes_of(window: Window, gradients: Rows) -> int:
