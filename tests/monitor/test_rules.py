@@ -168,6 +168,11 @@ def moved(kind: str, values: Sequence[float], norm: float = 8.0, norms: dict[int
     return story
 
 
+def with_squares(story: Story) -> Story:
+    """The same beside a running average of squared gradients, as RMSprop's."""
+    return replace(story, tables=story.tables | one("square_avg", [1.0, 1.0]).tables)
+
+
 def beside_another(story: Story) -> Story:
     """The same of one of two parameters with gradients."""
     return replace(story, tables=story.tables | {"gradient": Table({0: [row(), row()]}, ("x", "y"), [(8, 8)] * 2)})
@@ -415,6 +420,7 @@ CASES = [
           adam("exp_avg", [1.0, 0.0, 0.0], 5), one("exp_avg_sq", [1.0, 1.0, 0.0], 5))),
     Case("momentum-drift", moved("exp_avg", [1.0, 101.0]), 50, "x",
          (moved("exp_avg", [1.0, 99.0]), moved("exp_avg_sq", [1.0, 101.0]), moved("exp_avg", [101.0]),
+          with_squares(moved("momentum_buffer", [1.0, 101.0])),
           moved("exp_avg", [1.0, 101.0], norm=0.0))),
     Case("momentum-drift", moved("exp_avg", [0.9e-4] * 2), 0, "optimizer",
          (moved("exp_avg", [1.1e-4] * 2), moved("exp_avg", [0.9e-4] * 2, norms={9: 0.1}), moved("exp_avg", [0.0] * 2),
@@ -544,6 +550,7 @@ CASES = [
           learning([5.3] + [1.0] * 40, weights=(0.01, 1.7)))),
     Case("no-learning", learning([1.7] * 64, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1)), 50, "lr",
          (learning([1.5] * 64, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1)),
+          learning([2.0] * 64, weights=(0.2, 0.2), later=(0.2, 99.0, 0.2)),
           learning([1.7] * 64, weights=(0.2, 0.2), later=(0.7, 5.0, 0.7)),
           learning([1.7] * 160, weights=(0.2, 0.2), later=(2.1, 2.1, 2.1), when=130))),
     Case("no-learning", learning([2.0] * 64, weights=(0.2, 0.2), later=(0.05, 0.05, 0.05)), 50, "weight_decay",

@@ -223,8 +223,9 @@ class NoLearning(Rule):
     def _weights(self, parameters: Rows, row: int) -> Iterator[Finding]:
         """Looks at the weights of the first step, and at how far they have come."""
         step = int(parameters.steps[row])
-        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[row])))
-        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[row])).sum())
+        weights = parameters.tensors.matrices  # others may begin at zero, or be statistics that are kept as parameters
+        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[row, weights])))
+        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[row, weights])).sum())
         if not math.isnan(self._norm):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)

@@ -14,7 +14,6 @@ from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, StateChecks, is_steps, series
 
-_MOMENTA = ("exp_avg", "momentum_buffer")
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
 
@@ -121,7 +120,7 @@ class MomentumDrift(Rule):
         norms[~np.isfinite(norms)] = 0.0
         np.maximum.accumulate(norms, out=norms)
         self._largest = float(norms[-1])
-        for kind, rows, names in _states(window, _MOMENTA):
+        for kind, rows, names in _momenta(window):
             for row, step in enumerate(rows.steps.tolist()):
                 largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
                 if not largest > 0 or not (rows.l2_norm[row] > self.factor * largest).any():
@@ -139,7 +138,7 @@ class MomentumDrift(Rule):
     def _small(self, window: Window, norms: Floats) -> Iterator[Finding]:
         """Finds that the optimizer averages far smaller gradients than were measured, which had these ``norms``."""
         at = 0
-        for kind, rows, _ in itertools.islice(_states(window, _MOMENTA), 1):
+        for kind, rows, _ in itertools.islice(_momenta(window), 1):
             for row, step in enumerate(rows.steps.tolist()):
                 stop = int(np.searchsorted(window.steps, step))
                 lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
@@ -157,6 +156,11 @@ class MomentumDrift(Rule):
                     yield self.found(step - count, "optimizer", text, about=kind, **more)
                 self._ratio, self._norm = min(self._ratio or 1.0, ratio), min(self._norm or norm, norm)
         self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
+
+
+def _momenta(window: Window) -> Iterator[tuple[str, Rows, tuple[str, ...]]]:
+    """The averages of gradients; RMSprop's ``momentum_buffer`` is one of gradients over their size."""
+    return _states(window, ("exp_avg", "momentum_buffer") if window.rows("square_avg") is None else ())
 
 
 def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
