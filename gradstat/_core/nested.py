@@ -1,12 +1,14 @@
-"""The tensors in nested mappings, lists, tuples and dataclasses."""
+"""The tensors in nested mappings, lists, tuples, dataclasses, and attributes of other objects."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 
 def leaves_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -27,7 +29,11 @@ def leaves_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among `leaves_in`."""
+    """The tensors among `leaves_in`, and those that other objects have as attributes, as DETR's ``NestedTensor``."""
     for place, leaf in leaves_in(value, path):
         if isinstance(leaf, Tensor):
             yield place, leaf
+        elif not isinstance(leaf, (str, int, float, NoneType, type, Module)):
+            for name, attribute in getattr(leaf, "__dict__", {}).items():
+                if isinstance(attribute, Tensor):
+                    yield f"{place}.{name}", attribute

@@ -34,12 +34,9 @@ _WORDS = {
 
 def in_words(evidence: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The evidence of a finding as it is shown: what each value is, and the value; without those that are None."""
-
-    def words(key: str, value: Any) -> str:
-        is_listed = key == "parameters" and isinstance(value, list | tuple)  # elsewhere it is a number of them
-        return _WORDS["all"] if is_listed else _WORDS.get(key, key.replace("_", " "))
-
-    return [(words(str(key), value), value) for key, value in evidence.items() if value is not None]
+    words = _WORDS | ({"parameters": _WORDS["all"]} if "nonfinite_tensors" in evidence else {})
+    shown = {str(key): value for key, value in evidence.items() if value is not None}
+    return [(words.get(key, key.replace("_", " ")), value) for key, value in shown.items()]
 
 
 @dataclass(frozen=True, slots=True)

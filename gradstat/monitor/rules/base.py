@@ -21,6 +21,8 @@ Band = tuple[float, float]
 StateChecks = Mapping[str, Callable[[Any], bool]]
 """By attribute that holds more than plain numbers, a check of what a saved state has there."""
 
+# Causes of a loss that is negative, for the rules on losses.
+WRONG_SIGN = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
     "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),

@@ -239,13 +239,6 @@ class _AbsentGradientRule(LastingRule):
         severity: Severity = "info" if not is_serious or self.is_intermittent(rows.names) else self.severity
         return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
 
-    def _finding_of_all(self, window: Window, began: float, text: str, steps: int) -> Finding:
-        """The finding if all are gone, which is due to where the monitor is called, not to a parameter."""
-        where, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
-        text = f"{text} for {steps} steps: {where}"
-        all_causes, all_advice = (*causes, *self.causes), (*advice, *self.advice)
-        return self.found(int(began), "gradients", text, causes=all_causes, advice=all_advice, in_a_row=steps)
-
 
 _ALL_ZERO: dict[str, Any] = {
     **NEVER_INITIALISED,
@@ -291,7 +284,10 @@ class DeadGradient(_AbsentGradientRule):
         needed = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
         for row, fresh, lengths, since in self.lasting(rows, dead, needed):
             if (lengths > 0).sum() == rows.present[row].sum() == len(fresh):
-                yield self._finding_of_all(window, since[fresh[0]], "all gradients have been zero", self.in_a_row)
+                text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
+                text += "they are zeroed before they are measured"
+                causes = (*self.causes, "zero_grad(set_to_none=False) between backward() and the measurement")
+                yield self.found(since[fresh[0]], "gradients", text, causes=causes, in_a_row=self.in_a_row)
                 continue
             if stuck[fresh].any():
                 name = window.run.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
@@ -374,7 +370,11 @@ class MissingGradient(_AbsentGradientRule):
             needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, self.in_a_row), needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
-                yield self._finding_of_all(window, since[fresh[0]], "no parameter has had a gradient", _SOON)
+                # That is due to where the monitor is called, not to a parameter.
+                where, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
+                text = f"no parameter has had a gradient for {_SOON} steps: {where}"
+                more: dict[str, Any] = {"causes": (*causes, *self.causes), "advice": (*advice, *self.advice)}
+                yield self.found(since[fresh[0]], "gradients", text, in_a_row=_SOON, **more)
                 continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
             text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ import numpy as np
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import LOGITS
 from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import Rule, StateChecks, is_texts, median
+from gradstat.monitor.rules.base import WRONG_SIGN, Rule, StateChecks, is_texts, median
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
@@ -33,7 +32,6 @@ _SCALES = (
     "weights initialised far too large",
 )
 _RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
-_SIGNS = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
 _ACTIVATIONS = {
     1.0: "are probabilities already",
     2.0: "are all between 0 and 1",
@@ -51,7 +49,7 @@ _ONE_LABEL = (
 
 
 class NoLearning(Rule):
-    """A classifier that learns nothing: its loss stays at chance, is negative where it cannot be, or begins badly.
+    """A classifier that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
 
     The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
     a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
@@ -279,16 +277,17 @@ class NoLearning(Rule):
         step = int(window.steps[row])
         if "negative" not in self._told and (text := self._negative()):
             self._told.append("chance")
-            yield self._once("negative", step, "loss", text, "series", _SIGNS, loss=self._recent[-1])
-        if {"chance", "rate"} & {*self._told}:
+            yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=self._recent[-1])
+        if {"chance", "rate", "learned"} & {*self._told}:
             return
         now, chance = median(self._recent), self._chance
+        if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
+            self._told.append("learned")  # in the latter case its loss has other terms as well
+            return
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
-        if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
-            self._told.append("chance")  # it has learned; in the latter case its loss has other terms as well
-        elif now >= self.share * chance or is_flat:
+        if now >= self.share * chance or is_flat:
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"
@@ -302,10 +301,6 @@ class NoLearning(Rule):
             least = _CLOSE[1] * usual  # minus the loss of guessing, and worse than that
         if max(last) < min(0.0, *soon) and -median(last) > least:
             return f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
-        before = list(itertools.takewhile(lambda loss: loss > 0, self._recent))
-        after = self._recent[len(before) :]
-        if min(len(before), len(after)) >= _SOON and max(after) < -median(before) / 2:
-            return f"the loss of a classifier went from {before[-1]:.4g} to {after[0]:.4g} at once, and stays below 0"
         return ""
 
     def _change(self) -> tuple[str, tuple[str, ...], str] | None:
@@ -353,7 +348,9 @@ def _last_output(window: Window, name: str) -> float:
 
 def _classes_of(window: Window, gradients: Rows) -> int:
     """The number of classes of the softmax that the loss ends with; 0 if there is none."""
-    for name in window.run.backward_order[:2] or gradients.names[-2:]:
+    order = window.run.backward_order or gradients.names[::-1]
+    last = order[0].rpartition(".")[0] if order else ""  # which may have more than a weight and a bias
+    for name in [*order[:2], *(name for name in order[2:6] if last and name.rpartition(".")[0] == last)]:
         if name not in gradients.names:
             continue
         at = gradients.names.index(name)

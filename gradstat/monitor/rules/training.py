@@ -14,12 +14,17 @@ from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import LOGITS
 from gradstat.monitor.rows import Floats, Observation, Window, rate_name
-from gradstat.monitor.rules.base import Band, Episodes, Rule, StateChecks, is_texts, series
+from gradstat.monitor.rules.base import WRONG_SIGN, Band, Episodes, Rule, StateChecks, is_texts, series
 from gradstat.monitor.rules.spikes import Shift, SpikeRule
+
+# So many losses on each side show that the sign has changed.
+_SIGNS = 16
 
 
 class LossSpike(SpikeRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
+
+    Or whose sign changes at once: 16 positive losses are followed by 16 that are all below minus half of their median.
 
     Args:
         sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, errors, moves, window: As for
@@ -87,7 +92,10 @@ class LossSpike(SpikeRule):
         return {"loss": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        shifts = self.shifts(window.steps, window.scalars.get("loss", np.empty(0)), 1)
+        losses = window.scalars.get("loss", np.empty(0))
+        if (losses < 0).any():
+            yield from self._signs([*self._recent_steps, *window.steps.tolist()], [*self._recent, *losses.tolist()])
+        shifts = self.shifts(window.steps, losses, 1)
         for _, step, loss, shift in self.in_order(window, "loss", shifts):
             if shift is not None:
                 yield from self._of_shift(shift)
@@ -110,6 +118,18 @@ class LossSpike(SpikeRule):
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
+
+    def _signs(self, steps: list[int], losses: list[float]) -> Iterable[Finding]:
+        """Finds where ``losses``, of which some may have been looked at before, change their sign at once."""
+        for at in range(_SIGNS, len(losses) - _SIGNS + 1):
+            if losses[at] < 0 < losses[at - 1]:
+                before, after = sorted(losses[at - _SIGNS : at]), losses[at : at + _SIGNS]
+                is_at_once = before[0] > 0 and max(after) < -before[_SIGNS // 2] / 2
+                if is_at_once and self._episodes.record("sign", steps[at]):
+                    text = (
+                        f"the loss changes its sign, from {losses[at - 1]:.4g} to {losses[at]:.4g}, and stays negative"
+                    )
+                    yield self.found(steps[at], "loss", text, causes=WRONG_SIGN, loss=losses[at], before=losses[at - 1])
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after

@@ -214,6 +214,8 @@ class ParameterJump(Rule):
                     evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
                     yield self.found(step, rows.names[i], text, "parameter", **evidence)
             now = rows.l2_norm[row]
+            if not rows.is_plain:  # norms leave out what is not finite
+                now = np.where(rows.field("nan_count")[row] + rows.field("inf_count")[row] > 0, math.nan, now)
             move = np.log(now / norms)
             size = np.abs(move)
             changes: list[tuple[str, Bools, tuple[str, ...]]] = []
