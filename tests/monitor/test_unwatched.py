@@ -367,7 +367,9 @@ def test_no_gradient_at_all_is_one_finding_that_says_where_the_call_belongs(way:
             monitor.step(loss)
     (finding,) = [f for f in monitor.diagnose().findings if f.rule != "unchanged-parameter"]
     assert finding.rule == ("missing-gradient" if to_none else "dead-gradient")
-    assert ("monitor.step() belongs between backward() and optimizer.step()" in finding.text) == (way != "auto")
+    told = "monitor.step() belongs between backward() and optimizer.step()" in finding.text
+    assert told == (to_none and way != "auto")
+    assert any("monitor.step() is called before" in cause for cause in finding.causes) == (way != "auto")
     assert any("optimizer.zero_grad() is called between" in c for c in finding.causes) == (way == "auto")
     if handle is not None:
         handle.remove()

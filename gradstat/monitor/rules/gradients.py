@@ -286,8 +286,9 @@ class DeadGradient(_AbsentGradientRule):
             if (lengths > 0).sum() == rows.present[row].sum() == len(fresh):
                 text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
                 text += "they are zeroed before they are measured"
-                causes = (*self.causes, "zero_grad(set_to_none=False) between backward() and the measurement")
-                yield self.found(since[fresh[0]], "gradients", text, causes=causes, in_a_row=self.in_a_row)
+                _, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
+                more: dict[str, Any] = {"causes": (*self.causes, *causes), "advice": (*advice, *self.advice)}
+                yield self.found(since[fresh[0]], "gradients", text, in_a_row=self.in_a_row, **more)
                 continue
             if stuck[fresh].any():
                 name = window.run.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
