@@ -45,6 +45,7 @@ class Diagnosis(Judged):
         model: Class name of the model.
         culprit: What a replay found, in words; empty if there was none.
         why_nothing: Why no step was seen, if none was and the reason is known.
+        has_loss: Whether a loss was seen, which the rules about the loss need.
     """
 
     findings: tuple[Finding, ...]
@@ -53,6 +54,7 @@ class Diagnosis(Judged):
     model: str
     culprit: str = ""
     why_nothing: str = ""
+    has_loss: bool = True
 
     @classmethod
     def of(cls, recording: Recording, culprit: str = "", why_nothing: str = "") -> Diagnosis:
@@ -88,9 +90,8 @@ class Diagnosis(Judged):
         steps = recording.meta.get("steps")
         if type(steps) is not int:  # meta comes from a file, where it may be anything
             steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
-        return cls(
-            tuple(ranked), incidents, steps, str(recording.meta.get("model") or "the model"), culprit, why_nothing
-        )
+        model, has_loss = str(recording.meta.get("model") or "the model"), "loss" in recording.scalars
+        return cls(tuple(ranked), incidents, steps, model, culprit, why_nothing, has_loss)
 
     @property
     def ok(self) -> bool:
@@ -128,12 +129,13 @@ class Diagnosis(Judged):
         return "\n".join(map(printable, lines))
 
     def _infos(self) -> list[str]:
-        return [f"step {finding.step}: {finding.text}" for finding in self.findings if finding.severity == "info"]
+        infos = [f"step {finding.step}: {finding.text}" for finding in self.findings if finding.severity == "info"]
+        return infos + ["no loss was seen, so that nothing is known about it"] * (self.steps > 0 and not self.has_loss)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
         incidents = [{**vars(one), "findings": list(map(self.findings.index, one.findings))} for one in self.incidents]
-        values = {name: getattr(self, name) for name in ("steps", "model", "culprit")}
+        values = {name: getattr(self, name) for name in ("steps", "model", "culprit", "has_loss")}
         findings = [finding.to_dict() for finding in self.findings]
         return {"ok": self.ok, "headline": self.headline(), **values, "findings": findings, "incidents": incidents}
 

@@ -77,6 +77,24 @@ def with_nan(x: Tensor) -> Tensor:
     return x
 
 
+class Nested:
+    """Tensors as attributes of a class, as DETR's NestedTensor."""
+
+    def __init__(self, tensors: Tensor) -> None:
+        self.tensors, self.name = tensors, "batch"
+
+
+def test_tensors_in_an_object_are_measured() -> None:
+    model = mlp()
+    monitor = gradstat.Monitor(model, on_anomaly=RECORD)
+    model.register_forward_pre_hook(lambda _module, inputs: (inputs[0].tensors,))
+    for step in range(2):
+        model(Nested(with_nan(normal(step)))).sum().backward()
+        monitor.step()
+    (found,) = of_rules(monitor, "nonfinite-batch")
+    assert (found.name, found.step) == ("input[0].tensors", 0)
+
+
 # Inputs -------------------------------------------------------------------------------------------------------------
 
 
