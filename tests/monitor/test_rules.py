@@ -990,6 +990,15 @@ def test_a_momentum_that_never_forgets_is_told_once() -> None:
         assert [step for _, step, _ in hits(new("momentum-drift"), story.windows(9))] == steps
 
 
+@pytest.mark.parametrize(("last", "is_classifier"), [("b.base", True), ("a.base", False)])
+def test_the_last_layer_of_a_classifier_may_have_several_weights(last: str, is_classifier: bool) -> None:
+    names = ("a.weight", last, "b.spline", "b.scaler")  # as in Kolmogorov-Arnold networks
+    rows = {0: [row(0.1, mean=0.1), row(0.1), row(0.1, mean=0.1), row(0.1, mean=0.1)]}
+    story = series("loss", [2.1] * 300, run=RunSettings(backward_order=names[::-1]))
+    story.tables["gradient"] = Table(rows, names, [(8, 8)] * 4)
+    assert bool(hits(new("no-learning"), story.windows(50))) == is_classifier
+
+
 @pytest.mark.parametrize(("loss", "classes", "severity"), [(1.1, 4, "warning"), (0.9, 4, "info"), (1.1, None, "info")])
 def test_certain_predictions_are_trouble_if_they_are_wrong(loss: float, classes: int | None, severity: str) -> None:
     (found,) = new("saturated-logits").review(certain([0.6] * 4, loss, classes).windows(500)[0])
