@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import native, norms
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Trained, gradients_of
+from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, Trained, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
@@ -528,8 +528,12 @@ def _track_origin(model: nn.Module, backend: str | None) -> Any:
 
 
 def model_name(model: nn.Module) -> str:
-    """The class name of a model without the wrappers of ``torch.compile`` and DDP."""
-    return type(uncompiled(without_ddp(uncompiled(model)))).__name__
+    """The class name of a model without the wrappers of ``torch.compile`` and DDP; of parameters, what they are of."""
+    model = uncompiled(without_ddp(uncompiled(model)))
+    if not isinstance(model, Parameters):
+        return type(model).__name__
+    parts = dict.fromkeys(name.partition(".")[0] for name, _ in model.named_parameters())
+    return " and ".join(parts) if 0 < len(parts) < 4 else "the optimizer's parameters"
 
 
 def _number(value: Any) -> float:

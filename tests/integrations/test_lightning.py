@@ -300,6 +300,7 @@ def test_several_optimizers_have_a_monitor_each(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     fit(callback, model, logger=logger)
     a, b = callback.monitors
+    assert [monitor.diagnose().model for monitor in (a, b)] == ["a", "b"]
     assert a.recording().tables["gradient"].names == ("a.weight", "a.bias")
     assert a.recording().scalars["norm"].tolist() == pytest.approx(model.norms["a"], rel=1e-6)
     assert b.recording().scalars["norm"].tolist() == pytest.approx(model.norms["b"], rel=1e-6, nan_ok=True)
