@@ -528,6 +528,31 @@ def _translate(net: Net, source: Tensor, target: Tensor) -> Tensor:
     return net.out(net.inner(x, y, tgt_mask=mask, tgt_is_causal=True))
 
 
+@program("U-Net, dice, RMSprop with momentum", 100, 500)
+def u_net(session: Session) -> Outcome:
+    """RMSprop, whose momentum is one of gradients over their size, with a momentum of 0.999."""
+
+    def twice(inputs: int, outputs: int) -> nn.Sequential:
+        layers = [nn.Conv2d(a, outputs, 3, padding=1, bias=False) for a in (inputs, outputs)]
+        return nn.Sequential(*(m for layer in layers for m in (layer, nn.BatchNorm2d(outputs), nn.ReLU())))
+
+    parts = {"begin": twice(1, 8), "down": twice(8, 16), "up": twice(24, 8), "end": nn.Conv2d(8, 2, 1)}
+    model = nn.ModuleDict(parts)
+
+    def loss(pixels: Tensor, _: Tensor) -> Tensor:
+        masks = (pixels[:, 0] > 0.5).long()
+        noisy = pixels + 0.3 * torch.randn_like(pixels)
+        high = model["begin"](noisy)
+        low = F.interpolate(model["down"](F.max_pool2d(high, 2)), scale_factor=2)
+        logits = model["end"](model["up"](torch.cat([high, low], 1)))
+        shares, wanted = logits.softmax(1), F.one_hot(masks, 2).movedim(-1, 1).float()
+        dice = 2 * (shares * wanted).sum((0, 2, 3)) / (shares + wanted).sum((0, 2, 3))
+        return F.cross_entropy(logits, masks) + 1 - dice.mean()
+
+    optimizer = torch.optim.RMSprop(model.parameters(), 1e-5, weight_decay=1e-8, momentum=0.999)
+    return session.fit(model, Images(session.seed, 12, 8), loss, optimizer, clip=1.0)
+
+
 @program("translation, transformer", 80, 400, None)
 def translation(session: Session) -> Outcome:
     """A post-norm transformer, with Adam and nondefault betas; padding is ignored."""
@@ -876,6 +901,35 @@ def pinn(session: Session) -> Outcome:
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return session.fit(model, lambda: [torch.rand(64, 1) * 6], loss, optimizer)
+
+
+class _Sine(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        size = 1 / inputs if inputs == 3 else math.sqrt(6 / inputs) / 30
+        nn.init.uniform_(self.weight, -size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(30 * super().forward(x))
+
+
+@program("SIREN, signed distances, clipped from thousands to 1", 120, 600)
+def siren(session: Session) -> Outcome:
+    """Weights of 50 to 3,000 in the loss, and gradients of gradients, whose norm is clipped to 1."""
+    model = nn.Sequential(_Sine(3, 48), _Sine(48, 48), _Sine(48, 48), nn.Linear(48, 1))
+
+    def loss(directions: Tensor, others: Tensor) -> Tensor:
+        normals = F.normalize(directions)
+        points = torch.cat([normals / 2, others]).requires_grad_()
+        distances = model(points)[:, 0]
+        (slopes,) = torch.autograd.grad(distances.sum(), points, create_graph=True)
+        outside = torch.exp(-100 * distances[64:].abs()).mean()
+        turned = (1 - F.cosine_similarity(slopes[:64], normals)).mean()
+        steep = (slopes.norm(dim=1) - 1).abs().mean()
+        return 3e3 * distances[:64].abs().mean() + 1e2 * outside + 1e2 * turned + 50 * steep
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    return session.fit(model, lambda: [torch.randn(64, 3), torch.rand(64, 3) * 2 - 1], loss, optimizer, clip=1.0)
 
 
 # Reinforcement learning --------------------------------------------------------------------------------------
