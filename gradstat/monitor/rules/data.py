@@ -263,8 +263,8 @@ def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
     Left out is what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
     """
     names, columns, sizes = {*rows.names}, [], []
-    zeros = rows.field("zero_count")[-1] < rows.newest.numel  # else nothing passes back to it
-    for i in np.flatnonzero(rows.tensors.matrices & (rows.most("zero_count") > 0) & zeros).tolist():
+    is_reached = rows.field("zero_count")[-1] < rows.newest.numel  # by the backward pass
+    for i in np.flatnonzero(rows.tensors.matrices & (rows.most("zero_count") > 0) & is_reached).tolist():
         info = rows.tensors.infos[i]
         if info is not None and f"{rows.names[i].rpartition('.')[0]}.bias" not in names:
             columns.append(i)
