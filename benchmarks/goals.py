@@ -12,7 +12,7 @@ import rows as rows_module
 import torch
 from cases import CHECK, CLIP, CLIPPED, DTYPES, LARGEST, MIXED, STATS, TORCH_CLIP
 from rows import Row, dtype_name
-from tables import grid, in_time, limits
+from tables import STEADY, grid, in_time, limits
 
 from gradstat.bench import steps
 
@@ -74,8 +74,12 @@ def _times(
 
 
 def _added(name: str, training: str) -> Callable[[Sequence[Row]], list[Measured]]:
-    """The time added to a training step, as a share of it."""
-    return lambda rows: [Measured(row.value - 1, "") for row in _of(rows, name, "time ratio") if row.case == training]
+    """The time added to a training step, as a share of it, in a steady state."""
+    return lambda rows: [
+        Measured(row.value - 1, "")
+        for row in _of(rows, name, "time ratio")
+        if row.case == training and row.group == STEADY
+    ]
 
 
 def _beside_torch(rows: Sequence[Row]) -> list[Measured]:

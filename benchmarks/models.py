@@ -99,7 +99,8 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) ->
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             return loss()
 
-    return Step(model, forward, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
+    return Step(model, forward, optimizer, device)
 
 
 CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})

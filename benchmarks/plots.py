@@ -17,7 +17,7 @@ from typing import Any
 import rows
 from cases import CHECK, CLIP, FOREACH_NORM, NAIVE, TORCH_CLIP
 from rows import Row
-from tables import in_time, limits
+from tables import AUTO, STEADY, in_time, limits
 
 from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
@@ -29,8 +29,13 @@ _GRADSTAT, _TORCH, _NAIVE, _ANOMALY, _INK, _GRID = "#1f6feb", "#767676", "#d9770
 _STEP_COLORS = {
     steps.CHECK: _GRADSTAT,
     steps.CHECK_ASYNC: _GRADSTAT,
+    steps.MONITOR: _GRADSTAT,
+    AUTO: _GRADSTAT,
     steps.CLIP: _GRADSTAT,
+    steps.GUARDED: _GRADSTAT,
     steps.TORCH_CLIP: _TORCH,
+    steps.TORCH_CLIP_CHECKED: _TORCH,
+    steps.LOSS_ITEM: _TORCH,
     steps.NAIVE: _NAIVE,
     steps.ANOMALY_WITHOUT_NAN: "#f08aa4",
     steps.ANOMALY: _ANOMALY,
@@ -49,6 +54,8 @@ def step_overhead(members: Sequence[Row], path: Path) -> None:
 
     For an added call this is its own time within the step, if measured; for anomaly mode the ratio of whole steps.
     """
+    from matplotlib.ticker import MaxNLocator
+
     ratios = _shares(members)
     memory = {(r.case, r.provider): r.value for r in members if r.metric == "extra memory"}
     plain = {r.case: r.value for r in members if r.metric == "wall time" and r.provider == steps.PLAIN}
@@ -81,6 +88,7 @@ def step_overhead(members: Sequence[Row], path: Path) -> None:
         ax.invert_yaxis()
         ax.axvline(0, color=_INK, linewidth=0.9)
         ax.set_xlim(min(-2.0, *(100 * ((r.low or r.value) - 1) for r in ratios)), 1.38 * top)
+        ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.xaxis.set_major_formatter("{x:g} %")
         ax.grid(axis="x", color=_GRID, linewidth=0.8)
         ax.set_axisbelow(True)
@@ -133,16 +141,18 @@ def _growth(
             ax.plot(x, [r.value for r in line], style, color=color, marker=marker, markersize=4, linewidth=1.8)
             ends.append((line[-1].value, name, color))
     limit = sorted(limits(times, "wall time").values(), key=place)
-    ax.plot([place(r) for r in limit], [r.value for r in limit], "--", color=_INK, linewidth=1.6)
-    ends.append((limit[-1].value, "plain read of the same bytes: the limit", _INK))
+    if limit:
+        ax.plot([place(r) for r in limit], [r.value for r in limit], "--", color=_INK, linewidth=1.6)
+        ends.append((limit[-1].value, "plain read of the same bytes: the limit", _INK))
     ax.set_xscale("log")
     ax.set_yscale("log")
     bottom, top = ax.get_ylim()
     ends.sort()
-    span, right = math.log(top / bottom), place(limit[-1])
+    left, right = (end(map(place, times)) for end in (min, max))
+    span = math.log(top / bottom)
     heights = _spread([math.log(value / bottom) / span for value, _, _ in ends], 0.045)
     for (value, name, color), height in zip(ends, heights, strict=True):
-        beside = (right * (right / place(limit[0])) ** 0.02, bottom * math.exp(height * span))
+        beside = (right * (right / left) ** 0.02, bottom * math.exp(height * span))
         ax.annotate(name, (right, value), beside, color=color, fontsize=9.5, va="center", annotation_clip=False)
     ax.set_ylim(bottom, top)
     ax.set_xlabel(label, fontsize=10)
@@ -255,20 +265,22 @@ def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None
     figure.savefig(path, metadata={"Software": None})
 
 
-# For each chart, by name: the group of rows it shows, and the function that draws it.
-DRAWN: dict[str, tuple[str, Callable[[Sequence[Row], Path], None]]] = {
-    "step-overhead": ("steps", step_overhead),
-    "time-vs-bytes": ("growth in bytes", time_vs_bytes),
-    "time-vs-tensors": ("growth in tensors", time_vs_tensors),
-    "norm-errors": ("numerics", norm_errors),
+# For each chart, by name: the groups of rows it shows the first of, and the function that draws it.
+DRAWN: dict[str, tuple[tuple[str, ...], Callable[[Sequence[Row], Path], None]]] = {
+    "step-overhead": ((STEADY, "steps"), step_overhead),
+    "time-vs-bytes": (("growth in bytes",), time_vs_bytes),
+    "time-vs-tensors": (("growth in tensors",), time_vs_tensors),
+    "norm-errors": (("numerics",), norm_errors),
 }
 
 
 def charts_of(device: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each chart, by name, for charts that a device has rows for."""
-    kept = rows.current(device)
-    found = {name: [row for row in kept if row.group == group] for name, (group, _) in DRAWN.items()}
-    return {name: members for name, members in found.items() if members}
+    members: dict[str, list[Row]] = {}
+    for row in rows.current(device):
+        members.setdefault(row.group, []).append(row)
+    found = {name: next(filter(members.get, groups), "") for name, (groups, _) in DRAWN.items()}
+    return {name: members[group] for name, group in found.items() if group}
 
 
 def drawn_devices(results: Path = rows.RESULTS) -> list[list[Row]]:

@@ -44,8 +44,9 @@ TITLES = {
 
 
 def summary(folder: Path) -> str:
-    """For the README: one table, of one device, a GPU if there are rows of any."""
-    return tables.summary(rows.shown()[0])
+    """For the README: what is added to training steps, in a steady state for each GPU with such rows."""
+    shown = [(device, tables.STEADY if device[-1].driver else "steps") for device in rows.shown()]
+    return "".join(tables.summary(device) for device, group in shown if any(row.group == group for row in device))
 
 
 def alternatives(folder: Path) -> str:
@@ -54,10 +55,12 @@ def alternatives(folder: Path) -> str:
     return "\n" + "\n".join(tables.alternatives(device) + "\n" + tables.where(device) for device in found) + "\n"
 
 
-def everything(folder: Path) -> str:
-    """For docs/performance.md: all charts and tables except those of optimizer steps."""
+def everything(folder: Path, on_gpu: bool) -> str:
+    """For docs/performance.md: all charts and tables of GPUs or of CPUs, except those of optimizer steps."""
     parts = []
     for device in rows.shown():
+        if bool(device[-1].driver) is not on_gpu:
+            continue
         others = [row for row in device if row.group != optimizer_steps.GROUP]
         parts.append(_charts(device, folder, list(TITLES)) + tables.everything(others, short=True))
     return "".join(parts)
@@ -190,7 +193,8 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "detection": detection,
     "detection_golden": detection_golden,
     "detection_faults": detection_faults,
-    "everything": everything,
+    "gpu": partial(everything, on_gpu=True),
+    "cpu": partial(everything, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
     "goals": judged_goals,
     "noise_scale": noise_scale,

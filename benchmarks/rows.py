@@ -156,11 +156,22 @@ def read(path: Path) -> list[Row]:
 
 
 def current(rows: Iterable[Row]) -> list[Row]:
-    """The current rows: of every group those of its newest run, and of repeated measurements the last."""
+    """The current rows: of every case in a group those of its newest run, and of repeated measurements the last.
+
+    A run may measure a part of a group, as runs on a rented GPU do.
+    """
     listed = list(rows)
-    newest = {group: max(r.run for r in listed if r.group == group) for group in {r.group for r in listed}}
-    kept = {(r.group, r.case, r.dtype, r.provider, r.metric): r for r in listed if r.run == newest[r.group]}
-    return list(kept.values())
+    newest: dict[tuple[str, str, str], str] = {}
+    for row in listed:
+        case = (row.group, row.case, row.dtype)
+        newest[case] = max(newest.get(case, ""), row.run)
+    return list(
+        {
+            (row.group, row.case, row.dtype, row.provider, row.metric): row
+            for row in listed
+            if row.run == newest[row.group, row.case, row.dtype]
+        }.values()
+    )
 
 
 def devices(results: Path = RESULTS, suites: Sequence[str] = ("full", "quick")) -> list[list[Row]]:

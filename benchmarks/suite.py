@@ -252,7 +252,10 @@ def _host(plan: Plan) -> list[Row]:
 
 
 def training_steps(plan: Plan) -> Work:
-    """Training steps, plain and in all variants: time ratio and extra peak memory."""
+    """Training steps, plain and in all variants: time ratio and extra peak memory.
+
+    On a GPU the rows are of the group `tables.STEADY`: a sync ends each block of steps, and none of the steps alone.
+    """
     for training in TRAININGS:
         if plan.device.type not in training.devices or not (plan.full or training.quick):
             continue
@@ -260,18 +263,22 @@ def training_steps(plan: Plan) -> Work:
 
 
 def _training(plan: Plan, training: Training) -> list[Row]:
-    step = training.make(plan.device)
+    step, watched = training.make(plan.device), training.make(plan.device)
     steps.verify(step)
-    variants = steps.variants()
+    # Attached to a step of its own, as its hooks would be in the way of the others.
+    handle = gradstat.auto(watched.model, watched.optimizer, on_anomaly="record")
+    variants = [*steps.variants(plan.device), steps.Variant(tables.AUTO, own=watched)]
     start = time.perf_counter()
     for variant in variants:
         variant.run(step)
     machine.synchronize(plan.device)
     once = time.perf_counter() - start
     tensors = sum(1 for p in step.model.parameters() if p.requires_grad)
+    group = "steps" if plan.device.type == "cpu" else tables.STEADY
     made = []
     # Steps vary more than calls, and these results matter most, so they get three times as many seconds.
-    for cost in steps.costs(step, plan.rounds(once / 3), compared=variants):
+    rounds = plan.rounds(steps.BLOCK[plan.device.type] * once / 3)
+    for cost in steps.costs(step, rounds, compared=variants):
         inside = cost.inside and Quartiles(*(1e6 * s for s in cost.inside))
         for metric, unit, value in (
             ("wall time", "us", Quartiles(*(1e6 * s for s in cost.seconds))),
@@ -279,7 +286,8 @@ def _training(plan: Plan, training: Training) -> list[Row]:
             ("time ratio", "", cost.ratio),
             ("extra memory", "B", cost.extra_bytes.median),
         ):
-            made.append(row("steps", training.name, cost.name, metric, unit, value, plan.device, tensors=tensors))
+            made.append(row(group, training.name, cost.name, metric, unit, value, plan.device, tensors=tensors))
+    handle.remove()
     return made
 
 

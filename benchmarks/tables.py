@@ -69,13 +69,19 @@ ALTERNATIVES = {
         "+ wandb.watch, histograms of gradients": "`wandb.watch(log_freq=1)`, histograms in every step",
     },
 }
+STEADY = "steady state"  # training steps on a GPU, where no sync ends a step
+AUTO = "+ gradstat.auto"  # timed in the suite only
 # The calls that the README compares.
 _SUMMARIZED = (
-    "+ gradstat.check",
-    "+ gradstat.Monitor",
-    "+ gradstat.clip_grad_norm_",
-    "+ torch clip_grad_norm_",
-    "+ naive .item() loop",
+    steps.CHECK,
+    steps.MONITOR,
+    AUTO,
+    steps.CLIP,
+    steps.GUARDED,
+    steps.TORCH_CLIP,
+    steps.TORCH_CLIP_CHECKED,
+    steps.LOSS_ITEM,
+    steps.NAIVE,
     steps.ANOMALY,
 )
 
@@ -356,10 +362,10 @@ def step_times(rows: Sequence[Row]) -> str:
     """The time each variant adds to a step."""
     lines = []
     times = _by_case(rows, "wall time")
-    ratios = _by_case(rows, "time ratio")
     columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
-    for key, found in times.items():
-        lines.append([key[0], in_time(found[steps.PLAIN].value), *(_added(ratios[key].get(name)) for name in columns)])
+    for key, ratios in _by_case(rows, "time ratio").items():
+        plain = times[key][steps.PLAIN].value
+        lines.append([key[0], in_time(plain), *(_added(ratios.get(name)) for name in columns)])
     return grid(["training step", "plain", *columns], lines)
 
 
@@ -370,7 +376,8 @@ def step_calls(rows: Sequence[Row]) -> str:
     lines = []
     for key, found in inside.items():
         plain = times[key][steps.PLAIN].value
-        shares = [f"{in_time(found[name].value)} ({100 * found[name].value / plain:.1f} %)" for name in columns]
+        calls = [found[name].value if name in found else None for name in columns]
+        shares = ["" if call is None else f"{in_time(call)} ({100 * call / plain:.1f} %)" for call in calls]
         lines.append([key[0], in_time(plain), *shares])
     return grid(["training step", "plain", *columns], lines)
 
@@ -400,8 +407,11 @@ def step_ranges(rows: Sequence[Row]) -> str:
         low, high = (row.value if end is None else end for end in (row.low, row.high))
         return f"{percent(low)} to {percent(high)} %"
 
-    kept = [name for name in _SUMMARIZED if all(name in found for found in ratios.values())]
-    lines = [[name.removeprefix("+ "), *(cell(found[name]) for found in ratios.values())] for name in kept]
+    kept = [name for name in _SUMMARIZED if any(name in found for found in ratios.values())]
+    lines = [
+        [name.removeprefix("+ "), *(cell(found[name]) if name in found else "" for found in ratios.values())]
+        for name in kept
+    ]
     return grid(["time added to", *(case for case, _ in ratios)], lines)
 
 
@@ -450,7 +460,7 @@ def optimizer_passes(rows: Sequence[Row]) -> str:
     lines = {}
     for (case, _), found in _by_case(rows, "bytes moved").items():
         _, *setting = case.split(SEPARATOR)
-        cells = [_passes(found.get(name), None if name == GUARDED else found[GUARDED]) for name in _STEPPING]
+        cells = [_passes(found.get(name), None if name == GUARDED else found.get(GUARDED)) for name in _STEPPING]
         lines[tuple(setting)] = [*setting, *cells]
     return grid([*_SETTING[1:], *_STEPPING], lines.values(), len(_SETTING) - 1)
 
@@ -471,7 +481,7 @@ def adaptive_steps(rows: Sequence[Row], short: bool = False) -> str:
     for key, found in cases[:1] if short else cases:
         for name in (GUARDED, GUARD, *ADAPTIVE):
             if name in found:
-                time = _relative(found[name], None if name == GUARDED else found[GUARDED])
+                time = _relative(found[name], None if name == GUARDED else found.get(GUARDED))
                 setting = [part * (name == GUARDED) for part in key[0].split(SEPARATOR)[short:]]
                 lines.append([*setting, name, _passes(moved[key][name], None), time])
     return grid([*_SETTING[short:], "call", "passes", "median"], lines, len(_SETTING) + 1 - short)
@@ -486,7 +496,7 @@ def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
     fastest, cases = limits(rows, metric), _by_case(rows, metric)
     columns = _in_order(r.provider for r in rows if not r.provider.startswith(LIMIT))
     lines = [
-        [key[0], in_time(fastest[key].value), *(_relative(found.get(name), None) for name in columns)]
+        [key[0], _relative(fastest.get(key), None), *(_relative(found.get(name), None) for name in columns)]
         for key, found in cases.items()
     ]
     return grid(["gradients", "fastest plain read", *columns], lines)
@@ -494,15 +504,20 @@ def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
 
 def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
     """The cost of one more small tensor, averaged between one tensor and each larger count."""
-    smallest, *larger = sorted(_by_case(rows, metric).values(), key=lambda found: next(iter(found.values())).tensors)
-    larger = [found for found in larger if next(iter(found.values())).tensors >= 1000]
-    names = [name for name in smallest if not name.startswith(LIMIT)]
-    lines = [
-        [name, *(f"{1e3 * (f[name].value - smallest[name].value) / (f[name].tensors - 1):,.0f} ns" for f in larger)]
-        for name in names
-    ]
-    counts = [f"to {next(iter(found.values())).tensors:,}" for found in larger]
-    return grid(["per additional tensor of 64 elements", *counts], lines) if larger else ""
+    by_count = {next(iter(found.values())).tensors: found for found in _by_case(rows, metric).values()}
+    if 1 not in by_count:
+        return ""
+    counts = [count for count in sorted(by_count) if count >= 1000]
+
+    def slope(name: str, count: int) -> str:
+        if name not in by_count[count]:
+            return ""
+        return f"{1e3 * (by_count[count][name].value - by_count[1][name].value) / (count - 1):,.0f} ns"
+
+    names = [name for name in by_count[1] if not name.startswith(LIMIT)]
+    lines = [[name, *(slope(name, count) for count in counts)] for name in names]
+    headers = ["per additional tensor of 64 elements", *(f"to {count:,}" for count in counts)]
+    return grid(headers, lines) if counts else ""
 
 
 def table_of_rows(rows: Sequence[Row]) -> str:
@@ -565,7 +580,10 @@ def everything(rows: Iterable[Row], short: bool = False) -> str:
 
 
 def _steps(rows: list[Row]) -> list[str]:
-    parts = ["Time added to a training step (median of the ratios to the plain step, round by round):\n"]
+    each = "each block of steps" if rows[0].group == STEADY else "each step"
+    parts = [
+        f"Time added to a training step (median of the ratios to the plain step, round by round; a sync ends {each}):\n"
+    ]
     parts += [step_times(rows)]
     if any(row.metric == "time inside" for row in rows):
         parts += ["The added call alone, within a step (in brackets: share of the plain step):\n", step_calls(rows)]
@@ -594,15 +612,18 @@ def _of_largest(rows: list[Row]) -> list[Row]:
 
 
 def _rows_for_document(rows: list[Row]) -> list[Row]:
-    """Rows of float32 lists except those that resemble another one, and of the last list in every dtype."""
-    shown = [row for row in rows if row.dtype == "float32" or row.case == rows[-1].case]
-    return [row for row in shown if not row.case.startswith(("Llama", "transformer", "300 tensors", "5,000 tensors"))]
+    """Rows of a single tensor in every dtype, and of lists in their first; without lists that resemble another one."""
+    first = {row.case: row.dtype for row in reversed(rows)}
+    kept = [row for row in rows if row.tensors == 1 or row.dtype == first[row.case]]
+    return [
+        row for row in kept if not row.case.startswith(("Llama 7B's", "transformer", "300 tensors", "5,000 tensors"))
+    ]
 
 
 def _section(name: str, rows: list[Row], short: bool) -> list[str]:
     on_device = any(row.metric == "device time" for row in rows)
-    if name == "steps":
-        if short:  # README.md has them
+    if name in ("steps", STEADY):
+        if short:  # README.md and a chart have them
             return []
         return [*_steps(rows), "Peak memory added to the step:\n", step_memory(rows)]
     if name == "lists":
@@ -610,11 +631,11 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
         parts = ["From the call to the report, caches flushed (in brackets: ratio to the fastest plain read):\n"]
         parts += [measuring(shown, short=short)]
         if on_device:
-            parts += ["Device time alone:\n", measuring(shown, "device time")]
+            parts += ["Device time alone:\n", measuring(shown, "device time", short)]
         parts += ["Clips, caches flushed (in brackets: ratio to gradstat's):\n", clipping(shown, short=short)]
         if on_device:
             parts += ["Device time alone:\n", clipping(shown, "device time", short)]
-        beside = published(rows)
+        beside = published(shown)
         parts += [beside] if beside else []
         if short:
             return parts
@@ -645,7 +666,9 @@ def _section(name: str, rows: list[Row], short: bool) -> list[str]:
 def summary(rows: Iterable[Row]) -> str:
     """The README's table: what each call adds to training steps; all tables if there are no such rows."""
     kept = rows_module.current(rows)
-    step_rows = [row for row in kept if row.group == "steps"]
-    if not any(row.metric == "time inside" for row in step_rows):
+    group = STEADY if any(row.group == STEADY for row in kept) else "steps"
+    step_rows = [row for row in kept if row.group == group]
+    if not step_rows:
         return everything(kept)
-    return "\n" + "\n".join([step_ranges(step_rows), step_shares(step_rows), where(step_rows)]) + "\n"
+    shares = [step_shares(step_rows)] if any(row.metric == "time inside" for row in step_rows) else []
+    return "\n" + "\n".join([step_ranges(step_rows), *shares, where(step_rows)]) + "\n"

@@ -35,7 +35,7 @@ VARIANTS = [
     for device in DEVICES
     for training in TRAININGS
     if training.quick and device in training.devices
-    for variant in steps.variants()
+    for variant in steps.variants(torch.device(device))
 ]
 
 OPTIMIZER_STEPS = [
@@ -92,7 +92,7 @@ def test_list(benchmark: Any, device: str, name: str, dtype: torch.dtype, provid
 @pytest.mark.parametrize(("device", "name", "variant"), VARIANTS)
 def test_step(benchmark: Any, device: str, name: str, variant: str) -> None:
     step = step_of(device, name)
-    chosen = next(each for each in steps.variants() if each.name == variant)
+    chosen = next(each for each in steps.variants(step.device) if each.name == variant)
 
     def call() -> None:
         chosen.run(step)

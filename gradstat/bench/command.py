@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with progress_bar(steps.WARMUP + options.rounds, "measuring") as progress:
         measured = steps.costs(step, options.rounds, compared=compared, progress=lambda: progress.update(1))
     count = f"{options.rounds} interleaved rounds" if options.rounds > 1 else "one round, so its spread is not known"
+    block = steps.BLOCK[device.type]
+    count += f" of {block} steps with one sync at the end" * (block > 1)
     print(f"\nA training step, {count}:\n{steps.table(measured)}\n\n{conclusion(measured)}")
     if options.json is not None:
         content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
@@ -214,7 +216,7 @@ def _runnable_variants(step: steps.Step, where: str) -> list[steps.Variant]:
     except (ValueError, steps.WrongAnswerError) as error:
         raise UsageError(f"--model {where}: {error}") from error
     running: list[steps.Variant] = []
-    for variant in steps.variants():
+    for variant in steps.variants(step.device):
         try:
             variant.run(step)
         except Exception as error:  # noqa: PERF203 - a step takes longer than a try

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,17 @@ CHECK = "+ gradstat.check"
 CHECK_ASYNC = "+ gradstat.check_async"
 MONITOR = "+ gradstat.Monitor"
 CLIP = "+ gradstat.clip_grad_norm_"
+GUARDED = "+ gradstat.guarded_step"
 TORCH_CLIP = "+ torch clip_grad_norm_"
+TORCH_CLIP_CHECKED = "+ torch clip, isfinite().item()"
+LOSS_ITEM = "+ loss.item()"
 NAIVE = "+ naive .item() loop"
 ANOMALY_WITHOUT_NAN = "detect_anomaly(check_nan=False)"
 ANOMALY = "detect_anomaly"
 WARMUP = 2
+# Steps between two syncs of the benchmark. On a GPU a sync after each step would hide what a sync of the program costs,
+# and charge calls without one for the time that the GPU needs.
+BLOCK = {"cpu": 1, "cuda": 6}
 
 
 class WrongAnswerError(AssertionError):
@@ -47,14 +54,30 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant of the step: ``inspect`` is called between ``backward()`` and the optimizer's step."""
+    """A variant of the step: ``inspect`` is called between ``backward()`` and the optimizer's step.
+
+    Attributes:
+        name: The displayed name.
+        inspect: The added call.
+        anomaly: The ``check_nan`` of anomaly mode; None leaves it off.
+        takes_step: Whether ``inspect`` takes the optimizer's step itself.
+        own: The step it runs, which something is attached to, in place of the one that is given.
+    """
 
     name: str
     inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
-    anomaly: bool | None = None  # the ``check_nan`` of anomaly mode; None leaves it off
+    anomaly: bool | None = None
+    takes_step: bool = False
+    own: Step | None = None
+
+    @property
+    def adds_a_call(self) -> bool:
+        """Whether ``inspect`` is all that is added to the plain step."""
+        return self.anomaly is None and not self.takes_step and self.own is None
 
     def run(self, step: Step) -> float:
         """Runs one training step; returns the seconds that the call of ``inspect`` took."""
+        step = self.own or step
         with torch.autograd.set_detect_anomaly(self.anomaly is not None, bool(self.anomaly)):
             step.optimizer.zero_grad()
             loss = step.loss()
@@ -62,7 +85,8 @@ class Variant:
             start = time.perf_counter()
             self.inspect(step, loss)
             inside = time.perf_counter() - start
-            step.optimizer.step()
+            if not self.takes_step:
+                step.optimizer.step()
         return inside
 
 
@@ -95,15 +119,25 @@ def _monitored() -> Callable[[Step, Tensor], object]:
     return lambda step, loss: monitor(step).step(loss)
 
 
-def variants() -> list[Variant]:
-    """All variants, the plain step first."""
+def variants(device: torch.device) -> list[Variant]:
+    """All variants, the plain step first; on a GPU also what people do there that waits for it."""
+
+    def torch_clip(step: Step, loss: Tensor) -> Tensor:
+        return nn.utils.clip_grad_norm_(step.model.parameters(), MAX_NORM)
+
+    waiting = [
+        Variant(TORCH_CLIP_CHECKED, lambda step, loss: torch_clip(step, loss).isfinite().item()),
+        Variant(LOSS_ITEM, lambda step, loss: loss.item()),
+    ]
     return [
         Variant(PLAIN),
         Variant(CHECK, lambda step, loss: gradstat.check(step.model).ok),
         Variant(CHECK_ASYNC, _checked_async()),
         Variant(MONITOR, _monitored()),
         Variant(CLIP, lambda step, loss: gradstat.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
-        Variant(TORCH_CLIP, lambda step, loss: nn.utils.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
+        Variant(GUARDED, lambda step, loss: gradstat.guarded_step(step.optimizer, MAX_NORM), takes_step=True),
+        Variant(TORCH_CLIP, torch_clip),
+        *(waiting if device.type == "cuda" else []),
         Variant(NAIVE, lambda step, loss: naive_loop(p.grad for p in step.model.parameters())),
         Variant(ANOMALY_WITHOUT_NAN, anomaly=False),
         Variant(ANOMALY, anomaly=True),
@@ -146,10 +180,10 @@ class Cost:
     """What one variant of a step costs."""
 
     name: str
-    seconds: Quartiles  # of a step, with a final sync
+    seconds: Quartiles  # of a step, with a sync after each `BLOCK`
     ratio: Quartiles  # to the plain step of the same round
-    # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None where that is
-    # meaningless: in anomaly mode, and on a GPU, where a call that syncs also waits for the backward pass.
+    # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None unless
+    # `Variant.adds_a_call`, and on a GPU, where a call that syncs also waits for the backward pass.
     inside: Quartiles | None
     extra_bytes: Quartiles  # peak memory beyond those of several plain steps
 
@@ -167,16 +201,22 @@ class Cost:
 def costs(
     step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] = lambda: None
 ) -> list[Cost]:
-    """Time and peak memory of the variants ``compared`` (None: all), the plain step first; one step in each round."""
-    compared = compared or variants()
+    """Time and peak memory of the variants ``compared`` (None: all), the plain step first; a `BLOCK` in each round."""
+    compared = compared or variants(step.device)
+    block = BLOCK[step.device.type]
     inside: dict[str, list[float]] = {variant.name: [] for variant in compared}
-    samples = interleaved(
-        {variant.name: (lambda v=variant: inside[v.name].append(v.run(step))) for variant in compared},  # type: ignore[misc]
+
+    def run(variant: Variant) -> None:
+        inside[variant.name].append(sum(variant.run(step) for _ in range(block)) / block)
+
+    blocks = interleaved(
+        {variant.name: partial(run, variant) for variant in compared},
         rounds,
         WARMUP,
         device=step.device,
         progress=progress,
     )
+    samples = {name: [seconds / block for seconds in sample] for name, sample in blocks.items()}
 
     def peak(variant: Variant) -> int:
         return peak_bytes(lambda: variant.run(step), step.device, step.optimizer.zero_grad)
@@ -184,7 +224,7 @@ def costs(
     plain, bases = samples[compared[0].name], [peak(compared[0]) for _ in range(3)]
     measured = []
     for variant in compared:
-        is_timed = variant.anomaly is None and step.device.type == "cpu"
+        is_timed = variant.adds_a_call and step.device.type == "cpu"
         call = quartiles(inside[variant.name][WARMUP:]) if is_timed else None
         most, wall = peak(variant), samples[variant.name]
         extra = quartiles([most - base for base in (bases if variant is not compared[0] else [most])])
