@@ -100,32 +100,6 @@ CASES = (
 )
 
 
-class Published(NamedTuple):
-    """A time that another project published for its clip (norm and multiplication in place). Not measured here.
-
-    Attributes:
-        who: The project whose clip it is.
-        case: The list of gradients, as far as it was described.
-        milliseconds: The published time.
-        device: The device it was measured on.
-        source: Where it was published.
-    """
-
-    who: str
-    case: str
-    milliseconds: float
-    device: str = "H100"
-    source: str = "pull request 3685 of NeMo Automodel"
-
-
-PUBLISHED = (
-    Published("NeMo Automodel", MIXED, 3.73),
-    Published("Transformer Engine", MIXED, 3.93),
-    Published("NeMo Automodel", LARGEST, 7.32),
-    Published("Transformer Engine", LARGEST, 7.89),
-)
-
-
 class Facts(NamedTuple):
     """True statistics of a list of gradients, computed in float64 independently of the providers.
 

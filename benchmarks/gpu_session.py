@@ -163,7 +163,6 @@ def record(command: str, outcome: Outcome, session: Session) -> None:
 
 
 def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
-    import goals
     import rows
     import tables
 
@@ -172,8 +171,6 @@ def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
     if any(outcome.how == "STOPPED" for outcome in outcomes):  # otherwise the programs have printed their rows
         parts += [tables.everything(device) for device in devices]
     parts += [f"\n== {name}: results\n", tables.grid(["part", "outcome", "time"], lines, 2)]
-    for device in devices:
-        parts += [goals.table(device), tables.where(device), ""]
     return "\n".join(parts)
 
 

@@ -104,7 +104,7 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) ->
 
 
 CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})
-# Those with goals come first, since the time on a rented GPU may run out.
+# Those that the README shows come first, since the time on a GPU may run out.
 TRAININGS = (
     Training("GPT-2 small 124 M, batch 8x1024", lambda device: gpt_step(replace(GPT2, batch=8), 1024, device), CUDA),
     Training("ResNet-50, 64 images of 224", lambda device: resnet_step(50, 64, device), CUDA),

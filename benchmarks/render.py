@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import detection_tables
-import goals
-import optimizer_steps
 import plots
 import rows
 import tables
@@ -55,28 +53,15 @@ def alternatives(folder: Path) -> str:
     return "\n" + "\n".join(tables.alternatives(device) + "\n" + tables.where(device) for device in found) + "\n"
 
 
-def everything(folder: Path, on_gpu: bool) -> str:
-    """For docs/performance.md: all charts and tables of GPUs or of CPUs, except those of optimizer steps."""
-    parts = []
-    for device in rows.shown():
-        if bool(device[-1].driver) is not on_gpu:
-            continue
-        others = [row for row in device if row.group != optimizer_steps.GROUP]
-        parts.append(_charts(device, folder, list(TITLES)) + tables.everything(others, short=True))
-    return "".join(parts)
+def of_lists(folder: Path, on_gpu: bool) -> str:
+    """For docs/performance.md: charts and tables of GPUs or of CPUs, except those of optimizer steps."""
+    devices = [device for device in rows.shown() if bool(device[-1].driver) is on_gpu]
+    return "".join(_charts(device, folder, list(TITLES)) + tables.selected(device) for device in devices)
 
 
 def steps_of_optimizers(folder: Path) -> str:
     """For docs/performance.md: the tables of optimizer steps."""
-    members = [[row for row in device if row.group == optimizer_steps.GROUP] for device in rows.shown()]
-    return "".join(tables.everything(each, short=True) for each in members if each)
-
-
-def judged_goals(folder: Path) -> str:
-    """For docs/performance.md: the goals, compared with the rows of every GPU; without any, the goals alone."""
-    gpus = [device for device in rows.devices() if device[-1].driver]
-    parts = [goals.table(device) + "\n" + tables.where(device) for device in gpus] or [goals.table([])]
-    return "\n" + "\n\n".join(parts) + "\n"
+    return "".join(map(tables.selected_optimizer_steps, rows.shown()))
 
 
 def numerics(folder: Path) -> str:
@@ -193,10 +178,9 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "detection": detection,
     "detection_golden": detection_golden,
     "detection_faults": detection_faults,
-    "gpu": partial(everything, on_gpu=True),
-    "cpu": partial(everything, on_gpu=False),
+    "gpu": partial(of_lists, on_gpu=True),
+    "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
-    "goals": judged_goals,
     "noise_scale": noise_scale,
     "numerics": numerics,
     "backward_step": backward_steps,

@@ -15,14 +15,13 @@ from cases import (
     FOREACH_NORM,
     LIMIT,
     NAIVE,
-    PUBLISHED,
     STATS,
     STATS_TRITON,
     TORCH_CLIP,
     TORCH_CLIPPED,
     TORCH_LOOP_CLIP,
 )
-from optimizer_steps import GROUP, OPTIMIZERS, SEPARATOR
+from optimizer_steps import GROUP, OPTIMIZERS, SEPARATOR, STEP_CASES
 from rows import Row
 from step_providers import ADAPTIVE, ALONE, AMP, GUARD, GUARDED, TORCH
 
@@ -49,7 +48,9 @@ _CAPTIONS = {
     "time ratio": "added time",
     "time inside": "call alone",
 }
-_NOT_IN_SHORT = ("logging", "Lightning steps", "Weights & Biases steps", "Trainer steps", "DDP steps", "in backward")
+_STATISTICS_TITLE = "From the call to the report, caches flushed (in brackets: ratio to the fastest plain read):\n"
+_DEVICE_TITLE = "Device time alone:\n"
+_ADAPTIVE_TITLE = "Guarded steps with adaptive clips, clipped to the same norm:\n"
 # The calls that docs/alternatives.md compares within each framework, by group.
 ALTERNATIVES = {
     "Lightning steps": {
@@ -230,11 +231,10 @@ def _relative(row: Row | None, base: Row | None) -> str:
     return in_time(row.value) + (f" ({row.value / base.value:.2f})" if base is not None else "")
 
 
-def measuring(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """Statistics, with the ratio to the fastest plain read of the same bytes; without the naive loop if ``short``."""
+def measuring(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """Statistics, with the ratio to the fastest plain read of the same bytes."""
     fastest, cases = limits(rows, metric), _by_case(rows, metric)
     known = _ON_DEVICE if metric == "device time" else _MEASURING
-    known = [name for name in known if not (short and name == NAIVE)]
     columns = [name for name in known if any(name in found for found in cases.values())]
     lines = []
     for key, found in cases.items():
@@ -246,30 +246,15 @@ def measuring(rows: Sequence[Row], metric: str = "wall time", short: bool = Fals
     return grid(["gradients", "dtype", "fastest plain read", *columns], lines, 2)
 
 
-def clipping(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """Clips, torch's with the ratio to gradstat's; without torch's loop over tensors and the limit if ``short``."""
-    columns, lines = [name for name in _CLIPPING if not (short and name in (TORCH_LOOP_CLIP, CLIP_LIMIT))], []
+def clipping(rows: Sequence[Row], metric: str = "wall time") -> str:
+    """Clips, torch's with the ratio to gradstat's."""
+    lines = []
     for key, found in _by_case(rows, metric).items():
         if {CLIP, CLIPPED} <= found.keys():
             unclipped, clipped = found[CLIP], found[CLIPPED]
             base = dict(zip(_CLIPPING, [None, unclipped, unclipped, None, clipped, clipped], strict=True))
-            lines.append([*key, *(_relative(found.get(name), base[name]) for name in columns)])
-    return grid(["gradients", "dtype", *columns], lines, 2)
-
-
-def published(rows: Sequence[Row]) -> str:
-    """Times that others published for a clip that scales, next to those measured here, on another machine."""
-    lines = []
-    for (case, dtype), found in _by_case(rows, "wall time").items():
-        theirs = [each for each in PUBLISHED if each.case == case]
-        if theirs and CLIPPED in found:
-            quoted = [f"{each.who}: {each.milliseconds} ms ({each.device})" for each in theirs]
-            lines.append([case, dtype, in_time(found[CLIPPED].value), "; ".join(quoted)])
-    if not lines:
-        return ""
-    sources = ", ".join(dict.fromkeys(each.source for each in PUBLISHED))
-    title = f"Figures published by others, not measured here ({sources}):\n\n"
-    return title + grid(["gradients", "dtype", CLIPPED, "published"], lines, 2)
+            lines.append([*key, *(_relative(found.get(name), base[name]) for name in _CLIPPING)])
+    return grid(["gradients", "dtype", *_CLIPPING], lines, 2)
 
 
 def accuracy(rows: Sequence[Row]) -> str:
@@ -380,20 +365,6 @@ def step_calls(rows: Sequence[Row]) -> str:
         shares = ["" if call is None else f"{in_time(call)} ({100 * call / plain:.1f} %)" for call in calls]
         lines.append([key[0], in_time(plain), *shares])
     return grid(["training step", "plain", *columns], lines)
-
-
-def step_shares(rows: Sequence[Row]) -> str:
-    """The smallest and the largest share of a step that the added calls themselves take, as a sentence."""
-    times, inside = (_by_case(rows, metric) for metric in ("wall time", "time inside"))
-    shares: dict[str, list[float]] = {}
-    for key, found in inside.items():
-        for name, row in found.items():
-            shares.setdefault(name, []).append(100 * row.value / times[key][steps.PLAIN].value)
-    kept = [name for name in _SUMMARIZED if name in shares]
-    told = ", ".join(
-        f"`{name.removeprefix('+ ')}` {min(shares[name]):.1f} to {max(shares[name]):.1f} %" for name in kept
-    )
-    return f"The calls themselves, timed inside these steps, take this share of the plain step: {told}.\n"
 
 
 def step_ranges(rows: Sequence[Row]) -> str:
@@ -562,113 +533,114 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     return found
 
 
-def everything(rows: Iterable[Row], short: bool = False) -> str:
-    """All tables of one device's rows, from the newest run of every group.
-
-    Args:
-        rows: The rows of one device.
-        short: The selection for a document: most lists in float32 only, optimizer steps for the largest list and one
-            optimizer only; without growth and memory of training steps (charts show them), errors of norms (in
-            docs/numerics.md), loggers, steps of the Trainer and of DDP, and hooks in backward.
-    """
+def everything(rows: Iterable[Row]) -> str:
+    """All tables of one device's current rows."""
     kept = rows_module.current(rows)
-    groups: dict[str, list[Row]] = {}
-    for row in kept:
-        groups.setdefault(row.group, []).append(row)
-    parts = [part for name, members in groups.items() for part in _section(name, members, short)]
+    parts = [part for name, members in _by_group(kept).items() for part in _section(name, members)]
     return "\n" + "\n".join([*parts, where(kept)]) + "\n"
 
 
-def _steps(rows: list[Row]) -> list[str]:
-    each = "each block of steps" if rows[0].group == STEADY else "each step"
-    parts = [
-        f"Time added to a training step (median of the ratios to the plain step, round by round; a sync ends {each}):\n"
-    ]
-    parts += [step_times(rows)]
-    if any(row.metric == "time inside" for row in rows):
-        parts += ["The added call alone, within a step (in brackets: share of the plain step):\n", step_calls(rows)]
-    return parts
+def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return groups
 
 
-def _optimizer_steps(rows: list[Row], short: bool) -> list[str]:
-    shown, of = rows, ""
-    brackets = "ratio to a guarded step"
-    if short:
-        shown = _of_largest(rows)
-        of, brackets = f" of {shown[0].case.split(SEPARATOR)[0]}", f"{brackets}; ratio of passes"
-    parts = [f"From gradients{of} to updated parameters, caches flushed (in brackets: {brackets}):\n"]
-    parts += [optimizer_steps(shown, short=short)]
-    if any(row.metric == "device time" for row in rows):
-        parts += ["Device time alone:\n", optimizer_steps(shown, "device time", short)]
-    if not short:
-        parts += ["Calculated passes over as many bytes as there are gradients:\n", optimizer_passes(rows)]
-    return [*parts, "Guarded steps with adaptive clips, clipped to the same norm:\n", adaptive_steps(shown, short)]
-
-
-def _of_largest(rows: list[Row]) -> list[Row]:
-    """Rows of the largest list, for an optimizer that can skip its step on the device."""
-    most = max(row.bytes for row in rows)
-    return [row for row in rows if row.bytes == most and row.case.split(SEPARATOR)[1] == OPTIMIZERS[0].name]
-
-
-def _rows_for_document(rows: list[Row]) -> list[Row]:
-    """Rows of a single tensor in every dtype, and of lists in their first; without lists that resemble another one."""
-    first = {row.case: row.dtype for row in reversed(rows)}
-    kept = [row for row in rows if row.tensors == 1 or row.dtype == first[row.case]]
-    return [
-        row for row in kept if not row.case.startswith(("Llama 7B's", "transformer", "300 tensors", "5,000 tensors"))
-    ]
-
-
-def _section(name: str, rows: list[Row], short: bool) -> list[str]:
+def _section(name: str, rows: list[Row]) -> list[str]:
     on_device = any(row.metric == "device time" for row in rows)
     if name in ("steps", STEADY):
-        if short:  # README.md and a chart have them
-            return []
-        return [*_steps(rows), "Peak memory added to the step:\n", step_memory(rows)]
+        return _steps(rows)
     if name == "lists":
-        shown = _rows_for_document(rows) if short else rows
-        parts = ["From the call to the report, caches flushed (in brackets: ratio to the fastest plain read):\n"]
-        parts += [measuring(shown, short=short)]
+        parts = [_STATISTICS_TITLE, measuring(rows)]
         if on_device:
-            parts += ["Device time alone:\n", measuring(shown, "device time", short)]
-        parts += ["Clips, caches flushed (in brackets: ratio to gradstat's):\n", clipping(shown, short=short)]
+            parts += [_DEVICE_TITLE, measuring(rows, "device time")]
+        parts += ["Clips, caches flushed (in brackets: ratio to gradstat's):\n", clipping(rows)]
         if on_device:
-            parts += ["Device time alone:\n", clipping(shown, "device time", short)]
-        beside = published(shown)
-        parts += [beside] if beside else []
-        if short:
-            return parts
+            parts += [_DEVICE_TITLE, clipping(rows, "device time")]
         return [*parts, "Relative error of the norm (clips return it in the gradients' dtype):\n", accuracy(rows)]
     if name == GROUP:
-        return _optimizer_steps(rows, short)
+        return _optimizer_steps(rows)
     if name == "growth in bytes":
-        return [] if short else ["One float32 tensor of growing size, caches flushed:\n", growth(rows)]
+        return ["One float32 tensor of growing size, caches flushed:\n", growth(rows)]
     if name.startswith("growth in tensors"):
         caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
-        title = f"A growing number of tensors of 64 float32 elements, {caches}:\n"
-        return [] if short else [title, growth(rows), slopes(rows)]
+        return [f"A growing number of tensors of 64 float32 elements, {caches}:\n", growth(rows), slopes(rows)]
     if name == "memory":
-        return [] if short else ["Peak memory of a call:\n", memory(rows)]
-    if short and name in _NOT_IN_SHORT:
-        return []
-    if short and name == "updates to come":  # AdamW on the last list, which is the largest
-        rows = [r for r in rows if r.case.startswith(rows[-1].case.split(",")[0]) and "AdamW" in r.case]
-    if short and name == "distributed gradients":  # of the longest list
-        rows = [r for r in rows if r.case == rows[-1].case]
-    if short:
-        rows = [r for r in rows if not r.provider.startswith("of a check") and not r.provider.endswith("never logged")]
+        return ["Peak memory of a call:\n", memory(rows)]
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: ratio to the first)"
     name = _CAPTIONS.get(name, name)
     return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [table_of_rows(rows)]
 
 
-def summary(rows: Iterable[Row]) -> str:
-    """The README's table: what each call adds to training steps; all tables if there are no such rows."""
+def _steps(rows: list[Row]) -> list[str]:
+    each = "each block of steps" if rows[0].group == STEADY else "each step"
+    parts = [f"Time added to a training step (median of the ratios to the plain step; a sync ends {each}):\n"]
+    parts += [step_times(rows)]
+    if any(row.metric == "time inside" for row in rows):
+        parts += ["The added call alone, within a step (in brackets: share of the plain step):\n", step_calls(rows)]
+    return [*parts, "Peak memory added to the step:\n", step_memory(rows)]
+
+
+def _optimizer_steps(rows: list[Row]) -> list[str]:
+    parts = ["From gradients to updated parameters, caches flushed (in brackets: ratio to a guarded step):\n"]
+    parts += [optimizer_steps(rows)]
+    if any(row.metric == "device time" for row in rows):
+        parts += [_DEVICE_TITLE, optimizer_steps(rows, "device time")]
+    parts += ["Calculated passes over as many bytes as there are gradients:\n", optimizer_passes(rows)]
+    return [*parts, _ADAPTIVE_TITLE, adaptive_steps(rows)]
+
+
+def selected(rows: Iterable[Row]) -> str:
+    """For docs/performance.md: most lists, the host path, distributed gradients. Charts show steps and growth."""
     kept = rows_module.current(rows)
-    group = STEADY if any(row.group == STEADY for row in kept) else "steps"
-    step_rows = [row for row in kept if row.group == group]
-    if not step_rows:
-        return everything(kept)
-    shares = [step_shares(step_rows)] if any(row.metric == "time inside" for row in step_rows) else []
-    return "\n" + "\n".join([step_ranges(step_rows), *shares, where(step_rows)]) + "\n"
+    groups, parts = _by_group(kept), []
+    if "lists" in groups:
+        shown = _selected_lists(groups["lists"])
+        parts += ["Caches flushed (in brackets: ratio of a check to the plain read, of torch's clip to gradstat's):\n"]
+        parts += [lists(shown)]
+        if any(row.metric == "device time" for row in shown):
+            parts += [_DEVICE_TITLE, measuring(shown, "device time")]
+    if "host path" in groups:
+        parts += _section("host path", [r for r in groups["host path"] if not r.provider.startswith("of a check")])
+    if "distributed gradients" in groups:
+        of_ranks = groups["distributed gradients"]
+        parts += _section("distributed gradients", [r for r in of_ranks if r.case == of_ranks[-1].case])
+    return "\n" + "\n".join([*parts, where(kept)]) + "\n" if parts else ""
+
+
+def _selected_lists(rows: list[Row]) -> list[Row]:
+    """Rows of a single tensor in every dtype, and of lists in their first; without lists that resemble another one."""
+    first = {row.case: row.dtype for row in reversed(rows)}
+    kept = [row for row in rows if row.tensors == 1 or row.dtype == first[row.case]]
+    alike = ("Llama 7B's", "transformer", "300 tensors", "5,000 tensors")
+    return [row for row in kept if not row.case.startswith(alike)]
+
+
+def lists(rows: Sequence[Row]) -> str:
+    """The time of a check, with the ratio to the fastest plain read, and of clips, torch's with that to gradstat's."""
+    fastest, lines = limits(rows, "wall time"), []
+    for key, found in _by_case(rows, "wall time").items():
+        limit, mine, clipped = (fastest.get(key), found.get(CLIP), found.get(CLIPPED))
+        bases = [(CHECK, limit), (CLIP, None), (TORCH_CLIP, mine), (CLIPPED, None), (TORCH_CLIPPED, clipped)]
+        lines.append([*key, _relative(limit, None), *(_relative(found.get(name), base) for name, base in bases)])
+    return grid(["gradients", "dtype", "plain read", CHECK, CLIP, TORCH_CLIP, CLIPPED, TORCH_CLIPPED], lines, 2)
+
+
+def selected_optimizer_steps(rows: Iterable[Row]) -> str:
+    """For docs/performance.md: steps of the longest list by an optimizer that can skip its step on the device."""
+    name, kept = STEP_CASES[-1].name, [row for row in rows_module.current(rows) if row.group == GROUP]
+    shown = [row for row in kept if row.case.split(SEPARATOR)[:2] == [name, OPTIMIZERS[0].name]]
+    if not shown:
+        return ""
+    brackets = "in brackets: ratio to a guarded step; ratio of passes"
+    parts = [f"From gradients of {name} to updated parameters, caches flushed ({brackets}):\n"]
+    parts += [optimizer_steps(shown, short=True), _ADAPTIVE_TITLE, adaptive_steps(shown, short=True), where(shown)]
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def summary(rows: Iterable[Row]) -> str:
+    """For the README: what each call adds to training steps, in a steady state if that was measured; maybe nothing."""
+    groups = _by_group(rows_module.current(rows))
+    step_rows = groups.get(STEADY) or groups.get("steps")
+    return "\n" + "\n".join([step_ranges(step_rows), where(step_rows)]) + "\n" if step_rows else ""

@@ -469,13 +469,11 @@ def test_what_is_recorded_is_what_is_shown(recorded: tuple[Path, str], tmp_path:
     assert {row.group for row in device} == set(suite.GROUPS) - {"counts"}
     assert all(row.device and row.versions and row.threads and row.time and row.run for row in device)
     assert tables.everything(device) in recorded[1]
-    assert "10,000 tensors of 64" in tables.everything(device, short=True)
+    assert "10,000 tensors of 64" in tables.selected(device)
     ratio = next(row for row in device if row.metric == "time ratio" and row.provider == "detect_anomaly")
     assert f" {100 * (ratio.value - 1):+.1f} % |" in tables.step_times([r for r in device if r.group == "steps"])
-    for shown in (tables.everything(device), tables.everything(device, short=True), tables.summary(device)):
-        assert ("tiny GPT" in shown) == (
-            shown != tables.everything(device, short=True)
-        )  # README.md has the training steps
+    for shown in (tables.everything(device), tables.selected(device), tables.summary(device)):
+        assert ("tiny GPT" in shown) == (shown != tables.selected(device))  # README.md has the training steps
         assert all(line.endswith("|") for line in shown.splitlines() if line.startswith("|"))
     drawn = plots.charts_of(device)
     assert set(drawn) == {
@@ -499,7 +497,8 @@ def test_what_a_time_limit_left_is_shown(recorded: tuple[Path, str], tmp_path: P
         cut_off = set(chosen.sample(sorted({call[:2] for call in calls}), 3))
         left_out = set(chosen.sample(calls, len(calls) // 3))
         kept = [r for r in device if (r.group, r.case) not in cut_off and (r.group, r.case, r.provider) not in left_out]
-        shown = "".join([tables.everything(kept), tables.everything(kept, short=True), tables.summary(kept)])
+        tabulated = (tables.everything, tables.selected, tables.selected_optimizer_steps, tables.summary)
+        shown = "".join(table(kept) for table in tabulated)
         assert all(line.endswith("|") for line in shown.splitlines() if line.startswith("|"))
         if seed < 3:
             for name, members in plots.charts_of(kept).items():

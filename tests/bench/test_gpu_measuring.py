@@ -1,4 +1,4 @@
-"""How calls are measured on a GPU, with a clock in its place: device time, launches, goals, published figures."""
+"""How calls are measured on a GPU, with a clock in its place: device time and launches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ from typing import Any
 import cases
 import counts
 import device_timing
-import goals
 import gpu_variants
 import optimizer_steps
 import pytest
@@ -17,14 +16,13 @@ import rows
 import suite
 import tables
 import torch
-from cases import CASES, Case
+from cases import Case
 from device_timing import interleaved
 from helpers import cuda_counts
 from helpers.exact import assert_rows_match
-from models import TRAININGS
 from torch.autograd import DeviceType
 
-from gradstat.bench import steps, timing
+from gradstat.bench import timing
 
 CPU = torch.device("cpu")
 
@@ -148,61 +146,6 @@ def test_counting_reaches_every_call_and_step(monkeypatch: pytest.MonkeyPatch) -
 def of_gpu(provider: str, case: str, value: float, metric: str = "wall time", **others: Any) -> rows.Row:
     about = {"group": "lists", "dtype": "float32", "bytes": 1 << 30, "device": "NVIDIA H100", "driver": "580"}
     return rows.Row(provider, case, metric, "us", value, **{**about, **others})
-
-
-def judged(*listed: rows.Row) -> dict[str, tuple[str, str]]:
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in goals.table(listed).splitlines()[2:]]
-    assert len(lines) == len(goals.GOALS)
-    return {what: (measured, met) for what, _, measured, met in lines}
-
-
-def test_without_rows_no_goal_is_met_or_missed() -> None:
-    assert set(judged().values()) == {("not yet measured", "")}
-
-
-def test_goals_are_judged_by_the_worst() -> None:
-    large = [
-        of_gpu(f"{cases.LIMIT} (sum)", "one", 100, "device time"),
-        of_gpu(f"{cases.LIMIT} (max)", "one", 95, "device time"),
-        of_gpu(cases.STATS, "one", 100, "device time"),
-        of_gpu(f"{cases.LIMIT} (sum)", "other", 90, "device time"),
-        of_gpu(cases.STATS, "other", 100, "device time"),
-        of_gpu(cases.STATS, "small", 1000, "device time", bytes=1 << 20),
-    ]
-    what = "share of a plain read's bandwidth, 256 MB and more of float32"
-    assert judged(*large[:3])[what] == ("0.95 (one)", "yes")
-    assert judged(*large)[what] == ("0.90 (other)", "no")
-    torchs = [of_gpu(cases.CLIP, "one", 10), of_gpu(cases.TORCH_CLIP, "one", 26)]
-    assert judged(*torchs)[goals.GOALS[-1].what] == ("2.60 (one, float32)", "yes")
-    training = goals.TRAININGS[0]
-    step = of_gpu(steps.CHECK_ASYNC, training, 1.004, "time ratio", group="steps")
-    assert judged(step)[f"gradstat.check_async in a step of {training}"] == ("0.40 %", "yes")
-    clipped = [of_gpu(cases.CLIPPED, cases.MIXED, value, dtype=name) for value, name in ((1400, "a"), (1600, "b"))]
-    assert judged(*clipped)[f"{cases.MIXED}, clipped"] == ("1,600 µs (b)", "no")
-
-
-def test_every_goal_has_a_case_that_is_measured_on_a_gpu() -> None:
-    listed = {case.name: case for case in CASES if "cuda" in case.devices and case.full}
-    assert {goals.RESNET, cases.MIXED, cases.LARGEST} <= set(listed)
-    large = {
-        rows.dtype_name(dtype)
-        for case in listed.values()
-        for dtype in case.dtypes
-        if cases.bytes_of(case.shapes(), dtype) >= goals.LARGE
-    }
-    assert {*goals._WIDE, *goals._FLOAT8} <= large
-    assert goals.TINY in {f"{count:,} tensors" for count in suite.TENSORS}
-    assert any(size >= goals.HUGE for size in suite.BYTES)
-    trainings = {training.name for training in TRAININGS if "cuda" in training.devices}
-    assert set(goals.TRAININGS) <= trainings
-
-
-def test_what_others_published_is_shown_as_theirs() -> None:
-    shown = tables.published([of_gpu(cases.CLIPPED, cases.LARGEST, 3000, dtype="bfloat16")])
-    assert "published by others, not measured here" in shown
-    assert " 3,000 µs | NeMo Automodel: 7.32 ms (H100); Transformer Engine: 7.89 ms (H100) |" in shown
-    assert tables.published([of_gpu(cases.CLIPPED, "other", 1)]) == ""
-    assert {each.case for each in cases.PUBLISHED} <= {case.name for case in CASES}
 
 
 def test_tables_of_a_device_leave_out_what_has_no_time_there() -> None:
