@@ -114,8 +114,7 @@ class Attachment(AutoHandle):
         super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
         if "replay" in options.policies:  # the monitor only requests a replay
             self.monitor._in_use.add("replay")
-        if options.runs_steps and self.monitor._replay_argument is not None:
-            self.monitor._replay_argument = ""
+        self.monitor._is_run = options.runs_steps
         # Checks of micro-batches, read only if something was found: `_checked` of the current step; `_history` of the
         # newest steps, each with its number and losses.
         self._checked: MicroBatches | None = None

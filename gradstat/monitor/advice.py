@@ -1,50 +1,76 @@
-"""Fits findings to a run: drops advice that it follows already or cannot follow, and adds shapes to ``group0.1``."""
+"""Remedies: advice to use something of gradstat, which is left out where a run uses it already or cannot.
+
+Also adds shapes to names such as ``group0.1`` in the texts of findings.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_uninitialized
 from gradstat._core.text import printable
 from gradstat.monitor.findings import Finding
 
-FUNCTION = ", replay=step_fn"
-"""The argument that texts of advice name beside ``on_anomaly='replay'``."""
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
 
 
-_HOW = r"on_anomaly='replay', replay=step_fn( \(arguments of the monitor\))?"
-_FOLLOWED = {
-    "replay": re.compile(rf"(; |\. )?{_HOW} names .*|{_HOW}: "),
-    "skip": re.compile(r".*(on_anomaly=\{'nonfinite-gradient': 'skip'\}|gradstat\.guarded_step).*"),
-    "rollback": re.compile(r"(, or|:) on_anomaly='rollback'"),
-    "activations": re.compile(r": gradstat\.Monitor\(model, watch=\{'activations': 10\}\)"),
-    "clip": re.compile(r"clip: gradstat\.clip_grad_norm_.*|clip gradients(; |, or )"),
-}
-"""For each thing that a run may do already, the part of an advice that asks for it. Advice left empty is dropped."""
+class Remedy(str):
+    """An advice to use something.
+
+    Attributes:
+        uses: What it is: ``"replay"``, ``"skip"``, ``"rollback"``, ``"activations"`` or ``"clip"``.
+        where_run: The advice where the steps are run by a framework, so that a replay needs no function.
+        otherwise: The advice where ``uses`` cannot be used; empty for none.
+    """
+
+    uses: str
+    where_run: str
+    otherwise: str
+
+    def __new__(cls, text: str, uses: str, where_run: str = "", otherwise: str = "") -> Self:
+        made = super().__new__(cls, text)
+        made.uses, made.where_run, made.otherwise = uses, where_run or text, otherwise
+        return made
+
+
+def replay(does: str, otherwise: str = "") -> Remedy:
+    """The remedy to replay the step, which ``does`` something."""
+    text = f"on_anomaly='replay', replay=step_fn (arguments of the monitor) {does}"
+    return Remedy(text, "replay", f"on_anomaly='replay' {does}", otherwise)
+
+
+FIRST_MODULE = "watch={'activations': 1} names the first module whose output is not finite"
+SKIP = Remedy("skip such steps: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step", "skip")
+CLIP = Remedy("clip gradients", "clip")
 
 
 def fitted(
     finding: Finding,
     named_parameters: Callable[[], NamedParameters],
-    replay_argument: str | None,
-    in_use: Iterable[str] = (),
+    in_use: Collection[str],
+    not_usable: Collection[str] = (),
+    is_run: bool = False,
 ) -> Finding:
-    """The finding for a run that trains ``named_parameters()``, where the policy ``"replay"`` needs that argument.
+    """The finding for a run that trains ``named_parameters()``.
 
-    An empty argument means that it needs none, None that it cannot be used. ``in_use`` are keys of `_FOLLOWED`.
+    ``in_use`` and ``not_usable`` are values of `Remedy.uses`. ``is_run`` says that a framework runs the steps.
     """
-    advice = finding.advice
-    for key in in_use:
-        advice = tuple(left for one in advice if (left := _FOLLOWED[key].sub("", one)))
-    if advice != finding.advice:
-        finding = replace(finding, advice=advice)
-    if replay_argument != FUNCTION:
-        finding = replace(finding, advice=tuple(_feasible(finding.advice, replay_argument is not None)))
+    advice = []
+    for one in finding.advice:
+        if isinstance(one, Remedy):
+            if one.uses in in_use:
+                continue
+            one = one.otherwise if one.uses in not_usable else one.where_run if is_run else str(one)
+        if one:
+            advice.append(one)
+    finding = replace(finding, advice=tuple(advice))
     if not _POSITIONAL.search(finding.text):
         return finding
     named = named_parameters()
@@ -52,20 +78,6 @@ def fitted(
     shapes = {name: list(parameter.shape) for name, parameter in pairs if not is_uninitialized(parameter)}
     text = _POSITIONAL.sub(lambda m: f"{m[0]} {shapes[m[0]]}" if m[0] in shapes else m[0], finding.text)
     return replace(finding, text=text)
-
-
-def _feasible(advice: Iterable[str], replays: bool) -> Iterator[str]:
-    """``advice`` without the function argument if ``replays``, else without the policy ``"replay"``."""
-    for one in advice:
-        before, policy, after = one.partition("on_anomaly='replay'")
-        if not policy:
-            yield one
-        elif replays:
-            yield before + policy + after.removeprefix(FUNCTION).removeprefix(" (arguments of the monitor)")
-        elif before:
-            yield before.rstrip(".; ")
-        elif "names" in after:
-            yield "watch={'activations': 1} names the first module whose output is not finite"
 
 
 def causes_and_advice(finding: Finding) -> str:

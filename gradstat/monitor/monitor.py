@@ -32,7 +32,7 @@ from gradstat.backward_step import handle_of
 from gradstat.guard import SpikeGuard, remember_guard
 from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
-from gradstat.monitor.advice import FUNCTION, causes_and_advice, fitted
+from gradstat.monitor.advice import causes_and_advice, fitted
 from gradstat.monitor.arguments import (
     check_arguments,
     check_engine_options,
@@ -192,9 +192,8 @@ class Monitor:
         self._replayed, self._replayed_step = "", -1
         self._is_stepped_by_user = True
         self._why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
-        self._replay_argument: str | None = (
-            FUNCTION if engine is None else None
-        )  # the argument that `"replay"` needs; None if it cannot be used
+        # A framework runs the steps, so that the policy "replay" needs no function.
+        self._is_run = False
         self._pending: deque[Pending] = deque()
         self._last_state_check = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
         self._saved = self._last_replay = -_QUIET
@@ -209,7 +208,8 @@ class Monitor:
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
-        # Remedies that the run uses already, so that advice leaves them out; skips are known later.
+        # Remedies that the run uses already or cannot use, so that advice leaves them out; skips are known later.
+        self._not_usable = {"replay"} if engine is not None else set()
         self._in_use = {policy for policy in ("replay", "rollback") if self._policies.uses(policy)}
         self._in_use |= {"activations"} if self._periods["activations"] else set()
         self._in_use |= {"clip"} if limit is not None else set()
@@ -534,7 +534,7 @@ class Monitor:
         in_use = [*self._in_use, *["skip"] * bool(run.skipped_by)]
         window = self._log.close(run)
         findings = [
-            fitted(one, self._trained.named_parameters, self._replay_argument, in_use)
+            fitted(one, self._trained.named_parameters, in_use, self._not_usable, self._is_run)
             for one in self._rules.review(window)
         ]
         self.findings += findings

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 import gradstat
 from gradstat.monitor import RULES, Finding
-from gradstat.monitor.advice import _FOLLOWED, fitted
+from gradstat.monitor.advice import Remedy, fitted
 
 RECORD = {"error": "record", "warning": "record"}
 
@@ -108,17 +108,39 @@ def test_a_replay_is_not_advised_to_who_replays() -> None:
     assert len(found.advice) == 2
 
 
-@pytest.mark.parametrize("key", list(_FOLLOWED))
-def test_each_part_that_may_be_left_out_is_in_some_advice_and_leaves_whole_sentences(key: str) -> None:
-    every = [one for kind in RULES for one in kind.advice]
-    changed = 0
-    for one in every:
-        finding = Finding("x", "error", 0, "x", {}, advice=(one,))
-        (left,) = fitted(finding, lambda: pytest.fail("not asked"), ", replay=step_fn", [key]).advice or ("",)
-        changed += left != one
-        assert left == left.strip(" ;,.:")
-        assert {"replay": "replay'", "rollback": "rollback", "skip": "'skip'"}.get(key, "no such") not in left
-    assert changed
+REMEDIES = {one for kind in RULES for one in kind.advice if isinstance(one, Remedy)}
+
+
+def fitted_to(advice: tuple[str, ...], *arguments: Any) -> tuple[str, ...]:
+    finding = Finding("x", "error", 0, "x", {}, advice=("first", *advice))
+    _, *left = fitted(finding, lambda: pytest.fail("not asked"), *arguments).advice
+    assert {type(one) for one in left} <= {str}
+    return tuple(left)
+
+
+@pytest.mark.parametrize("remedy", sorted(REMEDIES))
+def test_a_remedy_is_left_out_where_it_is_used_and_replaced_where_it_cannot_be(remedy: Remedy) -> None:
+    words = {
+        "replay": "'replay'",
+        "skip": "'skip'",
+        "rollback": "'rollback'",
+        "activations": "activations",
+        "clip": "clip",
+    }
+    assert words[remedy.uses] in remedy
+    others = words.keys() - {remedy.uses}
+    assert fitted_to((remedy,), others, others) == (remedy,)
+    assert fitted_to((remedy,), {remedy.uses}) == ()
+    assert fitted_to((remedy,), (), {remedy.uses}) == ((remedy.otherwise,) if remedy.otherwise else ())
+    (where_run,) = fitted_to((remedy,), (), (), True)
+    assert "step_fn" not in where_run
+    assert words[remedy.uses] in where_run
+
+
+def test_every_advice_that_names_something_of_gradstat_is_a_remedy() -> None:
+    assert {one.uses for one in REMEDIES} == {"replay", "skip", "rollback", "activations", "clip"}
+    plain = [one for kind in RULES for one in kind.advice if not isinstance(one, Remedy)]
+    assert not [one for one in plain if "on_anomaly" in one or "clip gradients" in one or "step_fn" in one]
 
 
 @pytest.mark.parametrize("how", ["on_anomaly", "scaler", "nothing"])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.text import nan_and_inf
+from gradstat.monitor.advice import FIRST_MODULE, SKIP, Remedy, replay
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import INPUT_KINDS, STATE, kind_of
 from gradstat.monitor.rows import Rows, Window
@@ -132,9 +133,9 @@ class NonfiniteGradient(Rule):
         "a learning rate so high that the last updates were far too large",
     )
     advice = (
-        "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation and its source line",
+        replay("names the operation and its source line", otherwise=FIRST_MODULE),
         "guard the operation: add eps inside sqrt and log, clamp before exp, divide by x.norm().clamp_min(eps)",
-        "skip such steps: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
+        SKIP,
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -205,7 +206,7 @@ class NonfiniteLoss(Rule):
         "parameters that have not been finite since an earlier step",
     )
     advice = (
-        "on_anomaly='replay', replay=step_fn (arguments of the monitor) names the operation that produced it",
+        replay("names the operation that produced it", otherwise=FIRST_MODULE),
         "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
     )
 
@@ -242,7 +243,7 @@ class LostLoss(Rule):
     advice = (
         "stop and go back to a checkpoint from before the first of these steps",
         "lower the learning rate, or skip the batches",
-        "prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite",
+        Remedy("prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite", "skip"),
     )
 
     def __init__(self, in_a_row: int = 3) -> None:
@@ -293,8 +294,9 @@ class NonfiniteParameter(_NonfiniteTensor):
         "memory that was overwritten, or a checkpoint that had NaN or Inf when it was loaded",
     )
     advice = (
-        "go back to a checkpoint from before this step, or on_anomaly='rollback'",
-        "skip steps with nonfinite gradients: on_anomaly={'nonfinite-gradient': 'skip'} or gradstat.guarded_step",
+        "go back to a checkpoint from before this step",
+        Remedy("on_anomaly='rollback' goes back to a step before", "rollback"),
+        SKIP,
     )
 
 
@@ -336,7 +338,7 @@ class NonfiniteActivation(_NonfiniteTensor):
     causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
     advice = (
         "look at this module's inputs and weights",
-        "on_anomaly='replay', replay=step_fn names the operation",
+        replay("names the operation"),
         "in float16, run it in float32: torch.autocast(..., enabled=False)",
     )
 
@@ -353,7 +355,7 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
     )
     advice = (
         "clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint",
-        "skip steps with nonfinite gradients: gradstat.guarded_step",
+        SKIP,
     )
 
 
@@ -376,7 +378,7 @@ class SporadicNonfinite(Rule):
     )
     advice = (
         "run the same steps from a checkpoint on another device, and diagnostics of GPU and memory on this one",
-        "on_anomaly='replay', replay=step_fn: if the replay is clean, the step itself is not at fault",
+        replay("tells whether the step itself is at fault: if the replay is clean, it is not"),
         "switch off custom kernels and torch.compile one by one",
     )
     _state_checks: ClassVar[StateChecks] = {

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gradstat.monitor.advice import Remedy
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
 from gradstat.monitor.rules.base import (
@@ -38,7 +39,7 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
         "a recurrent or very deep model without normalisation or clipping",
     )
     advice = (
-        "clip: gradstat.clip_grad_norm_, or gradstat.AutoClip if no limit is known",
+        Remedy("clip: gradstat.clip_grad_norm_, or gradstat.AutoClip if no limit is known", "clip"),
         "lower the learning rate or lengthen the warm-up",
         "look at the batch of that step",
     )
@@ -264,7 +265,7 @@ class DeadGradient(_AbsentGradientRule):
         "a parameter whose result is not used, or only inside a branch that is not taken",
     )
     advice = (
-        "look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})",
+        Remedy("look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})", "activations"),
         "try a smaller learning rate, another initialisation, LeakyReLU or GELU",
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from gradstat.monitor.advice import replay
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Floats, Rows, Window
 from gradstat.monitor.rules.base import Episodes, LastingRule, Rule
@@ -84,7 +85,8 @@ class LossScale(Rule):
         "a learning rate so high that parameters diverged",
     )
     advice = (
-        "look for NaN: lowering the scale does not help. on_anomaly='replay', replay=step_fn names the operation",
+        "look for NaN: lowering the scale does not help",
+        replay("names the operation"),
         "train in bfloat16, which needs no scale, or keep the part that overflows in float32",
     )
 

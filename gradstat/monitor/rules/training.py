@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
+from gradstat.monitor.advice import CLIP
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import LOGITS
 from gradstat.monitor.rows import Floats, Observation, Window, rate_name
@@ -43,7 +44,7 @@ class LossSpike(SpikeRule):
     )
     advice = (
         "look at that batch, and at the learning rate at that step",
-        "clip gradients",
+        CLIP,
         "lower the learning rate",
         "for Adam, lower beta2, so that the second moment reacts sooner",
         "if it does not come down again, go back to a checkpoint from before and skip those batches",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradstat import _fields
+from gradstat.monitor.advice import CLIP, Remedy
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Rows, Window
 from gradstat.monitor.rules.base import (
@@ -50,7 +51,7 @@ class GradientWeightRatio(Rule):
         "weights initialised far too small or too large for the loss at hand",
         "a loss that is summed instead of averaged, or scaled",
     )
-    advice = ("look at the initialisation of that weight", "clip gradients, or give the weight its own learning rate")
+    advice = ("look at the initialisation of that weight", CLIP, "give the weight its own learning rate")
 
     def __init__(self, std_ratio: float = 1000.0, norm_ratio: float = 1e-5, in_a_row: int = 5, long: int = 500) -> None:
         self.std_ratio, self.norm_ratio, self.in_a_row, self.long = std_ratio, norm_ratio, in_a_row, long
@@ -174,7 +175,7 @@ class ParameterJump(Rule):
     advice = (
         "compare with the last checkpoint",
         "if a single element jumped, suspect the hardware",
-        "go back to the checkpoint: on_anomaly='rollback'",
+        Remedy("go back to the checkpoint: on_anomaly='rollback'", "rollback"),
     )
 
     def __init__(
