@@ -59,8 +59,8 @@ class Part:
 
 # Test modules with tests on a GPU, except test_gpu_costs, which measures free memory and runs alone.
 ON_A_DEVICE = (
-    "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "every_clip", "fuzz", "guard",
-    "host_path", "life_threads", "multiply", "noise_scale", "ops", "replay_state", "short_set", "step",
+    "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "decide", "every_clip", "fuzz",
+    "guard", "host_path", "life_threads", "multiply", "noise_scale", "ops", "replay_state", "short_set", "step",
     "step_in_backward", "streams", "total_norm", "triton", "update",
 )  # fmt: skip
 WORKERS = min(8, os.cpu_count() or 1)

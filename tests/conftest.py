@@ -78,13 +78,21 @@ def _stop_watching() -> Iterator[None]:
         automatic.torch_calls.leave(None)
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda pair: "-".join(pair))
+@pytest.fixture(params=BACKENDS, ids="-".join)
 def where(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """A backend and the device to run it on."""
+    """A backend and the device to run it on: the one way for a test to ask for a backend that not every device has."""
     backend: tuple[str, str] = request.param
-    if backend in (("emulated", "cpu"), TRITON_ON_CPU):
-        request.getfixturevalue({"emulated": "emulated", "triton": "short_chunks"}[backend[0]])
+    fixtures = {("emulated", "cpu"): "emulated", ("dispatched", "cpu"): "dispatched", TRITON_ON_CPU: "short_chunks"}
+    if backend in fixtures:
+        request.getfixturevalue(fixtures[backend])
     return backend
+
+
+@pytest.fixture
+def kernels(where: tuple[str, str]) -> Kernels:
+    from gradstat._core import backends
+
+    return backends.resolve(*where)
 
 
 @functools.cache
@@ -146,14 +154,27 @@ def emulated_kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
     return EmulatedKernels(kernels_on_host, device=CudaDevice(kernels_on_host, PTX))
 
 
+def _registered(name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    from gradstat._core import backends
+
+    entry = backends.Backend(frozenset({"none"}), frozenset({"cpu"}), lambda _: kernels)
+    monkeypatch.setitem(backends.REGISTRY, name, entry)
+    return backends.resolve(name, "cpu")
+
+
 @pytest.fixture
 def emulated(emulated_kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The CUDA kernels on the CPU (tests/helpers/cuda_on_cpu.py), as a backend during a test."""
-    from gradstat._core import backends
+    return _registered("emulated", emulated_kernels, monkeypatch)
 
-    entry = backends.Backend(frozenset({"none"}), frozenset({"cpu"}), lambda _: emulated_kernels)
-    monkeypatch.setitem(backends.REGISTRY, "emulated", entry)
-    return backends.resolve("emulated", "cpu")
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """The native kernels through torch's dispatcher only, as a backend during a test."""
+    from gradstat._core import backends, native
+
+    native.load_cpu()
+    return _registered("dispatched", backends.NativeKernels(None), monkeypatch)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=DEVICES)

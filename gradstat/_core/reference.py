@@ -54,12 +54,17 @@ def scale_(tensors: list[Tensor], multipliers: Tensor) -> None:
     """Multiplies every tensor in place: all by a 0-d float64 tensor on their device, or each by its own element.
 
     Dtypes narrower than float64 are multiplied in float32, by the multiplier rounded to float32; complex tensors as
-    pairs of reals.
+    pairs of reals. A product that is infinite or too large for the dtype becomes infinite. In float8 types without
+    infinity it becomes the largest number (float8_e4m3fn) or NaN (fnuz).
     """
     for tensor, multiplier in zip(tensors, multipliers.expand(len(tensors)), strict=True):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = torch.float64 if real.dtype == torch.float64 else torch.float32
-        real.copy_(real.to(wide) * multiplier.to(wide))
+        product = real.to(wide) * multiplier.to(wide)
+        if real.dtype == torch.float8_e4m3fn:  # torch 2.10 and 2.11 convert what is too large to NaN
+            largest = torch.finfo(real.dtype).max
+            product = product.clamp(-largest, largest)
+        real.copy_(product)
 
 
 def update_sums(operands: list[Tensor], formulas: list[int], coefficients: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.cuda_counts import Operations
-from helpers.devices import kernels_on_the_cpu
+from helpers.devices import DECIDING
 from helpers.processes_forked import Forks
 from helpers.random_arguments import AROUND, NUMBERS, without_memory
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradstat._core import backends
 from gradstat._core.backends import Kernels
 from gradstat.adaptive import AdaptiveClip
 
-kernels = pytest.fixture(params=["native", "triton", "emulated"])(kernels_on_the_cpu)
+BY_KERNELS = [where for where in DECIDING if where[0] != "reference"]
 
 
 def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:
@@ -52,22 +52,24 @@ def norms(steps: int) -> list[float]:
         lambda: ZClip(1.0, 0.5, 2, "mean", 1.1),
     ],
 )
-def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels) -> None:
-    ours, theirs, reference = make(), make(), backends.resolve("reference", "cpu")
+@pytest.mark.parametrize("where", BY_KERNELS, indirect=True, ids="-".join)
+def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels, where: tuple[str, str]) -> None:
+    ours, theirs, reference = make(), make(), backends.resolve("reference", where[1])
     decisions = []
     for step, norm in enumerate(norms(300)):
-        given = torch.tensor(norm, dtype=torch.float64)
-        skip = torch.tensor(float(step % 11 == 5))
+        given = torch.tensor(norm, dtype=torch.float64, device=where[1])
+        skip = torch.tensor(float(step % 11 == 5), device=where[1])
         decisions.append((ours._decide(kernels, given, skip=skip), theirs._decide(reference, given, skip=skip)))
     assert_alike(ours, theirs, decisions)
     assert sum(own[0] < 1 for own, _ in decisions) > 10 or "percentile=100" in repr(ours)
 
 
-def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels) -> None:
+@pytest.mark.parametrize("where", DECIDING, indirect=True, ids="-".join)
+def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels, where: tuple[str, str]) -> None:
     """Against numpy.percentile, for a window that has wrapped around."""
     window, kept = 2500, norms(6000)
     clip = AutoClip(90, window)
-    clip._decide(kernels, torch.tensor(1.0, dtype=torch.float64))
+    clip._decide(kernels, torch.tensor(1.0, dtype=torch.float64, device=where[1]))
     held = [norm for norm in kept if math.isfinite(norm)][: window + 700]
     clip.load_state_dict(
         {
@@ -80,26 +82,29 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels) -
         }
     )
     expected = np.percentile([*held[-700:], 1e9, *held[701:window]], 90)
-    multiplier = clip._decide(kernels, torch.tensor(1e9, dtype=torch.float64))[0]
+    multiplier = clip._decide(kernels, torch.tensor(1e9, dtype=torch.float64, device=where[1]))[0]
     assert multiplier.item() == pytest.approx(expected / 1e9, rel=1e-12)
 
 
+@pytest.mark.parametrize("where", BY_KERNELS, indirect=True, ids="-".join)
 @pytest.mark.parametrize("factor", [None, 0.25])
 @pytest.mark.parametrize("count", [1, 40, 700])
 @pytest.mark.parametrize("make", [lambda: AdaGC(warmup=3, absolute=20.0), lambda: AdaGC(warmup=0), lambda: AGC(0.3)])
-def test_the_same_rows_give_the_same_decisions(make: Any, count: int, factor: float | None, kernels: Kernels) -> None:
-    ours, theirs, reference = make(), make(), backends.resolve("reference", "cpu")
-    by = None if factor is None else torch.tensor(factor)
+def test_the_same_rows_give_the_same_decisions(
+    make: Any, count: int, factor: float | None, kernels: Kernels, where: tuple[str, str]
+) -> None:
+    ours, theirs, reference = make(), make(), backends.resolve("reference", where[1])
+    by = None if factor is None else torch.tensor(factor, device=where[1])
     decisions = []
     for step in range(9):
         generator = torch.Generator().manual_seed(step)
         gradients = [torch.randn(3, generator=generator) * (1 + step % 3) for _ in range(count)]
         gradients[step % count][:] = [0.0, math.nan, 1.0, math.inf][step % 4]
-        table = gradstat.stats(gradients)
+        table = gradstat.stats(gradients).to(where[1])
         weights = None
         if isinstance(ours, AGC):
-            weights = gradstat.stats([torch.randn(4, generator=generator) for _ in range(count)])
-        skip = torch.tensor(float(step == 6))
+            weights = gradstat.stats([torch.randn(4, generator=generator) for _ in range(count)]).to(where[1])
+        skip = torch.tensor(float(step == 6), device=where[1])
         decided = [clip._decide(by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
         decisions.append((decided[0], decided[1]))
     assert_alike(ours, theirs, decisions)

@@ -19,20 +19,18 @@ FUSED = ("native", "emulated")  # the backends that multiply and measure in one 
 FACTORS = [3.7, 2.0**-16, 1.0, math.nan, math.inf]
 
 
-@pytest.fixture
-def kernels(where: tuple[str, str]) -> Kernels:
-    return backends.resolve(*where)
-
-
-BY_DTYPE = pytest.mark.parametrize(
-    ("where", "dtype"),
-    [
+def in_every_backend(dtypes: list[torch.dtype]) -> pytest.MarkDecorator:
+    """Parametrizes by backend and dtype. Triton does not multiply float8."""
+    cases = [
         pytest.param(where, dtype, id=f"{where[0]}-{where[1]}-{dtype}")
         for where in BACKENDS
-        for dtype in [*REAL, *COMPLEX, *([] if where[0] == "triton" else FLOAT8)]
-    ],
-    indirect=["where"],
-)
+        for dtype in dtypes
+        if where[0] != "triton" or dtype not in FLOAT8
+    ]
+    return pytest.mark.parametrize(("where", "dtype"), cases, indirect=["where"])
+
+
+BY_DTYPE = in_every_backend([*REAL, *COMPLEX, *FLOAT8])
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -172,6 +170,43 @@ def test_a_tensor_listed_again_is_scaled_by_each_multiplier(kernels: Kernels, wh
     kernels.scale_each_([x, empty, y, x, x, y], multipliers_of([2, 9, 3, 1, 5, 7], where[1]))
     assert (x[0], y[0]) == (10, 21)
     assert x.unique().numel() == y.unique().numel() == 1
+
+
+# Products that are too large for 8 bits ------------------------------------------------------------------------
+
+# The smallest magnitude that would round to a number above the largest, and what it becomes.
+TOO_LARGE = {
+    torch.float8_e4m3fn: (464.0, 448.0),
+    torch.float8_e5m2: (61440.0, math.inf),
+    torch.float8_e4m3fnuz: (248.0, math.nan),
+    torch.float8_e5m2fnuz: (61440.0, math.nan),
+}
+
+
+@in_every_backend(FLOAT8)
+def test_float8_beyond_the_largest_number(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
+    """Every code, of which one is 1.0, by every kind of multiplier. To the bit, but for the payload of NaN."""
+    limit, becomes = TOO_LARGE[dtype]
+    codes = torch.arange(256, dtype=torch.uint8, device=where[1])
+    around = torch.tensor(limit).nextafter(torch.tensor([0.0, math.inf])).tolist()
+    for by in [*around, limit, -limit, 1.03, -1.03, 3.7, -(2.0**120), 1e39, math.inf, -math.inf, math.nan, -0.0]:
+        tensors = [x.view(dtype) for x in (codes, codes.repeat(20)[3:], codes.reshape(4, 64))]
+        expected = []
+        for tensor in tensors:
+            exact = tensor.float() * factor_of(by, where[1])
+            too_large = torch.full_like(exact, becomes).copysign(exact)
+            expected.append(torch.where(exact.abs() >= limit, too_large, exact).to(dtype))
+        units = multipliers_of([by] * (1 + 1 + 4), where[1])
+        for multiply in (
+            lambda given, by=by: kernels.unscale_(given, factor_of(by, where[1])),
+            lambda given, by=by: kernels.scale_each_(given, multipliers_of([by] * len(given), where[1])),
+            lambda given, units=units: kernels.scale_units_(given, units),
+        ):
+            given = [apart(tensor) for tensor in tensors]
+            multiply(given)
+            for got, wanted in zip(given, expected, strict=True):
+                same = got.view(torch.uint8) == wanted.view(torch.uint8)
+                assert (same | (got.float().isnan() & wanted.float().isnan())).all(), by
 
 
 # Units ---------------------------------------------------------------------------------------------------------

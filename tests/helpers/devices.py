@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from gradstat._core.backends import Kernels
-
 HAS_CUDA = torch.cuda.is_available()
 # An architecture, such as 90: on the CPU, kernels then run from the PTX that nvcc and Triton generate for it.
 PTX = int(os.environ.get("GRADSTAT_PTX", "0"))
@@ -34,20 +32,14 @@ BACKENDS = [("reference", "cpu"), ("native", "cpu"), ("emulated", "cpu")] + (
 )
 
 
+# Every way to decide about clips and guards, also the native one through torch's dispatcher only. Triton decides as the
+# reference, in plain torch.
+DECIDING = [*(where for where in BACKENDS if where[0] != "triton"), ("dispatched", "cpu")]
+
+
 def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:
     """All items, or about ``most`` of them for Triton's interpreter."""
     return items[:: max(len(items) // most, 1)] if where == INTERPRETED else items
-
-
-def kernels_on_the_cpu(request: pytest.FixtureRequest) -> Kernels:
-    """For fixtures parametrized by backend names; "dispatched": the native backend through torch's dispatcher only."""
-    from gradstat._core import backends
-
-    if request.param == "dispatched":
-        return backends.NativeKernels(None)  # type: ignore[arg-type]
-    if request.param in ("emulated", "triton"):
-        request.getfixturevalue({"emulated": "emulated", "triton": "triton_from_ptx"}[request.param])
-    return backends.resolve(request.param, "cpu")
 
 
 def skip_unless_fused(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str) -> None:

@@ -152,6 +152,6 @@ def rounded_product(values: Tensor, multipliers: Tensor, dtype: torch.dtype) -> 
     """Real values times multipliers as torch computes them: in float64 for float64, else in float32, then rounded."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     multiplied = values.to(wide) * multipliers.to(wide)
-    if dtype == torch.float8_e4m3fn:  # torch 2.10 returns NaN for values that are too large
+    if dtype == torch.float8_e4m3fn:  # torch 2.10 and 2.11 return NaN for values that are too large
         multiplied = multiplied.clamp(-448.0, 448.0)
     return multiplied.to(dtype)

@@ -5,6 +5,7 @@ import math
 import pickle
 import statistics
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,18 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.cuda_counts import NoSync
-from helpers.devices import kernels_on_the_cpu
+from helpers.devices import DECIDING
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
 
 import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
 from gradstat._core import backends, norms
-from gradstat._core.backends import Kernels
 from gradstat.distributed.layouts import batch, make_layout
 from gradstat.integrations import loggers as log
 
-kernels = pytest.fixture(params=["native", "dispatched", "triton", "reference", "emulated"])(kernels_on_the_cpu)
+deciding = pytest.mark.parametrize("where", DECIDING, indirect=True, ids="-".join)
 
 
 # The rules in plain Python, and series of values --------------------------------------------------------------------
@@ -99,28 +99,32 @@ GUARDS: list[tuple[Any, Any]] = [
 ]
 
 
-def judge(guard: SpikeGuard, kernels: Kernels, values: list[float | None], bad: bool = False) -> tuple[Tensor, Tensor]:
+def judge(
+    guard: SpikeGuard, where: tuple[str, str], values: Sequence[float | Tensor | None], bad: bool = False
+) -> tuple[Tensor, Tensor]:
     """Decides about a step; returns the decision and the step's numbers."""
-    loss, norm, update = (None if value is None else torch.tensor(value) for value in values)
+    device = where[1]
+    loss, norm, update = (None if value is None else torch.as_tensor(value, device=device) for value in values)
     assert norm is not None
-    numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64)
-    verdict = torch.tensor([float(bad), 2.0, 8.0])
-    return guard._decide(kernels, norms.Scaling(numbers), verdict, loss, update, None, ()), numbers
+    numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64, device=device)
+    verdict = torch.tensor([float(bad), 2.0, 8.0], device=device)
+    return guard._decide(backends.resolve(*where), norms.Scaling(numbers), verdict, loss, update, None, ()), numbers
 
 
+@deciding
 @pytest.mark.parametrize(("make", "rule"), GUARDS, ids=[repr(make()) for make, _ in GUARDS])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, seed: int, kernels: Kernels) -> None:
+def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, seed: int, where: tuple[str, str]) -> None:
     guard, expected = make(), rule()
     reasons = []
     for step, values in enumerate(series(160, seed)):
         bad = step % 50 == 7
-        decided, numbers = judge(guard, kernels, values, bad)
+        decided, numbers = judge(guard, where, values, bad)
         reasons.append(("nonfinite",) if bad else expected.judge(values))
         bits = sum(2 ** ("nonfinite", "loss", "norm", "update").index(reason) for reason in reasons[-1])
         assert decided.tolist() == [float(bool(reasons[-1])), 2.0, 8.0, float(bits)], step
         assert numbers.tolist() == [0.5, np.float32(values[1])]
-        counts = guard.read()
+        counts = guard.read(wait=True)
         assert counts.reasons == reasons[-1]
         assert counts.consecutive_refused == expected.in_a_row
     flat = [reason for each in reasons for reason in each]
@@ -130,7 +134,8 @@ def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, see
     assert counts.steps == 160
 
 
-def test_limits_hold_from_the_first_step_and_in_a_row(kernels: Kernels) -> None:
+@deciding
+def test_limits_hold_from_the_first_step_and_in_a_row(where: tuple[str, str]) -> None:
     guard = SpikeGuard(max_norm=2.0, max_loss=-1.0, max_update=0.5, max_consecutive=1)
     for values, why in (
         ([-2.0, 2.0, 0.5], 0),
@@ -139,33 +144,30 @@ def test_limits_hold_from_the_first_step_and_in_a_row(kernels: Kernels) -> None:
         ([-0.5, 1.0, 0.5], 2),
         ([-2.0, 1.0, 0.5], 0),
     ):
-        assert judge(guard, kernels, cast(Any, values))[0][3] == why
+        assert judge(guard, where, values)[0][3] == why
 
 
-def test_a_refused_step_can_be_scaled_down_but_if_the_update_alone_stands_out(kernels: Kernels) -> None:
+@deciding
+def test_a_refused_step_can_be_scaled_down_but_if_the_update_alone_stands_out(where: tuple[str, str]) -> None:
     guard = SpikeGuard(scale=0.25, max_norm=2.0, max_update=1.0)
     for norm, update, decided, multiplier in (
         (3.0, None, [0.0, 8.0, 8.0, 4.0], 0.125),
         (3.0, 2.0, [0.0, 8.0, 8.0, 12.0], 0.125),
         (1.0, 2.0, [1.0, 2.0, 8.0, 8.0], 0.5),
     ):
-        found, numbers = judge(guard, kernels, [None, norm, update])
+        found, numbers = judge(guard, where, [None, norm, update])
         assert found.tolist() == decided
         assert numbers.tolist() == [multiplier, norm]
-    assert judge(guard, kernels, [math.nan, 1.0, None])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
+    assert judge(guard, where, [math.nan, 1.0, None])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", ["native", "reference"])
-def test_losses_of_any_type_are_read(dtype: torch.dtype, backend: str) -> None:
+@pytest.mark.parametrize("where", [pair for pair in DECIDING if pair[0] != "emulated"], indirect=True, ids="-".join)
+def test_losses_of_any_type_are_read(dtype: torch.dtype, where: tuple[str, str]) -> None:
     guard = SpikeGuard(max_loss=1.5)
     for loss, skip in ((1.5, 0), (1.625, 1), (-3.0, 0)):
-        numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
         given = torch.full((1,), loss, dtype=dtype)
-        assert (
-            guard._decide(backends.resolve(backend, "cpu"), norms.Scaling(numbers), verdict, given, None, None, ())[0]
-            == skip
-        )
+        assert judge(guard, where, [given, 1.0, None])[0][0] == skip
 
 
 # Steps --------------------------------------------------------------------------------------------------------
@@ -325,18 +327,18 @@ def test_neither_a_guarded_step_nor_its_state_waits_for_the_device(monkeypatch: 
 
 @pytest.mark.parametrize("make", [SpikeGuard, SpikeGuard.sigma])
 def test_a_saved_guard_continues_identically(make: Any, tmp_path: Any) -> None:
-    first, kernels = make(window=12), backends.resolve(None, "cpu")
+    first, where = make(window=12), ("native", "cpu")
     values = series(60, 1)
     for each in values[:30]:
-        judge(first, kernels, each)
+        judge(first, where, each)
     address = first.reason.data_ptr()
     torch.save(first.state_dict(), tmp_path / "guard.pt")
     state = torch.load(tmp_path / "guard.pt", weights_only=True)
     second, copied, pickled = make(window=12), copy.deepcopy(first), pickle.loads(pickle.dumps(first))
     second.load_state_dict(state)
-    expected = [judge(first, kernels, each)[0] for each in values[30:]]
+    expected = [judge(first, where, each)[0] for each in values[30:]]
     for guard in (second, copied, pickled):
-        assert all(map(torch.equal, [judge(guard, kernels, each)[0] for each in values[30:]], expected))
+        assert all(map(torch.equal, [judge(guard, where, each)[0] for each in values[30:]], expected))
         assert guard.read(wait=True) == first.read(wait=True)
     first.load_state_dict(state)
     assert first.reason.data_ptr() == address, "a captured graph writes to the memory it was captured with"
