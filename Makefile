@@ -125,7 +125,7 @@ wheel: $(VENV)/.for-test ## Build the sdist and the wheel (one for every Python 
 
 .PHONY: matrix
 matrix: wheel $(VENV)/.for-dev ## Try the wheel with every Python and torch this machine can install; an hour, gigabytes
-	$(BIN)/python tools/matrix.py dist/*.whl --write
+	$(BIN)/nox -f tools/noxfile.py -t usual -- dist/*.whl
 
 .PHONY: tour
 tour: $(VENV)/.for-docs $(BUILT) ## Run docs/tour.ipynb and save it with its outputs
