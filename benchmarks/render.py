@@ -142,18 +142,8 @@ def detected(folder: Path) -> str:
 
 
 def detection(folder: Path) -> str:
-    """For docs/detection.md: recall, precision and delay of every tool, findings in healthy trainings, time."""
-    return _of_every_device("detection", partial(detection_tables.everything, per_fault=False))
-
-
-def detection_golden(folder: Path) -> str:
-    """For docs/detection.md: what golden runs find of faults from step 0."""
-    return _of_every_device("detection", detection_tables.golden)
-
-
-def detection_faults(folder: Path) -> str:
-    """For docs/detection.md: what is found of every fault."""
-    return _of_every_device("detection", detection_tables.every_fault)
+    """For docs/detection.md: what the monitor, other tools and golden runs find, and in healthy trainings; time."""
+    return _of_every_device("detection", detection_tables.everything)
 
 
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:
@@ -176,8 +166,6 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "detected": detected,
     "detection": detection,
-    "detection_golden": detection_golden,
-    "detection_faults": detection_faults,
     "gpu": partial(of_lists, on_gpu=True),
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
