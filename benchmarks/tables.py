@@ -163,31 +163,22 @@ def golden_healthy(rows: Sequence[Row]) -> str:
 
 
 def golden_cases(rows: Sequence[Row], group: str) -> str:
-    """By change, how many runs are called unlike, the median first step, and what is named most often.
-
-    A line below lists the changes of which no run was called unlike.
-    """
+    """Which changes are called unlike, and of which no run is. Shares below 100 % are given."""
     cells: dict[str, dict[str, float]] = {}
-    told: dict[str, str] = {}
     for row in rows:
         if row.group == f"golden, {group}":
             cells.setdefault(row.case, {})[row.metric] = row.value
-            told[row.case] = row.provider
-    lines = [
-        [
-            case,
-            f"{of['called unlike']:.0f}",
-            f"{of['first step']:.0f}" if "first step" in of else "",
-            f"{of['right place']:.0f}" if "right place" in of else "",
-            told[case],
-        ]
-        for case, of in cells.items()
-        if of["called unlike"]
-    ]
-    headers = ["change", "called unlike, %", "first step", "rightly named, %", "what is named most often"]
-    alike = [case for case, of in cells.items() if not of["called unlike"]]
-    listed = [f"No run was called unlike after: {'; '.join(alike)}.\n"] if alike else []
-    return "\n".join([grid(headers, lines)] * bool(lines) + listed)
+    seen, alike = [], []
+    for case, of in cells.items():
+        called, named = of["called unlike"], of.get("right place", 100)
+        shares = [f"called unlike {called:.0f} %"] * (called < 100) + [f"rightly named {named:.0f} %"] * (named < 100)
+        if called:
+            seen.append(case + (f" ({', '.join(shares)})" if shares else ""))
+        else:
+            alike.append(case)
+    texts = [f"Called unlike: {'; '.join(seen)}.\n"] * bool(seen)
+    texts += [f"No run was called unlike after: {'; '.join(alike)}.\n"] * bool(alike)
+    return "\n".join(texts)
 
 
 def golden_cost(rows: Sequence[Row]) -> str:
