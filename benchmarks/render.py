@@ -114,14 +114,9 @@ def golden_healthy(folder: Path) -> str:
     return _of_every_device("golden", tables.golden_healthy)
 
 
-def golden_mistakes(folder: Path) -> str:
-    """For docs/golden.md: which mistakes are noticed, and what is named."""
-    return _of_every_device("golden", partial(tables.golden_cases, group="mistakes"))
-
-
-def golden_harmless(folder: Path) -> str:
-    """For docs/golden.md: whether harmless changes are called unlike."""
-    return _of_every_device("golden", partial(tables.golden_cases, group="harmless"))
+def golden_cases(folder: Path) -> str:
+    """For docs/golden.md: which mistakes and harmless changes are called unlike."""
+    return _of_every_device("golden", tables.golden_cases)
 
 
 def golden_cost(folder: Path) -> str:
@@ -174,8 +169,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "backward_step": backward_steps,
     "fuzz": fuzzed,
     "golden_healthy": golden_healthy,
-    "golden_mistakes": golden_mistakes,
-    "golden_harmless": golden_harmless,
+    "golden_cases": golden_cases,
     "golden_cost": golden_cost,
     "guards": guards,
     "leaks": leaks,

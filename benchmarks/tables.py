@@ -162,23 +162,21 @@ def golden_healthy(rows: Sequence[Row]) -> str:
     return grid(["called unlike, % on average (by the worst of the sets)", *providers], lines)
 
 
-def golden_cases(rows: Sequence[Row], group: str) -> str:
-    """Which changes are called unlike, and of which no run is. Shares below 100 % are given."""
-    cells: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row.group == f"golden, {group}":
-            cells.setdefault(row.case, {})[row.metric] = row.value
-    seen, alike = [], []
-    for case, of in cells.items():
-        called, named = of["called unlike"], of.get("right place", 100)
-        shares = [f"called unlike {called:.0f} %"] * (called < 100) + [f"rightly named {named:.0f} %"] * (named < 100)
-        if called:
-            seen.append(case + (f" ({', '.join(shares)})" if shares else ""))
-        else:
-            alike.append(case)
-    texts = [f"Called unlike: {'; '.join(seen)}.\n"] * bool(seen)
-    texts += [f"No run was called unlike after: {'; '.join(alike)}.\n"] * bool(alike)
-    return "\n".join(texts)
+def golden_cases(rows: Sequence[Row]) -> str:
+    """Which mistakes and which harmless changes are called unlike and which are not. Shares below 100 % are given."""
+    listed: dict[str, list[str]] = {}
+    for group, kind in (("mistakes", "Mistakes"), ("harmless", "Harmless changes")):
+        cells: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if row.group == f"golden, {group}":
+                cells.setdefault(row.case, {})[row.metric] = row.value
+        for case, of in cells.items():
+            called, named = of["called unlike"], of.get("right place", 100)
+            shares = [f"called unlike {called:.0f} %"] * (0 < called < 100)
+            shares += [f"rightly named {named:.0f} %"] * (named < 100)
+            title = f"{kind} {'' if called else 'not '}called unlike"
+            listed.setdefault(title, []).append(case + (f" ({', '.join(shares)})" if shares else ""))
+    return "\n".join(f"{title}: {'; '.join(cases)}.\n" for title, cases in listed.items())
 
 
 def golden_cost(rows: Sequence[Row]) -> str:
@@ -188,8 +186,7 @@ def golden_cost(rows: Sequence[Row]) -> str:
 
 def golden(rows: Sequence[Row]) -> str:
     """All tables of golden runs."""
-    groups = [golden_cases(rows, group) for group in ("mistakes", "harmless")]
-    return "\n".join([golden_healthy(rows), *groups, golden_cost(rows)])
+    return "\n".join([golden_healthy(rows), golden_cases(rows), golden_cost(rows)])
 
 
 def where(rows: Sequence[Row]) -> str:
