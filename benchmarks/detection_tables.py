@@ -16,6 +16,7 @@ HEALTHY, TIME = "detection, healthy", "detection, time"
 DIVERGED, FOUND_IN = "diverged: ", "diverged, with findings: "
 ALL = "all"  # the fault of rows about a whole set
 FAULT = "fault"  # the provider of rows about the fault itself
+STATUS = ("harmful", "harmless", "no effect", "raises")  # what a case of a fault does
 
 
 def group_of(when: str) -> str:
@@ -44,125 +45,106 @@ def _count(of: dict[str, Row], metric: str) -> float:
 
 
 def _scores(of: dict[str, Row]) -> list[str]:
-    """Runs found, recall, precision, F1, delay, and the share of right places."""
+    """Runs found, precision, delay, and the share of right places."""
     runs, found, false = (_count(of, metric) for metric in ("runs", "found", "twins flagged"))
-    recall = found / runs if runs else 0.0
-    precision = found / (found + false) if found + false else 0.0
-    f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
     placed = _count(of, "found, with a place")
     return [
         f"{found:.0f} of {runs:.0f}",
-        f"{recall:.0%}",
-        f"{precision:.0%}" if found + false else "-",
-        f"{f1:.2f}",
+        _share(found, found + false),
         f"{of['delay'].value:.0f}" if "delay" in of else "-",
-        f"{_count(of, 'place right') / placed:.0%}" if placed else "-",
+        _share(_count(of, "place right"), placed),
     ]
 
 
-def tools(rows: Sequence[Row], when: str) -> str:
-    """For every set and tool: recall, precision, F1 and delay."""
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def sets(rows: Sequence[Row]) -> str:
+    """For every set: how many cases do harm, and how many of their runs the monitor finds, when and where."""
     lines = []
-    for case, by in _values(rows, group_of(when)).items():
-        which, fault = case.split(" | ", 1)
-        if fault != ALL:
-            continue
-        for tool, of in by.items():
-            if tool == FAULT:
+    for when in WHEN:
+        every = _values(rows, group_of(when))
+        for case, by in every.items():
+            which, fault = case.split(" | ", 1)
+            if fault != ALL:
                 continue
-            found, recall, *others = _scores(of)
-            runs, in_all = _count(of, "runs"), _count(of, "found") + _count(of, "found later")
-            lines.append([f"{which}, {tool}", found, recall, f"{in_all / runs:.0%}" if runs else "-", *others])
-    header = [f"{when}: set, tool", "runs found", "recall", "by the end", "precision", "F1", "delay", "place right"]
+            of = by[MONITOR]
+            about = [each[FAULT] for name, each in every.items() if name.startswith(f"{which} | ") and FAULT in each]
+            cases = {status: sum(_count(each, status) for each in about) for status in STATUS}
+            harmful = f"{cases['harmful']:.0f} of {sum(cases.values()):.0f}"
+            found, *others = _scores(of)
+            in_all = _share(_count(of, "found") + _count(of, "found later"), _count(of, "runs"))
+            lines.append([f"{which}, {when}", harmful, found, in_all, *others])
+    header = ["set", "harmful cases", "runs found", "by the end", "precision", "delay", "place right"]
     return tables.grid(header, lines)
 
 
+def tools(rows: Sequence[Row]) -> str:
+    """The recall of every tool in every set."""
+    cells: dict[str, dict[str, str]] = {}
+    for when in WHEN:
+        for case, by in _values(rows, group_of(when)).items():
+            which, fault = case.split(" | ", 1)
+            if fault == ALL:
+                for tool, of in by.items():
+                    share = _share(_count(of, "found"), _count(of, "runs"))
+                    cells.setdefault(tool, {})[f"{which}, {when}"] = share
+    columns = list(dict.fromkeys(column for by in cells.values() for column in by))
+    lines = [[tool, *(by.get(column, "-") for column in columns)] for tool, by in cells.items()]
+    return tables.grid(["recall of", *columns], lines)
+
+
+def missed(rows: Sequence[Row]) -> str:
+    """The harmful faults that the monitor does not find with every model and seed, not even later."""
+    text = ""
+    for when in WHEN:
+        listed: dict[str, list[str]] = {}
+        for case, by in _values(rows, group_of(when)).items():
+            which, fault = case.split(" | ", 1)
+            if fault == ALL or MONITOR not in by:
+                continue
+            runs, found, later = (_count(by[MONITOR], metric) for metric in ("runs", "found", "found later"))
+            if found + later < runs:
+                listed.setdefault(which, []).append(f"{fault} ({runs - found - later:.0f} of {runs:.0f})")
+        of_sets = [f" {which.capitalize()}: {'; '.join(each)}." for which, each in listed.items()]
+        text += f"Missed {when}, also by the end.{''.join(of_sets)}\n\n" if of_sets else ""
+    return text.removesuffix("\n")
+
+
 def golden(rows: Sequence[Row]) -> str:
-    """For every set, the faults from step 0 that golden runs find. Lists missed and wrongly placed faults below."""
-    listed: dict[str, list[str]] = {"Missed": [], "Placed wrongly": []}
-    lines, alarms = [], ""
+    """For every set, the faults from step 0 that golden runs find. Lists missed faults below."""
+    lines, alarms, listed = [], "", []
     for case, by in _values(rows, group_of(GOLDEN)).items():
         ((_, of),) = by.items()
         (which, fault), (runs, found) = case.split(" | ", 1), (_count(of, metric) for metric in ("runs", "found"))
         if case == HEALTHY_RUNS:
-            alarms = f"\nHealthy runs called unlike: {found:.0f} of {runs:.0f}.\n"
+            alarms = f"\nHealthy runs called unlike golden ones: {found:.0f} of {runs:.0f}.\n"
         elif fault == ALL:
             lines.append([which, *_scores(of)])
-        else:
-            for what, count, most in (
-                ("Missed", runs - found, runs),
-                ("Placed wrongly", _count(of, "found, with a place") - _count(of, "place right"), found),
-            ):
-                if count:
-                    listed[what].append(f"{which}: {fault} ({count:.0f} of {most:.0f})")
-    header = [f"{WHEN[1]}: set", "runs found", "recall", "precision", "F1", "delay", "place right"]
-    text = "".join(f"\n{what}: {'; '.join(faults)}.\n" for what, faults in listed.items() if faults)
+        elif found < runs:
+            listed.append(f"{which}: {fault} ({runs - found:.0f} of {runs:.0f})")
+    header = [f"golden runs, {WHEN[1]}", "runs found", "precision", "delay", "place right"]
+    text = f"\nNot called unlike golden runs: {'; '.join(listed)}.\n" if listed else ""
     return tables.grid(header, lines) + alarms + text
-
-
-def faults(rows: Sequence[Row], when: str) -> str:
-    """For every harmful fault: how often the monitor and other tools find it. Other faults are listed below."""
-    lines, others = [], {}
-    for case, by in _values(rows, group_of(when)).items():
-        which, fault = case.split(" | ", 1)
-        if fault == ALL:
-            continue
-        of, about = by.get(MONITOR), by[FAULT]
-        if of is None:
-            for status in ("no effect", "harmless", "raises"):
-                if status in about:
-                    others.setdefault((which, status), []).append(fault)
-                    break
-            continue
-        runs, found, later = (_count(of, metric) for metric in ("runs", "found", "found later"))
-        rules = sorted((m for m in of if m.startswith("first: ")), key=lambda m: -of[m].value)
-        known = [tool for tool in by if tool not in (FAULT, MONITOR) and 2 * _count(by[tool], "found") >= runs]
-        lines.append(
-            [
-                f"{which}: {fault}",
-                f"{_harm(about['harm'].value)}",
-                f"{found:.0f} of {runs:.0f}" + (f" (+{later:.0f})" if later else ""),
-                f"{of['delay'].value:.0f}" if "delay" in of else "-",
-                ", ".join(f"`{rule.removeprefix('first: ')}`" for rule in rules[:2]) or "-",
-                f"{_count(of, 'place right'):.0f}" if _count(of, "found, with a place") else "-",
-                ", ".join(name.split(",")[0] for name in known) or "-",
-            ]
-        )
-    header = [f"{when}: fault", "harm", "found", "delay", "by", "place right", "also found by"]
-    text = tables.grid(header, lines, text_columns=1)
-    for (which, status), names in others.items():
-        text += f"\n{which}, {status}: {'; '.join(names)}.\n"
-    return text
-
-
-def _harm(ratio: float) -> str:
-    return "beyond all" if ratio >= 1e6 else f"{ratio:.3g}"
 
 
 def healthy(rows: Sequence[Row]) -> str:
     """Findings of every tool in healthy trainings, and the cost of its step. Runs that diverged are listed below."""
-    of_time = _values(rows, TIME)
+    of_time, by_case = _values(rows, TIME), _values(rows, HEALTHY)
     lines, diverged = [], []
-    for case, by in _values(rows, HEALTHY).items():
-        for tool, of in by.items():
-            steps, found = of["steps"].value, of["findings"].value
-            times = [of_tool[tool] for of_tool in of_time.values() if tool in of_tool]
-            slower = [f"{each['time ratio'].value:.2f}" for each in times]
-            lines.append(
-                [
-                    f"{tool}, {case}",
-                    f"{found:.0f}",
-                    f"{steps:,.0f}",
-                    f"{1e4 * found / steps:.2f}",
-                    ", ".join(slower) or "-",
-                ]
-            )
-            names = [metric.removeprefix(DIVERGED) for metric in of if metric.startswith(DIVERGED)]
+    for tool in dict.fromkeys(tool for by in by_case.values() for tool in by):
+        cells = []
+        for by in by_case.values():
+            of = by.get(tool, {})
+            cells.append(f"{of['findings'].value:.0f} in {of['steps'].value:,.0f}" if of else "-")
             diverged += [
                 f"{name} (findings in {_count(of, FOUND_IN + name):.0f} of {of[DIVERGED + name].value:.0f})"
-                for name in names
+                for name in (metric.removeprefix(DIVERGED) for metric in of if metric.startswith(DIVERGED))
             ]
-    header = ["tool, healthy", "findings", "steps", "per 10,000", ", ".join(["step to that without", *of_time])]
+        slower = [f"{by[tool]['time ratio'].value:.2f}" for by in of_time.values() if tool in by]
+        lines.append([tool, *cells, ", ".join(slower) or "-"])
+    header = ["findings in healthy steps", *by_case, ", ".join(["step to that without", *of_time])]
     text = f"\nDiverged and not counted: {'; '.join(diverged)}.\n" if diverged else ""
     return tables.grid(header, lines) + text
 
@@ -193,12 +175,6 @@ def in_a_sentence(rows: Sequence[Row]) -> str:
     )
 
 
-def every_fault(rows: Sequence[Row]) -> str:
-    """The tables of faults."""
-    return "\n".join(faults(rows, when) for when in WHEN)
-
-
-def everything(rows: Sequence[Row], per_fault: bool = True) -> str:
+def everything(rows: Sequence[Row]) -> str:
     """All tables."""
-    parts = [*(tools(rows, when) for when in WHEN), healthy(rows)]
-    return "\n".join([*parts, golden(rows), every_fault(rows)] if per_fault else parts)
+    return "\n".join([sets(rows), tools(rows), healthy(rows), golden(rows), missed(rows)])

@@ -114,14 +114,9 @@ def golden_healthy(folder: Path) -> str:
     return _of_every_device("golden", tables.golden_healthy)
 
 
-def golden_mistakes(folder: Path) -> str:
-    """For docs/golden.md: which mistakes are noticed, and what is named."""
-    return _of_every_device("golden", partial(tables.golden_cases, group="mistakes"))
-
-
-def golden_harmless(folder: Path) -> str:
-    """For docs/golden.md: whether harmless changes are called unlike."""
-    return _of_every_device("golden", partial(tables.golden_cases, group="harmless"))
+def golden_cases(folder: Path) -> str:
+    """For docs/golden.md: which mistakes and harmless changes are called unlike."""
+    return _of_every_device("golden", tables.golden_cases)
 
 
 def golden_cost(folder: Path) -> str:
@@ -142,18 +137,8 @@ def detected(folder: Path) -> str:
 
 
 def detection(folder: Path) -> str:
-    """For docs/detection.md: recall, precision and delay of every tool, findings in healthy trainings, time."""
-    return _of_every_device("detection", partial(detection_tables.everything, per_fault=False))
-
-
-def detection_golden(folder: Path) -> str:
-    """For docs/detection.md: what golden runs find of faults from step 0."""
-    return _of_every_device("detection", detection_tables.golden)
-
-
-def detection_faults(folder: Path) -> str:
-    """For docs/detection.md: what is found of every fault."""
-    return _of_every_device("detection", detection_tables.every_fault)
+    """For docs/detection.md: what the monitor, other tools and golden runs find, and in healthy trainings; time."""
+    return _of_every_device("detection", detection_tables.everything)
 
 
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:
@@ -176,8 +161,6 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "detected": detected,
     "detection": detection,
-    "detection_golden": detection_golden,
-    "detection_faults": detection_faults,
     "gpu": partial(of_lists, on_gpu=True),
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
@@ -186,8 +169,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "backward_step": backward_steps,
     "fuzz": fuzzed,
     "golden_healthy": golden_healthy,
-    "golden_mistakes": golden_mistakes,
-    "golden_harmless": golden_harmless,
+    "golden_cases": golden_cases,
     "golden_cost": golden_cost,
     "guards": guards,
     "leaks": leaks,

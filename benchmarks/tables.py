@@ -162,32 +162,21 @@ def golden_healthy(rows: Sequence[Row]) -> str:
     return grid(["called unlike, % on average (by the worst of the sets)", *providers], lines)
 
 
-def golden_cases(rows: Sequence[Row], group: str) -> str:
-    """By change, how many runs are called unlike, the median first step, and what is named most often.
-
-    A line below lists the changes of which no run was called unlike.
-    """
-    cells: dict[str, dict[str, float]] = {}
-    told: dict[str, str] = {}
-    for row in rows:
-        if row.group == f"golden, {group}":
-            cells.setdefault(row.case, {})[row.metric] = row.value
-            told[row.case] = row.provider
-    lines = [
-        [
-            case,
-            f"{of['called unlike']:.0f}",
-            f"{of['first step']:.0f}" if "first step" in of else "",
-            f"{of['right place']:.0f}" if "right place" in of else "",
-            told[case],
-        ]
-        for case, of in cells.items()
-        if of["called unlike"]
-    ]
-    headers = ["change", "called unlike, %", "first step", "rightly named, %", "what is named most often"]
-    alike = [case for case, of in cells.items() if not of["called unlike"]]
-    listed = [f"No run was called unlike after: {'; '.join(alike)}.\n"] if alike else []
-    return "\n".join([grid(headers, lines)] * bool(lines) + listed)
+def golden_cases(rows: Sequence[Row]) -> str:
+    """Which mistakes and which harmless changes are called unlike and which are not. Shares below 100 % are given."""
+    listed: dict[str, list[str]] = {}
+    for group, kind in (("mistakes", "Mistakes"), ("harmless", "Harmless changes")):
+        cells: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if row.group == f"golden, {group}":
+                cells.setdefault(row.case, {})[row.metric] = row.value
+        for case, of in cells.items():
+            called, named = of["called unlike"], of.get("right place", 100)
+            shares = [f"called unlike {called:.0f} %"] * (0 < called < 100)
+            shares += [f"rightly named {named:.0f} %"] * (named < 100)
+            title = f"{kind} {'' if called else 'not '}called unlike"
+            listed.setdefault(title, []).append(case + (f" ({', '.join(shares)})" if shares else ""))
+    return "\n".join(f"{title}: {'; '.join(cases)}.\n" for title, cases in listed.items())
 
 
 def golden_cost(rows: Sequence[Row]) -> str:
@@ -197,8 +186,7 @@ def golden_cost(rows: Sequence[Row]) -> str:
 
 def golden(rows: Sequence[Row]) -> str:
     """All tables of golden runs."""
-    groups = [golden_cases(rows, group) for group in ("mistakes", "harmless")]
-    return "\n".join([golden_healthy(rows), *groups, golden_cost(rows)])
+    return "\n".join([golden_healthy(rows), golden_cases(rows), golden_cost(rows)])
 
 
 def where(rows: Sequence[Row]) -> str:

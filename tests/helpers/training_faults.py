@@ -1,7 +1,6 @@
 """Faults injected into small trainings, and the finding that the monitor must report first for each.
 
 A `Fault` declares what is broken, in which step, and the rule, name and step of the first finding. `inject` runs it.
-``python tools/diagnosis.py --only faults`` prints the findings, or writes them into docs/diagnosis.md.
 """
 
 from __future__ import annotations
@@ -63,15 +62,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings of a monitor, the step in which each was noticed, and the diagnosis's first one unless it is ok."""
+    """The findings of a monitor, and the diagnosis's first one unless it is ok."""
 
     findings: list[Finding]
-    noticed: list[int]
     first: Finding | None
-
-    def noticed_at(self, finding: Finding) -> int:
-        """The step in which a finding was noticed, which may be later than the step of the finding."""
-        return self.noticed[[id(known) for known in self.findings].index(id(finding))]
 
 
 def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
@@ -98,16 +92,13 @@ def _injected(fault: Fault, training: Training) -> Outcome:
     if fault.step == 0:
         fault.breaks(training)
     monitor = training.monitor(on_anomaly=fault.policy, watch=fault.watch, classes=fault.classes)
-    noticed: list[int] = []
     for step, begins in training.steps(monitor, 0, fault.step + fault.further):
         if begins and step == fault.step > 0:
             fault.breaks(training)
-        noticed += [step] * (len(monitor.findings) - len(noticed))
     monitor.flush()
-    noticed += [monitor.steps - 1] * (len(monitor.findings) - len(noticed))
     diagnosis = monitor.diagnose()
     monitor.detach()
-    return Outcome(monitor.findings, noticed, None if diagnosis.ok else diagnosis.findings[0])
+    return Outcome(monitor.findings, None if diagnosis.ok else diagnosis.findings[0])
 
 
 # Ways to break a training -------------------------------------------------------------------------------------

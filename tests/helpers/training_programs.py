@@ -103,7 +103,7 @@ class Program:
 
     name: str
     short: int  # steps in a test
-    steps: int  # in the table of docs/diagnosis.md
+    steps: int  # in the list of docs/diagnosis.md
     falls: float | None  # the share of its start to which the curve falls in a short run; None if that takes longer
     train: Callable[[Session], Outcome]  # random numbers are seeded before
 
