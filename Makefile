@@ -150,12 +150,12 @@ gpu-code: $(VENV)/.for-bench $(VENV)/.for-triton $(VENV)/.triton-$(OLDER_TRITON)
 ptx: $(VENV)/.for-test $(BUILT) ## Run the PTX that nvcc and Triton generate on the CPU, with race detection, in part of the tests of kernels
 	$(BIN)/python tools/ptx/check.py
 
-# Where rows and logs of GPU runs are kept until they are merged; may name a variable of the machine with the GPU, as in
+# Where archives of GPU runs are kept until they are merged; may name a variable of the machine with the GPU, as in
 # RESULTS='$$NAME'. $(value) and single quotes keep make and the shell here from expanding it.
 RESULTS ?= gpu-results
 
 .PHONY: gpu-plan gpu-merge
-gpu-plan: ## Print the commands that need a GPU, each taking less than eight minutes
+gpu-plan: ## Print the commands that need a GPU, for a quarter of an hour of it
 	@$(PYTHON) benchmarks/gpu_session.py plan --results '$(value RESULTS)'
 
 gpu: ## Run all commands of gpu-plan here, with the system's Python and torch: test, sanitize, count, measure
@@ -165,7 +165,7 @@ gpu-merge: $(VENV)/.for-plots $(BUILT) ## Merge rows of GPU runs (FOLDER=gpu-res
 	$(BIN)/python benchmarks/gpu_session.py merge '$(or $(value FOLDER),$(value RESULTS))'
 
 .PHONY: gpu-bundle
-gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that one, including the variants to time)
+gpu-bundle: $(VENV)/.torch ## Compile here for a machine with a GPU, into gpu-bundle/ (ARCHITECTURES=90: only for that one)
 	GRADSTAT_CUDA_ARCHITECTURES="$(ARCHITECTURES)" $(BIN)/python benchmarks/gpu_bundle.py
 
 leaks: $(VENV)/.for-test $(BUILT) ## Take ten thousand steps of every kind and check that memory does not grow

@@ -1,8 +1,7 @@
 // How the fast loop of the statistics kernel processes one thread's share of a tile, for each element type.
 //
 // The method, and the reason for groups of four or eight, are those of stats_cpu_kernel.h: shares that are not
-// safe are read again exactly. benchmarks/predict_gpu.py counts the instructions of the loops and compares them
-// with what devices can execute.
+// safe are read again exactly.
 #pragma once
 
 #include "multiply.cuh"

@@ -487,9 +487,6 @@ GRADSTAT_DEVICE void finish(const StatsArguments& arguments, uint32_t range, Blo
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
   __syncthreads();
-#if defined(GRADSTAT_WITHOUT_FINISH)  // benchmarks/gpu_variants.py: what finishing costs
-  return;
-#endif
   if (warp == 0) {
     if (arguments.norm.norm != nullptr) {
       const double total = merge_by_warp(memory.total, kWarps);

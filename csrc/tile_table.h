@@ -16,21 +16,10 @@
 
 namespace gradstat {
 
-// Constants that benchmarks/gpu_variants.py overrides.
-#if !defined(GRADSTAT_VECTORS_PER_THREAD)
-#define GRADSTAT_VECTORS_PER_THREAD 4
-#endif
-#if !defined(GRADSTAT_BLOCKS_PER_MULTIPROCESSOR)
-#define GRADSTAT_BLOCKS_PER_MULTIPROCESSOR 3
-#endif
-#if !defined(GRADSTAT_SMALL_TENSOR_BYTES)
-#define GRADSTAT_SMALL_TENSOR_BYTES 4096
-#endif
-
 constexpr int kThreads = 256;     // per block
 constexpr int kVectorBytes = 16;  // one load
 // Vectors of one chunk per thread, all loaded at once.
-constexpr int kVectorsPerThread = GRADSTAT_VECTORS_PER_THREAD;
+constexpr int kVectorsPerThread = 4;
 constexpr int kWarps = kThreads / 32;
 constexpr int kChunkVectors = 32 * kVectorsPerThread;  // read by a warp at once
 constexpr int kTileVectors = kWarps * kChunkVectors;
@@ -38,13 +27,13 @@ constexpr int kTileVectors = kWarps * kChunkVectors;
 // Blocks of a statistics or scale kernel resident on a multiprocessor, at least. It limits a thread to 80
 // registers and keeps 48 KB in flight, as a thread loads its next 64 bytes before it processes the last ones.
 // An H200 needs about 33 KB per multiprocessor to cover 0.9 microseconds of latency.
-constexpr int kBlocksPerMultiprocessor = GRADSTAT_BLOCKS_PER_MULTIPROCESSOR;
+constexpr int kBlocksPerMultiprocessor = 3;
 
 // Each block takes one range of tiles. An upper bound, for 256 multiprocessors; no device has as many.
 constexpr uint32_t kMaxRanges = 256 * kBlocksPerMultiprocessor;
 
 // Tensors up to this size are read by one warp, others by all warps of a block.
-constexpr int64_t kSmallTensorBytes = GRADSTAT_SMALL_TENSOR_BYTES;
+constexpr int64_t kSmallTensorBytes = 4096;
 static_assert(kSmallTensorBytes <= kTileVectors * kVectorBytes, "a small tensor is one tile");
 
 // How many entries fit in the kernel parameters, besides the first tensor of each range (2 bytes) and the other

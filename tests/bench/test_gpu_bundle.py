@@ -8,22 +8,20 @@ import gpu_bundle
 import pytest
 import torch
 
-SOURCES = ("setup.py", "gradstat/_fields.py", "benchmarks/kernel_variant.cu", "benchmarks/kernel_variants.py")
+SOURCES = ("setup.py", "gradstat/_fields.py")
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The sources, and a bundle that says it was compiled from them."""
     shutil.copytree(gpu_bundle.ROOT / "csrc", tmp_path / "csrc")
-    for folder in ("gradstat", "benchmarks", "gpu-bundle/variants/80", "gpu-bundle/variants/90a"):
-        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("gradstat", "gpu-bundle"):
+        (tmp_path / folder).mkdir()
     for name in SOURCES:
         shutil.copy(gpu_bundle.ROOT / name, tmp_path / name)
     bundle = tmp_path / "gpu-bundle"
     (bundle / "_C.abi3.so").write_bytes(b"\x7fELF of the CPU")
     (bundle / "_C_cuda.abi3.so").write_bytes(b"\x7fELF\0sm_80 sm_90a\0of CUDA")
-    for architecture in ("80", "90a"):
-        (bundle / "variants" / architecture / "as_shipped.so").write_bytes(b"\x7fELF for " + architecture.encode())
     gpu_bundle.describe(bundle, gpu_bundle.hash_of_sources(tmp_path))
     return tmp_path
 
@@ -39,8 +37,7 @@ def test_a_fresh_bundle_replaces_the_libraries(checkout: Path, capsys: pytest.Ca
     assert "gpu-bundle: sm_80 sm_90a, compiled with torch" in capsys.readouterr().out
     made = json.loads((checkout / "gpu-bundle" / "manifest.json").read_text())
     assert set(made) == {"sources", "libraries", "architectures", "torch", "python"}
-    variants = {"variants/80/as_shipped.so", "variants/90a/as_shipped.so"}
-    assert set(made["libraries"]) == {"_C.abi3.so", "_C_cuda.abi3.so", *variants}
+    assert set(made["libraries"]) == {"_C.abi3.so", "_C_cuda.abi3.so"}
 
 
 def test_without_a_bundle_nothing_happens(checkout: Path) -> None:
@@ -60,25 +57,14 @@ def test_a_stale_bundle_is_refused(changed: str, checkout: Path) -> None:
             file.write("\n")
     with pytest.raises(RuntimeError, match=r"gpu-bundle/ is stale: it was compiled from other .*`make gpu-bundle`"):
         gpu_bundle.install(checkout)
-    with pytest.raises(RuntimeError, match="is stale"):
-        gpu_bundle.variants((9, 0), checkout)
     assert libraries(checkout / "gradstat") == {}
 
 
-@pytest.mark.parametrize("name", ["_C_cuda.abi3.so", "variants/80/as_shipped.so"])
-def test_a_damaged_bundle_is_refused_whole(name: str, checkout: Path) -> None:
-    (checkout / "gpu-bundle" / name).write_bytes(b"\x7fELF\0sm_80")
-    with pytest.raises(RuntimeError, match=rf"gpu-bundle/{name} is missing or damaged"):
+def test_a_damaged_bundle_is_refused_whole(checkout: Path) -> None:
+    (checkout / "gpu-bundle" / "_C_cuda.abi3.so").write_bytes(b"\x7fELF\0sm_80")
+    with pytest.raises(RuntimeError, match=r"gpu-bundle/_C_cuda.abi3.so is missing or damaged"):
         gpu_bundle.install(checkout)
     assert libraries(checkout / "gradstat") == {}
-
-
-@pytest.mark.parametrize(("capability", "folder"), [((8, 0), "80"), ((8, 9), "80"), ((9, 0), "90a"), ((10, 0), None)])
-def test_variants_are_found_for_the_gpu(capability: tuple[int, int], folder: str | None, checkout: Path) -> None:
-    expected = folder and checkout / "gpu-bundle" / "variants" / folder
-    assert gpu_bundle.variants(capability, checkout) == expected
-    shutil.rmtree(checkout / "gpu-bundle")
-    assert gpu_bundle.variants(capability, checkout) is None
 
 
 @pytest.mark.parametrize(("capability", "runs"), [((8, 6), True), ((9, 0), True), ((7, 5), False), ((10, 3), False)])
@@ -98,7 +84,8 @@ def test_a_bundle_for_other_gpus_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("capability", "best"), [((10, 0), "100f"), ((10, 3), "103a"), ((10, 1), "100f"), ((12, 0), None), ((9, 0), None)]
+    ("capability", "running"),
+    [((10, 0), ["sm_100f"]), ((10, 3), ["sm_100f", "sm_103a"]), ((12, 0), []), ((9, 0), [])],
 )
-def test_code_of_one_gpu_or_family_runs_on_no_other(capability: tuple[int, int], best: str | None) -> None:
-    assert gpu_bundle._best_for(capability, ["100f", "103a"]) == best
+def test_code_of_one_gpu_or_family_runs_on_no_other(capability: tuple[int, int], running: list[str]) -> None:
+    assert [name for name in ("sm_100f", "sm_103a") if gpu_bundle._runs_on(capability, name)] == running

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import cases
 import counts
 import device_timing
-import gpu_variants
 import optimizer_steps
 import pytest
 import rows
@@ -19,7 +17,6 @@ import torch
 from cases import Case
 from device_timing import interleaved
 from helpers import cuda_counts
-from helpers.exact import assert_rows_match
 from torch.autograd import DeviceType
 
 from gradstat.bench import timing
@@ -135,7 +132,7 @@ def test_kernels_are_counted_and_annotations_are_not() -> None:
 
 def test_counting_reaches_every_call_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("small", lambda: [(8, 8)] * 3)
-    monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])
+    monkeypatch.setattr(optimizer_steps, "QUICK_CASE", case)
     made = [row for _, count in counts.counts(CPU, [case]) for row in count()]
     assert {row.metric for row in made} == {"launches", "syncs"}
     assert {row.value for row in made} == {0.0}  # on a CPU
@@ -158,28 +155,6 @@ def test_tables_of_a_device_leave_out_what_has_no_time_there() -> None:
     shown = tables.everything(members)
     assert " 130 µs (1.44) |" in shown  # to the report
     assert " 100 µs (1.11) |" in shown  # on the device
-
-
-def test_variants_of_the_triton_kernel_are_timed_together_and_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one process, so that each is compiled once, and one that is cut off has times of all."""
-    monkeypatch.syspath_prepend(tmp_path)
-    modules = gpu_variants.triton_variants(tmp_path)
-    assert {(module.WARPS, module._table.CHUNK_VECTORS) for module in modules.values()} == {
-        (4, 4096), (2, 2048), (8, 4096), (4, 2048), (4, 8192)
-    }  # fmt: skip
-    tensors = [torch.randn(20_001), torch.randn(3)]
-    timed: list[list[str]] = []
-
-    def time(group: str, case: str, given: list[torch.Tensor], calls: dict[str, Any], *rest: Any) -> None:
-        timed.append(list(calls))
-        for call in calls.values():
-            assert_rows_match(call(), given)
-
-    monkeypatch.setattr(gpu_variants, "timed", time)
-    gpu_variants.measure_triton(modules, {"one": lambda: tensors, "other": lambda: tensors[1:]}, 3, tmp_path)
-    assert timed == [list(modules)] * 2
 
 
 def test_a_rehearsal_runs_the_first_pieces_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:

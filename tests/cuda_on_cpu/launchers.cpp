@@ -3,9 +3,20 @@
 // pairs.
 #include "cuda_on_host.h"
 //
-#include "../../benchmarks/kernel_variant.cu"
+#include "launch_state.cpp"
+//
+#include "decide_cuda.cu"
+#include "scale_cuda.cu"
+#include "stats_cuda.cu"
+#include "update_cuda.cu"
 
 using namespace gradstat;
+
+void* gradstat::allocate_forever(size_t bytes, int32_t /*device*/, const char* what) {
+  void* memory = nullptr;
+  check_cuda(cudaMalloc(&memory, bytes), what);
+  return memory;
+}
 
 namespace {
 

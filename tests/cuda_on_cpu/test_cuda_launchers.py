@@ -12,14 +12,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
-import device_timing
-import gpu_variants
-import kernel_variants
 import numpy as np
 import pytest
-import rows
 import torch
 from helpers.cuda_on_cpu import EmulatedKernels, pointer
 from helpers.cuda_on_cpu_build import loaded
@@ -340,59 +335,6 @@ def test_device_memory_is_kilobytes_and_eight_bytes_per_field_and_tensor(library
     expected = 8 * fields * (count + 2 * blocks) + (blocks + 2) // 2 * 8 + table
     assert library.stats_bytes(*arguments(some)) == expected
     assert library.scale_bytes(*arguments(some)) == table
-
-
-# The interface of benchmarks/gpu_variants.py ---------------------------------------------------------------------
-
-
-def test_variants_are_measured_and_recorded(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Everything except times: what each call computes and writes, and the rows, case by case."""
-    stream = Stream(library)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream.handle.value))
-    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
-    lists = {"3 tensors": [torch.randn(numel) for numel in (64, 5000, 1)], "float8": [torch.ones(70_000)]}
-    lists["float8"] = [tensor.to(torch.float8_e4m3fn) for tensor in lists["float8"]]
-    before = {case: [tensor.float().clone() for tensor in tensors] for case, tensors in lists.items()}
-
-    def interleaved(
-        calls: dict[str, Callable[[], object]], *_: object, **__: object
-    ) -> dict[str, device_timing.Samples]:
-        for call in calls.values():
-            call()
-            stream.synchronize()
-        return {name: device_timing.Samples([], [], [1e-5 * number] * 3) for number, name in enumerate(calls, 1)}
-
-    monkeypatch.setattr(device_timing, "interleaved", interleaved)
-    libraries = dict.fromkeys(kernel_variants.VARIANTS, Path(library._name))
-    cases = {case: lambda tensors=tensors: tensors for case, tensors in lists.items()}  # type: ignore[misc]
-    gpu_variants.measure_cuda(libraries, cases, 3, tmp_path)  # type: ignore[arg-type]
-    (path,) = tmp_path.glob("*/gpu_variants.jsonl")
-    recorded = rows.read(path)
-    everywhere = {name for name, variant in kernel_variants.VARIANTS.items() if not variant.cases}
-    for case, deciding in (("3 tensors", {*everywhere, "no tensor read by one warp"}), ("float8", everywhere)):
-        of_case = [row for row in recorded if row.case == f"statistics: {case}"]
-        assert deciding <= {row.provider for row in of_case if row.metric == "device time"}
-        assert [row.value for row in of_case if row.metric == "time ratio"][:2] == [1, pytest.approx(2)]
-    assert {row.case for row in recorded} == {
-        f"{kind}: {case}" for kind in ("statistics", "clip, unclipped", "clip, clipped") for case in lists
-    } - {"clip, clipped: float8"}
-    calls = len({row.provider for row in recorded if row.case == "clip, clipped: 3 tensors"})
-    for case, multiplier in (("3 tensors", 0.99999**calls), ("float8", 1.0)):
-        for tensor, original in zip(lists[case], before[case], strict=True):
-            torch.testing.assert_close(tensor.float(), original * multiplier, rtol=1e-5, atol=0)
-    assert "20.0 us" in capsys.readouterr().out
-
-
-def test_a_variant_that_cannot_launch_says_why(fresh: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream(fresh)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream.handle.value))
-    kernels = gpu_variants.Kernels(fresh, [torch.ones(3)])
-    fresh.fail_allocations(100)
-    with pytest.raises(RuntimeError, match="gradstat: allocating"):
-        kernels(1.0, True)
-    fresh.fail_allocations(0)
 
 
 def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.CDLL) -> None:

@@ -12,28 +12,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.cuda_on_cpu import DTYPES, EmulatedKernels
-from helpers.cuda_on_cpu_build import build
-from helpers.devices import PTX
 from helpers.exact import COMPLEX, NARROW_TOLERANCE, assert_rows_match, rounded_product
 from torch import Tensor
 
 KINDS = [*DTYPES, *COMPLEX]
-# Macros of benchmarks/gpu_variants.py that change what the kernels do, not only their speed.
-VARIANT = ("SMALL_TENSOR_BYTES=8192", "VECTORS_PER_THREAD=2")
 
 
 @pytest.fixture(scope="session")
 def kernels(emulated_kernels: EmulatedKernels) -> EmulatedKernels:
     return emulated_kernels
-
-
-@pytest.fixture(scope="session", params=["as shipped"] if PTX else ["as shipped", "benchmark variant"])
-def any_kernels(
-    kernels: EmulatedKernels, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> EmulatedKernels:
-    if request.param == "as shipped":
-        return kernels
-    return EmulatedKernels(build(tmp_path_factory.mktemp("variant"), VARIANT))
 
 
 def new(fill: float, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -50,9 +37,9 @@ def reals(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [None, 0.3, "each its own"])
-def test_thousands_of_tensors_of_all_kinds(any_kernels: EmulatedKernels, factor: Any) -> None:
+def test_thousands_of_tensors_of_all_kinds(kernels: EmulatedKernels, factor: Any) -> None:
     """In launch parameters, and more tensors than they hold; three of a kind in a row, mostly small."""
-    capacity = any_kernels.library.table_capacity()
+    capacity = kernels.library.table_capacity()
     assert 1200 > capacity > 500
     for count, device in ((1200, 2), (capacity, 3), (100, 0)):
         random = np.random.default_rng(count)
@@ -62,11 +49,11 @@ def test_thousands_of_tensors_of_all_kinds(any_kernels: EmulatedKernels, factor:
         multipliers, by, norm = new(1.0, count), None, new(77.0)
         if isinstance(factor, str):
             multipliers = torch.from_numpy(random.choice([1.0, 0.77, -3.0, 1e-3], count))
-            any_kernels.scale_each_(values, multipliers)
+            kernels.scale_each_(values, multipliers)
         elif factor is not None:
             by = torch.tensor(factor)
             multipliers *= by
-        table = any_kernels.measured(values, by, norm, multiplier=new(77.0), device=device)
+        table = kernels.measured(values, by, norm, multiplier=new(77.0), device=device)
         exact = assert_rows_match(table, values, wide_tolerance=1e-13)
         assert norm.item() == pytest.approx(exact, rel=NARROW_TOLERANCE, abs=0.0)
         for now, old, multiplier in zip(map(reals, values), before, multipliers, strict=True):
@@ -75,15 +62,15 @@ def test_thousands_of_tensors_of_all_kinds(any_kernels: EmulatedKernels, factor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_same_bits_in_any_order_of_blocks(any_kernels: EmulatedKernels, dtype: torch.dtype) -> None:
+def test_same_bits_in_any_order_of_blocks(kernels: EmulatedKernels, dtype: torch.dtype) -> None:
     per_tile = 2**14 // dtype.itemsize
     values = [random_values(dtype, n, n) for n in (40 * per_tile + 5, 3, 7 * per_tile, 100, 2 * per_tile)]
     values[2].view(torch.uint8)[:8] = 0xFF  # NaN
     norm = new(77.0)
-    first, its_norm = any_kernels.measured(values, None, norm, multiplier=new(77.0), device=2), norm.clone()
+    first, its_norm = kernels.measured(values, None, norm, multiplier=new(77.0), device=2), norm.clone()
     assert_rows_match(first, values, wide_tolerance=1e-13)
     for _ in range(5):
-        again = any_kernels.measured(values, None, norm, multiplier=new(77.0), device=2)
+        again = kernels.measured(values, None, norm, multiplier=new(77.0), device=2)
         assert torch.equal(again.view(torch.int64), first.view(torch.int64))
         assert torch.equal(norm.view(torch.int64), its_norm.view(torch.int64))
 

@@ -4,19 +4,18 @@ import ctypes
 import fcntl
 import os
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "tests" / "cuda_on_cpu"
 
 
-def build(folder: Path, macros: Iterable[str] = ()) -> ctypes.CDLL:
+def build(folder: Path) -> ctypes.CDLL:
     """The CUDA launchers and kernels, loaded; the first process that needs them compiles them into ``folder``."""
     made = folder / "launchers.so"
     with (folder / "launchers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return loaded(made if made.exists() else compiled("launchers.cpp", folder, macros))
+        return loaded(made if made.exists() else compiled("launchers.cpp", folder))
 
 
 def loaded(path: Path) -> ctypes.CDLL:
@@ -29,14 +28,13 @@ def loaded(path: Path) -> ctypes.CDLL:
     return library
 
 
-def compiled(source: str, folder: Path, macros: Iterable[str] = ()) -> Path:
+def compiled(source: str, folder: Path) -> Path:
     """Compiles a file of tests/cuda_on_cpu to a shared library."""
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     flags += ["-Wno-uninitialized"]  # a Share is initialized by its first vector, which g++ does not see
     flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique"]
     flags += [f"-I{path}" for path in (SOURCES / "runtime", ROOT / "csrc", SOURCES)]
-    flags += [f"-DGRADSTAT_{macro}" for macro in macros]
     # Flags for sanitizers and coverage, as in setup.py.
     flags += os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
     subprocess.run(["g++", *flags, str(SOURCES / source), "-o", str(target)], check=True)

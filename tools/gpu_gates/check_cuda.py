@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,22 +39,6 @@ REGISTERS = 65536
 MOST_THREADS = {"80": 2048, "86": 1536, "89": 1536, "90": 2048, "100": 2048, "120": 1536}
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A hot loop: the instructions of one thread for its 64 bytes."""
-
-    dtype: str
-    opcodes: Counter[str]
-
-    @property
-    def elements(self) -> int:
-        sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-        return 64 // sizes.get(self.dtype, 1)
-
-    def __len__(self) -> int:
-        return self.opcodes.total()
-
-
 @dataclass
 class Kernel:
     name: str
@@ -63,7 +46,7 @@ class Kernel:
     shared_bytes: int = 0
     stack_and_spills: list[int] = field(default_factory=list)
     wide: dict[str, int] = field(default_factory=dict)
-    loops: list[Loop] = field(default_factory=list)
+    loops: list[int] = field(default_factory=list)
     code_bytes: int = 0
 
 
@@ -87,32 +70,8 @@ def short_name(mangled: str) -> str:
     return f"{kind[1] if kind else mangled}{table}"
 
 
-def opcode_of(line: str) -> str:
-    return re.search(r"\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", line)[1]
-
-
-def type_of(opcodes: Counter[str]) -> str:
-    """The element type of a loop, identified by arithmetic that only this type needs."""
-
-    def has(*beginnings: str) -> bool:
-        return any(name.startswith(beginnings) for name in opcodes)
-
-    promoted = opcodes["F2F.F64.F32"]
-    if has("LDS"):
-        return "float8"
-    if has("DMUL", "DFMA"):
-        return "float64"
-    if has("F2FP.F16.E4M3"):
-        return "float8_e4m3fn"
-    if promoted > 8:
-        return "float8_e5m2" if not has("HMUL2") and opcodes["LOP3.LUT"] < 50 else "other float8"
-    if has("F2FP.BF16", "HMNMX2.BF16"):
-        return "bfloat16"
-    return "float16" if opcodes["HADD2.F32"] >= 16 else "float32"
-
-
-def hot_loops(lines: list[str]) -> list[Loop]:
-    """The innermost loops with four 16-byte loads, the shortest first."""
+def hot_loops(lines: list[str]) -> list[int]:
+    """The instructions of one thread for its 64 bytes: lengths of the innermost loops with four 16-byte loads."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     spans: list[tuple[int, int]] = []
@@ -129,8 +88,7 @@ def hot_loops(lines: list[str]) -> list[Loop]:
     # The loop over segments contains loads, too, but is several times as long as any hot loop.
     fitting = [(begin, end) for begin, end in spans if sum(loads[begin:end]) == 4 and end - begin < 1000]
     inner = [s for s in fitting if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in fitting)]
-    counted = [Counter(opcode_of(line) for line in instructions[begin:end]) for begin, end in inner]
-    return sorted((Loop(type_of(opcodes), opcodes) for opcodes in counted), key=len)
+    return sorted(end - begin for begin, end in inner)
 
 
 def compile_and_read(nvcc: str, nvdisasm: str, source: Path, architecture: str, folder: Path) -> list[Kernel]:
@@ -197,10 +155,10 @@ def main() -> int:
                 registers = (kernel.registers + 7) // 8 * 8
                 threads = REGISTERS // (registers * THREADS) * THREADS
                 threads = min(threads, MOST_THREADS.get(architecture, 2048))
+                wide = [kernel.wide.get(name, 0) for name in ("LDG", "STG")]
                 print(
                     f"{kernel.name:16} {architecture:>4} {kernel.registers:5} {kernel.shared_bytes:6} {threads:11}"
-                    f" {kernel.code_bytes:7} {kernel.wide.get('LDG', 0):8} {kernel.wide.get('STG', 0):8}  "
-                    f"{[len(loop) for loop in kernel.loops]}"
+                    f" {kernel.code_bytes:7} {wide[0]:8} {wide[1]:8}  {kernel.loops}"
                 )
                 for problem in problems_of(kernel):
                     failures += 1
