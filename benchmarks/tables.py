@@ -584,11 +584,12 @@ def selected(rows: Iterable[Row]) -> str:
     kept = rows_module.current(rows)
     groups, parts = _by_group(kept), []
     if "lists" in groups:
-        shown = _selected_lists(groups["lists"])
+        first, every = _selected_lists(groups["lists"])
+        on_device = any(row.metric == "device time" for row in every)
         parts += ["Caches flushed (in brackets: ratio of a check to the plain read, of torch's clip to gradstat's):\n"]
-        parts += [lists(shown)]
-        if any(row.metric == "device time" for row in shown):
-            parts += [_DEVICE_TITLE, measuring(shown, "device time")]
+        parts += [lists(first if on_device else every)]
+        if on_device:
+            parts += [_DEVICE_TITLE, measuring(every, "device time")]
     if "host path" in groups:
         parts += _section("host path", [r for r in groups["host path"] if not r.provider.startswith("of a check")])
     if "distributed gradients" in groups:
@@ -597,12 +598,13 @@ def selected(rows: Iterable[Row]) -> str:
     return "\n" + "\n".join([*parts, where(kept)]) + "\n" if parts else ""
 
 
-def _selected_lists(rows: list[Row]) -> list[Row]:
-    """Rows of a single tensor in every dtype, and of lists in their first; without lists that resemble another one."""
-    first = {row.case: row.dtype for row in reversed(rows)}
-    kept = [row for row in rows if row.tensors == 1 or row.dtype == first[row.case]]
+def _selected_lists(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Rows of lists in their first dtype, and these with a single tensor in every dtype; none that resemble another."""
     alike = ("Llama 7B's", "transformer", "300 tensors", "5,000 tensors")
-    return [row for row in kept if not row.case.startswith(alike)]
+    kept = [row for row in rows if not row.case.startswith(alike)]
+    dtype = {row.case: row.dtype for row in reversed(kept)}
+    first = [row for row in kept if row.dtype == dtype[row.case]]
+    return first, [row for row in kept if row.tensors == 1 or row.dtype == dtype[row.case]]
 
 
 def lists(rows: Sequence[Row]) -> str:
