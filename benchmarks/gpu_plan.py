@@ -60,7 +60,7 @@ class Part:
 # Test modules with tests on a GPU, except test_gpu_costs, which measures free memory and runs alone.
 ON_A_DEVICE = (
     "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "every_clip", "fuzz", "guard",
-    "host_path", "life_threads", "multiply", "noise_scale", "ops", "replay_state", "short_set", "step",
+    "host_path", "life_threads", "multiply", "ops", "replay_state", "short_set", "step",
     "step_in_backward", "streams", "total_norm", "triton", "update",
 )  # fmt: skip
 WORKERS = min(8, os.cpu_count() or 1)
@@ -209,7 +209,6 @@ COMMANDS = {
             Part("updates to come", 25, _suite("updates to come", seconds=0.3)),  # (12 lists, 1.3 s)
             Part("backward passes", 25, _suite("in backward", seconds=1.0)),  # (5 trainings, 3 s)
             Part("steps in backward", 20, _recorded("backward_step.py")),
-            Part("noise scale", 15, _recorded("noise_scale.py")),
             Part("memory", 15, _suite("memory", seconds=1.0)),  # (3 lists, 2 s)
             Part("distributed gradients", 20, _ranks("dtensor_clip.py")),
             Part("DDP steps", 20, _ranks("ddp_step.py")),

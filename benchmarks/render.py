@@ -25,7 +25,6 @@ _PAGES = (
     "detection",
     "golden",
     "in-backward",
-    "noise-scale",
     "performance",
     "numerics",
     "stepping",
@@ -97,16 +96,6 @@ def backward_steps(folder: Path) -> str:
         return tables.table_of_rows([row for row in shown if row.case == last[row.group]])
 
     return _of_every_device("backward_step", largest)
-
-
-def noise_scale(folder: Path) -> str:
-    """For docs/noise-scale.md: what `NoiseScale` adds to a training step."""
-
-    def shares(found: Sequence[rows.Row]) -> str:
-        inside = [row for row in found if row.metric == "time inside" and row.provider.endswith("every=1")]
-        return "; ".join(f"{row.value:.2f} % of {row.case}" for row in inside) + ".\n"
-
-    return _of_every_device("noise_scale", shares)
 
 
 def golden_healthy(folder: Path) -> str:
@@ -181,7 +170,6 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "gpu": partial(of_lists, on_gpu=True),
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
-    "noise_scale": noise_scale,
     "numerics": numerics,
     "backward_step": backward_steps,
     "fuzz": fuzzed,

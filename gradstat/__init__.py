@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from gradstat.automatic import AutoHandle, auto
     from gradstat.backward_step import StepInBackward, step_in_backward
     from gradstat.monitor import Monitor
-    from gradstat.noise_scale import NoiseScale
     from gradstat.patch import patch_torch
     from gradstat.update import UPDATE_FIELDS, UpdateReport, UpdateStats, update_stats
 
@@ -46,7 +45,6 @@ __all__ = [
     "LastNormClip",
     "MicroBatches",
     "Monitor",
-    "NoiseScale",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",
@@ -87,7 +85,6 @@ _LAZY = {
     "AutoHandle": "automatic",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
-    "NoiseScale": "noise_scale",
     "StepInBackward": "backward_step",
     "auto": "automatic",
     "distributed": None,

@@ -206,7 +206,7 @@ LAYERS = [
     {"check"},
     {"clip", "clip_value", "accumulation"},
     {"adaptive", "patch", "counters"},
-    {"guard", "noise_scale"},
+    {"guard"},
     {"_step"},
     {"step", "backward_step", "amp", "update"},
     {"distributed"},

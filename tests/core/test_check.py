@@ -318,7 +318,6 @@ def test_handles_say_what_they_are() -> None:
         shown = {
             "Monitor(Sequential, 0 steps, 0 findings)": monitor,
             "MicroBatches(1 checked since the last result)": micro_batches,
-            "NoiseScale(8 parameters, 0 steps)": gradstat.NoiseScale(model, micro_batch_size=2),
             "StepCounters(tensor([1, 0, 0]))": gradstat.step_counters(optimizer),
             "UpdateReport(8 parameters)": gradstat.update_stats(optimizer),
         }

@@ -75,7 +75,6 @@ dataset = [{"x": x, "labels": y} for x, y in zip(torch.randn(8, 4), torch.randn(
 args = TrainingArguments("out", use_cpu=True, max_steps=2, report_to="none", disable_tqdm=True)
 """,
     "gradstat.Monitor": "",
-    "gradstat.NoiseScale": "optimizer.zero_grad()",
     "gradstat.monitor.rule": "",
     "gradstat.monitor.Schedule": "loader = [x for x, _ in batches]",
     "gradstat.monitor.replay.StepStateKeeper": """

@@ -176,14 +176,6 @@ def guarded(guard: Any) -> object:
     return guard.read()
 
 
-def accumulated(noise_scale: Any) -> object:
-    for gradient in noise_scale._named.parameters * 2:
-        gradient.grad = torch.randn(gradient.shape)
-        noise_scale.micro_batch()
-    noise_scale.step()
-    return noise_scale.value()
-
-
 STATEFUL: dict[str, Callable[[], Stateful]] = {
     "FixedClip": lambda: clip(gradstat.FixedClip(1.0, window=5)),
     "AutoClip": lambda: clip(gradstat.AutoClip(window=5)),
@@ -193,7 +185,6 @@ STATEFUL: dict[str, Callable[[], Stateful]] = {
     "LastNormClip": lambda: Stateful(gradstat.LastNormClip(gradstat.AutoClip(window=5)), remembering),
     "SpikeGuard": lambda: Stateful(gradstat.SpikeGuard(window=9, warmup=2), guarded),
     "SpikeGuard.sigma": lambda: Stateful(gradstat.SpikeGuard.sigma(window=9), guarded),
-    "NoiseScale": lambda: Stateful(gradstat.NoiseScale(nn.Linear(2, 2), 4, every=1), accumulated),
 }
 
 
