@@ -24,7 +24,6 @@ _PAGES = (
     "alternatives",
     "detection",
     "golden",
-    "in-backward",
     "performance",
     "numerics",
     "stepping",
@@ -83,19 +82,6 @@ def fuzzed(folder: Path) -> str:
 def leaks(folder: Path) -> str:
     """For docs/testing.md: the memory growth of a process."""
     return _of_every_device("leaks", tables.leaks_summary)
-
-
-def backward_steps(folder: Path) -> str:
-    """For docs/in-backward.md: cost and savings of steps in backward, for the largest model, on one and more ranks."""
-
-    def largest(found: Sequence[rows.Row]) -> str:
-        last = {row.group: row.case for row in found}
-        ends = ("after backward", "limit of each")
-        alone = ("clip_grad_norm_", *ends, "AGC")
-        shown = [r for r in found if r.provider.endswith(ends if "ranks" in r.case else alone)]
-        return tables.table_of_rows([row for row in shown if row.case == last[row.group]])
-
-    return _of_every_device("backward_step", largest)
 
 
 def golden_healthy(folder: Path) -> str:
@@ -171,7 +157,6 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
     "numerics": numerics,
-    "backward_step": backward_steps,
     "fuzz": fuzzed,
     "golden_healthy": golden_healthy,
     "golden_mistakes": golden_mistakes,

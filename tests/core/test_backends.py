@@ -208,7 +208,7 @@ LAYERS = [
     {"adaptive", "patch", "counters"},
     {"guard"},
     {"_step"},
-    {"step", "backward_step", "amp", "update"},
+    {"step", "amp", "update"},
     {"distributed"},
     {"monitor"},
     {"automatic"},

@@ -324,11 +324,6 @@ def test_handles_say_what_they_are() -> None:
         assert [repr(thing) for thing in shown.values()] == list(shown)
         assert repr(patch).startswith("TorchPatch(torch.nn.utils.clip_grad_norm_, ")
     assert repr(patch) == "TorchPatch(removed)"
-    model.zero_grad()
-    in_backward = gradstat.step_in_backward(torch.optim.SGD, model, lr=0.1)
-    assert repr(in_backward) == "StepInBackward(SGD, 8 parameters)"
-    in_backward.remove()
-    assert repr(in_backward) == "StepInBackward(SGD, removed)"
     handle = gradstat.auto(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert repr(handle).startswith("AutoHandle(SGD, Monitor(")
     handle.remove()

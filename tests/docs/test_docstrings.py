@@ -36,7 +36,6 @@ def train():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """,
     "gradstat.auto": "",
-    "gradstat.step_in_backward": "model.zero_grad()",
     "gradstat.integrations.loggers.ReportLogger": """
 from gradstat.integrations.loggers import ReportLogger
 from torch.utils.tensorboard import SummaryWriter

@@ -165,10 +165,6 @@ def clip(made: Any) -> Stateful:
     return Stateful(made, step)
 
 
-def remembering(made: Any) -> object:
-    return made._remember(torch.rand((), dtype=torch.float64))
-
-
 def guarded(guard: Any) -> object:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.randn(3)
@@ -182,7 +178,6 @@ STATEFUL: dict[str, Callable[[], Stateful]] = {
     "ZClip": lambda: clip(gradstat.ZClip(warmup=2, window=5)),
     "AdaGC": lambda: clip(gradstat.AdaGC(warmup=2, window=5)),
     "AGC": lambda: clip(gradstat.AGC(window=5)),
-    "LastNormClip": lambda: Stateful(gradstat.LastNormClip(gradstat.AutoClip(window=5)), remembering),
     "SpikeGuard": lambda: Stateful(gradstat.SpikeGuard(window=9, warmup=2), guarded),
     "SpikeGuard.sigma": lambda: Stateful(gradstat.SpikeGuard.sigma(window=9), guarded),
 }
