@@ -60,8 +60,8 @@ class Part:
 # Test modules with tests on a GPU, except test_gpu_costs, which measures free memory and runs alone.
 ON_A_DEVICE = (
     "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "decide", "every_clip", "fuzz",
-    "guard", "host_path", "life_threads", "multiply", "noise_scale", "ops", "replay_state", "short_set", "step",
-    "step_in_backward", "streams", "total_norm", "triton", "update",
+    "guard", "host_path", "life_threads", "multiply", "ops", "replay_state", "short_set", "step", "streams",
+    "total_norm", "triton", "update",
 )  # fmt: skip
 WORKERS = min(8, os.cpu_count() or 1)
 
@@ -145,16 +145,6 @@ def _ranks(script: str) -> Callable[[Session], list[str]]:
     return argv
 
 
-def _recorded(script: str) -> Callable[[Session], list[str]]:
-    """A benchmark outside of the suite, with all its models; in a rehearsal with the smallest."""
-
-    def argv(session: Session) -> list[str]:
-        rest = [] if session.on_gpu else ["--model", "gpt-0.9m", "--rounds", "1"]
-        return [sys.executable, f"benchmarks/{script}", "--record", "--results", str(session.results), *rest]
-
-    return argv
-
-
 def _variants(kernels: str) -> Callable[[Session], list[str]]:
     def argv(session: Session) -> list[str]:
         how = ["--results", str(session.results)] if session.on_gpu else ["--compile", "90", "--variants", "as shipped"]
@@ -207,9 +197,6 @@ COMMANDS = {
             Part("steps of optimizers", 70, _suite("optimizer steps", seconds=0.3)),  # (48 cases, 1.3 s)
             Part("host path", 15, _suite("host path", seconds=1.0)),
             Part("updates to come", 25, _suite("updates to come", seconds=0.3)),  # (12 lists, 1.3 s)
-            Part("backward passes", 25, _suite("in backward", seconds=1.0)),  # (5 trainings, 3 s)
-            Part("steps in backward", 20, _recorded("backward_step.py")),
-            Part("noise scale", 15, _recorded("noise_scale.py")),
             Part("memory", 15, _suite("memory", seconds=1.0)),  # (3 lists, 2 s)
             Part("distributed gradients", 20, _ranks("dtensor_clip.py")),
             Part("DDP steps", 20, _ranks("ddp_step.py")),

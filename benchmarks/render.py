@@ -24,8 +24,6 @@ _PAGES = (
     "alternatives",
     "detection",
     "golden",
-    "in-backward",
-    "noise-scale",
     "performance",
     "numerics",
     "stepping",
@@ -86,29 +84,6 @@ def leaks(folder: Path) -> str:
     return _of_every_device("leaks", tables.leaks_summary)
 
 
-def backward_steps(folder: Path) -> str:
-    """For docs/in-backward.md: cost and savings of steps in backward, for the largest model, on one and more ranks."""
-
-    def largest(found: Sequence[rows.Row]) -> str:
-        last = {row.group: row.case for row in found}
-        ends = ("after backward", "limit of each")
-        alone = ("clip_grad_norm_", *ends, "AGC")
-        shown = [r for r in found if r.provider.endswith(ends if "ranks" in r.case else alone)]
-        return tables.table_of_rows([row for row in shown if row.case == last[row.group]])
-
-    return _of_every_device("backward_step", largest)
-
-
-def noise_scale(folder: Path) -> str:
-    """For docs/noise-scale.md: what `NoiseScale` adds to a training step."""
-
-    def shares(found: Sequence[rows.Row]) -> str:
-        inside = [row for row in found if row.metric == "time inside" and row.provider.endswith("every=1")]
-        return "; ".join(f"{row.value:.2f} % of {row.case}" for row in inside) + ".\n"
-
-    return _of_every_device("noise_scale", shares)
-
-
 def golden_healthy(folder: Path) -> str:
     """For docs/golden.md: how often healthy runs are called unlike."""
     return _of_every_device("golden", tables.golden_healthy)
@@ -164,9 +139,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "gpu": partial(of_lists, on_gpu=True),
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
-    "noise_scale": noise_scale,
     "numerics": numerics,
-    "backward_step": backward_steps,
     "fuzz": fuzzed,
     "golden_healthy": golden_healthy,
     "golden_cases": golden_cases,

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import islice
 
 import counts
-import in_backward
 import optimizer_steps
 import step_providers
 import tables
@@ -291,20 +290,6 @@ def _training(plan: Plan, training: Training) -> list[Row]:
     return made
 
 
-def backward_passes(plan: Plan) -> Work:
-    """Backward passes of the training steps, with gradients measured in hooks and afterwards."""
-    for training in TRAININGS:
-        if plan.device.type in training.devices and (plan.full or training.quick):
-            yield f"backward of {training.name}", partial(_backward, plan, training)
-
-
-def _backward(plan: Plan, training: Training) -> list[Row]:
-    backward = in_backward.Backward(training.make(plan.device))
-    return _timed(
-        plan, backward.calls, backward.ready, partial(row, in_backward.GROUP, training.name, device=plan.device)
-    )
-
-
 def steps_of_optimizers(plan: Plan) -> Work:
     """Steps from scaled gradients to updated parameters, for every optimizer in every setting."""
     flush = Flush(plan.device)
@@ -389,7 +374,6 @@ def _memory(plan: Plan, case: Case) -> list[Row]:
 
 GROUPS: dict[str, Callable[[Plan], Work]] = {
     "steps": training_steps,
-    in_backward.GROUP: backward_passes,
     "lists": lists,
     optimizer_steps.GROUP: steps_of_optimizers,
     "host path": host,

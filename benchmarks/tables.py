@@ -42,8 +42,6 @@ _STEPPING = [GUARDED, AMP, TORCH, ALONE]
 _SETTING = ["gradients", "optimizer", "scaler, clipping"]
 # Names in recorded rows that are displayed differently.
 _CAPTIONS = {
-    "one AdamW and hook for each, clip_grad_norm_": "one AdamW and hook per parameter, clip_grad_norm_",
-    "step_in_backward, limit of each": "step_in_backward, limit per tensor",
     "updates to come": "coming updates",
     "time ratio": "added time",
     "time inside": "call alone",

@@ -1,4 +1,4 @@
-"""Gradient statistics in TensorBoard, JSON lines and CSV from a plain loop: ``python examples/loggers.py``.
+"""Gradient statistics in TensorBoard and JSON lines from a plain loop: ``python examples/loggers.py``.
 
 A small model learns to predict letters of Python's own sources, on the CPU, in seconds. In step 60 the biases of a
 layer are set far below zero, so its ReLU is dead. The loss rises only a little; the logged gradient norms show which
@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import gradstat
 from gradstat.demo import corpus
-from gradstat.integrations.loggers import CsvWriter, JsonlWriter, ReportLogger
+from gradstat.integrations.loggers import JsonlWriter, ReportLogger
 
 CONTEXT = 16
 
@@ -45,12 +45,7 @@ def main() -> None:
     with SummaryWriter(options.folder / "tensorboard") as board, JsonlWriter(path) as lines:
         # A few numbers in every step, and all of them in every tenth.
         each_step = ReportLogger(lines)
-        now_and_then = ReportLogger(
-            [board, CsvWriter(options.folder / "layers.csv")],
-            every=10,
-            per_tensor=("l2_norm", "max_abs"),
-            histogram=True,
-        )
+        now_and_then = ReportLogger(board, every=10, per_tensor=("l2_norm", "max_abs"), histogram=True)
         for step in range(options.steps):
             batch = pieces[torch.randint(len(pieces), (32,))]
             if step == 60:

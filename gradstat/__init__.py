@@ -9,7 +9,7 @@ from gradstat._core.backends import BackendStatus, backends
 from gradstat._core.native import BackendUnavailableError, StaleExtensionError
 from gradstat._fields import NAMES as FIELDS
 from gradstat._version import __version__
-from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, LastNormClip, ZClip
+from gradstat.adaptive import AGC, AdaGC, AutoClip, ClipSummary, FixedClip, ZClip
 from gradstat.check import PendingReport, check, check_async, check_tensors, stats
 from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from gradstat import monitor as monitor
     from gradstat.accumulation import AccumulationReport, MicroBatches
     from gradstat.automatic import AutoHandle, auto
-    from gradstat.backward_step import StepInBackward, step_in_backward
     from gradstat.monitor import Monitor
-    from gradstat.noise_scale import NoiseScale
     from gradstat.patch import patch_torch
     from gradstat.update import UPDATE_FIELDS, UpdateReport, UpdateStats, update_stats
 
@@ -43,10 +41,8 @@ __all__ = [
     "ClipSummary",
     "FixedClip",
     "GuardCounts",
-    "LastNormClip",
     "MicroBatches",
     "Monitor",
-    "NoiseScale",
     "NonFiniteGradientError",
     "PendingReport",
     "Report",
@@ -54,7 +50,6 @@ __all__ = [
     "StaleExtensionError",
     "StepCounters",
     "StepCounts",
-    "StepInBackward",
     "StepResult",
     "TensorStats",
     "UpdateReport",
@@ -75,7 +70,6 @@ __all__ = [
     "patch_torch",
     "stats",
     "step_counters",
-    "step_in_backward",
     "update_stats",
 ]
 
@@ -87,13 +81,10 @@ _LAZY = {
     "AutoHandle": "automatic",
     "MicroBatches": "accumulation",
     "Monitor": "monitor",
-    "NoiseScale": "noise_scale",
-    "StepInBackward": "backward_step",
     "auto": "automatic",
     "distributed": None,
     "monitor": None,
     "patch_torch": "patch",
-    "step_in_backward": "backward_step",
     **dict.fromkeys(("UPDATE_FIELDS", "UpdateReport", "UpdateStats", "update_stats"), "update"),
 }
 

@@ -23,7 +23,6 @@ from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.measured import clip_before_step
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
-from gradstat.backward_step import handle_of
 from gradstat.monitor import Monitor
 from gradstat.monitor.arguments import refuse_unknown
 from gradstat.monitor.reporting import not_replacing, warn
@@ -136,7 +135,7 @@ class AutoHandle:
         """
         if optimizer is self._optimizer:
             self._steps_itself = True
-            return handle_of(optimizer) is None  # otherwise it stepped in backward, which announces that itself
+            return True
         if self._steps_itself or any(handle._optimizer is optimizer for handle in _handles):
             return False
         if not self._holds(named_parameters_of(optimizer).parameters):

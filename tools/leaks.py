@@ -119,28 +119,6 @@ def monitor_step() -> Callable[[], object]:
     return step
 
 
-def backward_step() -> Callable[[], object]:
-    """A step in the backward pass, with stateful clips and a report; sometimes a gradient is NaN."""
-    model, inputs, count = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)), torch.randn(4, 8), 0
-    handle = gradstat.step_in_backward(torch.optim.AdamW, model, gradstat.AdaGC(warmup=0), lr=1e-3)
-
-    def step() -> None:
-        nonlocal count
-        count += 1
-        model(inputs).square().mean().mul(float("nan") if count % 40 == 0 else 1.0).backward()
-        assert handle.report.result().ok is (count % 40 != 0)
-
-    return step
-
-
-def own_handle() -> None:
-    """A new model in every step, stepped in the backward pass and dropped without cleanup."""
-    model = nn.Linear(3, 3)
-    handle = gradstat.step_in_backward(torch.optim.SGD, model, gradstat.LastNormClip(1.0), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
-    assert handle.report.result().ok
-
-
 def own_monitor(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """A new monitor in every step, dropped without cleanup."""
     gradstat.Monitor(model, optimizer, on_anomaly="skip", replay=True, watch={"activations": 1}).step(1.0)
@@ -165,11 +143,9 @@ KINDS: dict[str, tuple[Callable[[], Callable[[], object]], int, int]] = {
         300,
         1,
     ),
-    "step_in_backward": (backward_step, 300, 1),
     "Monitor.step": (monitor_step, 960, 1),
     "Monitor, one a step": (on_gradients(own_monitor), 100, 10),
     "model, one a step": (lambda: own_model, 300, 1),
-    "step_in_backward, one a step": (lambda: own_handle, 300, 1),
 }
 
 

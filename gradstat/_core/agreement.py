@@ -187,7 +187,7 @@ def _host_sees(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-@functools.lru_cache(maxsize=1 << 14)  # steps in backward have a list for each parameter
+@functools.lru_cache(maxsize=1 << 14)  # a program may clip each parameter by itself, as a list of its own
 def _pair(is_new: float, checksum: float, device: torch.device) -> Tensor:
     """Cached, since a copy to the device may synchronize."""
     return torch.tensor((is_new, checksum), dtype=torch.float64, device=device)

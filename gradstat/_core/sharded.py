@@ -527,7 +527,7 @@ def without_ranks(table: Tensor) -> Tensor:
     return table
 
 
-def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
+def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
     """Sums ``rows``, ``[len(tensors), ...]``, in place over the process groups that each tensor is sharded over.
 
     RuntimeError if a rank has other tensors; the sums are NaN where the host would have to wait to find out.
@@ -540,7 +540,7 @@ def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor], names: Sequence[st
             words[row] = sharding.words
             for group in sharding.groups:
                 groups.setdefault(group, []).append(row)
-    listed = Listed(names, _metadata(tensors), words)
+    listed = Listed(None, _metadata(tensors), words)
     difference = None
     for group, members in groups.items():
         exchange = Exchange.of(group, rows.shape[1])

@@ -110,26 +110,19 @@ class StepMeasurement(NamedTuple):
         ``parameters`` are those that have the ``gradients``.
         """
         if isinstance(clip, TensorClip):
-            self.limit_tensors_(clip, parameters, gradients)
+            unscale_by = self.verdict[LOSS_SCALE].reciprocal() if self.is_scaled else None
+            skip = None if self.before_guard is None else self.verdict[SKIP]
+            given = ToClip(gradients, parameters, self.labels.of, self.backend)
+            clip.scale_(given, self.rows.table, unscale_by, skip)
+            torch.autograd.graph.increment_version(gradients)
             return True
         assert isinstance(clip, NormClip)
         norm = self.scaling.norm
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
-        self.scale_by_(clip._decide(kernels, norm, skip=self.verdict[SKIP])[0])
-        return False
-
-    def scale_by_(self, multiplier: Tensor) -> None:
-        """Multiplies the multiplier of the gradients, here and in the verdict, by a 0-d float64."""
+        multiplier = clip._decide(kernels, norm, skip=self.verdict[SKIP])[0]
         self.scaling.multiplier.mul_(multiplier)
         self.verdict[DIVISOR].div_(multiplier)
-
-    def limit_tensors_(self, clip: TensorClip, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Clips the gradients in place by a clip that decides tensor by tensor, and unscales them."""
-        unscale_by = self.verdict[LOSS_SCALE].reciprocal() if self.is_scaled else None
-        skip = None if self.before_guard is None else self.verdict[SKIP]
-        given = ToClip(gradients, parameters, self.labels.of, self.backend)
-        clip.scale_(given, self.rows.table, unscale_by, skip)
-        torch.autograd.graph.increment_version(gradients)
+        return False
 
     def step_optimizer(
         self, optimizer: Optimizer, step: Callable[[], Any], gradients: list[Tensor], rewrites: bool, skips: bool

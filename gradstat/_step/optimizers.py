@@ -77,22 +77,21 @@ class Traits(NamedTuple):
     # May evaluate its closure more than once, or not first of all. True for LBFGS, and for optimizers from
     # outside torch, about which nothing is known.
     repeats_closure: bool
-    is_foreign: bool  # from outside torch
 
 
 @functools.cache
-def traits_of_kind(kind: Any) -> Traits:
+def _traits_of_kind(kind: Any) -> Traits:
     step = original_step(kind)
     repeats = step is _REPEATING_STEP
     accepts_scaler = "grad_scaler" in inspect.signature(kind.step).parameters
     is_foreign = not step.__module__.startswith("torch.optim")
-    return Traits(step in _WITH_FUSED_STEP, accepts_scaler, repeats, repeats or is_foreign, is_foreign)
+    return Traits(step in _WITH_FUSED_STEP, accepts_scaler, repeats, repeats or is_foreign)
 
 
 def traits_of(optimizer: Optimizer) -> Traits:
     """The traits of the optimizer's class, determined once per class."""
     kind: Any = type(optimizer)
-    return traits_of_kind(kind)
+    return _traits_of_kind(kind)
 
 
 def honors_found_inf(optimizer: Optimizer) -> bool:

@@ -1,7 +1,7 @@
 """Clips that choose their own limit, on the device, from previous norms or from the weights."""
 
 from gradstat.adaptive._base import AdaptiveClip, NormClip, TensorClip
-from gradstat.adaptive.norm_clips import AutoClip, FixedClip, LastNormClip, ZClip
+from gradstat.adaptive.norm_clips import AutoClip, FixedClip, ZClip
 from gradstat.adaptive.summary import ClipSummary
 from gradstat.adaptive.tensor_clips import AGC, AdaGC
 
@@ -12,7 +12,6 @@ __all__ = [
     "AutoClip",
     "ClipSummary",
     "FixedClip",
-    "LastNormClip",
     "NormClip",
     "TensorClip",
     "ZClip",

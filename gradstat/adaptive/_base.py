@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +20,11 @@ from gradstat._core.measure import measure, measure_directly, resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
 from gradstat._core.saved import Saved
-from gradstat._core.tensors import NameOf, refuse_distributed, to_device
+from gradstat._core.tensors import NameOf, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import MethodState, State
 from gradstat.adaptive.summary import ClipSummary, summarize
 from gradstat.clip import scale_gradients_
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 DEFAULT_WINDOW = 1000
 
@@ -262,34 +258,6 @@ class TensorClip(AdaptiveClip):
         they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
         not change. Returns the norm before, without the loss scale: 0-d float64.
         """
-
-    def _for_one_tensor(self) -> Self:
-        """A copy for a single tensor, with a row of ``_initial_states``. ValueError if the method needs the others."""
-        clip = copy.copy(self)
-        clip._window = 1
-        return clip
-
-    def _initial_states(self, count: int, device: torch.device) -> Tensor:
-        """The initial states, a row each, of ``_for_one_tensor`` clips for each of ``count`` tensors."""
-        rows = _history.extended(None, 1, self._method_state(1), device).repeat(count, 1)
-        if self._state_tensor is not None and self._method_state(1).length:
-            of_method = _history.views(self._state_tensor, self._window)[1]
-            if len(of_method) not in (0, count):
-                raise ValueError(
-                    f"the state of this {type(self).__name__} is for {len(of_method)} tensors, and there are {count}; "
-                    "make a new clip for a new list"
-                )
-            if len(of_method):
-                rows[:, -1] = to_device(of_method, device)
-        return rows
-
-    def _collect_(self, rows: Tensor, norm: Tensor) -> None:
-        """Records a step of ``_for_one_tensor`` clips, with states ``rows``; ``norm`` is the total, 0-d float64."""
-        state, of_method = _history.views(self._memory_for(len(rows), rows.device), self._window)
-        _history.add_norm_(state, norm, norm.isfinite())
-        _history.add_totals_(state, rows)
-        if len(of_method):
-            of_method.copy_(rows[:, -1])
 
     def _clip_(self, given: ToClip) -> Tensor:
         self._require(given)

@@ -93,9 +93,3 @@ def add_multipliers_(state: State, multipliers: Tensor, is_recorded: Tensor) -> 
     counted = torch.stack((is_recorded, clipped, torch.where(clipped, multipliers, 0.0)))
     state["totals"][DECIDED:] += counted.view(3, -1).sum(1)
     state["smallest"].copy_(torch.cat([state["smallest"].view(1), multipliers.view(-1)]).amin())
-
-
-def add_totals_(state: State, memories: Tensor) -> None:
-    """Adds the multiplier counts of other states, one per row."""
-    state["totals"][DECIDED:] += memories[:, DECIDED:_TOTALS].sum(0)
-    state["smallest"].copy_(torch.minimum(state["smallest"], memories[:, _TOTALS].amin()))

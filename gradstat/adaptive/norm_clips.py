@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from gradstat._core import norms
-from gradstat._core.saved import Saved
 from gradstat._core.warn import warn_user
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, positive, whole_number
@@ -158,50 +157,3 @@ class ZClip(NormClip):
         mean.copy_(torch.where(is_recorded, mean + weight * move, mean))
         deviation.copy_(torch.where(is_recorded, spread, deviation))
         return limited(norm, after.clamp(max=self._max_norm)), is_recorded
-
-
-class LastNormClip:
-    """Clips by the total norm of the *previous* step, for `step_in_backward`: an approximation.
-
-    When the first gradients are stepped, the norm of all of them is not known yet. So the multiplier that ``clip``
-    decides from the norm of one backward pass scales the gradients of the next one. If norms change slowly, the result
-    is nearly the same as clipping after backward. A spike is different: its own step is not clipped, but the next step
-    is. Against spikes use `AdaGC`, `AGC`, or a limit for each tensor. The first step is not clipped. A norm that is not
-    finite leaves the multiplier unchanged.
-
-    Args:
-        clip: The clip that decides: `FixedClip`, `AutoClip` or `ZClip`; or a number, which means ``FixedClip(number)``.
-    """
-
-    def __init__(self, clip: NormClip | float) -> None:
-        if not isinstance(clip, (NormClip, int, float)):
-            raise TypeError(f"clip: expected a number, FixedClip, AutoClip or ZClip, got {type(clip).__name__}")
-        self.clip = clip if isinstance(clip, NormClip) else FixedClip(clip)
-        self._multiplier: Tensor | None = None
-
-    @property
-    def multiplier(self) -> Tensor | None:
-        """The multiplier of the next step's gradients, 0-d float64 on their device; None before the first step."""
-        return self._multiplier
-
-    def _remember(self, norm: Tensor) -> None:
-        """Decides the next step's multiplier from the 0-d float64 ``norm`` of this one. No host sync."""
-        decided, last = self.clip.multiplier(norm), self._multiplier
-        last = torch.ones_like(decided) if last is None else last.to(decided.device)
-        self._multiplier = torch.where(norm.isfinite(), decided, last)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of ``clip``, and ``"multiplier"``."""
-        return {"clip": self.clip.state_dict(), "multiplier": self._multiplier}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``; ValueError as in `gradstat.adaptive.AdaptiveClip`."""
-        saved = Saved(state)["multiplier"]
-        multiplier = None if saved.value is None else saved.numbers().clone()
-        if multiplier is not None:
-            saved.require(multiplier, (multiplier >= 0) & (multiplier <= 1), "a number from 0 to 1")
-        self.clip.load_state_dict(Saved(state)["clip"].value)
-        self._multiplier = multiplier
-
-    def __repr__(self) -> str:
-        return f"LastNormClip({self.clip})"

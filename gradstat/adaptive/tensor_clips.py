@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import by_device, contiguous_for_update, is_dense, readable, to_device, writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, ToClip, limited, number, whole_number
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class AdaGC(TensorClip):
@@ -69,14 +66,6 @@ class AdaGC(TensorClip):
         self._parameter_ids: tuple[int, ...] | None = None
         self._method_options = (self._relative, self._beta, float(self._warmup), self._absolute)
         super().__init__(window, relative=relative, beta=beta, warmup=warmup, absolute=absolute)
-
-    def _for_one_tensor(self) -> Self:
-        if self._warmup:
-            raise ValueError(
-                f"during the first warmup={self._warmup} steps AdaGC clips by the norm of all gradients, which is not "
-                "known until backward has finished; make it with warmup=0, which can load the state of another AdaGC"
-            )
-        return super()._for_one_tensor()
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
         means, recorded = step.state["means"], step.state["totals"][_history.RECORDED]

@@ -17,7 +17,6 @@ from gradstat import _fields
 from gradstat._core.backends import known_name
 from gradstat._core.collectives import device_of, format_ranks, gather, reduce_
 from gradstat._core.compiling import never_traced
-from gradstat._core.measurement import Measurement
 from gradstat._core.tensors import to_device
 from gradstat._core.text import count_of, lines_of, nan_and_inf, printable
 from gradstat._core.wrappers import uncompiled
@@ -222,24 +221,6 @@ class OriginTracker:
                 numel = self._parameters[position].numel()
                 causes.append(NonfiniteOrigin(self._names[position], numel, earliest[position], on))
         return OriginReport(self._names, causes, ranks, count)
-
-    def rows(self) -> Tensor:
-        """The measurements of the last reduction: the table `gradstat.stats` would return for the local gradients.
-
-        One row for each parameter that requires a gradient, in the model's order. No sync and no collective; call it
-        before `result` or `pending_result`.
-
-        Raises:
-            RuntimeError: Not every parameter was measured in it.
-        """
-        seen = [one for one in self._seen if one.micro_batch == self._micro_batch - 1]
-        order = [position for one in seen for position in one.positions]
-        if sorted(order) != list(range(len(self._names))):
-            raise RuntimeError(
-                f"{len(order)} gradients of {len(self._names)} were measured in the last reduction since result(); "
-                "call rows() after backward() and before result()"
-            )
-        return Measurement([one.table for one in seen], order, ()).table()
 
     def reset(self) -> None:
         """Discards the measurements since the last `result`, for a step that is abandoned."""

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradstat.integrations._writers import CsvWriter, JsonlWriter
+from gradstat.integrations._writers import JsonlWriter
 from gradstat.monitor import Monitor
 from gradstat.report import Report
 
-__all__ = ["AGGREGATES", "CsvWriter", "JsonlWriter", "ReportLogger", "log_report", "log_scalars", "scalars_of"]
+__all__ = ["AGGREGATES", "JsonlWriter", "ReportLogger", "log_report", "log_scalars", "scalars_of"]
 
 AGGREGATES: tuple[str, ...] = ("total_norm", "max_abs", "nan_count", "inf_count", "zero_fraction")
 """Statistics of all gradients together, which are logged by default."""
@@ -96,8 +96,7 @@ def log_report(
 
     Args:
         target: A TensorBoard ``SummaryWriter``, a wandb run or the module ``wandb``, the module ``mlflow`` (its active
-            run), a Lightning logger, a `JsonlWriter` or `CsvWriter`, a function ``(values, step)``, or a list of
-            several.
+            run), a Lightning logger, a `JsonlWriter`, a function ``(values, step)``, or a list of several.
         source: As for `scalars_of`.
         step: The step to log at; None for the monitor's own count. It is required for a report.
         histogram: For TensorBoard, whether to add a histogram of the tensors' log10 norms.
@@ -217,7 +216,7 @@ def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], obj
     if isinstance(target, list | tuple):
         return [one for several in target for one in _targets_of(several)]
     module = getattr(target, "__module__", None) or type(target).__module__
-    if isinstance(target, JsonlWriter | CsvWriter):
+    if isinstance(target, JsonlWriter):
         return [(target.write, None)]
     if hasattr(target, "_get_file_writer") and hasattr(target, "add_scalar"):
         return [(lambda values, step: _put_summary(target, values, step), target)]
@@ -234,7 +233,7 @@ def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], obj
         return [(target, None)]
     raise TypeError(
         f"cannot log to a {type(target).__name__}; expected a TensorBoard SummaryWriter, a wandb run, the module "
-        "mlflow, a Lightning logger, gradstat's JsonlWriter or CsvWriter, or a function (values, step)"
+        "mlflow, a Lightning logger, gradstat's JsonlWriter, or a function (values, step)"
     )
 
 

@@ -88,14 +88,3 @@ def check_engine_options(
         raise TypeError(
             f"optimizer: expected None with {engine.name}, whose optimizer is used: gradstat.Monitor(model)"
         )
-
-
-def check_stepping_in_backward(guard: object, policies: PolicyTable, replay: object) -> None:
-    """Raises ValueError for options that come too late if the optimizer steps during backward."""
-    chosen = [f"on_anomaly={policy!r}" for policy in ("skip", "replay") if policies.uses(policy)]
-    chosen += ["guard"] * (guard is not None) + ["replay"] * bool(replay)
-    if chosen:
-        raise ValueError(
-            f"{chosen[0]}: the optimizer steps during backward, before the monitor sees the gradients, and has skipped "
-            "non-finite ones; use 'warn', 'raise', 'stop', 'snapshot' or 'rollback'"
-        )

@@ -22,7 +22,6 @@ from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
 from gradstat._step.optimizers import unwrapped
-from gradstat.backward_step import handle_of
 from gradstat.check import check_tensors
 from gradstat.clip import get_total_norm
 from gradstat.guard import guard_of
@@ -66,8 +65,7 @@ class Collector:
         max_norm: float | None = None,
     ) -> None:
         # Updates of known optimizers are predicted. For others they are measured afterwards, from copied parameters.
-        steps_after_backward = optimizer is not None and handle_of(optimizer) is None  # False if it steps in backward
-        self._predicts_updates = bool(periods["updates"]) and steps_after_backward and updates.is_known(optimizer)
+        self._predicts_updates = bool(periods["updates"]) and updates.is_known(optimizer)
         self._max_norm = max_norm
         self._reduce_to, self._unwatched = reduce_to, unwatched
         model = trained.model
@@ -99,9 +97,7 @@ class Collector:
         self._outputs = observers.Outputs(observers.called(inner)) if periods["outputs"] else None
         entered = observers.called(inner if named.engine else model)
         self._inputs = observers.Inputs(entered, options.backend) if periods["batch"] else None
-        self._kept = (
-            observers.KeptGradients(unwrapped(optimizer)) if optimizer is not None and steps_after_backward else None
-        )
+        self._kept = None if optimizer is None else observers.KeptGradients(unwrapped(optimizer))
         self._activations = observers.Activations(inner, options.backend) if periods["activations"] else None
         self._segments = [Segment("gradient", ())]
         self._joined: tuple[Any, Any, list[Segment]] = (None, None, [])  # those, the inputs', and both
@@ -118,12 +114,8 @@ class Collector:
         """Measures what is due in ``step``, and the ``scalars`` and ``on_device`` of `scalars`. No host sync."""
         self.first_gradient = None, 0
         named = self._trained.named_parameters()
-        stepper = handle_of(self._optimizer)
-        stepped = None if stepper is None else stepper._rows_for(named.parameters)
         helpers = native.helpers()
-        if stepped is not None:
-            tensors, positions, missing = stepped[0]
-        elif helpers is None or named.engine is not None:
+        if helpers is None or named.engine is not None:
             tensors, positions, missing = gradients_of(named.parameters, named.engine)
         else:
             tensors, positions, missing = helpers.gradients_of(named.parameters)
@@ -175,14 +167,9 @@ class Collector:
                 scale = on_device["loss_scale"] if is_scaled else None
                 others += self._updates(named.parameters, segments[0].names, gradients, scale)
         left_out = self._unwatched.left_out
-        if stepped is None:
-            numbers = measure_segments(
-                segments, tensors, named.parameters, self._backend, self._reduce_to, left_out, self._extra_groups
-            )
-        else:  # the optimizer stepped in backward: its gradients were measured there and are gone
-            numbers = [PendingRows(segments[:1], stepped[1])]
-            if tensors:
-                numbers += measure_segments(segments[1:], tensors, None, self._backend, None, left_out)
+        numbers = measure_segments(
+            segments, tensors, named.parameters, self._backend, self._reduce_to, left_out, self._extra_groups
+        )
         if left_out:
             self._unwatched.report_left_out(step)
         is_scaled = is_scaled or engine_scale is not None

@@ -28,18 +28,11 @@ from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import checked_limit
-from gradstat.backward_step import handle_of
 from gradstat.guard import SpikeGuard, remember_guard
 from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
 from gradstat.monitor.advice import causes_and_advice, fitted
-from gradstat.monitor.arguments import (
-    check_arguments,
-    check_engine_options,
-    check_guard,
-    check_policies,
-    check_stepping_in_backward,
-)
+from gradstat.monitor.arguments import check_arguments, check_engine_options, check_guard, check_policies
 from gradstat.monitor.collector import Collector, Pending, model_name, optimizer_settings
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
@@ -174,8 +167,6 @@ class Monitor:
             optimizer = engine.optimizer
             self._periods["optimizer"] = 0  # its states are sharded as well, and not measured
         check_guard(guard, optimizer, scaler)
-        if handle_of(optimizer) is not None:
-            check_stepping_in_backward(guard, self._policies, replay)
         check_policies(self._policies, optimizer, replay)
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer

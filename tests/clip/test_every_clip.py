@@ -169,7 +169,6 @@ def steps_a_model(call: Callable[[torch.optim.Optimizer], object]) -> None:
 LIMITED: dict[str, Callable[[Any], object]] = {
     "FixedClip": lambda limit: gradstat.FixedClip(limit),
     "ZClip": lambda limit: gradstat.ZClip(max_norm=limit),
-    "LastNormClip": lambda limit: gradstat.LastNormClip(limit),
     "SpikeGuard's norm": lambda limit: gradstat.SpikeGuard(max_norm=limit),
     "SpikeGuard's update": lambda limit: gradstat.SpikeGuard.sigma(max_update=limit),
     "guarded_step": lambda limit: steps_a_model(lambda optimizer: gradstat.guarded_step(optimizer, limit)),
@@ -185,7 +184,6 @@ LIMITED: dict[str, Callable[[Any], object]] = {
     "unscale_and_clip_, disabled": lambda limit: steps_a_model(
         lambda optimizer: gradstat.amp.GradScaler("cpu", enabled=False).unscale_and_clip_(optimizer, limit)
     ),
-    "step_in_backward": lambda limit: gradstat.step_in_backward(torch.optim.SGD, nn.Linear(2, 2), limit),
     "Monitor": lambda limit: gradstat.Monitor(nn.Linear(2, 2), max_norm=limit),
     "auto": lambda limit: steps_a_model(lambda optimizer: gradstat.auto(optimizer, max_norm=limit)),
 }

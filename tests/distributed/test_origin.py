@@ -262,21 +262,6 @@ def test_every_reduction_is_a_micro_batch() -> None:
     assert str(report) == text
 
 
-@on_ranks(2)
-def test_the_rows_are_those_of_local_gradients_in_the_last_reduction() -> None:
-    model = wrapped()
-    alone = copy.deepcopy(model.module)
-    tracker = track_origin(model)
-    with pytest.raises(RuntimeError, match="0 gradients of 6 were measured"):
-        tracker.rows()
-    for number in range(3):
-        x = torch.randn(3, 4) * (1 + number + dist.get_rank())
-        model.zero_grad()
-        model(x).sum().backward()
-    alone(x).sum().backward()
-    torch.testing.assert_close(tracker.rows(), gradstat.stats([p.grad for p in alone.parameters()]))
-
-
 # Reports and messages ----------------------------------------------------------------------------------------
 
 

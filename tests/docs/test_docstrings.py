@@ -36,7 +36,6 @@ def train():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 """,
     "gradstat.auto": "",
-    "gradstat.step_in_backward": "model.zero_grad()",
     "gradstat.integrations.loggers.ReportLogger": """
 from gradstat.integrations.loggers import ReportLogger
 from torch.utils.tensorboard import SummaryWriter
@@ -75,7 +74,6 @@ dataset = [{"x": x, "labels": y} for x, y in zip(torch.randn(8, 4), torch.randn(
 args = TrainingArguments("out", use_cpu=True, max_steps=2, report_to="none", disable_tqdm=True)
 """,
     "gradstat.Monitor": "",
-    "gradstat.NoiseScale": "optimizer.zero_grad()",
     "gradstat.monitor.rule": "",
     "gradstat.monitor.Schedule": "loader = [x for x, _ in batches]",
     "gradstat.monitor.replay.StepStateKeeper": """

@@ -165,23 +165,11 @@ def clip(made: Any) -> Stateful:
     return Stateful(made, step)
 
 
-def remembering(made: Any) -> object:
-    return made._remember(torch.rand((), dtype=torch.float64))
-
-
 def guarded(guard: Any) -> object:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.randn(3)
     gradstat.guarded_step(torch.optim.SGD([parameter]), loss=torch.randn(()), guard=guard)
     return guard.read()
-
-
-def accumulated(noise_scale: Any) -> object:
-    for gradient in noise_scale._named.parameters * 2:
-        gradient.grad = torch.randn(gradient.shape)
-        noise_scale.micro_batch()
-    noise_scale.step()
-    return noise_scale.value()
 
 
 STATEFUL: dict[str, Callable[[], Stateful]] = {
@@ -190,10 +178,8 @@ STATEFUL: dict[str, Callable[[], Stateful]] = {
     "ZClip": lambda: clip(gradstat.ZClip(warmup=2, window=5)),
     "AdaGC": lambda: clip(gradstat.AdaGC(warmup=2, window=5)),
     "AGC": lambda: clip(gradstat.AGC(window=5)),
-    "LastNormClip": lambda: Stateful(gradstat.LastNormClip(gradstat.AutoClip(window=5)), remembering),
     "SpikeGuard": lambda: Stateful(gradstat.SpikeGuard(window=9, warmup=2), guarded),
     "SpikeGuard.sigma": lambda: Stateful(gradstat.SpikeGuard.sigma(window=9), guarded),
-    "NoiseScale": lambda: Stateful(gradstat.NoiseScale(nn.Linear(2, 2), 4, every=1), accumulated),
 }
 
 

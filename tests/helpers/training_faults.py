@@ -32,7 +32,6 @@ from helpers.training import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gradstat
 from gradstat.monitor import Finding
 
 Batch = tuple[Tensor, Tensor]
@@ -283,19 +282,9 @@ def _two_rates(seed: int) -> Training:
     return made
 
 
-def _stepped_in_backward(seed: int) -> Training:
-    made = train_mlp(seed)
-    made.optimizer = gradstat.step_in_backward(torch.optim.AdamW, made.model, 1.0, lr=1e-3).optimizer
-    return made
-
-
 def _hooked(training: Training) -> None:
     name = "blocks.1.up.weight"
     training.model.get_parameter(name).register_hook(lambda g: g * torch.full_like(g[:1], math.nan))
-
-
-def _once(training: Training) -> None:
-    handle = training.model.get_parameter("2.weight").register_hook(lambda g: (handle.remove(), g + math.nan)[1])
 
 
 def _sporadic(training: Training) -> None:
@@ -338,8 +327,6 @@ FAULTS: tuple[Fault, ...] = (
     Fault("NaN in exp_avg_sq of AdamW", "MLP", "nonfinite-optimizer-state", "2.weight",
           state("2.weight", "exp_avg_sq", lambda s: _poke(s, math.nan)), late=1),
     Fault("a hook on a parameter returns NaN", "GPT", "nonfinite-gradient", "blocks.1.up.weight", _hooked, train_gpt),
-    Fault("a hook returns NaN, under step_in_backward", "MLP", "nonfinite-gradient", "2.weight",
-          _once, _stepped_in_backward),
     Fault("accumulated gradients are Inf - Inf", "MLP", "nonfinite-gradient", "2.bias", loss(_Alternating()),
           lambda seed: train_mlp(seed, accumulate=2)),
     Fault("log of a negative output of a module", "MLP", "nonfinite-activation", "2",

@@ -1,6 +1,5 @@
 """Real loggers: they receive the measured values, in as few calls as possible."""
 
-import csv
 import json
 import math
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import gradstat
 from gradstat.integrations import loggers
-from gradstat.integrations.loggers import AGGREGATES, CsvWriter, JsonlWriter, ReportLogger, log_report, scalars_of
+from gradstat.integrations.loggers import AGGREGATES, JsonlWriter, ReportLogger, log_report, scalars_of
 
 
 def trainee() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -221,28 +220,9 @@ def test_a_long_line_is_written_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_csv_rows_are_appended_under_their_columns(tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    with CsvWriter(path) as writer:
-        writer.write({"a, b": 1.5, 'c"d': math.nan}, 0)
-        writer.write({'c"d': 2.0}, 1)
-    with CsvWriter(path) as writer:
-        writer.write({'c"d': 3.0, "a, b": math.inf}, 2)
-        with pytest.raises(ValueError, match=r"no column for 'e' .*per_tensor with top=None.*JsonlWriter"):
-            writer.write({"e": 1.0}, 3)
-    with path.open(newline="") as file:
-        rows = list(csv.reader(file))
-    assert rows == [["step", "a, b", 'c"d'], ["0", "1.5", "nan"], ["1", "", "2.0"], ["2", "inf", "3.0"]]
-    path.write_text("time,loss\n1,2\n")
-    with pytest.raises(ValueError, match=r"not a table of scalars by step: its first column is \['time'\]"):
-        CsvWriter(path)
-    assert path.read_text() == "time,loss\n1,2\n"
-
-
-@pytest.mark.parametrize("kind", [JsonlWriter, CsvWriter])
-def test_files_get_numbers_only_and_one_step(kind: Any, tmp_path: Path) -> None:
+def test_a_file_gets_numbers_only_and_one_step(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    with kind(path) as writer:
+    with JsonlWriter(path) as writer:
         with pytest.raises(ValueError, match=r"the name 'step', under which .*log has the argument step; rename it"):
             writer.write({"step": 1.0}, 7)
         for value in (torch.tensor(1.0), "low", None, [1.0]):
@@ -252,20 +232,16 @@ def test_files_get_numbers_only_and_one_step(kind: Any, tmp_path: Path) -> None:
                 writer.write({"loss": value}, 7)
         assert path.read_text() == ""
         writer.write({"loss": np.float32(0.5), "count": np.int64(3), "tokens": 2}, 7)
-    expected = {
-        "jsonl": '{"step": 7, "loss": 0.5, "count": 3.0, "tokens": 2}\n',
-        "csv": "step,loss,count,tokens\n7,0.5,3.0,2\n",
-    }
-    assert path.read_text() == expected["jsonl" if kind is JsonlWriter else "csv"]
+    assert path.read_text() == '{"step": 7, "loss": 0.5, "count": 3.0, "tokens": 2}\n'
 
 
 def test_the_example_shows_the_dead_layer(tmp_path: Path) -> None:
     shown = run_example("loggers.py", "--steps", "90", "--folder", str(tmp_path))
     assert "dead-gradient (warning), since step 60" in shown
-    with (tmp_path / "layers.csv").open(newline="") as file:
-        norms = {row["step"]: float(row["grad/l2_norm/2.weight"]) for row in csv.DictReader(file)}
-    assert norms["50"] > 0
-    assert norms["60"] == norms["70"] == 0
+    written = events_in(tmp_path / "tensorboard")
+    norms = {e.step: e.value for e in written.Scalars("grad/l2_norm/2.weight")}
+    assert norms[50] > 0
+    assert norms[60] == norms[70] == 0
     steps = [json.loads(line)["step"] for line in (tmp_path / "gradients.jsonl").read_text().splitlines()]
     assert steps == list(range(90))
-    assert [e.step for e in events_in(tmp_path / "tensorboard").Scalars("grad/total_norm")] == list(range(0, 90, 10))
+    assert [e.step for e in written.Scalars("grad/total_norm")] == list(range(0, 90, 10))

@@ -135,10 +135,9 @@ STEPPING: dict[str, Callable[[], Way]] = {
     "scaler, unscaled and clipped": lambda: scaled(unscaled_and_clipped),
     "scaler, unscale_and_clip_": lambda: scaled(lambda run: run.scaler.unscale_and_clip_(run.optimizer, 0.01)),  # type: ignore[union-attr]
     "guarded_step with a scaler": lambda: guarded_and_scaled,
-    "step_in_backward": lambda: lambda run, loss: None,
 }
 # Which of these skip a step that is not finite.
-SKIPPING = {way for way in STEPPING if way.startswith(("guarded_step", "scaler", "step_in_backward"))}
+SKIPPING = {way for way in STEPPING if way.startswith(("guarded_step", "scaler"))}
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
@@ -171,8 +170,6 @@ def cases() -> Iterator[Any]:
     for how in WATCHING:
         for way in STEPPING:
             for kind in OPTIMIZERS:
-                if way == "step_in_backward" and (how not in ("auto", "auto, patched", "Monitor") or kind == "other"):
-                    continue  # refused: it has stepped when the monitor sees the gradients
                 if way.startswith(("scaler", "guarded_step with a scaler")) and how == "Monitor, guard":
                     continue  # refused: the scaler skips by itself
                 yield pytest.param(how, way, kind, id=f"{how}-{way}-{kind}")
@@ -183,12 +180,7 @@ def test_a_step_is_seen_once_before_anything_changes_it(how: str, way: str, kind
     for fault in ("explosion", "nan"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        if way == "step_in_backward":
-            optimizer = gradstat.step_in_backward(
-                *(torch.optim.AdamW if kind == "fused" else torch.optim.SGD, model), lr=1e-3
-            ).optimizer
-        else:
-            optimizer = OPTIMIZERS[kind](model.parameters())
+        optimizer = OPTIMIZERS[kind](model.parameters())
         scaler = gradstat.amp.GradScaler("cpu", init_scale=128.0) if "scale" in way else None
         guard = gradstat.SpikeGuard(window=8, warmup=4, max_norm=1e3)
         run = Run(model, optimizer, scaler, guard, [])
@@ -204,8 +196,7 @@ def test_a_step_is_seen_once_before_anything_changes_it(how: str, way: str, kind
                 step_of(run, loss)
                 is_same = all(map(torch.equal, before, model.parameters()))
                 refused = fault == "explosion" and ("guard" in how or way == "guarded_step with a guard")
-                if way != "step_in_backward":  # which skips only the parameter whose gradient is not finite
-                    assert is_same == (step == BAD and skips and (fault == "nan" or refused)), step
+                assert is_same == (step == BAD and skips and (fault == "nan" or refused)), step
             assert not {"found_inf", "grad_scale"} & set(vars(optimizer))
         assert monitor.steps == STEPS
         norms = monitor.recording().scalars["norm"]

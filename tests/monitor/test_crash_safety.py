@@ -33,7 +33,7 @@ import gradstat
 from gradstat.__main__ import main
 from gradstat._core.files import replacing
 from gradstat._version import __version__
-from gradstat.integrations.loggers import CsvWriter, JsonlWriter
+from gradstat.integrations.loggers import JsonlWriter
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
@@ -337,12 +337,11 @@ def test_killed_at_any_time_what_was_written_is_whole(tmp_path: Path) -> None:
     made = [recording(40, 20, seed=seed) for seed in (1, 2)]
 
     def write_for_ever(say: Callable[[str], None]) -> None:
-        lines, table = JsonlWriter(tmp_path / "log.jsonl"), CsvWriter(tmp_path / "log.csv")
+        log = JsonlWriter(tmp_path / "log.jsonl")
         for step in range(10**9):
             save(made[step % 2], tmp_path / "run.gradstat")
             for _ in range(50):
-                lines.write({"loss": 0.5, "norm": 2.0}, step)
-                table.write({"loss": 0.5, "norm": 2.0}, step)
+                log.write({"loss": 0.5, "norm": 2.0}, step)
             if step == 3:
                 say("going")
 
@@ -353,9 +352,6 @@ def test_killed_at_any_time_what_was_written_is_whole(tmp_path: Path) -> None:
         *lines, last = (tmp_path / "log.jsonl").read_text().split("\n")
         assert last == ""
         assert all(json.loads(line).keys() == {"step", "loss", "norm"} for line in lines)
-        header, *rows = (tmp_path / "log.csv").read_text().splitlines()
-        assert header == "step,loss,norm"
-        assert all(row.count(",") == 2 for row in rows)
     assert len(list(tmp_path.glob(".run.gradstat.*.tmp"))) <= 3  # one for each kill at most
 
 
@@ -365,7 +361,7 @@ import torch
 import gradstat
 from helpers.recordings import recording
 from gradstat._core.files import replacing
-from gradstat.integrations.loggers import CsvWriter, JsonlWriter
+from gradstat.integrations.loggers import JsonlWriter
 from gradstat.monitor.recording import save, write_page
 
 large = recording(300, 300)
@@ -395,45 +391,34 @@ with warnings.catch_warnings(record=True) as caught:
 print(monitor.steps, any("could not be saved" in str(warning.message) for warning in caught))
 monitor._file.path = None  # nothing more at the end
 
-# Logs lose the line that did not fit, and no other.
+# A log loses the line that did not fit, and no other.
 os.remove(page)
-for kind, writer in (("jsonl", JsonlWriter), ("csv", CsvWriter)):
-    path = folder + "/log." + kind
-    log, refused, step = writer(path), 0, 0
-    while refused < 3:  # the first is cut, the others get nothing in
-        try:
-            log.write({"loss": 0.125, "norm": 2.5}, step)
-            step += 1
-        except OSError:
-            refused += 1
-    with open(path, "rb+") as file:  # somebody makes room
-        whole = file.read()
-        file.truncate(len(whole) - 8000)
-    for loss in (0.25, 0.5):
-        log.write({"loss": loss, "norm": 2.5}, 7)
-    lines = open(path).read().splitlines()
-    print(kind, *lines[-2:], len(lines) > 500)
-    os.remove(path)
+path = folder + "/log.jsonl"
+log, refused, step = JsonlWriter(path), 0, 0
+while refused < 3:  # the first is cut, the others get nothing in
+    try:
+        log.write({"loss": 0.125, "norm": 2.5}, step)
+        step += 1
+    except OSError:
+        refused += 1
+with open(path, "rb+") as file:  # somebody makes room
+    whole = file.read()
+    file.truncate(len(whole) - 8000)
+for loss in (0.25, 0.5):
+    log.write({"loss": loss, "norm": 2.5}, 7)
+lines = open(path).read().splitlines()
+print(*lines[-2:], len(lines) > 500)
+os.remove(path)
 """
 
 
 def test_a_full_disk_costs_what_does_not_fit_and_nothing_else(tmp_path: Path, forks: Forks) -> None:
     """A file size limit of 64 KiB imitates a full disk."""
-    *saved, lines, table = forks.output_of(FULL, tmp_path).splitlines()
+    *saved, lines = forks.output_of(FULL, tmp_path).splitlines()
     assert saved == ["full", "full", "25 True"]
-    assert lines == 'jsonl {"step": 7, "loss": 0.25, "norm": 2.5} {"step": 7, "loss": 0.5, "norm": 2.5} True'
-    assert table == "csv 7,0.25,2.5 7,0.5,2.5 True"
+    assert lines == '{"step": 7, "loss": 0.25, "norm": 2.5} {"step": 7, "loss": 0.5, "norm": 2.5} True'
     assert_same(load(tmp_path / "run.gradstat"), recording(40, 12))
     assert [path.name for path in tmp_path.iterdir()] == ["run.gradstat"]
-
-
-@pytest.mark.parametrize("there", [b"s", b"step", b"step,", b"step,los"])
-def test_a_header_of_which_a_part_was_written_is_begun_anew(there: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_bytes(there)
-    with CsvWriter(path) as writer:
-        writer.write({"loss": 1.0, "norm": 2.0}, 0)
-    assert path.read_text() == "step,loss,norm\n0,1.0,2.0\n"
 
 
 def test_pipes_and_devices_are_written_to_and_not_replaced(tmp_path: Path) -> None:
@@ -578,14 +563,11 @@ def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None
 
 def test_logs_keep_one_line_for_each_step_whatever_the_names(tmp_path: Path) -> None:
     values = dict.fromkeys(NAMES, 1.5)
-    for _ in range(2):  # the second time under the existing header
-        with JsonlWriter(tmp_path / "log.jsonl") as lines, CsvWriter(tmp_path / "log.csv") as table:
-            lines.write(values, 1)
-            table.write(values, 1)
+    for _ in range(2):
+        with JsonlWriter(tmp_path / "log.jsonl") as log:
+            log.write(values, 1)
     read = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert read == [{"step": 1, **values}] * 2
-    assert (tmp_path / "log.csv").read_bytes().count(b"\n") == 3
-    assert "\\ud800 half" in (tmp_path / "log.csv").read_text()
 
 
 def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> None:
