@@ -1,8 +1,13 @@
 """How `make docs` turns these pages into a site. Nothing comes from a network."""
 
+import re
+import typing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
 
 from gradstat import __version__
 
@@ -11,6 +16,7 @@ author = "the authors of gradstat"
 version = release = __version__
 
 extensions = [
+    "sphinx.ext.autodoc",  # the signatures and docstrings that pages of docs/api ask for
     "myst_nb",  # the pages, which are Markdown that reads well as it is, and the notebook with its outputs
     "sphinx_copybutton",
 ]
@@ -20,6 +26,13 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 copybutton_prompt_text = "$ "
+
+default_role = "any"  # single backticks in docstrings are links, with a warning unless they lead to one place
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {"Array": "Array"}  # of properties, which `as_written` does not see
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"
@@ -50,5 +63,25 @@ def bring_from_root(app: Sphinx, page: str, source: list[str]) -> None:
     source[0] = text
 
 
+def as_written(app: Sphinx, function: Callable[..., Any], is_bound: bool) -> None:
+    """Keeps autodoc from evaluating the types of a signature, so that aliases keep their names."""
+    typing.no_type_check(getattr(function, "__func__", function))
+
+
+# Used as an extension, napoleon would take what stands before a colon in the first line of a property for its type. It
+# does not if it is told no name. Under "Returns" an empty type prevents the same.
+SECTIONS = Config(napoleon_use_param=False, napoleon_attr_annotations=False)
+
+
+def with_lists(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Makes lists of the sections of a docstring: "Args", "Attributes", "Returns" and "Raises"."""
+    text = re.sub(r"^Returns:\n    ", r"\g<0>: ", "\n".join(lines), flags=re.MULTILINE)
+    text = "\n".join(GoogleDocstring(text, SECTIONS, app, what, obj=thing).lines())
+    attributes = re.compile(r"^\.\. attribute:: .*", re.MULTILINE)  # names that share a description: one on each line
+    lines[:] = attributes.sub(lambda match: match[0].replace(", ", "\n" + " " * 15), text).splitlines()
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", bring_from_root)
+    app.connect("autodoc-before-process-signature", as_written)
+    app.connect("autodoc-process-docstring", with_lists)

@@ -106,7 +106,8 @@ class GradScaler(TorchGradScaler):
 
         There is no host sync. If a gradient is not finite, no gradient is clipped and `step` skips. `gradstat.AdaGC`
         and `gradstat.AGC` still clip the tensors and units that are finite. ``optimizer`` is as for ``unscale_``, and
-        ``max_norm`` as for `gradstat.guarded_step`.
+        ``max_norm`` as for `gradstat.guarded_step`. Nothing has been changed when one of the errors below, or one of
+        ``unscale_``, is raised.
 
         Returns:
             The norm before clipping, without the loss scale, as from `gradstat.clip_grad_norm_`.
@@ -116,7 +117,6 @@ class GradScaler(TorchGradScaler):
             ValueError: ``max_norm`` is not above 0, or a `gradstat.AdaGC` that was used for another list of parameters.
             NotImplementedError: A gradient is a distributed tensor, and the clip is `gradstat.AdaGC` or `gradstat.AGC`;
                 or it is sparse, and the clip is `gradstat.AGC`.
-            The errors of ``unscale_`` as well. Nothing has been changed in these cases.
         """
         checked = checked_limit(max_norm)
         limit = math.inf if checked is None else checked

@@ -136,7 +136,7 @@ def get_total_norm(
         The norm as from `clip_grad_norm_`. For distributed tensors it is the norm of the whole tensors.
 
     Raises:
-        As `clip_grad_norm_`; and TypeError if an item of ``tensors`` is not a tensor.
+        TypeError: An item of ``tensors`` is not a tensor. Other errors are as for `clip_grad_norm_`.
     """
     listed = as_list(tensors, "tensors")
     norm_type = float(norm_type)
@@ -182,7 +182,7 @@ def clip_grads_with_norm_(
         parameters, max_norm, foreach, backend: As for `clip_grad_norm_`, including its differences from torch.
 
     Raises:
-        As `clip_grad_norm_`; and ValueError if ``total_norm`` is not a single real number.
+        ValueError: ``total_norm`` is not a single real number. Other errors are as for `clip_grad_norm_`.
     """
     listed, collected = gradients_to_clip(parameters, foreach)
     gradients, name_of = collected.tensors, collected.name_of

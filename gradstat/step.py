@@ -146,8 +146,8 @@ def guarded_step(
             to be unscaled in place is float16.
         RuntimeError: Other code has set ``grad_scale`` or ``found_inf`` on the optimizer; it has stepped since the
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a gradient
-            was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp`'s scaler or
-            another guarded step); a closure is combined with a scaler; during CUDA graph capture, it is this
+            was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp.GradScaler`
+            or another guarded step); a closure is combined with a scaler; during CUDA graph capture, it is this
             optimizer's first guarded step, or skipping would need the host.
         NotImplementedError: A gradient is a distributed tensor, and ``max_norm`` is `AdaGC` or `AGC`; or a gradient is
             sparse, and ``max_norm`` is `AGC`.

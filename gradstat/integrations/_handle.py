@@ -66,7 +66,11 @@ class Handle:
 
     @property
     def micro_batch_reports(self) -> dict[int, AccumulationReport]:
-        """A `gradstat.AccumulationReport` for each step in which something was found; raises as `monitor` does."""
+        """A `gradstat.AccumulationReport` for each step in which something was found.
+
+        Raises:
+            RuntimeError: There is no monitor yet, or there are several.
+        """
         return self._single.micro_batch_reports
 
     @property

@@ -104,7 +104,7 @@ class Rows(RowValues):
         """Index of the first NaN or Inf of one tensor, as in `gradstat.TensorStats`; None if all are finite.
 
         Args:
-            row: Position in `steps`.
+            row: Position in `Rows.steps`.
             position: Position in `names`.
         """
         info = (self.tensors if self.by_row is None else self.by_row[row]).infos[position]

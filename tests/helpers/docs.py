@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reference import MARKED
-
 from gradstat.__main__ import main
 from gradstat.monitor import AnomalyWarning
 
@@ -70,7 +68,7 @@ class Block:
 
 def blocks_of(page: Path) -> Iterator[Block]:
     """The blocks of a page in order, including code in comments, without directives of the site generator."""
-    text = MARKED.sub("", page.read_text())  # examples of docstrings run where these are
+    text = page.read_text()
     marks: dict[str, str] = {}
     for piece in _PIECE.finditer(text):
         line = text.count("\n", 0, piece.start()) + 1

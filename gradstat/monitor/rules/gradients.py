@@ -28,8 +28,9 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
     """A total norm that is too large compared to those of earlier steps, or whose level rises at once.
 
     Args:
-        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps, single_factor, warmup_factor, errors, moves,
-            window: As for `SpikeRule`. Norms have heavy tails, so healthy steps often exceed three standard deviations.
+        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps: As for `SpikeRule`. Norms have heavy tails,
+            so healthy steps often exceed three standard deviations.
+        single_factor, warmup_factor, errors, moves, window: As there.
     """
 
     name = "exploding-gradient"
