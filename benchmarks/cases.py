@@ -176,12 +176,16 @@ def input_of(shapes: list[Shape], dtype: Dtypes = torch.float32, device: str = "
     """Random gradients of these shapes, each in its own allocation; several dtypes alternate."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     block = (_SPREAD * torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))).to(device)
-    blocks = {each: block.to(each) for each in dtypes}
+    blocks = {each: block.to(each) for each in dtypes[: len(shapes)]}
     gradients = [torch.empty(shape, dtype=dtypes[i % len(dtypes)], device=device) for i, shape in enumerate(shapes)]
+    pieces = [
+        _pieces([gradient for gradient in gradients if gradient.dtype == each], filling)
+        for each, filling in blocks.items()
+    ]
 
     def restore() -> None:
-        for each, filling in blocks.items():
-            _fill([gradient for gradient in gradients if gradient.dtype == each], filling)
+        for targets, sources in pieces:
+            torch._foreach_copy_(targets, sources)
 
     restore()
     size = sum(g.numel() * g.element_size() for g in gradients)
@@ -196,15 +200,19 @@ def bytes_of(shapes: list[Shape], dtype: Dtypes) -> int:
     return sum(torch.Size(shape).numel() * dtypes[i % len(dtypes)].itemsize for i, shape in enumerate(shapes))
 
 
-def _fill(gradients: list[Tensor], block: Tensor) -> None:
-    """Fills the gradients, one after another, with repetitions of ``block``."""
-    start = 0
+def _pieces(gradients: list[Tensor], block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Pieces of the gradients, and those of repetitions of ``block`` that fill them; of float8 as bytes."""
+    start, targets, sources = 0, [], []
+    kind = torch.uint8 if block.itemsize == 1 else block.dtype  # not every torch has _foreach_copy_ for float8
+    block = block.view(kind)
     for gradient in gradients:
-        flat, at = gradient.view(-1), 0
+        flat, at = gradient.view(-1).view(kind), 0
         while at < flat.numel():
             count = min(flat.numel() - at, len(block) - start)
-            flat[at : at + count] = block[start : start + count]
+            targets.append(flat[at : at + count])
+            sources.append(block[start : start + count])
             at, start = at + count, (start + count) % len(block)
+    return targets, sources
 
 
 def facts_of(gradients: list[Tensor]) -> Facts:
@@ -297,8 +305,8 @@ def _not_float8(given: Input) -> bool:
     return given.widest.itemsize > 1
 
 
-def _naive_supports(given: Input) -> bool:
-    # On a GPU it syncs five times for every gradient; thousands of them would take up the time of the whole run.
+def _loop_supports(given: Input) -> bool:
+    # On a GPU, loops over thousands of gradients would take up the time of the whole run.
     return _not_float8(given) and (given.device.type == "cpu" or len(given.gradients) <= 1000)
 
 
@@ -321,7 +329,7 @@ def _torch_clip(name: str, share: float, foreach: bool | None = None) -> Provide
         _read_norm,
         TORCH_ERROR,
         factor=min(share, 1.0),
-        supports=_not_float8,
+        supports=_not_float8 if foreach is None else _loop_supports,
     )
 
 
@@ -337,7 +345,12 @@ PROVIDERS = (
         "gradstat.check, reference",
         lambda given: _check(given, "reference"),
         _read_report,
-        supports=lambda given: given.bytes <= _REFERENCE_LIMIT and len(given.gradients) <= 1000 and _not_float8(given),
+        supports=lambda given: (
+            given.device.type == "cpu"
+            and given.bytes <= _REFERENCE_LIMIT
+            and len(given.gradients) <= 1000
+            and _not_float8(given)
+        ),
     ),
     Provider(STATS, lambda given: gradstat.stats(given.gradients), _read_table),
     Provider(
@@ -358,7 +371,7 @@ PROVIDERS = (
         lambda given: naive_loop(given.gradients),
         lambda result: dict(zip(("nonfinite", "norm", "low", "high"), result, strict=True)),
         TORCH_ERROR,
-        supports=_naive_supports,
+        supports=_loop_supports,
     ),
     _gradstat_clip(CLIP, 2.0),
     _torch_clip(TORCH_CLIP, 2.0),
@@ -383,6 +396,12 @@ def providers_for(given: Input) -> list[Provider]:
 _COPIED_AT_MOST = 2 << 30
 
 
+def _joined(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """All elements of the tensors of a dtype; one tensor is not copied."""
+    flat = [tensor.view(-1) for tensor in tensors if tensor.dtype == dtype]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
 def verify(provider: Provider, given: Input) -> float | None:
     """Checks what ``provider`` computes and does, so that no time of a wrong result is reported.
 
@@ -399,9 +418,10 @@ def verify(provider: Provider, given: Input) -> float | None:
     if provider.factor is not None and given.bytes <= _COPIED_AT_MOST:
         copies = [gradient.clone() for gradient in given.gradients]
         provider.run(Input([parameter_of(g) for g in copies], copies, given.facts, given.buffer))
-        for before, after in zip(given.gradients, copies, strict=True):
+        for dtype in {gradient.dtype for gradient in copies}:
+            before, after = _joined(given.gradients, dtype), _joined(copies, dtype)
             expected = before * provider.factor if provider.factor != 1 else before
-            rounding = torch.finfo(before.dtype).eps
+            rounding = torch.finfo(dtype).eps
             if not torch.allclose(after, expected, rtol=provider.tolerance + 2 * rounding, atol=1e-6):
                 raise WrongAnswerError(f"{provider.name} did not multiply the gradients by {provider.factor}")
     answer = provider.answer(provider.run(given))

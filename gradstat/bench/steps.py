@@ -32,7 +32,7 @@ LOSS_ITEM = "+ loss.item()"
 NAIVE = "+ naive .item() loop"
 ANOMALY_WITHOUT_NAN = "detect_anomaly(check_nan=False)"
 ANOMALY = "detect_anomaly"
-WARMUP = 2
+WARMUP = 1
 # Steps between two syncs of the benchmark. On a GPU a sync after each step would hide what a sync of the program costs,
 # and charge calls without one for the time that the GPU needs.
 BLOCK = {"cpu": 1, "cuda": 6}

@@ -452,7 +452,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Results of the whole suite on tiny inputs, and what it printed."""
     case = Case("10,000 tensors of 64", lambda: [(8, 8)] * 3, (torch.float32, torch.bfloat16))
     monkeypatch.setattr(suite, "CASES", [case])
-    monkeypatch.setattr(optimizer_steps, "STEP_CASES", [case])
+    monkeypatch.setattr(optimizer_steps, "FULL_CASE", case)
     monkeypatch.setattr(updates_to_come, "CASES", [case.name])
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))

@@ -101,20 +101,26 @@ def test_clips_in_quick_succession_see_each_other() -> None:
 
 def test_a_healthy_step_of_a_monitor_is_one_launch_and_no_sync() -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(20)]).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     inputs = torch.randn(8, 64, device="cuda")
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
-    loss = model(inputs).square().mean()
-    loss.backward()
-    for _ in range(4):  # the first step measures everything
+
+    def train() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
         monitor.step(loss)
+        gradstat.guarded_step(optimizer, 1.0)
+        return loss
+
+    for _ in range(4):  # the first step measures everything
+        loss = train()
         torch.cuda.synchronize()
     assert count(lambda: monitor.step(loss)) == Counts(1, 0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(60):  # including steps that measure parameters and the optimizer's state
-            monitor.step(loss)
-            optimizer.step()
+        for _ in range(300):  # including steps that measure parameters and the optimizer's state
+            train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert monitor.flush() == []

@@ -244,3 +244,20 @@ def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]
     torch.testing.assert_close(buffer[:2, 4], (before[:2, 4] * multiplier).float())
     assert torch.equal(buffer[:, 5], before[:, 5])
     assert (buffer[:2, ::2] < before[:2, ::2]).all()
+
+
+@pytest.mark.cuda
+def test_a_clip_joins_a_cuda_graph_and_follows_its_gradients() -> None:
+    (parameter,) = parameters_with([torch.ones(5000, device="cuda")])
+    gradient = parameter.grad
+    assert gradient is not None
+    gradstat.clip_grad_norm_([parameter], 5.0, backend="native")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = gradstat.clip_grad_norm_([parameter], 5.0, backend="native")
+    for value in (2.0, 0.01):
+        gradient.fill_(value)
+        graph.replay()
+        expected = value * 5000**0.5
+        assert norm.item() == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(gradient, torch.full_like(gradient, value * min(1.0, 5.0 / expected)))
