@@ -21,7 +21,7 @@ from cases import (
     TORCH_CLIPPED,
     TORCH_LOOP_CLIP,
 )
-from optimizer_steps import GROUP, OPTIMIZERS, SEPARATOR, STEP_CASES
+from optimizer_steps import FULL_CASE, GROUP, OPTIMIZERS, SEPARATOR
 from rows import Row
 from step_providers import ADAPTIVE, ALONE, AMP, GUARD, GUARDED, TORCH
 
@@ -617,7 +617,7 @@ def lists(rows: Sequence[Row]) -> str:
 
 def selected_optimizer_steps(rows: Iterable[Row]) -> str:
     """For docs/performance.md: steps of the longest list by an optimizer that can skip its step on the device."""
-    name, kept = STEP_CASES[-1].name, [row for row in rows_module.current(rows) if row.group == GROUP]
+    name, kept = FULL_CASE.name, [row for row in rows_module.current(rows) if row.group == GROUP]
     shown = [row for row in kept if row.case.split(SEPARATOR)[:2] == [name, OPTIMIZERS[0].name]]
     if not shown:
         return ""

@@ -14,7 +14,7 @@ import step_providers
 import suite
 import tables
 import torch
-from optimizer_steps import OPTIMIZERS, SETTINGS, STEP_CASES, OptimizerChoice, Setting, StepInput, case_name
+from optimizer_steps import FULL_CASE, OPTIMIZERS, SETTINGS, OptimizerChoice, Setting, StepInput, case_name
 from step_providers import ALONE, AMP, GUARDED, TORCH, StepProvider, providers_for, verify
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,7 +186,7 @@ def test_rows_become_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert "12 (1.33)" in shown  # passes
     assert tables.summary(made) == ""
 
-    longest = [row for setting in (SCALED, PLAIN) for row in measured(OPTIMIZERS[0], setting, STEP_CASES[-1].name)]
+    longest = [row for setting in (SCALED, PLAIN) for row in measured(OPTIMIZERS[0], setting, FULL_CASE.name)]
     monkeypatch.setattr(rows, "shown", lambda: [made, longest])
     assert "; 1.33)" in render.steps_of_optimizers(tmp_path)  # the ratio of passes, after that of times
     monkeypatch.setattr(rows, "shown", lambda: [made])
