@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.cuda_counts import NoSync
 from helpers.devices import kernels_on_the_cpu
+from helpers.layouts import batch, make_layout
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
 
@@ -21,7 +22,6 @@ import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
 from gradstat._core import backends, norms
 from gradstat._core.backends import Kernels
-from gradstat.distributed.layouts import batch, make_layout
 from gradstat.integrations import loggers as log
 
 kernels = pytest.fixture(params=["native", "dispatched", "triton", "reference", "emulated"])(kernels_on_the_cpu)

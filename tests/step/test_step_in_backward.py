@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import layouts
+from helpers.layouts import batch, make_layout
 from helpers.ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -30,8 +32,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstat
 from gradstat.bench.memory import peak_bytes
-from gradstat.distributed import layouts
-from gradstat.distributed.layouts import batch, make_layout
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 0.01}),
