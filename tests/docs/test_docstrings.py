@@ -50,11 +50,6 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 loader = torch.utils.data.DataLoader(batches)
 """,
-    "gradstat.integrations.fabric.install": """
-import gradstat.integrations.fabric
-import lightning
-fabric = lightning.Fabric(accelerator="cpu")
-""",
     "gradstat.integrations.lightning.GradstatCallback": """
 import functools
 from lightning import Trainer
