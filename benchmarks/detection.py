@@ -51,13 +51,13 @@ from detection_mistakes import SUBJECTS  # noqa: E402
 from detection_published import HAS_OPERATORS  # noqa: E402
 from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
 from helpers import training_programs  # noqa: E402
+from helpers.ranks import Ranks  # noqa: E402
 from helpers.training import RECORD, Training  # noqa: E402
 from helpers.training_programs import PROGRAMS  # noqa: E402
 from rows import Row, row, step_rows  # noqa: E402
 
 from gradstat._core.files import replacing  # noqa: E402
 from gradstat.bench.timing import interleaved, progress_bar  # noqa: E402
-from gradstat.distributed._ranks import Ranks  # noqa: E402
 from gradstat.monitor import Golden  # noqa: E402
 
 # One run ----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _run_on_rank(number: int, seed: int, is_broken: bool, steps: int, redrawn: i
 
 @cache
 def _ranks() -> Ranks:
-    pool = Ranks(2)
+    pool = Ranks()
     atexit.register(pool.stop)
     return pool
 
@@ -164,7 +164,7 @@ def run_job(job: Job) -> Arm:
     number, seed, is_broken, steps, redrawn = job
     case = all_cases()[number]
     if case.ranks > 1:
-        arm: Arm = _ranks().run(case.ranks, _run_on_rank, *job, timeout=60.0, limit=120.0)[0]
+        arm: Arm = _ranks().run(case.ranks, _run_on_rank, *job, timeout=90.0)[0]
         return arm
     return run(case, seed, is_broken, steps, redrawn=redrawn)
 

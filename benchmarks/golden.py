@@ -58,7 +58,6 @@ from helpers.training import (  # noqa: E402
 from helpers.training import train as train_model  # noqa: E402
 from rows import Row, add_arguments, append, microseconds, row  # noqa: E402
 
-from gradstat.distributed._ranks import Ranks  # noqa: E402
 from gradstat.monitor import Finding, Golden, Monitor, Recording, Series  # noqa: E402
 from gradstat.monitor.recording import GoldenComparison, load, save  # noqa: E402
 from gradstat.monitor.rows import Window  # noqa: E402
@@ -243,10 +242,13 @@ def run(settings: Settings, seed: int, **options: Any) -> Recording:
     """The recording of one training. The task is always the same; weights and samples depend on the seed."""
     if settings.ranks:
         import golden  # by this name, which other processes can import
+        from helpers.ranks import Ranks
 
-        with Ranks(2) as ranks:
-            recordings = ranks.run(2, golden.on_a_rank, settings, seed, timeout=120.0, limit=300.0)
-        made: Recording = recordings[0]
+        ranks = Ranks()
+        try:
+            made: Recording = ranks.run(2, golden.on_a_rank, settings, seed, timeout=270.0)[0]
+        finally:
+            ranks.stop()
         return made
     torch.set_num_threads(settings.threads)
     model = initialised(settings, seed)

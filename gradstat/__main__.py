@@ -28,7 +28,6 @@ COMMANDS = {
         "golden_main",
         "whether a recorded run is like a few healthy ones, or where not",
     ),
-    "norms": ("gradstat.distributed.norms", "main", "whether a clip matches a single process, in thirteen layouts"),
     "diff": ("gradstat.monitor.command", "diff_main", "the first step at which two recorded runs diverge, and in what"),
 }
 

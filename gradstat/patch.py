@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -97,12 +96,12 @@ class Layer:
     Once it is removed, references to it that are still held somewhere call the function below it.
     """
 
-    def __init__(self, owner: Any, name: str, replacement: _Function, watches: bool = False) -> None:
+    def __init__(self, owner: Any, name: str, replacement: _Function) -> None:
         """``owner``: a module, a class, or an object whose method is replaced for it alone.
 
-        ``replacement`` gets the layer as its first argument. ``watches``: it always calls the function below it.
+        ``replacement`` gets the layer as its first argument.
         """
-        self._owner, self._name, self._watches = owner, name, watches
+        self._owner, self._name = owner, name
         self.below: _Function = getattr(owner, name)
         self._hides = name not in vars(owner)  # the method of an object's class
         self._removed = False
@@ -143,20 +142,6 @@ class Layer:
         over_ranks = norm_type in (2.0, math.inf, "inf")
         is_supported = all(kind in PLAIN_TYPES or (over_ranks and is_distributed([t])) for kind, t in kinds.items())
         return ours if is_supported and not torch.compiler.is_compiling() else self.below
-
-
-def importable_version(function: _Function) -> _Function:
-    """The picklable object found under ``function``'s name, if it is the same apart from layers that only watch."""
-    module = sys.modules.get(getattr(function, "__module__", ""))
-    importable = getattr(module, getattr(function, "__qualname__", ""), None)
-    return importable if importable is not None and _unwatched(importable) is _unwatched(function) else function
-
-
-def _unwatched(function: _Function) -> _Function:
-    with lock:
-        while (layer := next((one for one in _layers if one._watches and one._function is function), None)) is not None:
-            function = layer.below
-    return function
 
 
 def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ def listen(listener: announce.Listener) -> None:
             # clip by name before.
             for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_"):
                 if hasattr(module, name):
-                    _clips.append(Layer(module, name, _clip, watches=True))
+                    _clips.append(Layer(module, name, _clip))
         _wrap_scalers(GradScaler)
     decision.install_hooks()
 

@@ -1,19 +1,16 @@
-"""Checks across ranks: which rank caused a NaN, whether replicas still agree, whether batches and clips are right.
+"""Checks across ranks: which rank caused a NaN, whether replicas still agree, whether ranks got different batches.
 
 Not imported by ``import gradstat``, as it needs ``torch.distributed``; accessing ``gradstat.distributed`` imports it.
 """
 
 from gradstat._core.collectives import UnreachableRankError
 from gradstat.distributed.batches import BatchReport, RepeatedBatchError, verify_batches
-from gradstat.distributed.norms import ClipReport, LayoutResult, verify_clip
 from gradstat.distributed.origin import OriginReport, OriginTracker, track_origin
 from gradstat.distributed.replicas import Drift, ReplicaMismatchError, ReplicaReport, verify_replicas
 
 __all__ = [
     "BatchReport",
-    "ClipReport",
     "Drift",
-    "LayoutResult",
     "OriginReport",
     "OriginTracker",
     "RepeatedBatchError",
@@ -22,6 +19,5 @@ __all__ = [
     "UnreachableRankError",
     "track_origin",
     "verify_batches",
-    "verify_clip",
     "verify_replicas",
 ]

@@ -1,6 +1,6 @@
 """Adapters for training frameworks and loggers; each module imports its framework, and nothing in gradstat imports it.
 
-`gradstat.integrations.lightning` has the callback for Lightning; `gradstat.integrations.transformers`,
-`gradstat.integrations.accelerate` and `gradstat.integrations.fabric` have an ``install`` each;
-`gradstat.integrations.loggers` writes statistics to TensorBoard, Weights & Biases, MLflow, CSV and JSON lines.
+`gradstat.integrations.lightning` has the callback for Lightning; `gradstat.integrations.transformers` and
+`gradstat.integrations.accelerate` have an ``install`` each; `gradstat.integrations.loggers` writes statistics to
+TensorBoard, Weights & Biases, MLflow, CSV and JSON lines.
 """

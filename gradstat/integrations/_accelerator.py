@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from gradstat._core.parameters import as_list
+from gradstat._core.wrappers import without_ddp
 from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
 from gradstat.monitor.reporting import warn
+
+_MARK = "_gradstat_handle"  # the attribute of an accelerator that holds its handle
 
 
 class AcceleratorBase(Handle):
@@ -39,15 +43,26 @@ class AcceleratorBase(Handle):
         )
         self._accelerator, self._engine = accelerator, None
         self._is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
-        self._end_origin_tracking(accelerator)
 
     def _patch_framework(self) -> None:
-        """Patches the accelerator, once the attachments have been made: a handle that it already has is removed."""
+        """Patches the accelerator, once the attachments have been made.
+
+        A handle that it already has is removed, as of a notebook cell that runs again.
+        """
         accelerator = self._accelerator
-        self._mark_watched(accelerator)
+        earlier = getattr(accelerator, _MARK, None)
+        if earlier is not None:
+            earlier.remove()
+        setattr(accelerator, _MARK, self)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._patch(accelerator, name, functools.partial(self._in_clip, name))
         self._patch(accelerator, "backward", self._in_backward)
+        self._patch(accelerator, "join_uneven_inputs", self._in_join)
+
+    def _detach(self) -> None:
+        super()._detach()
+        if getattr(self._accelerator, _MARK, None) is self:
+            delattr(self._accelerator, _MARK)
 
     def _in_backward(self, original: Any, loss: Any, **options: Any) -> Any:
         engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
@@ -63,6 +78,20 @@ class AcceleratorBase(Handle):
         result = original(loss, **options)
         self._saw_backward(loss, self._micro_batches() > 1 and not self._engine_clips)
         return result
+
+    def _in_join(self, original: Any, joinables: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tells the monitors which DDP modules take part; the accelerator holds only the models inside of them."""
+        joinables = list(joinables)
+        for attachment in self.attachments:
+            for wrapper in joinables:
+                if without_ddp(wrapper) is attachment.model:
+                    attachment.monitor._collector.wrapper = wrapper
+        return original(joinables, *args, **kwargs)
+
+    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        for attachment in self.attachments:
+            attachment.measure()
+        return original(*args, **kwargs)
 
     def _attach(self, *args: Any, **kwargs: Any) -> Attachment:
         attachment = super()._attach(*args, **kwargs)
@@ -99,6 +128,15 @@ class AcceleratorBase(Handle):
             return original(listed, *args, **kwargs)
         finally:
             self._aside = []
+
+    def _refuse_another_limit(self, asked: Any, caller: str) -> None:
+        """ValueError if ``caller``, the accelerator's clip, clips to another limit than ``max_norm``."""
+        max_norm = self._options.max_norm
+        if max_norm is not None and asked is not None and float(asked) not in (max_norm, math.inf):
+            raise ValueError(
+                f"clip configured twice: install(..., max_norm={max_norm!r}), and {caller} is called with "
+                f"{float(asked)!r}. Leave max_norm out of install(), or pass float('inf') to {caller}"
+            )
 
     def _warn_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._warned:

@@ -108,9 +108,8 @@ class Attachment(AutoHandle):
         if number and arguments.get("save_to") is not None:
             base = Path(arguments["save_to"])
             arguments["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
-        watched = model if options.tracks_origin else without_ddp(model)
-        self.engine = engine_of(watched)  # an engine has its own optimizer, which announces nothing
-        monitor = Monitor(watched, None if self.engine else optimizer, scaler=scaler, **arguments)
+        self.engine = engine_of(model)  # an engine has its own optimizer, which announces nothing
+        monitor = Monitor(model, None if self.engine else optimizer, scaler=scaler, **arguments)
         super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
         if "replay" in options.policies:  # the monitor only requests a replay
             self.monitor._in_use.add("replay")
@@ -120,7 +119,6 @@ class Attachment(AutoHandle):
         self._checked: MicroBatches | None = None
         self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=self.monitor.options.lag + 2)
         self._reductions = None if device is None else RankReductions(device)
-        self.monitor._collector.wrapper = model
         self._losses: list[Tensor] = []
         self._reported = 0
         self._error: AnomalyError | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradstat.integrations._options import Options
 from gradstat.monitor.reporting import warn
 
-# Keyed by the class name of a Lightning or Fabric strategy, or by an Accelerate distributed type.
+# Keyed by the class name of a Lightning strategy, or by an Accelerate distributed type.
 _NAMES = {
     "DeepSpeedStrategy": "DeepSpeed",
     "FSDPStrategy": "FSDP 1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +25,6 @@ from gradstat.patch import Layer, lock
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MARK = "_gradstat_handle"  # the attribute of a watched object that holds its handle
-
 
 class Handle:
     """The base of what integrations return. A context manager; leaving it calls `remove`.
@@ -39,7 +36,6 @@ class Handle:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._patches: list[Layer] = []
-        self._owner: Any = None
         self._unwatched = Unwatched([])  # warns of failures of the handle itself
         self._turns = [0]  # how many steps have been measured of models that take turns
         self._engine_clips = False
@@ -129,20 +125,6 @@ class Handle:
         for attachment in self.attachments:
             attachment.saw_backward(loss, is_micro_batch)
 
-    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        for attachment in self.attachments:
-            attachment.measure()
-        return original(*args, **kwargs)
-
-    def _refuse_another_limit(self, asked: Any, caller: str) -> None:
-        """ValueError if ``caller``, the framework's clip, clips to another limit than ``max_norm``."""
-        max_norm = self._options.max_norm
-        if max_norm is not None and asked is not None and float(asked) not in (max_norm, math.inf):
-            raise ValueError(
-                f"clip configured twice: install(..., max_norm={max_norm!r}), and {caller} is called with "
-                f"{float(asked)!r}. Leave max_norm out of install(), or pass float('inf') to {caller}"
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""
         clip = self._options.max_norm
@@ -178,20 +160,6 @@ class Handle:
         if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
             self._options.max_norm.load_state_dict(state["clip"])
 
-    def _end_origin_tracking(self, owner: Any) -> None:
-        """Removes an earlier handle of ``owner`` that tracks origins, since a model has only one tracker."""
-        earlier = getattr(owner, _MARK, None)
-        if earlier is not None and self._options.tracks_origin and earlier._options.tracks_origin:
-            earlier.remove()
-
-    def _mark_watched(self, owner: Any) -> None:
-        """Marks ``owner`` as watched. An earlier handle is removed, as of a notebook cell that runs again."""
-        earlier = getattr(owner, _MARK, None)
-        if earlier is not None:
-            earlier.remove()
-        self._owner = owner
-        setattr(owner, _MARK, self)
-
     def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Replaces a method of ``owner`` alone; ``replacement`` gets the original as its first argument."""
 
@@ -207,8 +175,6 @@ class Handle:
         while self._patches:
             with lock:
                 self._patches.pop().remove()
-        if getattr(self._owner, _MARK, None) is self:
-            delattr(self._owner, _MARK)
 
     def remove(self) -> None:
         """Ends the watching: restores the methods of the framework. The monitors stay readable."""

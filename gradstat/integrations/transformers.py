@@ -144,8 +144,8 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         """Makes sure that the watched model is the one to be trained, and loads the state of a checkpoint."""
         trainer = self.trainer
         if self._accelerator is not trainer.accelerator:  # a hyperparameter search has made another
-            self._check(trainer.accelerator)
             self._detach()
+            self._check(trainer.accelerator)
             self._patch_framework()
         earlier = self.attachments[0] if self.attachments else None
         optimizer = unwrapped(trainer.optimizer)

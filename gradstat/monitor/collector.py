@@ -70,7 +70,7 @@ class Collector:
         self._reduce_to, self._unwatched = reduce_to, unwatched
         model = trained.model
         self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
-        self.wrapper = model  # what `is_joining` asks; an adapter watches the model inside of it
+        self.wrapper = model  # what `is_joining` asks; Accelerate's adapter watches the model inside of it
         if optimizer is not None:
             observers.optimizers.add(optimizer)
         self._periods, self._backend, self._extra_groups = periods, options.backend, options.extra_groups

@@ -66,7 +66,7 @@ def hook_forward(module: nn.Module, hook: Callable[..., Any], *, before: bool = 
     with_kwargs = f"{place}_with_kwargs"
     for each in (place, with_kwargs):
         if not getattr(module, each):  # otherwise handles refer to the present dictionary
-            setattr(module, each, _ModuleHooks())
+            vars(module)[each] = _ModuleHooks()  # not setattr, which Fabric's wrapper also does to the module inside
     handle = (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, **options)
     if handle.id in getattr(module, with_kwargs):  # torch only asks whether the number is there
         getattr(module, with_kwargs)[handle.id] = hook  # left out of copies, as in the other dictionary

@@ -12,6 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.gradients import parameter_with, parameters_with
+from helpers.layouts import (
+    LAYOUTS,
+    Layout,
+    assert_clips_as_one_process,
+    backward,
+    batch,
+    fsdp,
+    make_layout,
+    make_layout_and_reference,
+    mesh_of,
+    model,
+)
 from helpers.ranks import Ranks, on_ranks
 from helpers.ranks_of_frameworks import assert_same_stats
 from torch import Tensor, nn
@@ -22,7 +34,6 @@ from torch.overrides import TorchFunctionMode
 
 import gradstat
 from gradstat._core import sharded
-from gradstat.distributed.layouts import backward, batch, fsdp, make_layout, make_layout_and_reference, mesh_of, model
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -54,7 +65,6 @@ def measured(name: str) -> float:
     return norm.item()
 
 
-# tests/distributed/test_norms.py clips in all layouts.
 @pytest.mark.parametrize(
     ("layout", "world"),
     [
@@ -64,6 +74,32 @@ def measured(name: str) -> float:
 )
 def test_checks_are_those_of_the_whole(ranks: Ranks, layout: str, world: int) -> None:
     assert len(set(ranks.run(world, measured, layout))) == 1
+
+
+def clip(layout: Layout, parameters: list[nn.Parameter], max_norm: float, order: float) -> Tensor:
+    return gradstat.clip_grad_norm_(parameters, max_norm, order, extra_groups=layout.extra_groups)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(4)
+def test_clips_are_those_of_one_process(layout: str) -> None:
+    assert_clips_as_one_process(layout, clip)
+
+
+@on_ranks(4)
+def test_the_comparison_tells_right_clips_from_wrong_ones() -> None:
+    def torchs(layout: Layout, *arguments: Any) -> Tensor:
+        return nn.utils.clip_grad_norm_(*arguments)
+
+    def never_scaling(layout: Layout, parameters: list[nn.Parameter], max_norm: float, order: float) -> Tensor:
+        return clip(layout, parameters, math.inf, order)
+
+    for layout in ("ddp", "hsdp"):
+        assert_clips_as_one_process(layout, torchs, [2.0, 1.0])
+    with pytest.raises(AssertionError, match=r"\('pp', 2.0"):  # torch knows nothing about stages
+        assert_clips_as_one_process("pp", torchs)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_clips_as_one_process("ddp", never_scaling)
 
 
 # The ranks, of four, that hold the bad part of the first weight, in layouts that shard it.

@@ -49,11 +49,6 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 loader = torch.utils.data.DataLoader(batches)
 """,
-    "gradstat.integrations.fabric.install": """
-import gradstat.integrations.fabric
-import lightning
-fabric = lightning.Fabric(accelerator="cpu")
-""",
     "gradstat.integrations.lightning.GradstatCallback": """
 import functools
 from lightning import Trainer
@@ -107,11 +102,6 @@ steps, accumulated = 2, 3
 next_micro_batches = lambda: batches
 loss = loss_of
 """,
-    "gradstat.distributed.verify_clip": """
-import types
-from gradstat.distributed import verify_clip
-trainer = types.SimpleNamespace(clip=gradstat.clip_grad_norm_)
-""",
     "gradstat.distributed.track_origin": """
 import torch.distributed as dist
 from gradstat.distributed import track_origin
@@ -123,7 +113,6 @@ ddp_model = nn.parallel.DistributedDataParallel(model)
 AFTERWARDS = {
     "gradstat.monitor.assert_healthy": "test_training(assert_healthy)",
     "gradstat.monitor.assert_golden": "test_training_is_still_what_it_was(made)",
-    "gradstat.distributed.verify_clip": "test_clip()",
     "gradstat.integrations.loggers.ReportLogger": "writer.close()",
     "gradstat.distributed.track_origin": "dist.destroy_process_group()",
 }

@@ -3,13 +3,13 @@
 Its own trainer needs a GPU: it sets a CUDA device, and none of its attention implementations trains on a CPU.
 """
 
-import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import Ranks
-from torch import Tensor
+from helpers.layouts import Layout, assert_clips_as_one_process
+from helpers.ranks import Ranks, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -18,24 +18,24 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
 
 import gradstat
-from gradstat.distributed import verify_clip
 
 
-def test_its_clip_is_as_in_one_process() -> None:
-    layouts = ["ddp", "fsdp2", "hsdp", "pp", "pp+fsdp2", "ep+fsdp2"]
-    verify_clip(clip_grad_norm_, layouts=layouts, orders=[2.0, 1.0], limit=120.0).raise_if_wrong()
+def clip(layout: Layout, *arguments: Any) -> Any:
+    return clip_grad_norm_(*arguments, pp_mesh=layout.pp_mesh, ep_enabled=layout.ep_enabled)
 
 
-def patched(parameters: list[Tensor], max_norm: float, norm_type: float, pp_mesh: object, ep_enabled: bool) -> Tensor:
-    with gradstat.patch_torch():
-        return clip_grad_norm_(parameters, max_norm, norm_type, pp_mesh=pp_mesh, ep_enabled=ep_enabled)  # type: ignore[no-any-return]
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "pp", "pp+fsdp2", "ep+fsdp2"])
+@on_ranks(4, timeout=120.0)
+def test_its_clip_is_as_in_one_process(layout: str) -> None:
+    assert_clips_as_one_process(layout, clip, [2.0, 1.0])
 
 
-def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard() -> None:
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+tp", "ep+fsdp2", "pp+fsdp2"])
+@on_ranks(4, timeout=120.0)
+def test_the_patch_makes_it_right_where_a_rank_has_an_empty_shard(layout: str) -> None:
     # One rank has empty shards of some parameters. torch's maximum raises for them, and the other ranks hang.
-    verify_clip(
-        patched, layouts=["fsdp2", "fsdp2+tp", "ep+fsdp2", "pp+fsdp2"], orders=[2.0, math.inf], limit=120.0
-    ).raise_if_wrong()
+    with gradstat.patch_torch():
+        assert_clips_as_one_process(layout, clip)
 
 
 def debug_model() -> list[float]:

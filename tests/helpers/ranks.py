@@ -1,30 +1,126 @@
-"""Tests on several ranks: a pool of processes for the whole session, of which each test uses as many as it needs."""
+"""Tests on several ranks: a pool of processes that run functions as the ranks of a gloo process group on the CPU.
 
+Importing torch takes seconds, so the processes are forked from one that has imported it, and kept. Every call gets its
+own process group, with as many ranks as it asks for.
+"""
+
+import contextlib
+import datetime
 import functools
 import inspect
+import multiprocessing
+import tempfile
+import traceback
 from collections.abc import Callable
+from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradstat.distributed._ranks import RankError
-from gradstat.distributed._ranks import Ranks as _Ranks
-
 MOST = 4
+_START_TIMEOUT, _STOP_TIMEOUT = 120.0, 10.0
 _ANSWER = 30.0
+# Imports shared by all ranks; torch imports _dynamo lazily, and it is large.
+_PRELOADED = ["torch._dynamo", "gradstat.distributed", "pytest"]
 
 
-class Ranks(_Ranks):
-    """Runs functions of a test module on ranks; a failure on any rank fails the test with that rank's traceback."""
+class Ranks:
+    """The pool. A failure on any rank raises an error with that rank's traceback."""
 
     def __init__(self) -> None:
-        super().__init__(MOST, preload=["pytest"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._groups = 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._start()
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 20.0) -> list[Any]:  # type: ignore[override]
+    def _start(self) -> None:
+        self._pipes: list[connection.Connection] = []
+        self._processes = []
+        for _ in range(MOST):
+            ours, theirs = self._context.Pipe()
+            self._processes.append(self._context.Process(target=_serve, args=(theirs,), daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
+        for pipe in self._pipes:
+            if not pipe.poll(_START_TIMEOUT):
+                raise RuntimeError(f"a rank did not start within {_START_TIMEOUT:g} s")
+            pipe.recv()
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 20.0) -> list[Any]:
+        """Calls an importable function on ranks 0 to ``world - 1`` and returns the result of each.
+
+        ``timeout`` is the process group's, in seconds. Ranks that do not answer for longer than that are started again.
+        """
+        self._groups += 1
+        store = Path(self._folder.name) / str(self._groups)
+        for rank in range(world):
+            self._pipes[rank].send((function, arguments, world, rank, str(store), timeout))
+        pending = dict(zip(self._pipes, range(world), strict=False))
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while pending:
+            ready = connection.wait(pending, timeout + _ANSWER)
+            if not ready:
+                raise self._lost(f"ranks {list(pending.values())} made no progress for {timeout + _ANSWER:g} s")
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    raised, value = self._pipes[rank].recv()
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(_STOP_TIMEOUT)
+                    raise self._lost(f"rank {rank} died with exit status {self._processes[rank].exitcode}") from None
+                (failures if raised else answers)[rank] = value
+        if failures:
+            raise RuntimeError("\n".join(f"on rank {rank}:\n{failures[rank]}" for rank in sorted(failures)))
+        return [answers[rank] for rank in range(world)]
+
+    def _lost(self, how: str) -> RuntimeError:
+        self._kill()
+        self._start()
+        return RuntimeError(how)
+
+    def stop(self) -> None:
+        self._kill()
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.terminate()  # before SIGKILL, so that coverage tools can write their data
+        for process in self._processes:
+            process.join(_STOP_TIMEOUT)
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: connection.Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
         try:
-            return super().run(world, function, *arguments, timeout=timeout, limit=timeout + _ANSWER)
-        except RankError as error:
-            pytest.fail(str(error))
+            function, arguments, world, rank, store, seconds = pipe.recv()
+        except EOFError:
+            return
+        except Exception:  # the function's module cannot be imported here
+            pipe.send((True, traceback.format_exc()))
+            continue
+        try:
+            timeout = datetime.timedelta(seconds=seconds)
+            dist.init_process_group("gloo", f"file://{store}", timeout, world_size=world, rank=rank)
+            torch.manual_seed(0)
+            answer = (False, function(*arguments))
+        except BaseException:  # of any kind: the caller reports it
+            answer = (True, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+            pipe.send(answer)
 
 
 def on_ranks(world: int, timeout: float = 20.0) -> Callable[[Callable[..., None]], Callable[..., None]]:

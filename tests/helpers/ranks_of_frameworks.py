@@ -29,7 +29,7 @@ def accelerate_on_ranks() -> Iterator[None]:
 
 
 def lightning_on_ranks() -> Any:
-    """A Lightning environment for existing processes, for ``Trainer(plugins=...)`` and Fabric."""
+    """A Lightning environment for existing processes, for ``Trainer(plugins=...)``."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     class Here(LightningEnvironment):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -755,3 +757,61 @@ def test_model_and_optimizer_may_come_in_either_order() -> None:
         gradstat.auto(model)
     with pytest.raises(TypeError, match=r"one torch\.nn\.Module, got AdamW"):
         gradstat.auto(optimizer, optimizer)
+
+
+@pytest.mark.parametrize("given", ["nothing", "model", "model.module"])
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.05}, {"clip_val": 1e-3}], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_under_fabric(scaled: bool, clip: dict[str, float], given: str) -> None:
+    """Its wrappers of model and optimizer may be given; the training keeps its bits, and hooks their calls."""
+    runs = []
+    for watched in (False, True):
+        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+        fabric = Fabric(accelerator="cpu", plugins=[precision] if scaled else [])
+        torch.manual_seed(0)
+        net, optimizer = made()
+        calls: list[object] = []
+        net.register_forward_hook(lambda *_, calls=calls: calls.append(_))
+        model, optimizer = fabric.setup(net, optimizer)
+        arguments = {"nothing": (), "model": (model,), "model.module": (model.module,)}[given]
+        handle = gradstat.auto(*arguments, optimizer, on_anomaly="record") if watched else None
+        norms, losses = [], []
+        for step in range(5):
+            factor = math.nan if step == 2 and scaled else 1.0  # the scaler skips this step
+            loss = mse_loss(model(torch.randn(8, 4)).float(), torch.zeros(8, 2)) * factor
+            losses.append(loss.item())
+            fabric.backward(loss)
+            norms.append(gradstat.check(net).total_norm / (precision.scaler.get_scale() if scaled else 1.0))
+            if clip:
+                fabric.clip_gradients(model, optimizer, error_if_nonfinite=False, **clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(calls) == 5
+        runs.append([parameter.detach() for parameter in net.parameters()])
+    assert all(map(torch.equal, *runs))
+    assert handle is not None
+    scalars = handle.monitor.recording().scalars
+    assert scalars["norm"].tolist() == pytest.approx(norms, rel=1e-6, nan_ok=True)
+    assert ("loss" in scalars) is scaled  # known to the scaler only
+    if scaled:
+        assert scalars["loss"].tolist() == pytest.approx(losses, rel=1e-6, nan_ok=True)
+        assert scalars["loss_scale"].tolist() == [1024, 1024, 1024, 512, 512]
+    handle.remove()
+
+
+def test_a_step_of_fabric_is_skipped_or_clipped() -> None:
+    for clip in (False, True):
+        fabric = Fabric(accelerator="cpu")
+        model, optimizer = fabric.setup(*made())
+        policies, max_norm = {"error": ("skip", "record")}, None if clip else 0.05
+        with gradstat.auto(model.module, optimizer, on_anomaly=policies, max_norm=max_norm) as handle:
+            for step in range(5):
+                fabric.backward(mse_loss(model(torch.randn(8, 4)), torch.full((8, 2), math.nan if step == 2 else 9.0)))
+                if clip:  # by default it raises
+                    fabric.clip_gradients(model, optimizer, max_norm=0.05, error_if_nonfinite=False)
+                optimizer.step()
+                if step != 2:
+                    assert gradstat.check(model).total_norm == pytest.approx(0.05, rel=1e-3)
+                optimizer.zero_grad()
+        assert [finding.step for finding in handle.monitor.findings] == [2]
+        assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -27,14 +27,12 @@ from helpers.frameworks import (
 )
 from helpers.ranks import on_ranks
 from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike, lightning_on_ranks
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer
 
 import gradstat
-from gradstat.integrations import _framework, accelerate, fabric, transformers
+from gradstat.integrations import _framework, accelerate, transformers
 from gradstat.integrations._engines import engine_clips, engine_name_of
 from gradstat.integrations._handle import Handle
 from gradstat.integrations._options import Options
@@ -71,7 +69,7 @@ class Case(NamedTuple):
         return DataLoader(self.data(), batch_size=SIZE)
 
     def precision(self, plugin: Any) -> dict[str, Any]:
-        """The scaler as a precision plugin, in arguments for Lightning or Fabric."""
+        """The scaler as a precision plugin, in arguments for Lightning."""
         if self.scaler is None:
             return {}
         return {"plugins": [plugin("16-mixed", "cpu", self.scaler("cpu", init_scale=1024.0))]}
@@ -205,42 +203,6 @@ def under_accelerate(case: Case) -> Run:
     return Run(handle, net, inner, norms)
 
 
-def under_fabric(case: Case) -> Run:
-    made = Fabric(accelerator="cpu", **settings_of_ranks(), **case.precision(MixedPrecision))
-    made.launch()
-    net = case.net()
-    inner = case.optimizer(net.parameters())
-    model, optimizer = made.setup(net, inner)
-    before = set(vars(made)), set(vars(optimizer))
-    batches: list[Any] = []
-
-    def again() -> None:
-        for batch in batches[-case.accumulate :]:
-            made.backward(model(*batch)["loss"] / case.accumulate)
-
-    replay = {"replay": again} if case.watch and "replay" in str(case.watch.get("on_anomaly")) else {}
-    options = {"micro_batches": case.accumulate, **(case.watch or {}), **replay}
-    norms = []
-    with nothing_drawn():
-        handle = None if case.watch is None else fabric.install(made, model, optimizer, **options)
-    with handle or nullcontext():
-        if handle is not None:
-            case.before(handle)
-        for i, batch in enumerate(made.setup_dataloaders(case.loader())):
-            batches.append(batch)
-            made.backward(model(*batch)["loss"] / case.accumulate)
-            if (i + 1) % case.accumulate:
-                continue
-            if case.clip is not None:
-                norms.append(float(made.clip_gradients(model, optimizer, max_norm=case.clip)))
-            optimizer.step()
-            optimizer.zero_grad()
-            if handle is not None and handle.should_stop:
-                break
-    assert (set(vars(made)), set(vars(optimizer))) == before
-    return Run(handle, net, inner, norms)
-
-
 def settings_of_ranks() -> dict[str, Any]:
     """Arguments that let Lightning use the existing process group."""
     if not dist.is_initialized():
@@ -260,7 +222,7 @@ def nothing_drawn() -> Iterator[None]:
     assert states() == before
 
 
-UNDER = {"lightning": under_lightning, "trainer": under_trainer, "accelerate": under_accelerate, "fabric": under_fabric}
+UNDER = {"lightning": under_lightning, "trainer": under_trainer, "accelerate": under_accelerate}
 
 
 @pytest.fixture(params=UNDER)
@@ -316,13 +278,11 @@ def test_watching_changes_no_bit(under: Any, kind: str, accumulate: int, clip: f
     assert run.handle.monitor.steps == STEPS
 
 
-@pytest.mark.parametrize("name", ["lightning", "accelerate", "fabric"])
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
 @pytest.mark.parametrize(("kind", "clip"), [("fused SGD", None), ("foreach", None), ("foreach", 0.5)])
 def test_watching_changes_no_bit_under_a_loss_scaler(name: str, kind: str, clip: float | None, tmp_path: Path) -> None:
     """Also of a step that overflows, which the scaler skips."""
     case = Case(tmp_path, OPTIMIZERS[kind], clip, bad_at=frozenset({2}), scaler=torch.amp.GradScaler)
-    if name == "fabric" and clip is not None:
-        case = case._replace(bad_at=frozenset())  # its clip raises
     unwatched = UNDER[name](case._replace(watch=None))
     forget_accelerators()
     run = UNDER[name](case)
@@ -363,7 +323,7 @@ def test_a_bad_step_is_skipped(under: Any, kind: str, clip: float | None, tmp_pa
     assert run.handle.monitor.nonfinite_steps == run.handle.scalars()["grad/nonfinite_steps"] == 1
 
 
-SCALED = pytest.mark.parametrize("name", ["lightning", "accelerate", "fabric"])
+SCALED = pytest.mark.parametrize("name", ["lightning", "accelerate"])
 
 
 @SCALED
@@ -425,9 +385,8 @@ def test_the_micro_batch_is_named(under: Any, tmp_path: Path) -> None:
     assert set(run.handle.micro_batch_reports) == {1}
     assert min(run.handle.micro_batch_reports[1].nonfinite_since.values()) == 1
     left_out = case._replace(watch={"on_anomaly": "skip", "micro_batches": False})
-    if under is not under_fabric:  # Fabric's user passes the number of micro-batches
-        forget_accelerators()
-        assert under(left_out).handle.micro_batch_reports == {}
+    forget_accelerators()
+    assert under(left_out).handle.micro_batch_reports == {}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -526,12 +485,11 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(
     assert message.startswith(f"gradstat: {words}; training goes on:\nTraceback")
 
 
-@pytest.mark.parametrize("name", ["lightning", "fabric"])
-def test_a_framework_refuses_to_clip_whether_or_not_it_is_watched(name: str, tmp_path: Path) -> None:
+def test_lightning_refuses_to_clip_whether_or_not_it_is_watched(tmp_path: Path) -> None:
     for watch in (None, {}):
         case = Case(tmp_path, OPTIMIZERS["fused"], 0.5, watch=watch, scaler=torch.amp.GradScaler)
-        with pytest.raises((RuntimeError, NotImplementedError), match="unscaling"):
-            UNDER[name](case)
+        with pytest.raises(RuntimeError, match="unscaling"):
+            under_lightning(case)
 
 
 def test_advice_fits_the_framework(under: Any, tmp_path: Path) -> None:
@@ -548,18 +506,6 @@ def test_warnings_point_at_the_users_line(under: Any, tmp_path: Path, recwarn: p
     warned = [warning for warning in recwarn if "gradstat" in str(warning.message)]
     assert warned
     assert {warning.filename for warning in warned} == {__file__}
-
-
-@on_ranks(2, timeout=60.0)
-def test_a_second_install_watches_the_origin_again() -> None:
-    net = Net()
-    made = Fabric(accelerator="cpu", **settings_of_ranks())
-    made.launch()
-    both = made.setup(net, torch.optim.SGD(net.parameters()))
-    first = fabric.install(made, *both, watch=["origin"])
-    with fabric.install(made, *both, watch=["origin"]) as second:
-        assert second._patches
-    assert not first._patches
 
 
 @pytest.mark.parametrize("name", UNDER)

@@ -17,12 +17,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.frameworks import training_arguments
-from lightning.fabric import Fabric
 from torch import nn
 from transformers import Trainer
 
 import gradstat
-from gradstat.integrations import accelerate, fabric, transformers
+from gradstat.integrations import accelerate, transformers
 from gradstat.integrations.lightning import GradstatCallback
 
 Watcher = Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -55,12 +54,6 @@ def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path
     return lambda: accelerate.install(accelerator)
 
 
-def _fabric(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
-    made = Fabric(accelerator="cpu")
-    both = made.setup(model, optimizer)
-    return lambda: fabric.install(made, *both)
-
-
 def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Callable[[], Any]:
     trainer = Trainer(model, training_arguments(folder), optimizers=(optimizer, None))
     return lambda: transformers.install(trainer)
@@ -69,7 +62,6 @@ def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -
 FRAMEWORKS: dict[str, Callable[..., Callable[[], Any]]] = {
     "patch": lambda *_: gradstat.patch_torch,
     "Accelerate": _accelerate,
-    "Fabric": _fabric,
     "Lightning": lambda *_: partial(GradstatCallback, max_norm=1.0, on_anomaly=["warn", "skip"]),
     "Trainer": _trainer,
 }
@@ -267,7 +259,7 @@ def global_state() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", [*WATCHERS, "patch", "Accelerate", "Fabric", "Lightning", "Trainer"])
+@pytest.mark.parametrize("kind", [*WATCHERS, "patch", "Accelerate", "Lightning", "Trainer"])
 def test_global_state_is_unchanged(kind: str, tmp_path: Path) -> None:
     """Random numbers, flags, warning filters and threads are as without gradstat."""
     states = []
@@ -301,7 +293,7 @@ def test_other_hooks_are_saved() -> None:
     assert print not in model._forward_hooks.values()
 
 
-@pytest.mark.parametrize("kind", ["Accelerate", "Fabric", "Trainer"])
+@pytest.mark.parametrize("kind", ["Accelerate", "Trainer"])
 def test_a_second_install_replaces_the_first(kind: str, tmp_path: Path) -> None:
     enter = FRAMEWORKS[kind](*made(), tmp_path)
     first = enter()
@@ -311,7 +303,7 @@ def test_a_second_install_replaces_the_first(kind: str, tmp_path: Path) -> None:
     assert not second._patches
 
 
-@pytest.mark.parametrize("kind", ["Accelerate", "Fabric", "Trainer"])
+@pytest.mark.parametrize("kind", ["Accelerate", "Trainer"])
 def test_an_install_that_fails_changes_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter = FRAMEWORKS[kind](*made(), tmp_path)
     with enter() as first:

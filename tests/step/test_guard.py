@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from helpers.cuda_counts import NoSync
 from helpers.devices import DECIDING
+from helpers.layouts import batch, make_layout
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
 
 import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
 from gradstat._core import backends, norms
-from gradstat.distributed.layouts import batch, make_layout
 from gradstat.integrations import loggers as log
 
 deciding = pytest.mark.parametrize("where", DECIDING, indirect=True, ids="-".join)

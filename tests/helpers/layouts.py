@@ -1,14 +1,14 @@
 """Layouts: a small model, with gradients, distributed over a process group in the ways that trainers use."""
 
-from __future__ import annotations
-
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from helpers.ranks_of_frameworks import assert_alike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -64,16 +64,10 @@ def backward(single: nn.Module, numbers: Collection[int], shift: float = 0.0) ->
 
 @dataclass(eq=False)
 class Layout:
-    """This rank's part of a small model with gradients, which `verify_clip` can pass to a clip function.
+    """This rank's part of a small model with gradients.
 
-    Attributes:
-        name: Name of the layout.
-        model: The module, with gradients: wrapped by DDP or FSDP2, or parallelised; where trainers shard by themselves
-            (ZeRO, experts), a module whose parameters are this rank's shards; or this rank's stage of a pipeline.
-        mesh: All ranks. Its dimensions are named ``dp_replicate``, ``dp_shard``, ``tp``, ``pp``, ``efsdp`` and ``ep``.
-        extra_groups: The groups that plain tensors are spread over, as for `gradstat.check`; None if no tensor is.
-        pp_mesh: The mesh dimension of a pipeline's stages; None if there are none.
-        ep_enabled: Whether experts are spread over ranks.
+    ``model`` is wrapped by DDP or FSDP2, or parallelised; where trainers shard by themselves (ZeRO, experts), its
+    parameters are this rank's shards; or it is this rank's stage of a pipeline. ``mesh`` has all ranks.
     """
 
     name: str
@@ -87,6 +81,7 @@ class Layout:
 
     @property
     def extra_groups(self) -> ExtraGroups | None:
+        """The groups that plain tensors are spread over, as for `gradstat.check`; None if no tensor is."""
         over = self._spread_over
         if over is None or not self.ep_enabled:
             return over
@@ -94,10 +89,12 @@ class Layout:
 
     @property
     def pp_mesh(self) -> DeviceMesh | None:
+        """The mesh dimension of a pipeline's stages; None if there are none."""
         return self.mesh["pp"] if "pp" in LAYOUTS[self.name].mesh else None
 
     @property
     def ep_enabled(self) -> bool:
+        """Whether experts are spread over ranks."""
         return "ep" in LAYOUTS[self.name].mesh
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -256,3 +253,81 @@ def make_layout_and_reference(name: str) -> tuple[Layout, nn.Module]:
         layout.model(batch(batches[dist.get_rank()])).square().mean().backward()
     backward(single, set(batches))
     return layout, single
+
+
+# Clips --------------------------------------------------------------------------------------------------------
+
+# Gets a layout, its parameters, the limit and the order of the norm; returns the norm.
+Clip: TypeAlias = Callable[[Layout, list[nn.Parameter], float, float], Any]
+
+
+def assert_clips_as_one_process(name: str, clip: Clip, orders: Iterable[float] = (2.0, math.inf)) -> None:
+    """Compares the norm of a clip, and what it does to gradients, with those of one process in float64, on all ranks.
+
+    The cases: a limit above and below the norm, in each order; one NaN element; and one missing gradient, of a DTensor
+    on all ranks, of a plain tensor on one.
+    """
+    layout, single = make_layout_and_reference(name)
+    parameters, whole = layout.named_parameters(), dict(single.named_parameters())
+    complete = {key: (p.grad, _local(p.grad).clone()) for key, p in parameters.items() if p.grad is not None}
+
+    def clipped(max_norm: float, order: float) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        """The norm, and this rank's gradients before and after the clip, which is then undone."""
+        before = _values(parameters)
+        norm = float(clip(layout, list(layout.model.parameters()), max_norm, order))
+        after = _values(parameters)
+        for key, (gradient, values) in complete.items():
+            _local(gradient).copy_(values)
+            parameters[key].grad = gradient
+        assert before.keys() == after.keys()
+        return norm, before, after
+
+    def compare(expected: float, max_norm: float, order: float) -> None:
+        norm, before, after = clipped(max_norm, order)
+        assert math.isclose(norm, expected, rel_tol=1e-4), (name, order, norm, expected)
+        multiplier = min(1.0, max_norm / (expected + 1e-6))
+        for key, values in before.items():
+            torch.testing.assert_close(after[key], multiplier * values, rtol=1e-4, atol=1e-7)
+
+    for order in orders:
+        norm = _norm(_values(whole), order)
+        compare(norm, 2.0 * norm, order)
+        compare(norm, 0.5 * norm, order)
+
+    norm, victim = _norm(_values(whole), 2.0), "experts.weight" if layout.ep_enabled else "blocks.0.up.weight"
+    gradient = complete[victim][0] if victim in complete else None
+    is_first = gradient is not None and layout.has_first_shard(parameters[victim])
+    if is_first:
+        _local(gradient).view(-1)[0] = math.nan
+    found, before, after = clipped(0.5 * norm, 2.0)
+    assert not math.isfinite(found)
+    assert_alike(all(torch.equal(before[key].nan_to_num(), after[key].nan_to_num()) for key in before))  # none or all
+
+    lost = torch.zeros((), dtype=torch.float64)
+    # On a mesh, all ranks must lack the gradient or none, or torch's own collectives would not match.
+    if is_first or isinstance(gradient, DTensor):
+        lost += _norm(_values({victim: whole[victim] if isinstance(gradient, DTensor) else parameters[victim]}), 2.0)
+        parameters[victim].grad = None
+    dist.all_reduce(lost, dist.ReduceOp.MAX)
+    norm = math.sqrt(norm**2 - lost.item() ** 2)
+    compare(norm, 0.5 * norm, 2.0)
+
+
+def _local(gradient: Any) -> Tensor:
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def _values(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Flat copies of this rank's part of each gradient; of the full tensor if a sum is pending."""
+    values = {}
+    for key, parameter in parameters.items():
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            is_pending = isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
+            part = gradient.full_tensor() if is_pending else _local(gradient)
+            values[key] = part.flatten().to(torch.float64, copy=True)
+    return values
+
+
+def _norm(values: Mapping[str, Tensor], order: float) -> float:
+    return float(torch.linalg.vector_norm(torch.cat(list(values.values())), order))
