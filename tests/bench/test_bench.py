@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -246,6 +247,27 @@ def test_costs_hold_every_variant() -> None:
     assert "detect_anomaly" in steps.table(measured)
     assert "gradstat.check" in command.conclusion(measured)
     assert not torch.is_anomaly_enabled()
+
+
+def test_a_block_of_steps_ends_with_one_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setitem(steps.BLOCK, "cpu", 3)
+    monkeypatch.setattr(timing, "synchronize", lambda device: events.append("sync"))
+    own = tiny_step()
+    named = {
+        "plain": steps.Variant("plain", lambda step, loss: events.append("plain")),
+        "own": steps.Variant("own", lambda step, loss: events.append("own" if step is own else "other"), own=own),
+        "taken": steps.Variant("taken", lambda step, loss: events.append("taken"), takes_step=True),
+    }
+    step = tiny_step()
+    monkeypatch.setattr(step.optimizer, "step", lambda: events.append("step"))
+    plain, attached, taken = steps.costs(step, 2, compared=list(named.values()))
+    timed = [" ".join(some) for is_sync, some in itertools.groupby(events, "sync".__eq__) if not is_sync]
+    for block in ("plain step plain step plain step", "own own own", "taken taken taken"):
+        assert timed.count(block) == 2 + steps.WARMUP
+    assert plain.inside is not None
+    assert plain.inside.median < plain.seconds.median
+    assert attached.inside is None is taken.inside
 
 
 @pytest.mark.parametrize(
