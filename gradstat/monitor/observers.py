@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -479,6 +480,8 @@ class Activations(_Switched):
 
 # Functions that make logits what no logits should be, as autograd names them.
 _ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
+# Of larger outputs a sample is enough: so many rows, in all so many elements, and so many columns.
+_MOST_ROWS, _MOST_ELEMENTS, _MOST_COLUMNS = 2048, 2**23, 16
 
 
 class Outputs(_Switched):
@@ -487,6 +490,7 @@ class Outputs(_Switched):
     A prediction is certain if its largest logit exceeds the next by more than 10, so that a softmax gives every other
     class less than 5e-5. The size of logits alone means nothing, since a softmax ignores a common offset. If the loss
     takes their softmax, each row of the gradient that it sends back sums to 0, and the label is the smallest element.
+    Of many rows only a sample is read, the same in both.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -498,7 +502,8 @@ class Outputs(_Switched):
         logits = getattr(output, "logits", output)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():
-                values = logits.detach()
+                sample = _sample(logits)
+                values = logits.detach()[sample]
                 if values.shape[-1] > 1:
                     largest, predicted = values.topk(2, -1)
                     margin = largest[..., 0] - largest[..., 1]
@@ -515,32 +520,38 @@ class Outputs(_Switched):
                 activation = is_activated * torch.where(is_one, 1.0, torch.where(has_zero, 3.0, 2.0)).reshape(1)
                 if type(logits.grad_fn).__name__ in _ACTIVATIONS:
                     activation = -activation
-            logits.register_hook(Hook(self.measure_gradient, activation, predicted[..., 0]))
+            logits.register_hook(Hook(self.measure_gradient, activation, predicted[..., 0], sample))
 
-    def measure_gradient(self, activation: Tensor, predicted: Tensor, gradient: Tensor) -> None:
+    def measure_gradient(self, activation: Tensor, predicted: Tensor, sample: Any, gradient: Tensor) -> None:
         if not self._hooks[0].on or not is_plain(gradient):
             return
         with torch.no_grad():
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            rows = gradient.detach().flatten(0, -2)
-            norms = torch.linalg.vector_norm(rows, dim=-1, dtype=wide)
+            gradient, wide = gradient.detach(), torch.promote_types(gradient.dtype, torch.float32)
+            classes, count = gradient.shape[-1], gradient.shape[:-1].numel()
+            rows = columns = gradient[sample].flatten(0, -2)
+            norms, smallest = torch.linalg.vector_norm(rows, dim=-1, dtype=wide), rows.argmin(-1)
+            if len(rows) < count:  # all rows of some columns: those of labels, since others may be zero
+                some = norms.topk(min(_MOST_COLUMNS, _MOST_ELEMENTS // count, len(rows))).indices
+                columns = gradient[..., smallest[some]].flatten(0, -2)
             # Elements of 16 bits are rounded by up to 2 ** -9; those of other losses cancel by chance, but not in all.
-            cancels = (rows.sum(-1, dtype=wide).abs() <= 0.01 * norms.amax()).all() & (norms > 0).any()
+            limit = 0.01 * norms.amax()
+            cancels = (rows.sum(-1, dtype=wide).abs() < limit).all()
             # Columns cancel instead, and each row has one label.
-            is_askew = (rows.sum(0, dtype=wide).abs() <= 0.01 * norms.amax()).all() & ~cancels & (norms > 0).any()
-            is_askew &= ((rows < 0).sum(-1) <= 1).all() & (rows.shape[-1] not in (2, len(rows)))
-            labels = torch.where(norms > 0, rows.argmin(-1), -1)  # no gradient where a label is ignored
-            label, count = labels.amax(), (labels >= 0).sum()
+            is_askew = (columns.sum(0, dtype=wide).abs() < limit).all() & ~cancels
+            is_askew &= (rows.topk(2, -1, largest=False).values[:, 1] >= 0).all()
+            is_askew &= classes not in (2, count) and columns.numel() > 0
+            labels = torch.where(norms > 0, smallest, -1)  # no gradient where a label is ignored
+            label, labelled = labels.amax(), (labels >= 0).sum()
             is_one = ((labels == label) | (labels < 0)).all()
             self._seen["activation"] = torch.where(is_askew, 4.0, activation * cancels)
-            right = (labels == predicted.flatten()).sum() / count.clamp(min=1)
+            right = (labels == predicted.flatten()).sum() / labelled.clamp(min=1)
             for name, value in (
-                ("classes", rows.shape[-1]), ("labels", count), ("label", is_one * (label + 1)), ("right", right),
+                ("classes", classes), ("labels", labelled), ("label", is_one * (label + 1)), ("right", right),
             ):  # fmt: skip
                 self._seen[name] = (cancels * value).float().reshape(1)
 
     def take(self) -> dict[str, Tensor]:
-        """The numbers of the last forward pass since the last call, each ``[1]``.
+        """The numbers of the last forward pass since the last call, each ``[1]``, of the rows that were read.
 
         ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
         of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0;
@@ -550,6 +561,25 @@ class Outputs(_Switched):
         """
         seen, self._seen = self._seen, {}
         return seen
+
+
+def _sample(tensor: Tensor) -> tuple[Any, ...]:
+    """An index of the leading dimensions of a tensor, which takes all its rows if these are few, else some.
+
+    Those are equally far apart. So are their places in each dimension, such as that of time, because their number has
+    no divisor in common with the sizes.
+    """
+    *sizes, classes = tensor.shape
+    count, taken = math.prod(sizes), max(1, min(_MOST_ROWS, _MOST_ELEMENTS // classes))
+    if taken >= count or not is_plain(tensor):
+        return (...,)
+    while math.gcd(taken, count) > 1:
+        taken -= 1
+    places, index = torch.arange(0, taken * count, count, device=tensor.device) // taken, list[Tensor]()
+    for size in reversed(sizes):
+        index.insert(0, places % size)
+        places = places // size
+    return tuple(index)
 
 
 def constant_features(tensor: Tensor) -> Tensor | None:

@@ -3,22 +3,26 @@
 import copy
 import gc
 import io
+import itertools
+import json
 import math
 import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.cuda_counts import NoSync
 from helpers.ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss, nll_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
-from gradstat.monitor import Finding, default_rules
+from gradstat.monitor import Finding, default_rules, observers
 from gradstat.monitor.observers import Outputs
 
 RECORD = {"error": "record", "warning": "record"}
@@ -381,6 +385,145 @@ def test_labels_that_are_ignored_are_of_no_class() -> None:
         return given
 
     assert classify(cross_entropy, labels=labels, steps=120) == []
+
+
+# Large outputs, of which a sample is read -----------------------------------------------------------------------------
+
+
+def of_rows(loss: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, labels: loss(outputs.flatten(0, -2).float(), labels.flatten(), **options)
+
+
+def few_labelled(labels: Tensor) -> Tensor:
+    return torch.where(torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.15, labels, -100)
+
+
+def seen_in(
+    outputs: Tensor, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, float], Tensor]:
+    """What is seen of a model that returns ``last(outputs)``, and the gradient of its input."""
+    model = nn.Identity()
+    watch = Outputs(model)
+    watch.switch(True)
+    outputs = outputs.clone(memory_format=torch.preserve_format).requires_grad_()
+    with NoSync():
+        (gradient,) = torch.autograd.grad(loss(model(last(outputs)), labels), outputs)
+    return {name: value.item() for name, value in watch.take().items()}, gradient
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x.flatten(0, 1),
+    "sequences": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "time first": lambda x: x.transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("last", "loss", "activation"),
+    [
+        (lambda x: 1 * x, of_rows(cross_entropy), 0.0),
+        (lambda x: 4 * x, of_rows(cross_entropy, label_smoothing=0.1), 0.0),
+        (torch.sigmoid, of_rows(cross_entropy), -2.0),
+        (torch.relu, of_rows(cross_entropy), -3.0),
+        (lambda x: x.softmax(-1), of_rows(cross_entropy), -1.0),
+        (lambda x: 1 * x.sigmoid(), of_rows(cross_entropy), 2.0),
+        (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, few_labelled(labels)), 0.0),
+        (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, torch.full_like(labels, 7)), 0.0),
+        (lambda x: 1 * x, lambda x, labels: nll_loss(x.flatten(0, -2).float().log_softmax(0), labels.flatten()), 4.0),
+        (lambda x: 1 * x, lambda x, labels: x.square().mean(), 0.0),
+        (
+            lambda x: 1 * x,
+            lambda x, labels: (x[..., 37] - 1).square().mean(),
+            0.0,
+        ),  # of few columns, which do not cancel
+    ],
+)
+def test_a_sample_of_large_outputs_tells_the_same(
+    last: Any, loss: Any, activation: float, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = 3 * torch.randn(24, 250, 40, generator=generator)
+    others = torch.randint(40, (24, 250), generator=generator)
+    labels = torch.where(torch.rand(24, 250, generator=generator) < 0.6, outputs.argmax(-1), others)
+    outputs[..., 3:4] += 12 * (torch.rand(24, 250, 1, generator=generator) < 0.2)
+    if layout == "time first":
+        labels = labels.T
+    given = LAYOUTS[layout](outputs.to(dtype)), labels, loss, last
+    sampled, gradient = seen_in(*given)
+    monkeypatch.setattr(observers, "_MOST_ROWS", 10**6)
+    whole, without_sample = seen_in(*given)
+    assert torch.equal(gradient, without_sample)
+    for name in ("activation", "classes", "label"):
+        assert sampled[name] == whole[name]
+    assert sampled["activation"] == activation
+    assert sampled["logits"] == pytest.approx(whole["logits"], abs=0.03)
+    assert sampled["right"] == pytest.approx(whole["right"], abs=0.05)
+    assert sampled["labels"] == pytest.approx(whole["labels"] * 2047 / 6000, rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "elements", "count"), [(2048, 2**23, 2047), (2048, 2**16, 1637), (64, 2**23, 63)])
+def test_the_sample_is_spread_evenly_over_every_dimension(
+    rows: int, elements: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers, "_MOST_ROWS", rows)
+    monkeypatch.setattr(observers, "_MOST_ELEMENTS", elements)
+    state = torch.get_rng_state()
+    for sizes in ((8, 1024), (1024, 8), (6, 19, 1000), (4096,), (1, 4098), (2047, 4), (64, 63, 2)):
+        index = observers._sample(torch.zeros(1).expand(*sizes, 40))
+        assert len({*zip(*(each.tolist() for each in index), strict=True)}) == len(index[0])
+        assert 0.96 * count <= len(index[0]) <= count
+        for size, places in zip(sizes, index, strict=True):
+            often = places.bincount(minlength=size)
+            assert len(often) == size
+            assert often.max() - often.min() <= 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda dtype: torch.randn(16, 1024, 256, dtype=dtype),
+        lambda dtype: torch.randn(16, 256, 1024, dtype=dtype).mT,
+        lambda dtype: torch.randn(8, 8, 256, 256, dtype=dtype).to(memory_format=torch.channels_last),
+    ],
+)
+@pytest.mark.parametrize("elements", [2**23, 2**16])
+def test_a_sample_is_all_that_large_outputs_take(
+    outputs: Callable[[torch.dtype], Tensor],
+    elements: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observers, "_MOST_ELEMENTS", elements)
+    model = nn.Identity()
+    watch = Outputs(model)
+    watch.switch(True)
+    leaf = outputs(dtype).requires_grad_()
+    gradient = leaf.detach().clone(memory_format=torch.preserve_format)
+    logits = leaf.view_as(leaf)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        model(logits)
+        torch.autograd.grad(logits, leaf, gradient)
+    assert len(watch.take()) == 6
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    taken = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]  # negative if given back
+    sample = min(2048 * 256, elements) + min(16 * 16384, elements)  # rows and columns
+    assert max(itertools.accumulate(taken)) <= 6 * sample + 2**18  # those of 16 bits are also converted for CPU sums
+
+
+def test_columns_of_too_many_rows_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observers, "_MOST_ELEMENTS", 8000)
+    given = torch.randn(8001, 4), torch.randint(4, (8001,))
+    askew = seen_in(*given, lambda x, labels: nll_loss(x.log_softmax(0), labels), lambda x: 1 * x)[0]
+    usual = seen_in(*given, cross_entropy, lambda x: x.softmax(-1))[0]
+    assert (askew["activation"], usual["activation"], usual["classes"]) == (0.0, -1.0, 4.0)
 
 
 def test_hooks_on_outputs_are_only_there_when_looked_at_and_leave_no_trace() -> None:
