@@ -34,12 +34,9 @@ from gradstat.monitor.recording.golden_statistics import (
     inflation_of,
     noise_cells,
     noise_in,
-    places,
     rounded,
-    taken,
     window_starts,
 )
-from gradstat.monitor.recording.page_data import GoldenBands
 from gradstat.monitor.recording.recording import Recording, extent_of
 
 FEWEST = 3
@@ -192,8 +189,6 @@ class Golden:
             len(findings) / max(1, compared),
             tuple(self._structure(bare)),
             (*self.left_out, *left_out),
-            recording,
-            self._bands(bare, unlike),
         )
 
     def _keys(self, kind: str, run: Averages) -> list[Key]:
@@ -252,20 +247,6 @@ class Golden:
             return self._names[kind]
         sizes = series.sizes
         return tuple(name if sizes.get(name, 0) in (0, size) else "" for name, size in expected.items())
-
-    def _bands(self, bare: Recording, unlike: Mapping[str, Unlike]) -> GoldenBands:
-        bands = {}
-        for (kind, feature), group in self._groups.items():
-            if kind not in self._sizes:
-                half = group.scale * group.reach
-                ends = np.concatenate([group.mean - half, group.mean + half], 1)
-                bands[kind] = np.vectorize(_TOLD.get(feature, float))(ends)
-        deviation = {
-            kind: taken(of_kind.excess, places(of_kind.names, bare.tables[kind].names), np.nan)
-            for kind, of_kind in unlike.items()
-            if kind in bare.tables
-        }
-        return GoldenBands(self._starts, bands, deviation)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes what a comparison needs as one file; replaces an existing file atomically.
