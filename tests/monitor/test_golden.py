@@ -3,7 +3,6 @@
 import copy
 import math
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
 from gradstat.__main__ import main
-from gradstat.monitor import Golden, Monitor, Recording, Series, UnlikeGoldenError
-from gradstat.monitor import assert_golden as plain_assert_golden
+from gradstat.monitor import Golden, Monitor, Recording, Series
 from gradstat.monitor.recording import COLUMNS, RecordingFileError, load, save
 from gradstat.monitor.recording import golden_statistics as statistics
 from gradstat.monitor.rules import UnlikeGolden
-
-pytest_plugins = ["gradstat.pytest_plugin"]
 
 NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("up.weight", "up.bias", "down.weight", "down.bias"))
 SIZES = np.array([4096, 64, 4096, 64] * 4)
@@ -446,32 +442,6 @@ def train(seed: int, steps: int = 40, lr: float = 1e-2, **options: Any) -> Monit
         monitor.step(loss)
         optimizer.step()
     return monitor
-
-
-def test_a_test_fails_with_the_explanation_and_can_rewrite_the_file(
-    assert_golden: Callable[..., Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "golden.gradstat"
-    with pytest.raises(FileNotFoundError):
-        assert_golden(train, path)
-    plain_assert_golden(train, path, rewrite=True)
-    assert assert_golden(train, path).ok
-    assert assert_golden(train(9), path).ok
-    with pytest.raises(UnlikeGoldenError, match="the learning rate: times 2") as error:
-        assert_golden(lambda seed: train(seed, lr=2e-2).recording(), path)
-    assert error.value.comparison is not None
-    assert not error.value.comparison.ok
-    with pytest.raises(TypeError, match="pass a function of a seed"):
-        plain_assert_golden(train(0), path, rewrite=True)
-    with pytest.raises(TypeError, match="run is a int; expected a Monitor"):
-        assert_golden(3, path)
-
-
-def test_the_option_of_pytest_reaches_the_fixture(pytestconfig: pytest.Config) -> None:
-    parser = pytest.Parser(_ispytest=True)
-    gradstat.pytest_plugin.pytest_addoption(parser)
-    assert parser.parse_known_args(["--rewrite-golden"]).rewrite_golden
-    assert pytestconfig.getoption("--rewrite-golden") is False
 
 
 def test_a_monitor_compares_while_it_runs(tmp_path: Path) -> None:
