@@ -141,7 +141,7 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_golden(options: argparse.Namespace) -> int:
-    golden = Golden.of(options.runs)
+    golden = Golden.of(map(load, options.runs))
     golden.save(options.output)
     print(f"{golden.runs} golden runs, steps 0 to {golden.steps - 1}: {printable(str(options.output))}")
     if golden.left_out:
@@ -150,7 +150,7 @@ def _make_golden(options: argparse.Namespace) -> int:
 
 
 def _check_golden(options: argparse.Namespace) -> int:
-    comparison = Golden.load(options.golden).compare(options.run)
+    comparison = Golden.load(options.golden).compare(load(options.run))
     if options.json:
         _print_json(comparison.to_dict())
     else:

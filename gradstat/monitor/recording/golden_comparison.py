@@ -19,11 +19,11 @@ class Deviation:
 
     Attributes:
         kind: As in `Recording.tables`, or ``"series"``.
-        name: Name of the tensor or series.
+        name: Name of the tensor or series, without the prefixes of wrappers.
         feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
             (over the root mean square), ``"value"`` of a series, or ``"absent"``: only the golden runs have it.
         step, last: The first and last step of the window over which it is averaged.
-        value: The average of the feature over that window.
+        value: The average of the feature over that window; infinite if absent.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
         z: The distance from the golden runs, as a deviate of the normal distribution; infinite if absent.
     """
@@ -58,7 +58,6 @@ class GoldenComparison:
         findings: What is unlike: the earliest first, then what is nearest to the cause.
         where: The place in words: ``"everywhere"``, a module, or a kind of modules.
         what: What kind of change it is, in words; empty if not known.
-        share: The share of the compared tensors and series that are unlike.
         structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
         left_out: Parameters that are not compared, because their gradients are rounding noise.
     """
@@ -68,7 +67,6 @@ class GoldenComparison:
     findings: tuple[Deviation, ...]
     where: str
     what: str
-    share: float
     structure: tuple[str, ...]
     left_out: tuple[str, ...]
 
