@@ -11,7 +11,7 @@ from gradstat.monitor.recording import Golden, Recording, Series
 from gradstat.monitor.replay import Culprit, Schedule, find_culprit
 from gradstat.monitor.reporting import AnomalyWarning
 from gradstat.monitor.rules import RULES, Rule, default_rules, rule
-from gradstat.monitor.testing import UnhealthyTrainingError, UnlikeGoldenError, assert_golden, assert_healthy
+from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
 
 __all__ = [
     "DEFAULT_WATCH",
@@ -32,8 +32,6 @@ __all__ = [
     "Schedule",
     "Series",
     "UnhealthyTrainingError",
-    "UnlikeGoldenError",
-    "assert_golden",
     "assert_healthy",
     "default_rules",
     "find_culprit",

@@ -17,7 +17,7 @@ from gradstat.monitor.recording.diff import TOLERANCE, compare
 from gradstat.monitor.recording.file import load
 from gradstat.monitor.recording.golden import Golden
 from gradstat.monitor.recording.recording import Recording, extent_of, headline
-from gradstat.monitor.recording.view import write_page, write_text
+from gradstat.monitor.recording.view import write_page
 
 
 def describe(recording: Recording) -> str:
@@ -131,9 +131,6 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
     check = actions.add_parser("check", help="compare a run with golden runs", parents=[_with_json()])
     check.add_argument("run", type=Path, metavar="RUN", help="the recording of a run")
     check.add_argument("golden", type=Path, metavar="GOLDEN", help="the file of golden runs")
-    check.add_argument(
-        "--html", type=Path, metavar="PAGE.html", help='write a page, too; needs plotly: "gradstat[view]"'
-    )
     options = parser.parse_args(arguments)
     try:
         return _make_golden(options) if options.action == "make" else _check_golden(options)
@@ -144,7 +141,7 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_golden(options: argparse.Namespace) -> int:
-    golden = Golden.of(options.runs)
+    golden = Golden.of(map(load, options.runs))
     golden.save(options.output)
     print(f"{golden.runs} golden runs, steps 0 to {golden.steps - 1}: {printable(str(options.output))}")
     if golden.left_out:
@@ -153,15 +150,11 @@ def _make_golden(options: argparse.Namespace) -> int:
 
 
 def _check_golden(options: argparse.Namespace) -> int:
-    comparison = Golden.load(options.golden).compare(options.run)
+    comparison = Golden.load(options.golden).compare(load(options.run))
     if options.json:
         _print_json(comparison.to_dict())
     else:
         print(comparison)
-    if options.html is not None:
-        write_text(comparison.to_html(f"{options.run.name} and {options.golden.name}"), options.html)
-        if not options.json:
-            print(f"\npage: {options.html}")
     return 0 if comparison.ok else 1
 
 

@@ -1,8 +1,7 @@
-"""`assert_healthy` and `assert_golden`: fail in a test if a training is not healthy, or unlike golden runs."""
+"""`assert_healthy`: fails in a test if a training is not healthy."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,9 +11,6 @@ from torch.optim import Optimizer
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import SEVERITIES
 from gradstat.monitor.monitor import Monitor
-from gradstat.monitor.recording.golden import Golden
-from gradstat.monitor.recording.golden_comparison import GoldenComparison
-from gradstat.monitor.recording.recording import Recording
 
 
 class UnhealthyTrainingError(AssertionError):
@@ -27,80 +23,6 @@ class UnhealthyTrainingError(AssertionError):
     def __init__(self, message: str, diagnosis: Diagnosis | None = None) -> None:
         super().__init__(message)
         self.diagnosis = diagnosis
-
-
-class UnlikeGoldenError(AssertionError):
-    """A run is unlike the golden runs; the message says where and how.
-
-    Attributes:
-        comparison: The comparison, or None.
-    """
-
-    def __init__(self, message: str, comparison: GoldenComparison | None = None) -> None:
-        super().__init__(message)
-        self.comparison = comparison
-
-
-def assert_golden(
-    run: Monitor | Recording | str | os.PathLike[str] | Callable[[int], Any],
-    golden: Golden | str | os.PathLike[str],
-    *,
-    rewrite: bool = False,
-    runs: int = 5,
-) -> GoldenComparison:
-    """Fails if a training is unlike golden runs. For tests in CI::
-
-        def train(seed):
-            model, optimizer, batches = made_small(seed)
-            monitor = gradstat.Monitor(model, optimizer)
-            for batch in batches:
-                loss = loss_of(model, batch)
-                loss.backward()
-                monitor.step(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            return monitor
-
-        def test_training_is_still_what_it_was(assert_golden):  # the fixture of gradstat.pytest_plugin
-            assert_golden(train, "tests/golden.gradstat")
-
-    ``pytest --rewrite-golden`` makes the file anew, which takes as many trainings as there are golden runs.
-
-    Args:
-        run: A monitor, a recording or its file; or a function that trains with a seed and returns one of them.
-        golden: The golden runs, or their file.
-        rewrite: Whether to call ``run`` with the seeds 1 to ``runs`` first, and write the file.
-        runs: Number of golden runs to make.
-
-    Returns:
-        The comparison of the run, which is like them. A function is called with seed 0.
-
-    Raises:
-        UnlikeGoldenError: The run is unlike them; an ``AssertionError`` whose message is the comparison.
-        TypeError: To rewrite, ``run`` has to be a function and ``golden`` a file.
-        ValueError, OSError: As `Golden.of`, `Golden.compare` and `Golden.load`.
-    """
-    train = run if callable(run) else None
-    if rewrite:
-        if train is None or isinstance(golden, Golden):
-            raise TypeError(
-                "to rewrite golden runs takes several trainings: pass a function of a seed, and the path of the file"
-            )
-        Golden.of([_recording_of(train(seed)) for seed in range(1, runs + 1)]).save(golden)
-    expected = golden if isinstance(golden, Golden) else Golden.load(golden)
-    comparison = expected.compare(_recording_of(run if train is None else train(0)))
-    if not comparison.ok:
-        raise UnlikeGoldenError(str(comparison), comparison)
-    return comparison
-
-
-def _recording_of(run: Any) -> Recording | str | os.PathLike[str]:
-    if isinstance(run, Monitor):
-        run.flush()
-        return run.recording()
-    if not isinstance(run, (Recording, str, os.PathLike)):
-        raise TypeError(f"run is a {type(run).__name__}; expected a Monitor, a recording, or the file of one")
-    return run
 
 
 def assert_healthy(

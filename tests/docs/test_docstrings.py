@@ -85,18 +85,6 @@ def loss_of(model, batch):
 def made_small():
     return model, optimizer, itertools.cycle(batches)
 """,
-    "gradstat.monitor.assert_golden": """
-def loss_of(model, batch):
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-def made_small(seed):
-    torch.manual_seed(seed)
-    model = nn.Linear(4, 1)
-    return model, torch.optim.SGD(model.parameters(), lr=0.01), batches
-import functools
-torch.manual_seed(0)
-batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]
-made = functools.partial(assert_golden, rewrite=True)
-""",
     "gradstat.MicroBatches": """
 steps, accumulated = 2, 3
 next_micro_batches = lambda: batches
@@ -112,7 +100,6 @@ ddp_model = nn.parallel.DistributedDataParallel(model)
 # What is done behind an example, whatever became of it: what it defines is called, what began is ended.
 AFTERWARDS = {
     "gradstat.monitor.assert_healthy": "test_training(assert_healthy)",
-    "gradstat.monitor.assert_golden": "test_training_is_still_what_it_was(made)",
     "gradstat.integrations.loggers.ReportLogger": "writer.close()",
     "gradstat.distributed.track_origin": "dist.destroy_process_group()",
 }

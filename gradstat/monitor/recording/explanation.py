@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ _OF_TENSORS, _OF_WINDOWS = 0.2, 0.4
 
 
 @dataclass(frozen=True)
-class Unlike:
+class Residuals:
     """How the tensors of one kind, or a scalar, deviate.
 
     Attributes:
@@ -38,44 +38,43 @@ class Unlike:
     change: Floats
 
 
-def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
+def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
     """Where the run deviates, and what kind of change it is; ``first`` is the first window in which it deviates."""
-    at_first = {kind: bool((of_kind.excess[first] > 1).any()) for kind, of_kind in unlike.items()}
-    for kind, of_kind in unlike.items():
-        if kind.startswith("lr") and at_first[kind]:
+    at_first = {kind: of_kind for kind, of_kind in kinds.items() if (of_kind.excess[first] > 1).any()}
+    for kind, of_kind in at_first.items():
+        if kind.startswith("lr"):
             return "the learning rate" + f" {kind}" * (kind != "lr"), f"times {math.exp(of_kind.change[first, 0]):.4g}"
-    if at_first.get("batch"):
+    if "batch" in at_first:
         return "the batch", "its values are distributed otherwise"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
-        if first == 0 and at_first.get(kind):
-            of_kind = unlike[kind]
+        if first == 0 and kind in at_first:
+            of_kind = at_first[kind]
             factor = _factor(of_kind.change[:1, of_kind.excess[0] > 1])
             return _place(of_kind, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
-    gradient = unlike.get("gradient")
-    if gradient is not None and np.isinf(gradient.excess[first]).any():
-        absent = replace(gradient, excess=np.where(np.isinf(gradient.excess), np.inf, np.nan))
-        place = _place(absent, first)
-        if place == "everywhere":  # those from which a part of the graph is cut off
-            where = np.flatnonzero(absent.excess[first] > 1)
-            place = f"{_module_of(absent.names[where[0]])} to {_module_of(absent.names[where[-1]])}"
-        return place, "gradients are absent"
-    loss = bool("loss" in unlike and (unlike["loss"].excess > 1).any())
+    loss, gradient = kinds.get("loss"), kinds.get("gradient")
+    is_loss_unlike = loss is not None and bool((loss.excess > 1).any())
     if gradient is not None:
+        absent = np.isinf(gradient.excess)
+        if absent[first].any():
+            place = _place(replace(gradient, excess=np.where(absent, np.inf, np.nan)), first)
+            if place == "everywhere":  # those from which a part of the graph is cut off
+                modules = [_module_of(gradient.names[j]) for j in np.flatnonzero(absent[first])]
+                place = f"{modules[0]} to {modules[-1]}"
+            return place, "gradients are absent"
         change, deviates = gradient.change[first:], gradient.excess[first:] > 1
         factor = _factor(change)
-        if factor is not None and (loss or deviates.any()):
-            scaled = _scaled(unlike.get("loss"), first, factor)
-            return "everywhere", f"all norms of gradients times {factor:.3g}, {scaled}"
-        if deviates.any() and (at_first["gradient"] or at_first.get("loss", False)):
+        if factor is not None and (is_loss_unlike or deviates.any()):
+            return "everywhere", f"all norms of gradients times {factor:.3g}, {_scaled(loss, first, factor)}"
+        if deviates.any() and ("gradient" in at_first or "loss" in at_first):
             place = _place(gradient, first + int(np.argmax(deviates.any(1))))
-            what = "gradients and the loss" if loss else "gradients"
+            what = "gradients and the loss" if is_loss_unlike else "gradients"
             overall = replace(gradient, excess=np.fmax.reduce(gradient.excess[first:], 0)[None])
             if _place(overall, 0) == "everywhere":
                 place = "everywhere" + f", first in {place}" * (place != "everywhere")
-                what += " (data, labels, loss or forward pass" + ", or updates)" * (first > 0) + ")" * (first == 0)
+                what += " (data, labels, loss or forward pass" + ", or updates" * (first > 0) + ")"
             return place, what
-    for kind, of_kind in unlike.items():
-        if at_first[kind] and kind != "loss":
+    for kind, of_kind in at_first.items():
+        if kind != "loss":
             why = "the optimizer, its settings, clipping, or how batches repeat"
             return _place(of_kind, first), f"{kind}, not the gradients before ({why})"
     return "the loss", "not the gradients (how it is reduced, smoothed or reported)"
@@ -83,11 +82,11 @@ def explained(unlike: Mapping[str, Unlike], first: int) -> tuple[str, str]:
 
 def _factor(change: Floats) -> float | None:
     """The factor that the norms have in common over ``[windows, n]`` changes of logarithms, None if there is none."""
-    by_tensor = _means(change)
+    by_tensor, at_first = _means(change), _means(change[:1])
     if not by_tensor.size:
         return None
     middle = float(np.median(by_tensor))
-    now = float(np.median(_means(change[:1]))) if np.isfinite(change[0]).any() else middle
+    now = float(np.median(at_first)) if at_first.size else middle
     spread = float(np.median(np.abs(by_tensor - middle)))
     is_common = abs(middle) > _LEAST_FACTOR and spread < _OF_TENSORS * abs(middle)
     return math.exp(middle) if is_common and abs(now - middle) < _OF_WINDOWS * abs(middle) else None
@@ -99,7 +98,7 @@ def _means(change: Floats) -> Floats:
     return means
 
 
-def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
+def _scaled(loss: Residuals | None, first: int, factor: float) -> str:
     """Whether the loss changed by the factor of the norms, in words."""
     of_loss = _means(loss.change[first:]) if loss is not None else np.empty(0)
     if of_loss.size and abs(float(of_loss[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor)):
@@ -107,25 +106,24 @@ def _scaled(loss: Unlike | None, first: int, factor: float) -> str:
     return "the loss not (the size or variety of batches, or a scale after the loss)"
 
 
-def _place(of_kind: Unlike, window: int) -> str:
+def _place(of_kind: Residuals, window: int) -> str:
     """The module of what deviates, the kind of modules, ``"everywhere"``, or the modules that deviate most."""
     excess, modules = of_kind.excess[window], list(map(_module_of, of_kind.names))
     farthest = [j for j in np.argsort(-excess, kind="stable").tolist() if excess[j] > 1]
     deviating = dict.fromkeys(modules[j] for j in farthest)
-    same_kind: dict[str, set[str]] = {}
-    for module in modules:
-        same_kind.setdefault(_kind_of(module), set()).add(module)
-    whole = {kind for kind, members in same_kind.items() if members <= deviating.keys()}
-    names = list(dict.fromkeys(_kind_of(module) if _kind_of(module) in whole else module for module in deviating))
+    partly = {_kind_of(module) for module in modules if module not in deviating}  # kinds of which not all deviate
+    names = dict.fromkeys(module if _kind_of(module) in partly else _kind_of(module) for module in deviating)
     if len(names) == 1:
-        return names[0]
-    shared = _shared(list(deviating))
+        return next(iter(names))
+    levels = zip(*(module.split(".") for module in deviating), strict=False)
+    shared = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
     inside = sum(module.split(".")[: len(shared)] == shared for module in modules)
     if _EVERYWHERE * inside < len(farthest) and inside < _NEARLY_ALL * len(modules):
         return ".".join(shared)
     if len(farthest) > _EVERYWHERE * len(excess):
         return "everywhere"
-    return " and ".join([*names[:2], *([count_of(len(names) - 2, "other module")] if len(names) > 2 else [])])
+    more = [count_of(len(names) - 2, "other module")] if len(names) > 2 else []
+    return " and ".join([*list(names)[:2], *more])
 
 
 def _kind_of(module: str) -> str:
@@ -136,8 +134,3 @@ def _kind_of(module: str) -> str:
 
 def _module_of(name: str) -> str:
     return name.rpartition(".")[0] or name
-
-
-def _shared(modules: Sequence[str]) -> list[str]:
-    levels = zip(*(module.split(".") for module in modules), strict=False)
-    return [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]

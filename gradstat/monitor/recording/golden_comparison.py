@@ -1,16 +1,12 @@
-"""`GoldenComparison`: how a run compares with golden runs, as text, as plain values, and as a page."""
+"""`GoldenComparison`: how a run compares with golden runs, as text and as plain values."""
 
 from __future__ import annotations
 
-import html
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gradstat._core.text import lines_of, listed, plain_fields, printable, steps_in_words
-from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.page_data import GoldenBands
-from gradstat.monitor.recording.recording import Recording
 
 RULE = "unlike-golden"
 _SHOWN = 8
@@ -23,11 +19,11 @@ class Deviation:
 
     Attributes:
         kind: As in `Recording.tables`, or ``"series"``.
-        name: Name of the tensor or series.
+        name: Name of the tensor or series, without the prefixes of wrappers.
         feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
             (over the root mean square), ``"value"`` of a series, or ``"absent"``: only the golden runs have it.
         step, last: The first and last step of the window over which it is averaged.
-        value: The average of the feature over that window.
+        value: The average of the feature over that window; infinite if absent.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
         z: The distance from the golden runs, as a deviate of the normal distribution; infinite if absent.
     """
@@ -62,7 +58,6 @@ class GoldenComparison:
         findings: What is unlike: the earliest first, then what is nearest to the cause.
         where: The place in words: ``"everywhere"``, a module, or a kind of modules.
         what: What kind of change it is, in words; empty if not known.
-        share: The share of the compared tensors and series that are unlike.
         structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
         left_out: Parameters that are not compared, because their gradients are rounding noise.
     """
@@ -72,11 +67,8 @@ class GoldenComparison:
     findings: tuple[Deviation, ...]
     where: str
     what: str
-    share: float
     structure: tuple[str, ...]
     left_out: tuple[str, ...]
-    recording: Recording = field(repr=False, compare=False)
-    bands: GoldenBands = field(repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -95,28 +87,8 @@ class GoldenComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
-        values = plain_fields(replace(self, recording=None, bands=None))  # type: ignore[arg-type]
-        del values["recording"], values["bands"]
-        values["findings"] = list(map(plain_fields, self.findings))
+        values = {**plain_fields(self), "findings": list(map(plain_fields, self.findings))}
         return dict(archive.encoded({"ok": self.ok, **values}, tagged=False))
-
-    def to_html(self, title: str = "Compared with golden runs") -> str:
-        """The page of the recording, with bands behind its series and the deviation as a field.
-
-        Args:
-            title: The title of the page.
-
-        Raises:
-            ViewerMissingError: plotly is not installed.
-        """
-        from gradstat.monitor.recording.view import page_of
-
-        findings = tuple(
-            Finding(RULE, "warning", found.step, found.name, plain_fields(found), text=str(found), about=found.kind)
-            for found in self.findings
-        )
-        shown = replace(self.recording, findings=findings)
-        return page_of(shown, title, f"<pre>{html.escape(str(self))}</pre>", self.bands)
 
     def __str__(self) -> str:
         lines = [printable(f"Structure: {line}") for line in self.structure]

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +39,9 @@ from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Key = tuple[str, str]
-"""A kind, as in `Recording.tables` or ``"series"``, and a feature."""
+"""A kind, as in `Recording.tables`, or the name of a scalar; and a feature."""
+Sizes = Mapping[str, Mapping[str, int]]
+"""By kind and name, numbers of elements."""
 
 RATE = 0.05
 """The share of healthy runs that may be called unlike."""
@@ -59,7 +60,7 @@ _WHOLE = ("norm", "peak", "mean")
 # which differ between ranks.
 _LEFT_OUT = frozenset({"constant", "input", "label", "output"})
 _SCALARS = ("loss", "lr")
-_TINY = 1e-30
+_TINY, _MOST = 1e-30, 1e100
 # A gradient below this share of the largest in its module is rounding noise: the first share in float32, the second in
 # 16 bits.
 _NOISE = 1e-5
@@ -87,81 +88,50 @@ def features_of(kind: str) -> tuple[str, ...]:
     return _WHOLE if kind_of(kind).name in ("batch", "activation", "gradient", "parameter", "update") else ("norm",)
 
 
-@dataclass
-class Averages:
-    """The averages of one run over windows; NaN where a window is not covered or there is nothing to average.
-
-    Attributes:
-        names: By kind, ``[n]`` tensors; every compared scalar is a kind of its own.
-        values: By kind and feature, ``[windows, n]``.
-        absent: By kind, ``[windows, n]``: tensors without any value in a window in which others were measured.
-        covered: ``[windows]``.
-    """
-
-    names: dict[str, tuple[str, ...]]
-    values: dict[Key, Floats]
-    absent: dict[str, Bools]
-    covered: Bools
-
-    def of(self, names: Mapping[str, tuple[str, ...]]) -> Averages:
-        """The averages of the tensors ``names``, in this order; NaN for those that the run does not have."""
-        at = {kind: places(self.names[kind], names[kind]) for kind in names if kind in self.names}
-        values = {key: taken(value, at[key[0]], np.nan) for key, value in self.values.items() if key[0] in at}
-        absent = {kind: taken(value, at[kind], False) for kind, value in self.absent.items() if kind in at}
-        return Averages({kind: names[kind] for kind in at}, values, absent, self.covered)
-
-    def rounding_noise(self) -> tuple[str, ...]:
-        """As `noise_in`, of this run."""
-        norms = self.values.get(("gradient", "norm"))
-        return () if norms is None else noise_in(self.names["gradient"], norms)
-
-    def without(self, names: Collection[str]) -> Averages:
-        """The averages without the parameters ``names``: NaN, and not absent."""
-        left_out = {kind: np.isin(of_kind, list(names)) for kind, of_kind in self.names.items()}
-        values = {key: np.where(left_out[key[0]], np.nan, value) for key, value in self.values.items()}
-        absent = {kind: absent & ~left_out[kind] for kind, absent in self.absent.items()}
-        return replace(self, values=values, absent=absent)
-
-
-def places(every: tuple[str, ...], names: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    """Where the ``names`` are in ``every``, -1 for those that are not."""
-    if every == names:  # nearly always
-        return np.arange(len(names))
-    place = {name: i for i, name in enumerate(every)}
-    return np.array([place.get(name, -1) for name in names], np.int64)
-
-
-def taken(values: npt.NDArray[Any], at: npt.NDArray[np.int64], fill: float) -> npt.NDArray[Any]:
-    """The columns of ``values`` at these places, ``fill`` for -1."""
-    columns = np.full((len(values), len(at)), fill, values.dtype)
-    columns[:, at >= 0] = values[:, at[at >= 0]]
-    return columns
-
-
 def covered_windows(steps: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Bools:
     """``[windows]``: which windows have all of their steps."""
     covered: Bools = np.diff(np.searchsorted(steps, starts)) == np.diff(starts)
     return covered
 
 
-def averages(recording: Recording, starts: npt.NDArray[np.int64]) -> Averages:
-    """The averages of a run over the windows that it covers as a whole."""
-    steps = recording.steps
-    covered = covered_windows(steps, starts)
-    run = Averages({}, {}, {}, covered)
+def averages(recording: Recording, starts: npt.NDArray[np.int64], sizes: Sizes) -> dict[Key, Floats]:
+    """The averages of a run over the windows that it covers as a whole, by kind and feature, ``[windows, n]``.
+
+    The tensors are those of ``sizes``. NaN stands for a window without a measurement, and for a tensor that the run has
+    not, or in another size. Infinity, as a norm or a scalar, stands for measurements without any value, as of a
+    gradient that is None.
+    """
+    covered = covered_windows(recording.steps, starts)
+    found: dict[Key, Floats] = {}
     for name in recording.scalars:
         if name.partition("[")[0] in _SCALARS:
             column = np.asarray(recording.scalars[name], np.float64)[:, None]
-            run.names[name] = (name,)
-            run.values[name, "value"], run.absent[name] = _over_windows(column, steps, starts, covered)
-            run.values[name, "log"], _ = _over_windows(np.log(np.maximum(column, _TINY)), steps, starts, covered)
-    for kind, series in recording.tables.items():
-        if features_of(kind):
-            run.names[kind] = series.names
-            _, run.absent[kind] = _over_windows(series.column("nan_count"), series.steps, starts, covered)
+            at = np.searchsorted(recording.steps, starts)
+            found[name, "log"] = _over_windows(np.log(np.maximum(column, _TINY)), at, covered, math.inf)
+            if name == "loss":  # which may be negative
+                found[name, "value"] = _over_windows(column, at, covered, math.inf)
+    for kind in sizes:
+        series = recording.tables.get(kind)
+        if series is not None and series.names:
+            at, place = np.searchsorted(series.steps, starts), _places(kind, series.sizes, sizes[kind])
             for feature, column in zip(features_of(kind), _features(kind, series), strict=False):
-                run.values[kind, feature], _ = _over_windows(column, series.steps, starts, covered)
-    return run
+                means = _over_windows(column, at, covered, math.inf if feature == "norm" else math.nan)
+                found[kind, feature] = np.where(place < 0, np.nan, means[:, place])
+    return found
+
+
+def _places(kind: str, run: Mapping[str, int], golden: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    """Where the tensors of the golden runs are in a run, -1 for those that it has not; both are sizes by name."""
+    place = {name: i for i, name in enumerate(run)}
+    if not kind_of(kind).sizes_vary:  # the size of a gradient that is always None is 0
+        place = {name: i for name, i in place.items() if run[name] in (0, golden.get(name))}
+    return np.array([place.get(name, -1) for name in golden], np.int64)
+
+
+def leave_out(values: Mapping[Key, Floats], sizes: Sizes, names: Collection[str]) -> None:
+    """Makes the values of the parameters ``names`` NaN."""
+    for (kind, _), value in values.items():
+        value[:, [name in names for name in sizes.get(kind, (kind,))]] = np.nan
 
 
 def noise_in(names: tuple[str, ...], norms: Floats, share: float = _NOISE) -> tuple[str, ...]:
@@ -191,7 +161,7 @@ def noise_cells(golden: Floats, run: Floats) -> Bools:
     """
 
     def below(norms: Floats, share: float) -> Bools:
-        others = (row[row > math.log(_TINY)] for row in norms)
+        others = (row[np.isfinite(row) & (row > math.log(_TINY))] for row in norms)
         middle = np.array([np.median(row) if row.size else np.nan for row in others])
         small: Bools = norms - middle[:, None] < math.log(share)
         return small
@@ -210,35 +180,23 @@ def _features(kind: str, series: Series) -> Iterable[Floats]:
             norm = rms = np.hypot(mean, std)
         else:
             norm, rms = l2_norm, l2_norm / np.sqrt(np.maximum(series.numel, 1))
-        least = np.median(np.nan_to_num(norm), 1, keepdims=True) * _ZERO
-        yield np.log(np.where(norm <= least, _TINY, norm))
-        rms = np.where((norm <= least) | (series.numel == 1), np.nan, rms)  # one element has a sign, but no shape
+        norm = np.nan_to_num(norm)
+        is_zero = norm <= np.median(norm, 1, keepdims=True) * _ZERO
+        yield np.where(np.isnan(series.column("nan_count")), np.nan, np.log(np.where(is_zero, _TINY, norm)))
+        rms = np.where(is_zero | (series.numel == 1), np.nan, rms)  # one element has a sign, but no shape
         yield -rms / np.maximum(-low, high)
         yield mean / rms
 
 
-def _over_windows(
-    column: npt.NDArray[np.floating],
-    steps: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    inside: npt.NDArray[np.bool_],
-) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Averages ``[windows, n]`` of the finite values of a column, and which windows have measurements but no value."""
-    at = np.searchsorted(steps, starts)
-    used = np.flatnonzero(inside & (at[1:] > at[:-1]))
-    means = np.full((len(starts) - 1, column.shape[1]), np.nan)
-    none = np.zeros(means.shape, bool)
-    if len(used):
-        is_finite = np.isfinite(column)
-        # Pairs of begin and end, of which the odd results are sums over what is between windows.
-        pairs = np.stack([at[:-1][used], at[1:][used]], 1).reshape(-1)
-        bounds = pairs[:-1] if pairs[-1] == len(column) else pairs
-        counts = np.add.reduceat(is_finite, bounds, axis=0, dtype=np.int64)[::2]
-        sums = np.add.reduceat(np.where(is_finite, column, 0.0), bounds, axis=0)[::2]
-        with np.errstate(invalid="ignore"):
-            means[used] = sums / counts  # NaN without any
-        none[used] = counts == 0
-    return means, none
+def _over_windows(column: Floats, at: npt.NDArray[np.int64], covered: Bools, missing: float) -> Floats:
+    """Averages ``[windows, n]`` of the finite values from each of ``at`` to the next, ``missing`` if there is none."""
+    means = np.full((len(covered), column.shape[1]), np.nan)
+    for window in np.flatnonzero(covered & (np.diff(at) > 0)):
+        part = column[at[window] : at[window + 1]]
+        is_finite = np.isfinite(part)
+        count = is_finite.sum(0)
+        means[window] = np.where(count, np.where(is_finite, part, 0.0).sum(0) / np.maximum(count, 1), missing)
+    return means
 
 
 @dataclass
@@ -258,7 +216,8 @@ class Group:
 
     def excess(self, values: Floats) -> Floats:
         """``|z|`` of ``values`` over the limit, ``[windows, n]``: above 1 one is unlike; NaN if it is not compared."""
-        return normal_deviate(np.abs(values - self.mean) / self.scale, self.freedom) / self.limit
+        t = np.abs(values - self.mean) / self.scale
+        return np.where(np.isinf(t), t, normal_deviate(np.minimum(t, _MOST), self.freedom) / self.limit)
 
     @functools.cached_property
     def reach(self) -> float:
@@ -279,32 +238,35 @@ def normal_deviate(t: Floats, freedom: float) -> Floats:
     return result
 
 
-def rounded(group: Group) -> Group:
+def fitted(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, Group]:
+    """The groups of golden runs, whose averages are ``[runs, windows, n]``."""
+    values = {key: np.where(np.isinf(value), np.nan, value) for key, value in values.items()}
+    groups = _groups(values, sizes)
+    # By how much scales have to be larger so that each run would be like the others.
+    inflation = 1.0
+    for i in range(max(map(len, values.values()), default=0)):
+        for key, group in _groups({key: np.delete(value, i, 0) for key, value in values.items()}, sizes).items():
+            inflation = max(inflation, float(np.fmax.reduce(group.excess(values[key][i]), axis=None, initial=0.0)))
+    return {key: _rounded(replace(group, scale=group.scale * inflation)) for key, group in groups.items()}
+
+
+def _rounded(group: Group) -> Group:
     """The group with few digits, so that a file of it is small: its mean to a part of each tensor's smallest scale."""
     scale = np.exp2(np.round(_FINE * np.log2(group.scale)) / _FINE)
     unit = np.exp2(np.floor(np.log2(np.fmin.reduce(scale, 0)))) / _FINE
     return replace(group, mean=np.round(group.mean / unit) * unit, scale=scale)
 
 
-def fitted(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Floats]) -> dict[Key, Group]:
-    """The groups of the golden ``runs``, which must have the same kinds, features and names."""
-    groups = {
-        key: _fitted(np.stack([run[key] for run in runs]), sizes.get(key[0], np.full(1, np.inf))) for key in runs[0]
-    }
+def _groups(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, Group]:
+    groups = {}
+    for key, of_key in values.items():
+        size = np.array(list(sizes[key[0]].values()), np.float64) if key[0] in sizes else np.full(1, np.inf)
+        groups[key] = _fitted(of_key, size)
     groups = {key: group for key, group in groups.items() if np.isfinite(group.mean).any()}
     for group in groups.values():
         cells = int(np.isfinite(group.mean).sum())
         group.limit = NormalDist().inv_cdf(1 - RATE / (2 * len(groups) * cells))
     return groups
-
-
-def inflation_of(runs: Sequence[Mapping[Key, Floats]], sizes: Mapping[str, Floats]) -> float:
-    """By how much scales have to be larger so that each of ``runs`` would be like the others."""
-    largest = 1.0
-    for i, run in enumerate(runs):
-        for key, group in fitted([*runs[:i], *runs[i + 1 :]], sizes).items():
-            largest = max(largest, float(np.fmax.reduce(group.excess(run[key]), axis=None, initial=0.0)))
-    return largest
 
 
 def _fitted(values: Floats, size: Floats) -> Group:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,31 +21,15 @@ CELLS = 2_000_000
 # 13 bits of the mantissa are kept: four digits are shown, and dropped bits take no space when deflated.
 _DROPPED_BITS = 10
 _COUNTS = ("nan_count", "inf_count")
-_FARTHEST = 1e3  # the deviation of an absent tensor, which is infinite
 
 
-class GoldenBands(NamedTuple):
-    """What a comparison with golden runs adds to a page, in windows of steps.
-
-    Attributes:
-        starts: ``[windows + 1]``: where windows begin, and the end of the last.
-        bands: By scalar ``[windows, 2]``: the interval in which it is like the golden runs.
-        deviation: By kind ``[windows, n]``: how far tensors are from the golden runs; above 1 they are unlike.
-    """
-
-    starts: npt.NDArray[np.int64]
-    bands: Mapping[str, npt.NDArray[np.float64]]
-    deviation: Mapping[str, npt.NDArray[np.float64]]
-
-
-def page_data(recording: Recording, cells: int = CELLS, golden: GoldenBands | None = None) -> dict[str, Any]:
+def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     """Everything the page shows, JSON-able; numbers are packed as base64 of deflated bytes.
 
     Args:
         recording: What to show.
         cells: Above this number, steps are left out evenly. Steps with NaN, Inf or a finding, and the last steps, are
             left out only if there are too many of them.
-        golden: How the recording compares with golden runs.
     """
     every = [recording.steps, *(series.steps for series in recording.tables.values())]
     steps = np.unique(np.concatenate(every)).astype(np.int64)
@@ -64,9 +47,8 @@ def page_data(recording: Recording, cells: int = CELLS, golden: GoldenBands | No
         # For an incident before the kept steps, the oldest kept step.
         "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
         "scalars": _scalars(recording, steps),
-        "tables": [_table(kind, recording.tables[kind], steps, golden) for kind in kinds],
-        "columns": [*COLUMNS, *(["deviation"] if golden else [])],
-        "bands": _bands(golden) if golden else {},
+        "tables": [_table(kind, recording.tables[kind], steps) for kind in kinds],
+        "columns": list(COLUMNS),
         "findings": [_finding(finding, steps) for finding in recording.findings],
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
@@ -101,32 +83,12 @@ def _scalars(recording: Recording, steps: npt.NDArray[np.int64]) -> dict[str, An
     return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, is_shown].astype("<f8"))}
 
 
-def _bands(golden: GoldenBands) -> dict[str, list[list[float]]]:
-    """By scalar, for each window that is known: its first and last step, and the interval."""
-    windows = zip(golden.starts[:-1].tolist(), (golden.starts[1:] - 1).tolist(), strict=True)
-    extents = np.array(list(windows), np.float64).reshape(-1, 2)
-    known = {name: np.isfinite(band).all(1) for name, band in golden.bands.items()}
-    return {name: np.hstack([extents, band])[known[name]].tolist() for name, band in golden.bands.items()}
-
-
-def _deviations(kind: str, steps: npt.NDArray[np.int64], count: int, golden: GoldenBands) -> npt.NDArray[np.float32]:
-    """``[n, m]``: the deviation of each tensor in the window of each step; NaN where it is not known."""
-    values = np.full((len(steps), count), np.nan, np.float32)
-    if kind in golden.deviation:
-        inside = steps < golden.starts[-1]
-        window = np.searchsorted(golden.starts, steps[inside], "right") - 1
-        values[inside] = np.minimum(golden.deviation[kind][window], _FARTHEST)
-    return values.T
-
-
-def _table(kind: str, series: Series, steps: npt.NDArray[np.int64], golden: GoldenBands | None) -> dict[str, Any]:
+def _table(kind: str, series: Series, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
     is_shown = np.isin(series.steps, steps)
     values = series.values[is_shown].astype("<f4").transpose(2, 1, 0).copy()
     for c, column in enumerate(COLUMNS):
         if column not in _COUNTS:
             values[c] = _rounded(values[c])
-    if golden is not None:
-        values = np.concatenate([values, _deviations(kind, series.steps[is_shown], len(series.names), golden)[None]])
     return {
         "kind": kind,
         "names": list(series.names),

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from gradstat._core.files import replacing
-from gradstat.monitor.recording.page_data import GoldenBands, page_data
+from gradstat.monitor.recording.page_data import page_data
 from gradstat.monitor.recording.recording import Recording
 
 _FOLDER = Path(__file__).parent / "page"
@@ -47,19 +47,14 @@ def write_page(
         OSError: The page cannot be written.
     """
     diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
-    page = page_of(recording, title or "Flight recording", diagnosis + (diagnosis_html or ""))
-    return write_text(page, path)
-
-
-def write_text(page: str, path: str | os.PathLike[str]) -> Path:
-    """Writes a ``page`` as `write_page` does."""
+    page = _page_of(recording, title or "Flight recording", diagnosis + (diagnosis_html or ""))
     with replacing(path) as file:
         # Names may contain lone surrogates, which UTF-8 cannot encode.
         file.write(page.encode("utf-8", "replace"))
     return Path(path)
 
 
-def page_of(recording: Recording, title: str, diagnosis: str, golden: GoldenBands | None = None) -> str:
+def _page_of(recording: Recording, title: str, diagnosis: str) -> str:
     """The page; ``diagnosis`` is HTML."""
     plotly = _plotly()
     code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -69,9 +64,7 @@ def page_of(recording: Recording, title: str, diagnosis: str, golden: GoldenBand
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in (plotly, code))
     allowed = " ".join(f"'sha256-{sha256}'" for sha256 in hashes)
     # "<" is the only character with which the JSON could end its script element.
-    data = json.dumps(page_data(recording, golden=golden), allow_nan=False, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
+    data = json.dumps(page_data(recording), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "@POLICY@": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
         "@TITLE@": html.escape(title),

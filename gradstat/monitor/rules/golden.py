@@ -67,7 +67,6 @@ class UnlikeGolden(Rule):
             low=first.low,
             high=first.high,
             unlike=[found.name for found in comparison.findings[:10]],
-            share=comparison.share,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -35,15 +35,14 @@ function pixel(plot, x) {
 //   missing         whether nothing was measured at an index, which is drawn as a gap
 //   nonfinite       indices that are marked although their value is finite, for the tensor has NaN or Inf
 //   marks           [{at, text, severity}]: findings about the series
-//   bands           [[first, last, low, high]]: where the values of golden runs are, by windows of steps
 //   onStep          called with the index that was clicked
-function drawSeries(box, { name, label, steps, values, missing, marks = [], nonfinite = [], bands = [], format = short, onStep }) {
+function drawSeries(box, { name, label, steps, values, missing, marks = [], nonfinite = [], format = short, onStep }) {
   const value = element("span", { className: "value" }), plot = element("div", { className: "plot" });
   const cursor = element("div", { className: "cursor" });
   box.className = "chart";
   box.dataset.series = name;
   box.replaceChildren(value, element("h3", { textContent: label }), plot, cursor);
-  const finite = [...values, ...bands.flatMap(([, , low, high]) => [low, high])].filter(Number.isFinite);
+  const finite = [...values].filter(Number.isFinite);
   const low = finite.reduce((a, x) => (x > 0 && x < a ? x : a), Infinity), high = finite.reduce((a, x) => Math.max(a, x), -Infinity);
   const largest = finite.reduce((a, x) => Math.max(a, Math.abs(x)), 0);
   const log = name !== "zero_fraction" && finite.length > 0 && finite.every((x) => x > 0) && high / low > 100;
@@ -67,13 +66,8 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], nonf
     marker: { color: marks.map((m) => color(m.severity)), symbol: "diamond", size: 9, line: { color: color("surface"), width: 1 } },
     text: marks.map((m) => escaped(shortened(m.text, 160))), hovertemplate: "%{text}<extra></extra>",
   };
-  const golden = {
-    x: [...bands.flatMap(([first, last]) => [first, last]), ...bands.flatMap(([first, last]) => [first, last]).reverse()],
-    y: [...bands.flatMap(([, , , high]) => [high, high]), ...bands.flatMap(([, , low]) => [low, low]).reverse()],
-    mode: "lines", fill: "toself", fillcolor: color("band"), line: { width: 0 }, hoverinfo: "skip", name: "golden",
-  };
   const pad = Math.max(0.5, (steps[steps.length - 1] - steps[0]) / 60);
-  Plotly.newPlot(plot, [...(bands.length ? [golden] : []), line, nonfiniteMarks, findingMarks], {
+  Plotly.newPlot(plot, [line, nonfiniteMarks, findingMarks], {
     ...baseLayout({ l: 48, r: 8, t: 6, b: 22 }), dragmode: false,
     xaxis: axis({ range: [steps[0] - pad, steps[steps.length - 1] + pad], showgrid: false, tickformat: "d", nticks: 6 }),
     yaxis: axis(log ? { type: "log", tickvals: decades.map((z) => 10 ** z), ticktext: decades.map(power) } : largest < 1e-2 ? { nticks: 5, exponentformat: "e", minexponent: 2 } : { nticks: 5, tickformat: "~g" }),
@@ -130,12 +124,12 @@ function drawScalars(data, onStep) {
     const marks = data.findings.filter((f) => f.about === "series" && f.name === name && f.at >= 0);
     if (here.every(Number.isNaN)) {
       if (here.length) constant.push(`${label}: NaN or not given`);
-    } else if (!marks.length && !data.bands[name] && here.every((x) => x === here[0])) {
+    } else if (!marks.length && here.every((x) => x === here[0])) {
       constant.push(`${label} ${short(here[0])}`);
     } else if (!(name === "finite_norm" && sameWhereFinite(data, values))) {
       const box = element("div");
       byId("series").append(box);
-      drawSeries(box, { name, label, steps: data.steps, values, missing, marks, bands: data.bands[name], onStep });
+      drawSeries(box, { name, label, steps: data.steps, values, missing, marks, onStep });
     }
   }
   byId("constant").textContent = constant.length ? `The same in every step: ${constant.join(" \u00b7 ")}.` : "";

@@ -3,7 +3,6 @@
 const COLUMN_LABELS = {
   l2_norm: "L2 norm, finite part", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
   zero_fraction: "fraction of zeros", nan_count: "NaN elements", inf_count: "Inf elements",
-  deviation: "deviation from the golden runs (above 1: unlike)",
 };
 const MAGNITUDES = new Set(["l2_norm", "std", "max_abs"]);
 const SIGNED = new Set(["mean", "min", "max"]);
@@ -64,7 +63,6 @@ async function readRecording() {
     data.scalars.at.forEach((place, i) => { values[place] = rows[s * width + i]; there[place] = 1; });
     return { name, values, there };
   });
-  if (!data.columns.includes("deviation")) delete COLUMN_LABELS.deviation;
   const unpack = async (table) => new Table(table, data.columns, await unpacked(table.data, 4));
   data.tables = await Promise.all(data.tables.map(unpack));
   return data;

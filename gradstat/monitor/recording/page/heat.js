@@ -31,11 +31,6 @@ function colouring(table, column) {
     const ticks = [{ z: 0, text: "0" }, ...powers(0, high, 5).map((z) => ({ z: map(10 ** z), text: power(z) }))];
     return { map, low: 0, high, ticks, scale: scale(COUNTING) };
   }
-  if (column === "deviation") {
-    const map = (x) => Math.log10(Math.max(x, 0.1)), high = Math.max(1, map(values.reduce((a, b) => Math.max(a, b), 0)));
-    const ticks = powers(-1, high, 6).map((z) => ({ z, text: power(z) }));
-    return { map, low: -high, high, ticks, scale: scale(DIVERGING) };
-  }
   if (column === "zero_fraction") {
     const ticks = [0, 0.25, 0.5, 0.75, 1].map((z) => ({ z, text: `${100 * z} %` }));
     return { map: (x) => x, low: 0, high: 1, ticks, scale: scale(SEQUENTIAL) };
