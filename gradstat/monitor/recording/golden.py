@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.saved import COUNT, MAPPING, NUMBER, TEXT, require, whole
 from gradstat._core.text import steps_in_words
 from gradstat.monitor.kinds import kind_of, place_of, place_of_series, plural_of
 from gradstat.monitor.recording import archive
@@ -44,9 +45,16 @@ from gradstat.monitor.recording.recording import Recording, extent_of
 
 FEWEST = 3
 FORMAT = "gradstat golden"
-VERSION = (1, 0)
+VERSION = 1
 LIMIT = 64 << 20
-
+_HEADER = {
+    "runs": whole(FEWEST),
+    "starts": [COUNT],
+    "left_out": [TEXT],
+    "tensors": [{"kind": TEXT, "names": [TEXT]}],
+    "groups": [{"kind": TEXT, "feature": TEXT, "freedom": NUMBER, "limit": NUMBER}],
+    "meta": MAPPING,
+}
 
 # How the averages of features are told: those of logarithms are geometric means.
 _TOLD: dict[str, Callable[[float], float]] = {
@@ -306,37 +314,31 @@ class Golden:
             path: The file.
 
         Raises:
-            RecordingFileError: The file holds no golden runs, is damaged, or a newer gradstat wrote it.
+            RecordingFileError: The file holds no golden runs, is damaged, or has another version.
             OSError: The file cannot be opened.
         """
-        return opened(path, FORMAT, "gradstat.monitor.Golden.save", VERSION, LIMIT, cls._read)
+        return opened(path, FORMAT, VERSION, LIMIT, cls._read)
 
     @classmethod
     def _read(cls, reader: archive.Reader, header: dict[str, Any]) -> Golden:
+        require(header, _HEADER, archive.HEADER)
         starts = np.array(header["starts"], np.int64)
-        if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+        if len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
             raise ValueError("the steps in which its windows begin are not 0 and rising")
-        runs = int(header["runs"])
-        if runs < FEWEST:
-            raise ValueError(f"it is of {runs} runs")
         sizes, groups = {}, {}
         for i, entry in enumerate(header["tensors"]):
-            kind, names = *archive.texts([entry["kind"]]), archive.texts(entry["names"])
             numel = reader.array(f"tensors/{i}/numel", "<i8")
-            if numel.shape != (len(names),):
-                raise ValueError(f"the sizes of its {kind} are not one for each name")
-            sizes[kind] = dict(zip(names, numel.tolist(), strict=True))
+            sizes[entry["kind"]] = dict(zip(entry["names"], numel.tolist(), strict=True))
         for i, entry in enumerate(header["groups"]):
-            kind, feature = archive.texts([entry["kind"], entry["feature"]])
+            kind, freedom, limit = entry["kind"], entry["freedom"], entry["limit"]
             mean, scale = (reader.array(f"groups/{i}/{name}", "<f8").T for name in ("mean", "scale"))
             windows, count = len(starts) - 1, len(sizes.get(kind, [kind]))
             if not mean.shape == scale.shape == (windows, count):
                 raise ValueError(f"its groups have other shapes than {windows} windows of {count} tensors")
-            freedom, limit = float(entry["freedom"]), float(entry["limit"])
             if not (freedom >= 1 and limit > 0) or (scale <= 0).any():
                 raise ValueError(f"a group has {freedom} degrees of freedom, a limit of {limit} or a scale of 0")
-            groups[kind, feature] = Group(mean, scale, freedom, limit)
-        return cls(runs, starts, sizes, groups, archive.texts(header["left_out"]), dict(header["meta"]))
+            groups[kind, entry["feature"]] = Group(mean, scale, freedom, limit)
+        return cls(header["runs"], starts, sizes, groups, tuple(header["left_out"]), header["meta"])
 
     def __repr__(self) -> str:
         return f"Golden({self.runs} runs, {self.steps} steps)"

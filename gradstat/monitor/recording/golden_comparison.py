@@ -98,7 +98,7 @@ class GoldenComparison:
         values = plain_fields(replace(self, recording=None, bands=None))  # type: ignore[arg-type]
         del values["recording"], values["bands"]
         values["findings"] = list(map(plain_fields, self.findings))
-        return dict(archive.encoded({"ok": self.ok, **values}, tagged=False))
+        return dict(archive.encoded({"ok": self.ok, **values}, strict=True))
 
     def to_html(self, title: str = "Compared with golden runs") -> str:
         """The page of the recording, with bands behind its series and the deviation as a field.
