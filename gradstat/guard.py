@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradstat._core import norms
 from gradstat._core.backends import Kernels
 from gradstat._core.host_copy import DeviceState, Streams
-from gradstat._core.saved import A_COUNT, Saved, is_count
+from gradstat._core.saved import Numbers, are_counts, exactly, require
 from gradstat._core.tensors import is_distributed, to_device
 from gradstat.adaptive._base import number, positive, whole_number
 
@@ -197,24 +197,20 @@ class SpikeGuard:
         """
         self._state.load_(self._loaded(state))
 
-    def _loaded(self, state: object) -> Tensor:
+    def _loaded(self, state: Any, place: str = "state") -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
-        saved = Saved(state)
-        if saved["rule"].value != self._method:
-            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {self!r} cannot load")
-        tensors = saved["tensors"]
-        values = tensors["values"].numbers(len(SERIES), None)
-        if values.shape[1] != self._window:
-            raise ValueError(
-                f"this state keeps the last {values.shape[1]} values, this guard {self._window}; make the guard with "
-                f"window={values.shape[1]}"
-            )
-        totals = tensors["totals"].numbers(_TOTALS)
-        tensors["totals"].require(totals, is_count(totals), A_COUNT)
-        are_bits = totals < 2 ** len(_REASONS)
-        are_bits[:_REASON] = are_bits[_REASON + 1 :] = True
-        tensors["totals"].require(totals, are_bits, "the bits of a reason, below 16")
-        tensors["values"].require(values, values.isfinite(), "a finite number")
+
+        def fit_totals(totals: Tensor) -> Tensor:
+            fits = are_counts(totals)
+            fits[_REASON] &= totals[_REASON] < 2 ** len(_REASONS)
+            return fits
+
+        kinds = {
+            "totals": Numbers((_TOTALS,), "counts, and a reason below 16", fit_totals),
+            "values": Numbers((len(SERIES), self._window), "a finite number", torch.isfinite),
+        }
+        require(state, {"rule": exactly(self._method), "tensors": kinds}, place)
+        totals, values = (state["tensors"][name].detach() for name in kinds)
         return torch.cat([totals.to(values.device), values.reshape(-1)])
 
     def _decide(

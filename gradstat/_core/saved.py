@@ -1,67 +1,108 @@
-"""Entries of a state given to ``load_state_dict``. The state comes from a file, so it may contain anything."""
+"""Checks of a state, or of the header of a file. It may come from anywhere, so that it may contain anything."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-A_COUNT = "a whole number from 0 to 2**53"
+from gradstat._core.text import printable
+from gradstat._version import __version__
+
+_MOST = 1 << 53  # beyond it float64 does not hold all whole numbers
 
 
-def is_count(numbers: Tensor) -> Tensor:
-    """Which float64 ``numbers`` are counts: whole, and not beyond those that float64 holds exactly."""
-    return (numbers >= 0) & (numbers <= 2.0**53) & (numbers == numbers.floor())
+class Kind(NamedTuple):
+    """A kind of values: what errors call it, and whether a value is one."""
+
+    expected: str
+    fits: Callable[[Any], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """An entry and its place in the state, which errors name. An unexpected entry raises ValueError."""
+class Numbers(NamedTuple):
+    """A kind of float64 tensors: their shape (None: 1-d), what errors call their numbers, and which of these fit."""
 
-    value: Any
-    place: str = "state"
+    shape: tuple[int, ...] | None
+    expected: str
+    fits: Callable[[Tensor], Tensor]
 
-    def __getitem__(self, name: str) -> Saved:
-        if not isinstance(self.value, Mapping):
-            self.refuse("a mapping")
-        if name not in self.value:
-            raise ValueError(f"{self.place} has no {name!r}; expected what state_dict() returns")
-        return Saved(self.value[name], f"{self.place}[{name!r}]")
 
-    def __contains__(self, name: str) -> bool:
-        return isinstance(self.value, Mapping) and name in self.value
+def whole(low: int, high: int = _MOST) -> Kind:
+    return Kind(f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
-    def numbers(self, *shape: int | None) -> Tensor:
-        """The float64 tensor of this shape, in which None is any size."""
-        value: Tensor = self.value
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        if (
-            type(value) not in (Tensor, torch.nn.Parameter)
-            or (value.dtype, value.layout) != (torch.float64, torch.strided)
-            or value.is_meta
-            or value.dim() != len(shape)
-            or any(size not in (None, actual) for size, actual in zip(shape, value.shape, strict=True))
-        ):
-            self.refuse(f"a float64 tensor of shape ({sizes})")
-        return value.detach()
 
-    def require(self, numbers: Tensor, fine: Tensor, expected: str) -> None:
-        """Refuses the first of ``numbers``, from `numbers`, for which ``fine`` is False. Waits for the device."""
-        wrong = (~fine).nonzero()
-        if len(wrong):
-            at = tuple(wrong[0].tolist())
-            place = f"{self.place}[{', '.join(map(str, at))}]" if at else self.place
-            Saved(numbers[at].item(), place).refuse(expected)
+def exactly(expected: object) -> Kind:
+    return Kind(repr(expected), lambda value: type(value) is type(expected) and value == expected)
 
-    def refuse(self, expected: str) -> NoReturn:
-        value = self.value
-        if isinstance(value, Tensor):
-            shown = f"a tensor of {value.dtype}, {value.layout} and shape {tuple(value.shape)} on {value.device}"
-        elif value is None or isinstance(value, bool | int | float):
-            shown = repr(value)
-        else:
-            shown = f"of type {type(value).__name__}"
-        raise ValueError(f"{self.place} is {shown}; expected {expected}")
+
+COUNT, WHOLE = whole(0), whole(-_MOST)
+FLAG = Kind("True or False", lambda value: isinstance(value, bool))
+MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
+NUMBER = Kind("a number", lambda value: isinstance(value, float) or WHOLE.fits(value))
+FINITE = Kind("a finite number", lambda value: NUMBER.fits(value) and math.isfinite(value))
+TEXT = Kind("text", lambda value: isinstance(value, str))
+_LIST = Kind("a list", lambda value: isinstance(value, list | tuple))
+
+
+def are_counts(numbers: Tensor) -> Tensor:
+    """Which float64 ``numbers`` are counts."""
+    return (numbers >= 0) & (numbers <= _MOST) & (numbers == numbers.floor())
+
+
+def require(value: Any, kind: Any, place: str = "state") -> None:
+    """Raises ValueError, which names the ``place``, unless ``value`` is of the ``kind``. Waits for a tensor's device.
+
+    A kind is a `Kind` or `Numbers`, ``[kind]`` for a list, ``{str: kind}`` for a mapping from texts, or
+    ``{"name": kind, ...}`` for a mapping that has these names.
+    """
+    if isinstance(kind, dict):
+        require(value, MAPPING, place)
+        for name in value if str in kind else kind:
+            require(name, TEXT, f"{place}, a name")
+            if name not in value:
+                raise ValueError(f"{place} has no {name!r}")
+            require(value[name], kind.get(name, kind.get(str)), f"{place}[{name!r}]")
+    elif isinstance(kind, list):
+        require(value, _LIST, place)
+        for i, item in enumerate(value):
+            require(item, kind[0], f"{place}[{i}]")
+    elif isinstance(kind, Numbers):
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
+        shape = (value.numel(),) if kind.shape is None and is_plain else kind.shape
+        if not is_plain or value.dtype != torch.float64 or value.shape != shape:
+            raise _unfit(value, f"a float64 tensor of shape {shape}", place)
+        unfit = (~kind.fits(value)).nonzero()
+        if len(unfit):
+            at = unfit[0].tolist()
+            raise _unfit(value[tuple(at)].item(), kind.expected, f"{place}{at or ''}")
+    elif not kind.fits(value):
+        raise _unfit(value, kind.expected, place)
+
+
+def _unfit(value: Any, expected: str, place: str) -> ValueError:
+    got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+    return ValueError(printable(f"{place}: expected {expected}, got {got}"))
+
+
+def require_version(held: Any, version: int, place: str = "state") -> None:
+    """Raises ValueError unless ``held``, a state or the header of a file, is of this version of its format."""
+    require(held, {"version": WHOLE, "gradstat": TEXT}, place)
+    if held["version"] != version:
+        raise ValueError(
+            f"{place}['version']: expected {version}, got {held['version']}, written by gradstat "
+            f"{printable(held['gradstat']):.40}; this is gradstat {__version__}. Use the gradstat that wrote it"
+        )
+
+
+@contextmanager
+def reading(place: str) -> Iterator[None]:
+    """Turns any exception inside into a ValueError that names the ``place``."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(reason if reason.startswith(place) else printable(f"{place}: {reason}")) from error

@@ -19,7 +19,6 @@ from gradstat._core.host_copy import refuse_capture
 from gradstat._core.measure import measure, measure_directly, resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
-from gradstat._core.saved import Saved
 from gradstat._core.tensors import NameOf, refuse_distributed
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import MethodState, State
@@ -130,7 +129,7 @@ class AdaptiveClip(ABC):
         if memory is None:
             memory = _history.extended(None, self._window, self._method_state(0), torch.device("cpu"))
         state, of_method = _history.views(memory, self._window)
-        if self._is_per_tensor and len(of_method):
+        if self._is_per_tensor:
             return {**state, self._method_names[0]: of_method}
         return {**state, **dict(zip(self._method_names, of_method.unbind(), strict=False))}
 
@@ -154,12 +153,10 @@ class AdaptiveClip(ABC):
         else:
             self._state_tensor = memory
 
-    def _loaded(self, state: object) -> Tensor:
+    def _loaded(self, state: Any, place: str = "state") -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
-        name, saved = type(self).__name__, Saved(state)
-        if saved["rule"].value != name:
-            raise ValueError(f"this is the state of {saved['rule'].value!s}, which {name} cannot load")
-        return _history.loaded(saved["tensors"], self._window, self._method_names, self._method_state(0))
+        name, of_method = type(self).__name__, self._method_state(0)
+        return _history.loaded(state, place, name, self._window, self._method_names, of_method)
 
     def summary(self) -> ClipSummary:
         """A summary of this clip so far, in numbers and in words. One host sync."""

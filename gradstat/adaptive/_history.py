@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradstat._core.saved import A_COUNT, Saved, is_count
+from gradstat._core.saved import Numbers, are_counts, exactly, require
 from gradstat._core.tensors import to_device
 
 State = dict[str, Tensor]
@@ -50,33 +50,37 @@ def views(memory: Tensor, window: int) -> tuple[State, Tensor]:
     return {"norms": norms, "totals": totals, "smallest": smallest[0]}, of_method
 
 
-def loaded(saved: Saved, window: int, method_names: Sequence[str], of_method: MethodState) -> Tensor:
-    """A new state tensor from such views by name, as saved, with the method's own last, in the order of the names.
+def loaded(
+    state: Any, place: str, rule: str, window: int, method_names: Sequence[str], of_method: MethodState
+) -> Tensor:
+    """A new state tensor from the saved ``state`` of a clip, with the method's own numbers in the order of the names.
 
     ``of_method`` is the method's state before the first step; without a length it has one number for each tensor. Waits
-    for the device. ValueError, naming the entry, unless a clip with this ``window`` can have made this.
+    for the device. ValueError, naming the entry, unless a clip of this ``rule`` and ``window`` can have made the state.
     """
-    norms = saved["norms"].numbers(None)
-    if len(norms) != window:
-        raise ValueError(
-            f"this state keeps the last {len(norms)} norms, this clip {window}; make the clip with window={len(norms)}"
-        )
-    totals, smallest = saved["totals"].numbers(_TOTALS), saved["smallest"].numbers()
-    saved["totals"].require(totals[:MULTIPLIER_SUM], is_count(totals[:MULTIPLIER_SUM]), A_COUNT)
-    fine = (totals >= 0) & (totals <= totals[CLIPPED])  # of the sum
-    fine[:MULTIPLIER_SUM] = True
-    saved["totals"].require(totals, fine, "a sum of that many multipliers below 1")
-    saved["smallest"].require(smallest, (smallest >= 0) & (smallest <= 1), "a number from 0 to 1")
-    is_used = torch.arange(window, device=norms.device) < totals[RECORDED].to(norms.device)
-    fine = torch.where(is_used, (norms >= 0) & norms.isfinite(), norms.isnan())
-    saved["norms"].require(norms, fine, "a finite number from 0 for each norm recorded, NaN where there is none")
-    parts = [totals, smallest.view(1), norms]
-    for name in method_names if of_method.length else [name for name in method_names if name in saved]:
-        numbers = saved[name].numbers(*(() if of_method.length else (None,)))
-        fine = (numbers >= 0) & (numbers.isfinite() | (numbers == of_method.initial))
-        saved[name].require(numbers, fine, "a finite number from 0")
-        parts.append(numbers.view(-1))
-    return torch.cat([part.to(norms.device) for part in parts])
+
+    def fit_totals(totals: Tensor) -> Tensor:
+        sum_ = totals[MULTIPLIER_SUM:]
+        return torch.cat([are_counts(totals[:MULTIPLIER_SUM]), (sum_ >= 0) & (sum_ <= totals[CLIPPED])])
+
+    def fit_norms(norms: Tensor) -> Tensor:
+        recorded = state["tensors"]["totals"][RECORDED].to(norms.device)
+        is_used = torch.arange(window, device=norms.device) < recorded
+        return torch.where(is_used, (norms >= 0) & norms.isfinite(), norms.isnan())
+
+    def fit_method(numbers: Tensor) -> Tensor:
+        return (numbers >= 0) & (numbers.isfinite() | (numbers == of_method.initial))
+
+    kinds = {
+        "totals": Numbers((_TOTALS,), "counts, and a sum of as many multipliers below 1", fit_totals),
+        "smallest": Numbers((), "a number from 0 to 1", lambda smallest: (smallest >= 0) & (smallest <= 1)),
+        "norms": Numbers((window,), "a finite number from 0 for each norm recorded, NaN for others", fit_norms),
+    }
+    of_names = Numbers(() if of_method.length else None, "a finite number from 0", fit_method)
+    kinds |= dict.fromkeys(method_names, of_names)
+    require(state, {"rule": exactly(rule), "tensors": kinds}, place)
+    tensors = state["tensors"]
+    return torch.cat([tensors[name].detach().reshape(-1).to(tensors["norms"].device) for name in kinds])
 
 
 def add_norm_(state: State, norm: Tensor, is_recorded: Tensor) -> None:

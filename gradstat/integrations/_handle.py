@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradstat._core.saved import MAPPING, require, require_version
+from gradstat._version import __version__
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit
@@ -24,6 +26,8 @@ from gradstat.patch import Layer, lock
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_VERSION = 1  # of states
 
 
 class Handle:
@@ -129,7 +133,8 @@ class Handle:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""
         clip = self._options.max_norm
         return {
-            "version": 1,
+            "version": _VERSION,
+            "gradstat": __version__,
             "monitors": [monitor.state_dict() for monitor in self.monitors],
             "clip": clip.state_dict() if isinstance(clip, AdaptiveClip) else None,
         }
@@ -138,26 +143,26 @@ class Handle:
         """The inverse of `state_dict`.
 
         Raises:
-            ValueError: The state is from another number of models, or from a newer gradstat.
+            ValueError: The state is from another number of models, or in another version.
         """
-        self._check_version(state)
+        self._check(state)
         if len(state["monitors"]) != len(self.attachments):
             raise ValueError(
                 f"expected the state of {len(self.attachments)} monitors, got {len(state['monitors'])}; prepare the "
                 "same models before loading"
             )
-        if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
-            self._options.max_norm._loaded(state["clip"])  # raises before a monitor has changed
+        if isinstance(self._options.max_norm, AdaptiveClip) and state.get("clip") is not None:
+            self._options.max_norm._loaded(state["clip"], "state['clip']")  # raises before a monitor has changed
         for attachment, saved in zip(self.attachments, state["monitors"], strict=True):
             attachment.load_state_dict(saved)
         self._load_clip(state)
 
-    def _check_version(self, state: Mapping[str, Any]) -> None:
-        if state["version"] != 1:
-            raise ValueError(f"expected a state of version 1, got {state['version']}; upgrade gradstat, or omit it")
+    def _check(self, state: Mapping[str, Any]) -> None:
+        require_version(state, _VERSION)
+        require(state, {"monitors": [MAPPING]})
 
     def _load_clip(self, state: Mapping[str, Any]) -> None:
-        if isinstance(self._options.max_norm, AdaptiveClip) and state["clip"] is not None:
+        if isinstance(self._options.max_norm, AdaptiveClip) and state.get("clip") is not None:
             self._options.max_norm.load_state_dict(state["clip"])
 
     def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:

@@ -173,4 +173,4 @@ def _tolerance(text: str) -> float:
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(archive.encoded(content, tagged=False), indent=2, allow_nan=False))
+    print(json.dumps(archive.encoded(content, strict=True), indent=2, allow_nan=False))

@@ -6,18 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from gradstat._core.saved import MAPPING, TEXT, WHOLE, Kind, require
 from gradstat._core.text import plain_fields, printable
 
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[str, ...] = get_args(Severity)
 """From the least to the most severe."""
 
-# By value of a saved finding: its type, and what a message calls that.
-_TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("rule", "severity", "name", "text", "about"), (str, "text")),
-    **dict.fromkeys(("causes", "advice"), (list | tuple, "a list of texts")),
-    "step": (int, "an integer"),
-    "evidence": (Mapping, "numbers by name"),
+# What a saved finding has.
+FINDING = {
+    **dict.fromkeys(("rule", "name", "text", "about"), TEXT),
+    "severity": Kind(f"one of {', '.join(SEVERITIES)}", lambda value: TEXT.fits(value) and value in SEVERITIES),
+    "step": WHOLE,
+    "evidence": MAPPING,
+    "causes": [TEXT],
+    "advice": [TEXT],
 }
 
 # Words shown in place of evidence keys that are meant for programs.
@@ -66,8 +69,7 @@ class Finding:
     about: str = "series"
 
     def __post_init__(self) -> None:
-        if not -(1 << 63) <= self.step < 1 << 63:
-            raise ValueError(f"the step of a finding is {self.step}; expected an integer of 64 bits")
+        require(int(self.step), WHOLE, "the step of a finding")
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
@@ -80,21 +82,10 @@ class Finding:
         Raises:
             ValueError: A value is missing or of a wrong type. The message names it.
         """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"a finding is {values!r:.80}; expected its values by name")
-        if missing := [name for name in _TYPES if name not in values]:
-            raise ValueError(f"a finding has no {missing[0]!r}")
-        fields = {name: values[name] for name in _TYPES}
-        for name, (kind, words) in _TYPES.items():
-            if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
-                raise ValueError(f"the {name} of a finding is {fields[name]!r:.80}; expected {words}")
-        if fields["severity"] not in SEVERITIES:
-            raise ValueError(f"severity is {fields['severity']!r:.80}; expected one of {', '.join(SEVERITIES)}")
-        for name in ("causes", "advice"):
-            fields[name] = tuple(fields[name])
-            if not all(isinstance(one, str) for one in fields[name]):
-                raise ValueError(f"the {name} of a finding are {fields[name]!r:.80}; expected texts")
-        return cls(**{**fields, "evidence": dict(fields["evidence"])})
+        require(values, FINDING, "finding")
+        fields: dict[str, Any] = {name: values[name] for name in FINDING}
+        copies = {"evidence": dict(values["evidence"]), "causes": tuple(values["causes"])}
+        return cls(**{**fields, **copies, "advice": tuple(values["advice"])})
 
     def __str__(self) -> str:
         return printable(f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}")

@@ -50,7 +50,7 @@ from gradstat.monitor.rows import Observation, RunSettings
 from gradstat.monitor.rules import Rule, UnlikeGolden, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, ReduceTo
-from gradstat.monitor.state import VERSION, as_state, checked, load_rules, reading
+from gradstat.monitor.state import load_rules, recording_of, state_of
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 
 if TYPE_CHECKING:
@@ -608,9 +608,7 @@ class Monitor:
         """The recording, without acting on what it reviews."""
         with self._lock:
             self._run_rules_safely()
-            recording = self._log.recording()
-            recording.findings = tuple(self.findings)
-            recording.backward_order = self._collector.backward_order
+            recording = self._recorded()
         parameters = [*self._model.parameters(), *self._trained.besides.parameters()]
         recording.meta = {
             "gradstat": __version__,
@@ -625,6 +623,12 @@ class Monitor:
             "why": why,
             "culprit": self._replayed,
         }
+        return recording
+
+    def _recorded(self) -> Recording:
+        """The `recording` of the steps that were reviewed, without its ``meta``."""
+        recording = self._log.recording()
+        recording.findings, recording.backward_order = tuple(self.findings), self._collector.backward_order
         return recording
 
     def latest(self) -> LatestStep | None:
@@ -661,17 +665,14 @@ class Monitor:
         self.flush()
         with self._lock:
             self._catch_up()  # another thread may have taken a step
-            return {
-                "version": VERSION,
-                "steps": self.steps,
-                "nonfinite_steps": self.nonfinite_steps,
-                "should_stop": self.should_stop,
-                "findings": [finding.to_dict() for finding in self.findings],
-                "rules": [(rule.name, rule.state_dict()) for rule in self._rules.rules],
-                "backward_order": list(self._collector.backward_order),
-                "history": as_state(self._log.recording()),
-                "guard": None if self.guard is None else self.guard.state_dict(),
-            }
+            return state_of(
+                self._recorded(),
+                self._rules.rules,
+                steps=self.steps,
+                nonfinite_steps=self.nonfinite_steps,
+                should_stop=self.should_stop,
+                guard=None if self.guard is None else self.guard.state_dict(),
+            )
 
     def _catch_up(self) -> None:
         """Reads and reviews all steps so far, but acts on nothing yet."""
@@ -685,21 +686,20 @@ class Monitor:
         Discards steps that this monitor has not reviewed yet, and what it remembers of steps that will be repeated.
 
         Args:
-            state: What `state_dict` returned, on any device; from the same or an older gradstat.
+            state: What `state_dict` returned, on any device.
 
         Raises:
-            ValueError: The state is from a newer gradstat, or no state of a monitor. The message names the field;
-                nothing has changed.
+            ValueError: The state is in another version, or no state of a monitor. The message names the field; nothing
+                has changed.
         """
         with self._lock:
-            loaded = checked(state)
-            guard = self.guard if loaded.guard is not None else None
-            if guard is not None:
-                with reading("guard"):
-                    guard._loaded(loaded.guard)  # raises before anything has changed
-            load_rules(self._rules.rules, loaded.rules)
-            if guard is not None:
-                guard.load_state_dict(loaded.guard)
+            history = recording_of(state)
+            guard = None if state.get("guard") is None else self.guard
+            memory = None if guard is None else guard._loaded(state["guard"], "state['guard']")
+            load_rules(self._rules.rules, state["rules"])
+            # From here on nothing is refused.
+            if guard is not None and memory is not None:
+                guard._state.load_(memory)
             self._pending.clear()
             self._log.clear()
             self._to_act_on = []
@@ -709,12 +709,12 @@ class Monitor:
             self._warner = Warner()
             self._last_state_check = [-_QUIET, -_QUIET]
             self._saved = self._last_replay = -_QUIET
-            self.steps, self.should_stop = loaded.steps, loaded.should_stop
-            self.nonfinite_steps = loaded.nonfinite_steps
-            self.findings[:] = loaded.findings
-            self._collector.backward_order = loaded.backward_order
-            self._log.load(loaded.history)
-            self._rules.resume(self.steps, loaded.history.scalars)
+            self.steps, self.should_stop = state["steps"], state["should_stop"]
+            self.nonfinite_steps = state["nonfinite_steps"]
+            self.findings[:] = history.findings
+            self._collector.backward_order = history.backward_order
+            self._log.load(history)
+            self._rules.resume(self.steps, history.scalars)
             self._collector.resume(self.steps)
 
     # The end ---------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Comparison:
         """Everything as JSON-able values; NaN and Inf as text."""
         divergences = [plain_fields(divergence) for divergence in self.divergences]
         values = {"same": self.same, "comparable": self.comparable, **plain_fields(self), "divergences": divergences}
-        return dict(encoded(values, tagged=False))
+        return dict(encoded(values, strict=True))
 
     def __str__(self) -> str:
         lines = [self._headline()]

@@ -114,7 +114,7 @@ def _place(of_kind: Residuals, window: int) -> str:
     partly = {_kind_of(module) for module in modules if module not in deviating}  # kinds of which not all deviate
     names = dict.fromkeys(module if _kind_of(module) in partly else _kind_of(module) for module in deviating)
     if len(names) == 1:
-        return next(iter(names))
+        return str(*names)
     levels = zip(*(module.split(".") for module in deviating), strict=False)
     shared = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
     inside = sum(module.split(".")[: len(shared)] == shared for module in modules)

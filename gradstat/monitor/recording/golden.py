@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.saved import COUNT, NUMBER, TEXT, require, whole
 from gradstat._core.text import steps_in_words
 from gradstat.monitor.kinds import kind_of, place_of, place_of_series, plural_of
 from gradstat.monitor.recording import archive
@@ -25,10 +26,16 @@ from gradstat.monitor.recording.recording import Recording, extent_of
 
 FEWEST = 3
 FORMAT = "gradstat golden"
-VERSION = (1, 0)
+VERSION = 1
 LIMIT = 64 << 20
 _NORMS = ("gradient", "norm")
-
+_HEADER = {
+    "runs": whole(FEWEST),
+    "starts": [COUNT],
+    "left_out": [TEXT],
+    "sizes": {str: {str: COUNT}},
+    "groups": [{"kind": TEXT, "feature": TEXT, "freedom": NUMBER, "limit": NUMBER}],
+}
 
 # How averages of features are told: those of logarithms are geometric means.
 _TOLD: dict[str, Callable[[float], float]] = {
@@ -218,7 +225,10 @@ class Golden:
             "starts": self._starts.tolist(),
             "left_out": list(self.left_out),
             "sizes": self._sizes,
-            "groups": [[*key, group.freedom, group.limit] for key, group in self._groups.items()],
+            "groups": [
+                {"kind": kind, "feature": feature, "freedom": group.freedom, "limit": group.limit}
+                for (kind, feature), group in self._groups.items()
+            ],
         }
         arrays = {}
         for i, group in enumerate(self._groups.values()):
@@ -234,30 +244,28 @@ class Golden:
             path: The file.
 
         Raises:
-            RecordingFileError: The file holds no golden runs, is damaged, or a newer gradstat wrote it.
+            RecordingFileError: The file holds no golden runs, is damaged, or has another version.
             OSError: The file cannot be opened.
         """
-        return opened(path, FORMAT, "gradstat.monitor.Golden.save", VERSION, LIMIT, cls._read)
+        return opened(path, FORMAT, VERSION, LIMIT, cls._read)
 
     @classmethod
     def _read(cls, reader: archive.Reader, header: dict[str, Any]) -> Golden:
+        require(header, _HEADER, archive.HEADER)
         starts = np.array(header["starts"], np.int64)
-        if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+        if len(starts) < 2 or starts[0] != 0 or (np.diff(starts) <= 0).any():
             raise ValueError("the steps in which its windows begin are not 0 and rising")
-        runs = int(header["runs"])
-        if runs < FEWEST:
-            raise ValueError(f"it is of {runs} runs")
-        sizes = {kind: {name: int(size) for name, size in of.items()} for kind, of in header["sizes"].items()}
-        groups = {}
-        for i, (kind, feature, freedom, limit) in enumerate(header["groups"]):
+        sizes, groups = header["sizes"], {}
+        for i, entry in enumerate(header["groups"]):
+            kind, freedom, limit = entry["kind"], entry["freedom"], entry["limit"]
             mean, scale = (reader.array(f"{i}/{name}", "<f8").T for name in ("mean", "scale"))
             windows, count = len(starts) - 1, len(sizes.get(kind, [kind]))
             if not mean.shape == scale.shape == (windows, count):
                 raise ValueError(f"its groups have other shapes than {windows} windows of {count} tensors")
             if not (freedom >= 1 and limit > 0) or (scale <= 0).any():
                 raise ValueError(f"a group has {freedom} degrees of freedom, a limit of {limit} or a scale of 0")
-            groups[kind, feature] = Group(mean, scale, float(freedom), float(limit))
-        return cls(runs, starts, sizes, groups, archive.texts(header["left_out"]))
+            groups[kind, entry["feature"]] = Group(mean, scale, freedom, limit)
+        return cls(header["runs"], starts, sizes, groups, tuple(header["left_out"]))
 
 
 def _order(found: Deviation) -> tuple[int, float, float]:

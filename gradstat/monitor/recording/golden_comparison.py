@@ -88,7 +88,7 @@ class GoldenComparison:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
         values = {**plain_fields(self), "findings": list(map(plain_fields, self.findings))}
-        return dict(archive.encoded({"ok": self.ok, **values}, tagged=False))
+        return dict(archive.encoded({"ok": self.ok, **values}, strict=True))
 
     def __str__(self) -> str:
         lines = [printable(f"Structure: {line}") for line in self.structure]

@@ -126,4 +126,4 @@ def _formatted(value: Any) -> str:
         return str(value)
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_formatted, value))
-    return json.dumps(archive.encoded(value))
+    return json.dumps(archive.encoded(value, strict=True))

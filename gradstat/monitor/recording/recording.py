@@ -1,18 +1,21 @@
-"""`Recording`: the last steps of a run as arrays; and `headline`, its worst problem in one sentence."""
+"""`Recording`: the last steps of a run as arrays; its parts, for files; `headline`, its worst problem in a sentence."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.saved import MAPPING, TEXT, exactly, require
 from gradstat._core.text import count_of, listed
-from gradstat.monitor.findings import Finding
+from gradstat.monitor.findings import FINDING, Finding
 from gradstat.monitor.kinds import in_order
+from gradstat.monitor.recording.archive import encoded
 
 COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 """The statistics kept for a tensor in a step; all but the last three are over its finite elements."""
@@ -87,29 +90,89 @@ def check(recording: Recording) -> None:
     """Raises ValueError unless shapes agree and steps rise."""
     _check_steps("steps", recording.steps)
     for name, values in recording.scalars.items():
-        if np.shape(values) != np.shape(recording.steps):
-            raise ValueError(
-                f"scalars[{name!r}] has shape {np.shape(values)}; expected one number for each of the "
-                f"{len(recording.steps)} steps"
-            )
+        _check_shape(f"scalars[{name!r}]", values, len(recording.steps))
     for kind, series in recording.tables.items():
-        _check_steps(f"tables[{kind!r}].steps", series.steps)
-        n, m = len(series.names), len(series.steps)
-        if np.shape(series.numel) != (n,) or (n and np.min(series.numel) < 0):
-            raise ValueError(f"tables[{kind!r}].numel must hold {n} counts, one for each name")
-        if np.shape(series.values) != (m, n, len(COLUMNS)):
-            raise ValueError(
-                f"tables[{kind!r}].values has shape {np.shape(series.values)}; expected [steps, names, columns], "
-                f"which is {(m, n, len(COLUMNS))}"
-            )
+        n, place = len(series.names), f"tables[{kind!r}]"
+        _check_steps(f"{place}.steps", series.steps)
+        _check_shape(f"{place}.numel", series.numel, n)
+        _check_shape(f"{place}.values", series.values, len(series.steps), n, len(COLUMNS))
+        if n and np.min(series.numel) < 0:
+            raise ValueError(f"{place}.numel must be counts")
 
 
-def _check_steps(what: str, steps: npt.NDArray[np.int64]) -> None:
+def _check_shape(place: str, values: npt.NDArray[Any], *shape: int) -> None:
+    if np.shape(values) != shape:
+        raise ValueError(f"{place} has shape {np.shape(values)}; expected {shape}")
+
+
+def _check_steps(place: str, steps: npt.NDArray[np.int64]) -> None:
     values = np.asarray(steps)
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
-        raise ValueError(f"{what} must be a list of integers, not {values.dtype} of shape {values.shape}")
+        raise ValueError(f"{place} must be a list of integers, not {values.dtype} of shape {values.shape}")
     if values.size and (values[0] < 0 or np.any(values[1:] <= values[:-1])):
-        raise ValueError(f"{what} must be at least 0 and strictly increasing")
+        raise ValueError(f"{place} must be at least 0 and strictly increasing")
+
+
+# What the header of a saved recording has.
+_HEADER = {
+    "columns": exactly(list(COLUMNS)),
+    "scalars": [TEXT],
+    "tables": [{"kind": TEXT, "names": [TEXT]}],
+    "findings": [FINDING],
+    "backward_order": [TEXT],
+    "meta": MAPPING,
+}
+
+
+def parts_of(recording: Recording) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """A header of plain values, and arrays by name. ValueError if the arrays do not fit together."""
+    check(recording)
+    header = {
+        "columns": list(COLUMNS),
+        "scalars": list(recording.scalars),
+        "tables": [{"kind": kind, "names": list(series.names)} for kind, series in recording.tables.items()],
+        "findings": [finding.to_dict() for finding in recording.findings],
+        "backward_order": list(recording.backward_order),
+        "meta": recording.meta,
+    }
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "steps": np.asarray(recording.steps, np.int64),
+        "scalars": scalar_rows(recording, recording.scalars),
+    }
+    for i, series in enumerate(recording.tables.values()):
+        arrays[f"tables/{i}/numel"] = np.asarray(series.numel, np.int64)
+        arrays[f"tables/{i}/steps"] = np.asarray(series.steps, np.int64)
+        # A tensor's field is contiguous over the steps: consecutive values are similar, and compress well.
+        arrays[f"tables/{i}/values"] = np.ascontiguousarray(series.values.transpose(2, 1, 0), np.float32)
+    return header, arrays
+
+
+def from_parts(header: Any, array_of: Callable[[str, str], npt.NDArray[Any]], place: str) -> Recording:
+    """The inverse of `parts_of`. ``array_of`` returns a new array, given its name and dtype.
+
+    Names and places in ``header`` are checked, and the arrays must fit together, but it may raise any exception.
+    """
+    require(header, _HEADER, place)
+    json.dumps(encoded([header["findings"], header["meta"]]))  # otherwise it could not be saved again
+    steps, rows = array_of("steps", "<i8"), array_of("scalars", "<f8")
+    tables = {}
+    for i, table in enumerate(header["tables"]):
+        numel, when = array_of(f"tables/{i}/numel", "<i8"), array_of(f"tables/{i}/steps", "<i8")
+        values = np.ascontiguousarray(array_of(f"tables/{i}/values", "<f4").transpose(2, 1, 0))
+        tables[table["kind"]] = Series(tuple(table["names"]), numel, when, values)
+    recording = Recording(
+        steps,
+        # Copies: a view of a row would keep the whole array alive, and share changes with it.
+        {name: row.copy() for name, row in zip(header["scalars"], rows, strict=True)},
+        tables,
+        tuple(map(Finding.from_dict, header["findings"])),
+        tuple(header["backward_order"]),
+        dict(header["meta"]),
+    )
+    if len(recording.scalars) != len(rows) or len(tables) != len(header["tables"]):
+        raise ValueError(f"{place}: two of its series or tables have the same name")
+    check(recording)
+    return recording
 
 
 def joined(parts: Sequence[Recording], first: int, absent: Mapping[str, float] | None = None) -> Recording:

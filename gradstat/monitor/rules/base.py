@@ -6,20 +6,19 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, require
 from gradstat._core.text import printable
 from gradstat.monitor.findings import SEVERITIES, Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
 
 Band = tuple[float, float]
 """A closed interval of a scalar; a step outside of it is reviewed at once."""
-
-StateChecks = Mapping[str, Callable[[Any], bool]]
-"""By attribute that holds more than plain numbers, a check of what a saved state has there."""
 
 # Causes of a loss that is negative, for the rules on losses.
 WRONG_SIGN = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
@@ -49,7 +48,6 @@ class Rule:
     causes: ClassVar[tuple[str, ...]] = ()
     advice: ClassVar[tuple[str, ...]] = ()
     quiet: ClassVar[int] = 100
-    _state_checks: ClassVar[StateChecks] = {}
 
     def __init__(self) -> None:
         self._episodes = Episodes(self.quiet)
@@ -115,34 +113,11 @@ class Rule:
         Raises:
             ValueError: A value is not of the kind that the rule keeps there; nothing is loaded.
         """
-        attributes = vars(self)
-        loaded = {key: value for key, value in state.items() if key in attributes}
-        for key, value in loaded.items():
-            if not self._accepts(key, attributes[key], value):
-                raise ValueError(f"{key} of the rule {self.name!r} is {value!r:.80}; expected what state_dict() saves")
-        for key, value in loaded.items():
-            if isinstance(attributes[key], PerName | Episodes):
-                attributes[key].load(value)
-            else:
-                setattr(self, key, copy.deepcopy(value))
-
-    def _accepts(self, key: str, current: Any, value: Any) -> bool:
-        """Whether ``value`` is of the kind that the attribute ``key``, now ``current``, may have."""
-        if key in self._state_checks:
-            return self._state_checks[key](value)
-        if isinstance(current, Episodes):
-            return _is_mapping_to(value, is_whole)
-        if isinstance(current, PerName):
-            return _is_mapping_to(value, is_number)
-        if not type(self).__module__.startswith("gradstat."):
-            return True  # what users keep may change its type
-        if isinstance(current, dict):
-            return _is_mapping_to(value, is_number)
-        if isinstance(current, list):
-            return isinstance(value, list) and all(is_number(item) and math.isfinite(item) for item in value)
-        if isinstance(current, bool):
-            return isinstance(value, bool)
-        return is_whole(value) if isinstance(current, int) else is_number(value)
+        require(state, MAPPING, self.name)
+        is_own = type(self).__module__.startswith("gradstat.")  # what users keep may change its type
+        held = {key: value for key, value in vars(self).items() if key.startswith("_") and key in state}
+        loaded = {key: _loaded(value, state[key], f"{self.name}.{key}", is_own) for key, value in held.items()}
+        vars(self).update(loaded)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
@@ -162,58 +137,45 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a float, or an integer of 64 bits."""
-    return isinstance(value, float) or is_whole(value)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether ``value`` is an integer of 64 bits."""
-    return type(value) is int and -(1 << 63) <= value < 1 << 63
-
-
-def is_texts(value: Any) -> bool:
-    """Whether ``value`` is a list of texts."""
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def is_steps(value: Any) -> bool:
-    """Whether ``value`` is a `PerName` of steps, saved."""
-    return _is_mapping_to(value, lambda item: is_number(item) and abs(item) < 1 << 53)
-
-
-def _is_mapping_to(value: Any, is_one: Callable[[Any], bool]) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) and is_one(item) for key, item in value.items())
+def _loaded(held: Any, value: Any, place: str, is_own: bool) -> Any:
+    """``value`` of a state, as a rule keeps it in place of ``held``. ValueError if it is of another kind."""
+    if isinstance(held, PerName):
+        require(value, {str: WHOLE if isinstance(held.initial, int) else NUMBER}, place)
+        return PerName(held.initial, value)
+    if isinstance(held, Episodes):
+        require(value, {str: WHOLE}, place)
+        return Episodes(held.quiet, value)
+    if is_own:
+        kinds: dict[type, Any] = {dict: {str: NUMBER}, list: [FINITE], bool: FLAG, int: WHOLE, str: TEXT}
+        require(value, kinds.get(type(held), NUMBER), place)
+    return copy.deepcopy(value)
 
 
 class PerName:
     """One number for each tensor, ``initial`` at first, kept across windows while tensors are added and removed."""
 
-    def __init__(self, initial: float) -> None:
+    def __init__(self, initial: float, saved: Mapping[str, float] = MappingProxyType({})) -> None:
         self.initial = initial
-        self._names: tuple[str, ...] = ()
-        self._values: Floats = np.empty(0)
+        self._names = tuple(saved)
+        self._values: npt.NDArray[Any] = np.array(list(saved.values()), dtype=type(initial))
 
     def values_for(self, names: tuple[str, ...]) -> Floats:
-        """``[n]`` float64 in the order of ``names``, to be changed in place."""
+        """``[n]`` in the order of ``names``, int64 or float64 as ``initial``, to be changed in place."""
         if names is not self._names and names != self._names:
             by_name = dict(zip(self._names, self._values.tolist(), strict=True))
-            self._values = np.array([by_name.get(name, self.initial) for name in names])
+            self._values = np.array([by_name.get(name, self.initial) for name in names], dtype=type(self.initial))
         self._names = names
         return self._values
 
     def saved(self) -> dict[str, float]:
         return dict(zip(self._names, self._values.tolist(), strict=True))
 
-    def load(self, saved: Mapping[str, float]) -> None:
-        self._names, self._values = tuple(saved), np.array(list(saved.values()), dtype=np.float64)
-
 
 class Episodes(dict[str, int]):
     """The last step of each problem, by name; after ``quiet`` steps without it, a new episode begins."""
 
-    def __init__(self, quiet: int = 100) -> None:
-        super().__init__()
+    def __init__(self, quiet: int = 100, saved: Mapping[str, int] = MappingProxyType({})) -> None:
+        super().__init__(saved)
         self.quiet = quiet
 
     def record(self, name: str, step: int) -> bool:
@@ -221,10 +183,6 @@ class Episodes(dict[str, int]):
         last = self.get(name)
         self[name] = int(step)
         return last is None or step - last > self.quiet
-
-    def load(self, saved: Mapping[str, int]) -> None:
-        self.clear()
-        self.update(saved)
 
 
 def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
@@ -257,11 +215,10 @@ class LastingRule(Rule):
     """Base of rules about a condition that holds for several measurements of a tensor in a row."""
 
     quiet = 1000
-    _state_checks: ClassVar[StateChecks] = {"_since": is_steps}
 
     def __init__(self) -> None:
         super().__init__()
-        self._lasts_for, self._since, self._times = PerName(0.0), PerName(0.0), PerName(0.0)
+        self._lasts_for, self._since, self._times = PerName(0.0), PerName(0), PerName(0.0)
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         """Whether the condition has begun more than once for one of the tensors ``names``."""

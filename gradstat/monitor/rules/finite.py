@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from gradstat.monitor.advice import FIRST_MODULE, SKIP, Remedy, replay
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import INPUT_KINDS, STATE, kind_of
 from gradstat.monitor.rows import Rows, Window
-from gradstat.monitor.rules.base import PerName, Rule, StateChecks, is_texts, is_whole, series
+from gradstat.monitor.rules.base import PerName, Rule, series
 
 
 def _nonfinite_rows(
@@ -63,11 +63,9 @@ class NonfiniteBatch(Rule):
     advice = ("find the sample: the index of the first is in the evidence", "filter such samples in the data loader")
     advice_without_index = ("find the micro-batch with gradstat.MicroBatches", advice[1])
 
-    _state_checks: ClassVar[StateChecks] = {"_handled": is_texts}
-
     def __init__(self) -> None:
         super().__init__()
-        self._handled: list[str] = []  # inputs that were not finite in healthy steps
+        self._handled: dict[str, int] = {}  # inputs that were not finite in healthy steps, and when first
 
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in INPUT_KINDS:
@@ -77,7 +75,7 @@ class NonfiniteBatch(Rule):
                     counted = _counts(rows, row, name)
                     text = f"{name} has {_described(counted)}"
                     if is_harmless:
-                        self._handled.append(name)
+                        self._handled[name] = step
                         text += "; loss and gradients are finite, so the model handles it"
                         if not counted["nan_count"]:
                             continue
@@ -381,16 +379,10 @@ class SporadicNonfinite(Rule):
         replay("tells whether the step itself is at fault: if the replay is clean, it is not"),
         "switch off custom kernels and torch.compile one by one",
     )
-    _state_checks: ClassVar[StateChecks] = {
-        "_incidents": lambda value: (
-            isinstance(value, list)
-            and all(isinstance(one, list) and len(one) == 2 and is_whole(one[0]) and is_texts(one[1:]) for one in value)
-        )
-    }
 
     def __init__(self, min_count: int = 3, within_steps: int = 1000) -> None:
         self.min_count, self.within_steps = min_count, within_steps
-        self._incidents: list[list[int | str]] = []
+        self._incidents: dict[str, int] = {}  # by step and place, the step
         self._last_nonfinite = -2
         self._told = -within_steps - 1
 
@@ -399,12 +391,13 @@ class SporadicNonfinite(Rule):
             going_on, self._last_nonfinite = step == self._last_nonfinite + 1, step
             if going_on:
                 continue
-            self._incidents.append([step, window.run.first_in_backward(nonfinite)])
-            self._incidents = [incident for incident in self._incidents if step - int(incident[0]) < self.within_steps]
-            places = {str(name) for _, name in self._incidents}
+            self._incidents[f"{step} {window.run.first_in_backward(nonfinite)}"] = step
+            self._incidents = {key: when for key, when in self._incidents.items() if step - when < self.within_steps}
+            incidents = [(when, key.partition(" ")[2]) for key, when in self._incidents.items()]
+            places = {name for _, name in incidents}
             if len(places) >= self.min_count and step - self._told > self.within_steps:
                 self._told = step
-                first, first_name = self._incidents[0]
-                listed = ", ".join(f"{name} at step {when}" for when, name in self._incidents[-5:])
-                text = f"NaN or Inf in {len(self._incidents)} separate steps, first in different parameters: {listed}"
-                yield self.found(int(first), str(first_name), text, about="gradient", incidents=self._incidents)
+                first, first_name = incidents[0]
+                listed = ", ".join(f"{name} at step {when}" for when, name in incidents[-5:])
+                text = f"NaN or Inf in {len(incidents)} separate steps, first in different parameters: {listed}"
+                yield self.found(first, first_name, text, about="gradient", incidents=incidents)

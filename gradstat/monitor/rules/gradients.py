@@ -5,22 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from gradstat.monitor.advice import Remedy
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
-from gradstat.monitor.rules.base import (
-    NEVER_INITIALISED,
-    Band,
-    Episodes,
-    LastingRule,
-    PerName,
-    StateChecks,
-    is_texts,
-)
+from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, Episodes, LastingRule, PerName
 from gradstat.monitor.rules.spikes import NormLevelRule, SpikeRule
 
 
@@ -342,12 +334,11 @@ class MissingGradient(_AbsentGradientRule):
         "follow the module's output to the loss and look for what detaches it",
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
-    _state_checks: ClassVar[StateChecks] = {**LastingRule._state_checks, "_resting": is_texts}
 
     def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
         super().__init__(in_a_row)
         self.expert_steps = expert_steps
-        self._resting: list[str] = []  # as `Coverage.unused`, which `OptimizerCoverage` reports
+        self._resting: dict[str, int] = {}  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
@@ -356,7 +347,7 @@ class MissingGradient(_AbsentGradientRule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
-            self._resting = seen.value.unused
+            self._resting = dict.fromkeys(seen.value.unused, seen.step)
         rows = window.rows("gradient")
         if rows is None:
             return
@@ -367,7 +358,7 @@ class MissingGradient(_AbsentGradientRule):
         for seen in observed:
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
-            missing &= ~np.isin(rows.names, self._resting)
+            missing &= ~np.isin(rows.names, list(self._resting))
         needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
         if missing.any():
             needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, self.in_a_row), needed)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.kinds import LOGITS
 from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import WRONG_SIGN, Rule, StateChecks, is_texts, median
+from gradstat.monitor.rules.base import WRONG_SIGN, Rule, median
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
@@ -90,7 +90,6 @@ class NoLearning(Rule):
         "train on a single batch: a loss that does not fall to nearly 0 means that the program is wrong, not the data",
         "look at a batch, and at its labels, right before the model",
     )
-    _state_checks: ClassVar[StateChecks] = {"_told": is_texts, "_odd": is_texts}
 
     def __init__(
         self,
@@ -109,8 +108,8 @@ class NoLearning(Rule):
         self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
         self.early_share, self.far, self.small, self.large = early_share, far, small, large
         self.measurements, self.lasts, self.soon = measurements, lasts, soon
-        self._told: list[str] = []
-        self._odd: list[str] = []  # a weight that begins far larger than others
+        self._told: dict[str, int] = {}  # what was found, and when
+        self._odd = ""  # a weight that begins far larger than others
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
         self._activated_for = self._askew_for = 0  # measurements in a row
         self._activated_since = self._labels_since = 0
@@ -208,7 +207,7 @@ class NoLearning(Rule):
             self._labels += [label, count]
             each, counts = self._labels[::2], self._labels[1::2]
             if not label:
-                self._told.append("label")  # of several classes, as it should be
+                self._told["label"] = step  # of several classes, as it should be
             elif (
                 len(each) >= self.measurements
                 and step - self._labels_since >= self.soon
@@ -242,7 +241,7 @@ class NoLearning(Rule):
             return
         self._scale = median(scales)
         if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
-            self._odd = [parameters.names[judged[int(scales.argmax())]]]
+            self._odd = parameters.names[judged[int(scales.argmax())]]
         name = parameters.names[judged[0]]
         if (parameters.field("min")[row, judged] == parameters.field("max")[row, judged]).all():
             text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
@@ -255,7 +254,7 @@ class NoLearning(Rule):
             yield self._once("weights", step, name, text, "parameter", causes, size=self._scale)
 
     def _once(self, what: str, step: int, name: str, text: str, about: str, causes: Any, **more: Any) -> Finding:
-        self._told.append(what)
+        self._told[what] = step
         return self.found(step, name, text, about, causes=causes, **more)
 
     def _beginning(self, window: Window) -> Iterator[Finding]:
@@ -265,8 +264,8 @@ class NoLearning(Rule):
         if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
-            text += "".join(f"; {name} begins far larger than other weights" for name in self._odd)
-            where = (self._odd[0], text, "parameter") if self._odd else ("loss", text, "series")
+            text += f"; {self._odd} begins far larger than other weights" * bool(self._odd)
+            where = (self._odd, text, "parameter") if self._odd else ("loss", text, "series")
             yield self._once("far", 0, *where, _SCALES, loss=first, chance=usual, share=share)
         elif soon > 2 * self.far * max(first, self._chance):
             text = f"within {_SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
@@ -276,13 +275,13 @@ class NoLearning(Rule):
         """Judges the last losses, up to that of ``row``."""
         step = int(window.steps[row])
         if "negative" not in self._told and (text := self._negative()):
-            self._told.append("chance")
+            self._told["chance"] = step
             yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=self._recent[-1])
         if {"chance", "rate", "learned"} & {*self._told}:
             return
         now, chance = median(self._recent), self._chance
         if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
-            self._told.append("learned")  # in the latter case its loss has other terms as well
+            self._told["learned"] = step  # in the latter case its loss has other terms as well
             return
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return

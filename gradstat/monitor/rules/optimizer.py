@@ -6,13 +6,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.rows import Floats, Rows, Window
-from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, StateChecks, is_steps, series
+from gradstat.monitor.rules.base import Band, Episodes, LastingRule, PerName, Rule, series
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 
@@ -198,11 +198,10 @@ class SecondMomentDrop(Rule):
         "restore the optimizer together with the model, from the same checkpoint",
         "if states were cleared on purpose, warm up the learning rate again",
     )
-    _state_checks: ClassVar[StateChecks] = {"_when": is_steps}
 
     def __init__(self, factor: float = 0.5) -> None:
         self.factor = factor
-        self._norms, self._when = PerName(0.0), PerName(0.0)
+        self._norms, self._when = PerName(0.0), PerName(0)
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ from gradstat.monitor.advice import CLIP
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.kinds import LOGITS
 from gradstat.monitor.rows import Floats, Observation, Window, rate_name
-from gradstat.monitor.rules.base import WRONG_SIGN, Band, Episodes, Rule, StateChecks, is_texts, series
+from gradstat.monitor.rules.base import WRONG_SIGN, Band, Episodes, Rule, series
 from gradstat.monitor.rules.spikes import Shift, SpikeRule
 
 # So many losses on each side show that the sign has changed.
@@ -426,13 +425,11 @@ class SaturatedOutput(Rule):
         "look for a scale that is applied twice, or a temperature that divides where it should multiply",
     )
 
-    _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
-
     def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3, steps: int = 32) -> None:
         self.share, self.loss, self.measurements, self.steps = share, loss, measurements, steps
         self._run = self._since = 0
         self._wrong = True
-        self._told: list[str] = []
+        self._told: dict[str, int] = {}  # severities, and when
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("output")
@@ -448,7 +445,7 @@ class SaturatedOutput(Rule):
             severity: Severity = "warning" if self._wrong else "info"
             is_lasting = self._run >= self.measurements and step - self._since >= self.steps
             if is_lasting and severity not in self._told:
-                self._told.append(severity)
+                self._told[severity] = step
                 text = (
                     f"{shares:.0%} of the predictions are saturated: the largest logit exceeds the next by more than 10"
                 )
@@ -484,11 +481,10 @@ class OptimizerCoverage(Rule):
         "make the optimizer after the model is complete",
         "pass it only what is to be trained: [p for p in model.parameters() if p.requires_grad]",
     )
-    _state_checks: ClassVar[StateChecks] = {"_told": is_texts}
 
     def __init__(self, rests: int = 20) -> None:
         self.rests = rests
-        self._told: list[str] = []
+        self._told: dict[str, int] = {}  # what was found of which parameter, and when
         self._first_look = -1
         self._before: dict[str, float] = {}  # sums of parameters that an optimizer of one lacks
         self._last_look, self._has_stepped = 0, False
@@ -517,7 +513,7 @@ class OptimizerCoverage(Rule):
             ):  # fmt: skip
                 names = [name for name in parameters if f"{key} {name}" not in self._told]
                 if names:
-                    self._told += [f"{key} {name}" for name in names]
+                    self._told |= {f"{key} {name}": seen.step for name in names}
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
@@ -529,7 +525,7 @@ class OptimizerCoverage(Rule):
         self._has_stepped |= taken > 0
         is_replaced = self._has_stepped and seen.value.changes >= rests >= self.rests * max(taken, 1)
         if is_replaced and "replaced" not in self._told:
-            self._told.append("replaced")
+            self._told["replaced"] = seen.step
             text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
 

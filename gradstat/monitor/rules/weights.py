@@ -5,30 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from gradstat import _fields
 from gradstat.monitor.advice import CLIP, Remedy
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Rows, Window
-from gradstat.monitor.rules.base import (
-    NEVER_INITIALISED,
-    Episodes,
-    LastingRule,
-    PerName,
-    Rule,
-    StateChecks,
-    is_number,
-    is_steps,
-    is_texts,
-    median,
-    run_lengths,
-)
-
-# Fields that stay the same only by chance if any element changes.
-_SUMS = slice(_fields.INDEX["sum"], _fields.INDEX["max"] + 1)
+from gradstat.monitor.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, median, run_lengths
 
 
 class GradientWeightRatio(Rule):
@@ -289,14 +273,6 @@ class UnchangedParameter(Rule):
         "make the optimizer after everything that replaces parameters",
         "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
     )
-    _state_checks: ClassVar[StateChecks] = {
-        "_since": is_steps,
-        "_names": is_texts,
-        "_sums": lambda value: (
-            value is None
-            or (isinstance(value, list) and all(isinstance(row, list) and all(map(is_number, row)) for row in value))
-        ),
-    }
 
     def __init__(
         self,
@@ -311,25 +287,22 @@ class UnchangedParameter(Rule):
         self._means, self._measured = PerName(math.nan), 0  # sums over norms
         # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
         self._usual = self._strength = math.nan
-        self._same_for, self._since = PerName(0.0), PerName(0.0)
-        self._names: list[str] = []
-        self._sums: Any = None
+        self._same_for, self._since = PerName(0.0), PerName(0)
+        self._sums, self._squares = PerName(math.nan), PerName(math.nan)
         self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows, gradients = window.rows("parameter"), window.latest.get("gradient")
         if rows is None or gradients is None:
             return
-        counts, since = self._same_for.values_for(rows.names), self._since.values_for(rows.names)
+        names = rows.names
+        counts, since = self._same_for.values_for(names), self._since.values_for(names)
+        # Both stay the same only by chance if any element changes.
+        last_sums, last_squares = self._sums.values_for(names), self._squares.values_for(names)
         for row, step in enumerate(rows.steps.tolist()):
-            sums, names = rows.raw[row, :, _SUMS], list(rows.names)
-            same = np.zeros(len(names), dtype=bool)
-            last_sums = np.asarray([] if self._sums is None else self._sums)
-            if last_sums.shape == sums.shape and self._names == names:
-                same = sums[:, 0] == last_sums[:, 0]  # seldom for any, so that one column tells
-                if same.any():
-                    same = (sums == last_sums).all(1)
-            self._names, self._sums = names, sums.copy()
+            sums, squares = rows.field("sum")[row], rows.field("sq_sum")[row]
+            same = (sums == last_sums) & (squares == last_squares)
+            last_sums[:], last_squares[:] = sums, squares
             yield from self._hardly(window, rows, row)
             if not same.any():  # the usual case
                 counts[:], since[:] = 0, step
@@ -400,7 +373,6 @@ class OverwrittenParameter(Rule):
         "a callback that writes to weights: pruning, clamping, averaging, a restored copy",
     )
     advice = ("look for code that changes this parameter outside of optimizer.step()",)
-    _state_checks: ClassVar[StateChecks] = {"_waiting": is_texts}
 
     def __init__(
         self, measurements: int = 2, before: int = 32, within: int = 24, median: int = 8, grown: float = 2.0
@@ -410,7 +382,7 @@ class OverwrittenParameter(Rule):
         self._norms, self._usual = PerName(math.nan), PerName(0.0)  # and the largest change of its logarithm
         self._versions, self._rates, self._regular = PerName(math.nan), PerName(math.nan), PerName(0.0)
         self._measured = self._since = self._until = -1  # steps; of what waits for the loss, from and to
-        self._waiting: list[str] = []
+        self._waiting: dict[str, int] = {}  # parameters, and when they were found
         self._recent: list[float] = []
         self._episodes = Episodes(quiet=1000)
 
@@ -433,7 +405,8 @@ class OverwrittenParameter(Rule):
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
             more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
-                self._waiting = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
+                those = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
+                self._waiting = dict.fromkeys(those, seen.step)
                 self._since, self._until = last, seen.step + self.within
                 first = next((name for name in self._waiting if name in grown), None)
                 if first is not None:
@@ -451,9 +424,9 @@ class OverwrittenParameter(Rule):
             if max(medians, default=-math.inf) > highest:
                 what = "loss" if signal == "loss" else "norm of the gradients"
                 rise = f"the {what} rose to {max(medians):.3g}, above all of the {self.before} steps before"
-                yield self._overwritten(self._waiting[0], rise, highest=highest, now=max(medians))
+                yield self._overwritten(next(iter(self._waiting)), rise, highest=highest, now=max(medians))
             elif last >= self._until:
-                self._waiting = []
+                self._waiting = {}
 
     def _grown(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
         """The parameters whose norm has grown far since they were last measured, before ``step``, and both norms."""
@@ -472,7 +445,7 @@ class OverwrittenParameter(Rule):
 
     def _overwritten(self, first: str, rise: str, **evidence: Any) -> Finding:
         """The finding about the parameter ``first`` and all others that wait, which then wait no more."""
-        names, self._waiting = self._waiting, []
+        names, self._waiting = list(self._waiting), {}
         text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
         text += f", and {len(names) - 1} more" * (len(names) > 1) + f"; {rise}"
         return self.found(self._since + 1, first, text, "parameter", parameters=names[:20], **evidence)
