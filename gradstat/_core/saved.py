@@ -92,10 +92,9 @@ def require_version(held: Any, version: int, place: str = "state") -> None:
     """Raises ValueError unless ``held``, a state or the header of a file, is of this version of its format."""
     require(held, {"version": WHOLE, "gradstat": TEXT}, place)
     if held["version"] != version:
-        wrote = printable(held["gradstat"])
         raise ValueError(
-            f"{place}['version']: expected {version}, got {held['version']}: gradstat {wrote:.40} wrote it, and this is "
-            f"gradstat {__version__}. Use the gradstat that wrote it"
+            f"{place}['version']: expected {version}, got {held['version']}, written by gradstat "
+            f"{printable(held['gradstat']):.40}; this is gradstat {__version__}. Use the gradstat that wrote it"
         )
 
 
