@@ -144,8 +144,8 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     assert not state.any()
 
 
-@pytest.mark.parametrize(("what", "count"), [("decide_clip_", 3000), ("guard_", 3000), ("states", 1800)])
-def test_no_argument_and_no_saved_state_crashes_the_process(what: str, count: int, forks: Forks) -> None:
+@pytest.mark.parametrize(("what", "count"), [("decide_clip_", 3000), ("guard_", 3000)])
+def test_no_argument_crashes_the_process(what: str, count: int, forks: Forks) -> None:
     output = forks.output_of("from helpers import random_arguments; random_arguments.main()", what, count)
     assert all("'done': " in line and "'refused': " in line for line in output.splitlines())
 

@@ -220,8 +220,8 @@ LAYERS = [
 
 CORE_LAYERS = [
     {"files", "importing", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors"}
-    | {"host_copy", "engines", "announce", "saved", "text"},
-    {"native", "reference"},
+    | {"host_copy", "engines", "announce", "text"},
+    {"native", "reference", "saved"},
     {"backends", "parameters"},
     {"measurement", "agreement"},
     {"sharded"},

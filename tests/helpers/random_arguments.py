@@ -1,6 +1,6 @@
-"""Random arguments of the operators that decide about a step, and random changes to saved states: most are wrong.
+"""Random arguments of the operators that decide about a step: most are wrong.
 
-A program, so that a crash ends no test; its arguments are ``decide_clip_``, ``guard_`` or ``states``, and a count.
+A program, so that a crash ends no test; its arguments are ``decide_clip_`` or ``guard_``, and a count.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradstat
 
@@ -136,116 +135,11 @@ def calls(operator: Callable[[Drawn], object], count: int) -> Iterator[str]:
         yield how
 
 
-# Saved states ----------------------------------------------------------------------------------------------------
-
-
-class Stateful:
-    """Something with a state, and a step that uses and changes it."""
-
-    def __init__(self, made: Any, step: Callable[[Any], object]) -> None:
-        self.made, self._step = made, step
-
-    def step(self) -> None:
-        self._step(self.made)
-
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.made.state_dict()
-        return state
-
-
-def clip(made: Any) -> Stateful:
-    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-
-    def step(made: Any) -> object:
-        for parameter in parameters:
-            parameter.grad = torch.randn(3)
-        made.clip_(parameters)
-        return made.summary()
-
-    return Stateful(made, step)
-
-
-def guarded(guard: Any) -> object:
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.randn(3)
-    gradstat.guarded_step(torch.optim.SGD([parameter]), loss=torch.randn(()), guard=guard)
-    return guard.read()
-
-
-STATEFUL: dict[str, Callable[[], Stateful]] = {
-    "FixedClip": lambda: clip(gradstat.FixedClip(1.0, window=5)),
-    "AutoClip": lambda: clip(gradstat.AutoClip(window=5)),
-    "ZClip": lambda: clip(gradstat.ZClip(warmup=2, window=5)),
-    "AdaGC": lambda: clip(gradstat.AdaGC(warmup=2, window=5)),
-    "AGC": lambda: clip(gradstat.AGC(window=5)),
-    "SpikeGuard": lambda: Stateful(gradstat.SpikeGuard(window=9, warmup=2), guarded),
-    "SpikeGuard.sigma": lambda: Stateful(gradstat.SpikeGuard.sigma(window=9), guarded),
-}
-
-
-def plain(state: Any) -> str:
-    """All numbers of a state, as text, which NaN does not make different."""
-    if isinstance(state, dict):
-        return str({name: plain(value) for name, value in state.items()})
-    return str(state.tolist() if isinstance(state, Tensor) else state)
-
-
-def replaced(value: Any, source: random.Random) -> Any:
-    """``value`` with something in it changed, removed or replaced."""
-    if isinstance(value, dict) and value and source.random() < 0.9:
-        name = source.choice(list(value))
-        others = {key: other for key, other in value.items() if key != name}
-        return others if source.random() < 0.1 else {**others, name: replaced(value[name], source)}
-    if isinstance(value, Tensor) and source.random() < 0.7:
-        changed = value.clone()
-        for _ in range(source.randint(1, 2)):
-            if changed.numel():
-                changed.view(-1)[source.randrange(changed.numel())] = source.choice(NUMBERS)
-        return changed
-    wrong = [None, 5, -3, "SpikeGuard", [], {}, 2.5, 10**400, (1, 2), torch.zeros(3), torch.zeros(2, 0)]
-    if isinstance(value, Tensor):
-        wrong += [value.float(), value.long(), value.to("meta"), value.reshape(-1, 1), value.view(-1)[:-1]]
-        wrong += [value.tolist(), value.clone().to_sparse(), value.expand(2, *value.shape), value.cfloat()]
-    return source.choice(wrong)
-
-
-def states(name: str, count: int) -> Iterator[str]:
-    """Whether each changed state was loaded, and stepped with, or refused by a ValueError with nothing changed."""
-    trained, saved = STATEFUL[name](), []
-    for _ in range(12):
-        saved.append(trained.state())
-        trained.step()
-    for seed in range(count):
-        source = random.Random(f"{name}/{seed}")
-        used = STATEFUL[name]()
-        for _ in range(source.choice((0, 0, 1, 3))):
-            used.step()
-        before = plain(used.state())
-        try:
-            used.made.load_state_dict(replaced(source.choice(saved), source))
-        except ValueError:
-            assert plain(used.state()) == before
-            yield "refused"
-            continue
-        try:
-            for _ in range(3):
-                used.step()
-        except ValueError as error:  # the only thing that a clip cannot know when it loads a state
-            if "AdaGC keeps a mean for each" not in str(error):
-                raise
-        used.state()
-        yield "done"
-
-
 def main() -> None:
     what, count = sys.argv[1], int(sys.argv[2])
     gradstat.backends()
     warnings.simplefilter("ignore")
-    if what == "states":
-        for name in STATEFUL:
-            print(name, dict(Counter(states(name, count // len(STATEFUL)))))
-    else:
-        print(what, dict(Counter(calls({"decide_clip_": decide_clip_, "guard_": guard_}[what], count))))
+    print(what, dict(Counter(calls({"decide_clip_": decide_clip_, "guard_": guard_}[what], count))))
 
 
 if __name__ == "__main__":

@@ -82,28 +82,15 @@ def test_empty_recordings_round_trip(tmp_path: Path) -> None:
     assert_same(load(save(made, tmp_path / "b.gradstat")), made)
 
 
-def test_whatever_is_in_meta_is_saved_as_strict_json(tmp_path: Path) -> None:
+def test_whatever_is_in_meta_is_saved_as_json(tmp_path: Path) -> None:
     made = recording(4, 2, incident=None)
-    made.meta = {
-        "dtype": torch.float32,
-        "n": np.float32(math.nan),
-        "a": np.arange(3),
-        "$float": "NaN",
-        3: (1, -math.inf),
-    }
-    made.meta["nested"] = {"$pairs": [], "x": {"$float": 1}}
+    made.meta = {"dtype": torch.float32, "n": np.float32(math.nan), "a": np.arange(3), 3: (1, -math.inf)}
     path = save(made, tmp_path / "a.gradstat")
     with zipfile.ZipFile(path) as archive:
-        json.loads(archive.read("header.json"), parse_constant=pytest.fail)
+        assert archive.read("header.json").isascii()
     got = load(path).meta
     assert math.isnan(got.pop("n"))
-    assert got == {
-        "dtype": "torch.float32",
-        "a": [0, 1, 2],
-        "$float": "NaN",
-        "3": [1, -math.inf],
-        "nested": {"$pairs": [], "x": {"$float": 1}},
-    }
+    assert got == {"dtype": "torch.float32", "a": [0, 1, 2], "3": [1, -math.inf]}
 
 
 def test_numpy_alone_reads_the_file(saved: Path) -> None:
@@ -140,10 +127,10 @@ def spoiled(numel: int, steps: list[int], values: tuple[int, ...]) -> dict[str, 
         ({"steps": np.array([0.5, 1, 2])}, "must be a list of integers"),
         (
             {"scalars": {"loss": np.zeros(2)}},
-            r"scalars\['loss'\] has shape \(2,\); expected one number for each of the 3",
+            r"scalars\['loss'\] has shape \(2,\); expected \(3,\)",
         ),
         (spoiled(1, [0, 1, 2], (3, 2, 8)), "values has shape"),
-        (spoiled(2, [0, 1, 2], (3, 1, 8)), "numel must hold 1"),
+        (spoiled(2, [0, 1, 2], (3, 1, 8)), r"numel has shape \(2,\); expected \(1,\)"),
         (spoiled(1, [1, 0], (2, 1, 8)), "strictly increasing"),
     ],
 )
@@ -170,7 +157,7 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(saved: Path, m
     cyclic["self"] = cyclic
     made = recording()
     made.meta = cyclic
-    with pytest.raises(RecursionError):
+    with pytest.raises(ValueError, match="nested in more than 100 levels"):
         save(made, saved)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
@@ -183,7 +170,7 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(saved: Path, m
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a recording\n" * 100, b"\x80\x04\x95", bytes(10_000)])
 def test_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(content)
-    with pytest.raises(RecordingFileError, match=r"other is not a gradstat recording.*gradstat\.monitor\.record.*save"):
+    with pytest.raises(RecordingFileError, match="other cannot be read as a gradstat recording: "):
         load(tmp_path / "other")
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "missing.gradstat")
@@ -191,43 +178,28 @@ def test_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_file_of_a_later_minor_version_is_read(saved: Path) -> None:
-    members = {"more.npy": b"?"}
-    with zipfile.ZipFile(saved) as archive:
-        for name in ("tables/0/values.npy", "tables/1/values.npy"):
-            members[name] = npy(np.insert(np.lib.format.read_array(archive.open(name)), 0, 7, 0))
-    minor = rewritten(saved, members, version=[1, 9], columns=["kurtosis", *COLUMNS], more="?")
-    assert_same(load(minor), load(saved))
-
-
 @pytest.mark.parametrize(
     "changed",
     [
         {"format": "something else"},
         {"version": None},
-        {"columns": ["mean"]},
         {"columns": [*COLUMNS, "more"]},
         {"scalars": ["loss"] * 7},
-        {"scalars": "abcdefg"},
-        {"scalars": [{}] * 7},
-        {"tables": {}},
         {"tables": [{"kind": "gradient", "names": ["w"]}]},
-        {"tables": [{"kind": "gradient", "names": "abcdef"}]},
         {"findings": [{"rule": "x"}]},
-        {"findings": [{**Finding("r", "error", 0, "n", {}).to_dict(), "severity": "fatal"}]},
         {"meta": 3},
     ],
     ids=str,
 )
 def test_a_header_that_does_not_fit_is_refused(changed: dict[str, object], saved: Path) -> None:
-    with pytest.raises(RecordingFileError, match=r"rewritten\.gradstat is not a gradstat recording, or is damaged"):
+    with pytest.raises(RecordingFileError, match=r"rewritten\.gradstat cannot be read as a gradstat recording"):
         load(rewritten(saved, **changed))
 
 
 UNFIT: dict[str, dict[str, bytes]] = {
     **{
         f"header {text[:9]!r}": {"header.json": text}
-        for text in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"$float": "1"}', b"9" * 5000)
+        for text in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"9" * 5000)
     },
     **{
         f"steps {steps.dtype} {steps.shape} {steps.flat[0]}": {"steps.npy": npy(steps)}
@@ -272,8 +244,8 @@ def test_a_declared_size_that_deflate_cannot_reach_is_refused(saved: Path) -> No
     place = data.rindex(b"PK\x01\x02", 0, data.rindex(b"tables/1/values.npy"))
     data[place + 24 : place + 28] = (2**32 - 2).to_bytes(4, "little")
     saved.write_bytes(data)
-    with pytest.raises(RecordingFileError, match=r"declares 4,294,967,294 bytes in [\d,]+ compressed ones"):
-        load(saved)
+    with pytest.raises(RecordingFileError, match="tables/1/values: expected 4,294,967,294 bytes"):
+        load(saved, limit=8 << 30)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
@@ -289,7 +261,7 @@ def test_a_recording_that_is_cut_at_any_byte_or_of_which_a_block_never_reached_t
     holed = [(data[:at] + bytes(64) + data[at + 64 :])[: len(data)] for at in range(0, len(data), 32)]
     for damaged in cut + holed:
         tiny.write_bytes(damaged)
-        with pytest.raises(RecordingFileError, match=r"run\.gradstat is not a gradstat recording, or is damaged"):
+        with pytest.raises(RecordingFileError, match=r"run\.gradstat cannot be read as a gradstat recording"):
             load(tiny)
 
 
@@ -587,21 +559,19 @@ def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> No
     assert all(path.startswith("in/run") for path in written)
 
 
-def test_files_and_states_of_a_newer_gradstat_name_both_versions_and_the_remedy(
-    tiny: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1])
+def test_files_and_states_of_another_version_name_both_versions_and_the_remedy(
+    version: int, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newer = rewritten(tiny, version=[VERSION[0] + 1, 0], gradstat="99.1", columns="of another kind")
-    remedy = (
-        rf"99\.1 .*version {VERSION[0] + 1}\.0.*gradstat {__version__}.*version {VERSION[0]}.*pip install -U gradstat"
-    )
-    with pytest.raises(RecordingFileError, match=remedy):
-        load(newer)
-    assert main(["view", str(newer)]) == 2
-    assert "pip install -U gradstat" in capsys.readouterr().err
+    other = rewritten(tiny, version=version, gradstat="99.1", columns="of another kind")
+    expected = rf"\['version'\]: expected {VERSION}, got {version}, written by gradstat 99\.1; this is .*{__version__}\. Use"
+    with pytest.raises(RecordingFileError, match=expected):
+        load(other)
+    assert main(["view", str(other)]) == 2
+    assert "Use the gradstat that wrote it" in capsys.readouterr().err
     monitor = gradstat.Monitor(nn.Linear(2, 2))
-    state = {**monitor.state_dict(), "version": 2}
-    with pytest.raises(ValueError, match=rf"version 2.*gradstat {__version__}.*version 1.*pip install -U gradstat"):
-        monitor.load_state_dict(state)
+    with pytest.raises(ValueError, match="^state" + expected):
+        monitor.load_state_dict({**monitor.state_dict(), "version": version, "gradstat": "99.1"})
 
 
 class _Payload:

@@ -343,12 +343,6 @@ def test_a_saved_guard_continues_identically(make: Any, tmp_path: Any) -> None:
     first.load_state_dict(state)
     assert first.reason.data_ptr() == address, "a captured graph writes to the memory it was captured with"
     assert first.read(wait=True).steps == 30
-    other = SpikeGuard.sigma(12) if make is SpikeGuard else SpikeGuard(window=12)
-    for wrong, found, of in ((other, state, r"SpikeGuard\S*"), (first, gradstat.ZClip().state_dict(), "ZClip")):
-        with pytest.raises(ValueError, match=f"this is the state of {of}, which SpikeGuard.*cannot load"):
-            wrong.load_state_dict(found)
-    with pytest.raises(ValueError, match=r"this state keeps the last 12 values, this guard 13; .*with window=12"):
-        make(window=13).load_state_dict(state)
     assert make().read().steps == 0
 
 
