@@ -58,10 +58,8 @@ from helpers.training import (  # noqa: E402
 from helpers.training import train as train_model  # noqa: E402
 from rows import Row, add_arguments, append, microseconds, row  # noqa: E402
 
-from gradstat.monitor import Finding, Golden, Monitor, Recording, Series  # noqa: E402
+from gradstat.monitor import Golden, Monitor, Recording, Series  # noqa: E402
 from gradstat.monitor.recording import GoldenComparison, load, save  # noqa: E402
-from gradstat.monitor.rows import Window  # noqa: E402
-from gradstat.monitor.rules import UnlikeGolden  # noqa: E402
 
 STEPS = 160
 CPU = torch.device("cpu")
@@ -685,7 +683,7 @@ def is_right(case: Case, comparison: GoldenComparison) -> bool:
 
 
 def cost_rows() -> Iterator[Row]:
-    """The time of a comparison, the size of a file, and what the rule of a monitor costs."""
+    """The time of a comparison, and the size of a file."""
     runs = [_long(seed) for seed in range(6)]
     golden = Golden.of(runs[:5])
     case = "2,000 steps, 300 tensors"
@@ -698,38 +696,6 @@ def cost_rows() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         size = golden.save(Path(folder) / "golden.gradstat").stat().st_size
     yield row(COST_GROUP, case, "golden.gradstat", "size", "B", size, CPU, tensors=300)
-    seconds = [_seconds_in_rule() for _ in range(5)]
-    case = "300 gradients, 512 steps"
-    yield row(COST_GROUP, case, "the rule, per step", "host time", "us", microseconds(seconds), CPU, tensors=300)
-
-
-def _seconds_in_rule(steps: int = 512) -> float:
-    """The time that the rule of a monitor takes in its reviews, per step."""
-    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(150))
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-
-    def watched(**options: Any) -> Monitor:
-        monitor = Monitor(model, on_anomaly=RECORD, **options)
-        for _ in range(steps):
-            monitor.step(1.0)
-        monitor.detach()
-        return monitor
-
-    spent = 0.0
-    rule = UnlikeGolden(Golden.of(watched().recording() for _ in range(3)))
-    review = rule.review
-
-    def timed(window: Window) -> list[Finding]:
-        nonlocal spent
-        start = time.thread_time()
-        findings = list(review(window))
-        spent += time.thread_time() - start
-        return findings
-
-    rule.review = timed  # type: ignore[method-assign, assignment]
-    watched(rules=[rule])
-    return spent / steps
 
 
 def _long(seed: int) -> Recording:

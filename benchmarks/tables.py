@@ -178,7 +178,7 @@ def golden_cases(rows: Sequence[Row]) -> str:
 
 
 def golden_cost(rows: Sequence[Row]) -> str:
-    """The time of a comparison, the size of a file, and what the rule adds to a step."""
+    """The time of a comparison, and the size of a file."""
     return table_of_rows([row for row in rows if row.group == "golden, cost"])
 
 

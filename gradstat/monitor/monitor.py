@@ -41,13 +41,12 @@ from gradstat.monitor.kinds import periods
 from gradstat.monitor.log import LatestStep, StepLog
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import AnomalyError, Policies, Policy, PolicyTable, Warner
-from gradstat.monitor.recording.golden import Golden
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
 from gradstat.monitor.reporting import not_replacing, warn, warning_of_failure
 from gradstat.monitor.rows import Observation, RunSettings
-from gradstat.monitor.rules import Rule, UnlikeGolden, default_rules
+from gradstat.monitor.rules import Rule, default_rules
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, ReduceTo
 from gradstat.monitor.state import load_rules, recording_of, state_of
@@ -110,8 +109,6 @@ class Monitor:
             ``{"batch['labels']": 10}``, if not all of them are labels.
         guard: Makes ``optimizer`` skip abnormal steps, judged by the norm and the loss given to `step`; and steps that
             are not finite, like the policy ``"skip"``.
-        golden: Healthy runs, or their file, that this one is compared with while it runs: adds the rule
-            ``unlike-golden``.
         options: Settings that are seldom changed, as `gradstat.monitor.MonitorOptions` or a mapping, ``{"lag": 0}`` for
             example: history size, when numbers are read, how often rules run, what a replay and a rollback keep.
 
@@ -146,7 +143,6 @@ class Monitor:
         max_norm: float | AdaptiveClip | None = None,
         classes: int | Mapping[str, int] | None = None,
         guard: SpikeGuard | None = None,
-        golden: Golden | str | Path | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
     ) -> None:
         rules = None if rules is None else list(rules)
@@ -154,10 +150,8 @@ class Monitor:
         limit = checked_limit(max_norm)
         self.options = options = MonitorOptions.of(options)
         known_name(options.backend)  # an unknown name raises here, not in a step
-        rules = default_rules() if rules is None else rules
-        if golden is not None:
-            rules.append(UnlikeGolden(golden if isinstance(golden, Golden) else Golden.load(golden)))
         self._periods = periods(watch)
+        rules = default_rules() if rules is None else rules
         self._rules = RuleRunner(rules, options.review_every, self._periods["parameters"])
         self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
         scaler = inner_scaler(scaler)

@@ -108,9 +108,9 @@ def test_golden_runs_have_the_task_of_the_twin_and_other_weights_and_samples(cas
 def compared(case: Case, where: str, what: str = "gradients", step: int = 3) -> Flag:
     """The flag of a comparison that says so."""
     found: Any = SimpleNamespace(where=where, what=what, findings=[SimpleNamespace(step=step, last=2 * step)])
-    golden: Any = SimpleNamespace(covers=lambda recording: True, compare=lambda recording: found)
+    golden: Any = SimpleNamespace(compare=lambda recording: found)
     made = arm()
-    made.recording = object()  # type: ignore[assignment]
+    made.recording = SimpleNamespace(steps=[0])  # type: ignore[assignment]
     compare(made, golden)
     (flag,) = made.flags[GOLDEN]
     return flag

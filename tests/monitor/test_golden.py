@@ -1,6 +1,5 @@
 """Golden runs: their statistics, what is found, and every way to use them."""
 
-import copy
 import math
 import runpy
 from pathlib import Path
@@ -18,12 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import gradstat
 from gradstat.__main__ import main
 from gradstat.monitor import Golden, Monitor, Recording, Series
 from gradstat.monitor.recording import COLUMNS, RecordingFileError, load, save
 from gradstat.monitor.recording import golden_statistics as statistics
-from gradstat.monitor.rules import UnlikeGolden
 
 NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("up.weight", "up.bias", "down.weight", "down.bias"))
 SIZES = np.array([4096, 64, 4096, 64] * 4)
@@ -444,19 +441,11 @@ def train(seed: int, steps: int = 40, lr: float = 1e-2, **options: Any) -> Monit
     return monitor
 
 
-def test_a_monitor_compares_while_it_runs(tmp_path: Path) -> None:
+def test_a_run_is_compared_while_it_goes_on() -> None:
     golden = Golden.of([train(seed).recording() for seed in range(1, 6)])
-    path = golden.save(tmp_path / "golden.gradstat")
-    healthy = train(50, golden=path)
-    healthy.flush()
-    assert not [finding for finding in healthy.findings if finding.rule == "unlike-golden"]
-    monitor = train(50, lr=2e-2, golden=golden)
-    monitor.flush()
-    found = [finding for finding in monitor.findings if finding.rule == "unlike-golden"]
-    assert [(one.step, one.name, one.severity) for one in found] == [(0, "lr", "warning")]
-    assert "the learning rate: times 2" in found[0].text
-    with pytest.raises(gradstat.monitor.AnomalyError, match="unlike"):
-        train(50, lr=2e-2, golden=golden, on_anomaly={"unlike-golden": "raise"})
+    assert golden.compare(train(50, 20).recording()).ok
+    comparison = golden.compare(train(50, 20, lr=2e-2).recording())
+    assert (comparison.where, comparison.what, comparison.findings[0].step) == ("the learning rate", "times 2", 0)
 
 
 @pytest.mark.parametrize(("mistake", "status", "told"), [("none", 0, "Like the 5"), ("undivided", 1, "it is scaled")])
@@ -473,16 +462,6 @@ def test_the_example_tells_a_mistake(
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "golden_example.py"))
     assert example["main"]() == status
     assert told in capsys.readouterr().out
-
-
-def test_a_resumed_run_is_judged_from_the_next_window_on(golden: Golden) -> None:
-    monitor = train(50, 10, golden=Golden.of([train(seed).recording() for seed in range(1, 6)]))
-    rule = UnlikeGolden(golden)
-    state = monitor.state_dict()["rules"]["unlike-golden"]
-    assert state == [{"_episodes": {}}]
-    rule.load_state_dict({"_episodes": {"run": 7}})
-    assert rule.state_dict() == {"_episodes": {"run": 7}}
-    copy.deepcopy(rule)
 
 
 def _losses_of_ranks(seed: int, how: str) -> Recording | None:

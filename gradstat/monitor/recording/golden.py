@@ -99,14 +99,6 @@ class Golden:
             raise ValueError("recordings: the golden runs have no steps in common; record all from the same step on")
         return cls(len(golden), starts, sizes, groups, left_out)
 
-    def last_complete(self, steps: int) -> int:
-        """The end of the last window that is complete after so many steps."""
-        return int(self._starts[np.searchsorted(self._starts, steps, "right") - 1])
-
-    def covers(self, recording: Recording) -> bool:
-        """Whether the recording has all steps of any window."""
-        return bool(statistics.covered_windows(recording.steps, self._starts).any())
-
     def compare(self, recording: Recording) -> GoldenComparison:
         """Where a run is unlike the golden runs, in the steps and tensors that both have.
 

@@ -8,7 +8,6 @@ from typing import Any
 from gradstat._core.text import lines_of, listed, plain_fields, printable, steps_in_words
 from gradstat.monitor.recording import archive
 
-RULE = "unlike-golden"
 _SHOWN = 8
 _MOST_NAMES = 5
 

@@ -20,7 +20,6 @@ from gradstat.monitor.rules.finite import (
     NonfiniteParameter,
     SporadicNonfinite,
 )
-from gradstat.monitor.rules.golden import UnlikeGolden
 from gradstat.monitor.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
 from gradstat.monitor.rules.learning import NoLearning
 from gradstat.monitor.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
@@ -93,4 +92,4 @@ def default_rules() -> list[Rule]:
     return [kind() for kind in RULES]
 
 
-__all__ = ["RULES", "Rule", "UnlikeGolden", "default_rules", "rule", *(kind.__name__ for kind in RULES)]
+__all__ = ["RULES", "Rule", "default_rules", "rule", *(kind.__name__ for kind in RULES)]
