@@ -231,7 +231,7 @@ CORE_LAYERS = [
 
 MONITOR_LAYERS = [
     {"reporting", "findings"},
-    {"hooks", "unwatched", "kinds", "options"},
+    {"hooks", "unwatched", "kinds", "options", "connection"},
     {"recording"},
     {"rows", "replay"},
     {"rules", "policies", "actions", "segments", "flight_file", "endings", "advice"},
