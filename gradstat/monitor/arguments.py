@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
         Raises TypeError or ValueError as `gradstat.Monitor` does.
         """
-        listed = default_rules() if rules is None else list(rules)
+        listed: list[Any] = default_rules() if rules is None else list(rules)
         for rule in listed:
             if not isinstance(rule, Rule):
                 hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""

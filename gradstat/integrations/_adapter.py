@@ -1,0 +1,275 @@
+"""`Adapter`: what an integration returns, and what all of them have in common."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradstat.accumulation import AccumulationReport
+from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._attachment import COLLECTIVE_POLICIES, Attachment
+from gradstat.integrations._engines import engine_clips
+from gradstat.integrations.loggers import scalars_of
+from gradstat.monitor import POLICIES, Finding, Monitor
+from gradstat.monitor.arguments import Settings, refuse_unknown
+from gradstat.monitor.kinds import asked_for
+from gradstat.monitor.policies import Policies, Policy
+from gradstat.monitor.replay.step_state import is_replaying
+from gradstat.monitor.reporting import not_replacing
+from gradstat.monitor.unwatched import Unwatched
+from gradstat.patch import Layer, lock
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Adapter:
+    """Attaches monitors to a training, and knows what only its framework does. A context manager; leaving it removes.
+
+    ``arguments`` are those of `gradstat.Monitor`, except for model, optimizer and scaler, which come from ``source``.
+    ``runs_steps``: the framework's own step can be run again, so a replay needs no function. ``saves``: the policy
+    ``"checkpoint"`` exists. ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy. ``caller``
+    is named in errors. Raises TypeError or ValueError as `gradstat.Monitor` does.
+
+    Attributes:
+        attachments: One `Attachment` for each model or optimizer; empty before training begins.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        source: str,
+        max_norm: Any = None,
+        *,
+        runs_steps: bool = False,
+        saves: bool = False,
+        healthy_checkpoints: bool = False,
+        caller: Callable[..., Any] = Monitor,
+    ) -> None:
+        for name in ("model", "optimizer", "scaler"):
+            if name in arguments:
+                raise TypeError(f"{name} is taken from the {source}; leave it out")
+        refuse_unknown(arguments, caller, Monitor)
+        known = (*POLICIES, "checkpoint") if saves else POLICIES
+        # Where to save and what to replay is of the real monitor.
+        checked = {name: value for name, value in arguments.items() if name not in ("save_to", "replay")}
+        settings = Settings.of(**checked, max_norm=max_norm, policies=known)
+        self.arguments = {**arguments, "rules": settings.rules, "golden": None}  # a rule compares with the golden runs
+        self.max_norm, self.table = settings.limit, settings.policies
+        self.policies = {name for name in known if self.table.uses(name)}
+        self.watch = asked_for(arguments.get("watch"))
+        if "replay" in self.policies and not runs_steps and not callable(arguments.get("replay")):
+            raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
+        self.replays = bool(arguments.get("replay")) or "replay" in self.policies
+        self.runs_steps, self.healthy_checkpoints = runs_steps, healthy_checkpoints
+        self.device: torch.device | None = None  # of this rank; None if it trains alone
+        self.is_replicated = False  # whether DDP keeps the same parameters on all ranks
+        self.turns = 0  # how many steps have been measured of models that take turns
+        self.attachments: Sequence[Attachment] = ()
+        self._engine_clips = False
+        self._patches: list[Layer] = []
+        self._unwatched = Unwatched([])  # warns of failures of the adapter itself
+
+    # What attachments ask --------------------------------------------------------------------------------
+
+    def is_complete(self, attachment: Attachment) -> bool:
+        """Whether the gradients of ``attachment`` are complete now, and what is about to change them concerns it."""
+        return True
+
+    def divisor(self) -> int:
+        """What the sum of the losses of a step's micro-batches is divided by."""
+        return 1
+
+    def on_findings(self, findings: list[Finding]) -> None:
+        """Shows new findings in the way of the framework."""
+
+    def save_checkpoint(self) -> None:
+        """Carries out the policy ``"checkpoint"``, on all ranks."""
+
+    def on_anomaly(self, requested: set[str]) -> Policies:
+        """``on_anomaly`` for a monitor; `COLLECTIVE_POLICIES` become functions that add names to ``requested``."""
+
+        def asked(policy: Policy) -> Policy:
+            if isinstance(policy, str) and policy in COLLECTIVE_POLICIES:
+                return partial(_request, requested, policy)
+            return policy
+
+        return self.table.changed(asked)
+
+    # What all integrations do ----------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"
+
+    @property
+    def monitors(self) -> tuple[Monitor, ...]:
+        """The monitors, one for each model or optimizer, in the same order."""
+        return tuple(attachment.monitor for attachment in self.attachments)
+
+    @property
+    def monitor(self) -> Monitor:
+        """The monitor, if there is exactly one.
+
+        Raises:
+            RuntimeError: There is none yet, or there are several.
+        """
+        return self._single.monitor
+
+    @property
+    def micro_batch_reports(self) -> dict[int, AccumulationReport]:
+        """A `gradstat.AccumulationReport` for each step in which something was found.
+
+        Raises:
+            RuntimeError: There is no monitor yet, or there are several.
+        """
+        return self._single.micro_batch_reports
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the policy ``"stop"`` asks the loop to end; the same on all ranks."""
+        return any(attachment.should_stop for attachment in self.attachments)
+
+    def _prepare(self, engine: str | None, world_size: int, device: torch.device, setting: str) -> None:
+        """Raises what `engine_clips` raises; afterwards attachments can be made."""
+        self._engine_clips = engine_clips(engine, self.policies, self.max_norm, world_size, setting)
+        self.device = device if world_size > 1 else None
+
+    def _attach(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any, **more: Any) -> Attachment:
+        """Adds an attachment; the arguments are those of `Attachment`."""
+        made = Attachment(self, model, optimizer, scaler, **more)
+        self.attachments = [*self.attachments, made]
+        return made
+
+    @property
+    def _single(self) -> Attachment:
+        if not self.attachments:
+            raise RuntimeError(
+                "the monitor does not exist yet: it is made when training begins; use it afterwards or in a callback"
+            )
+        if len(self.attachments) > 1:
+            raise RuntimeError(f"there are {len(self.attachments)} monitors; use .monitors")
+        return self.attachments[0]
+
+    def scalars(self, **choice: Any) -> dict[str, float]:
+        """The newest numbers, for a logger; waits for the device.
+
+        Args:
+            choice: As for `gradstat.integrations.loggers.scalars_of`. With several models, the prefix is followed by
+                the index of the model.
+        """
+        out: dict[str, float] = {}
+        prefix = choice.pop("prefix", "grad/")
+        for i, attachment in enumerate(self.attachments):
+            attachment.flush()
+            out |= scalars_of(attachment.monitor, prefix=self._prefix(prefix, i), **choice)
+        return out
+
+    def _prefix(self, prefix: str, number: int) -> str:
+        return f"{prefix}{number}/" if len(self.attachments) > 1 else prefix
+
+    def _saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
+        for attachment in self.attachments:
+            attachment.saw_backward(loss, is_micro_batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""
+        clip = self.max_norm
+        return {
+            "version": 1,
+            "monitors": [monitor.state_dict() for monitor in self.monitors],
+            "clip": clip.state_dict() if isinstance(clip, AdaptiveClip) else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            ValueError: The state is from another number of models, or from a newer gradstat.
+        """
+        self._check_version(state)
+        if len(state["monitors"]) != len(self.attachments):
+            raise ValueError(
+                f"expected the state of {len(self.attachments)} monitors, got {len(state['monitors'])}; prepare the "
+                "same models before loading"
+            )
+        if isinstance(self.max_norm, AdaptiveClip) and state["clip"] is not None:
+            self.max_norm._loaded(state["clip"])  # raises before a monitor has changed
+        for attachment, saved in zip(self.attachments, state["monitors"], strict=True):
+            attachment.load_state_dict(saved)
+        self._load_clip(state)
+
+    def _check_version(self, state: Mapping[str, Any]) -> None:
+        if state["version"] != 1:
+            raise ValueError(f"expected a state of version 1, got {state['version']}; upgrade gradstat, or omit it")
+
+    def _load_clip(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self.max_norm, AdaptiveClip) and state["clip"] is not None:
+            self.max_norm.load_state_dict(state["clip"])
+
+    def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Replaces a method of ``owner`` alone; ``replacement`` gets the original as its first argument."""
+
+        def unless_replaying(layer: Layer, *args: Any, **kwargs: Any) -> Any:  # a repeated step does not count as one
+            below = layer.below
+            return below(*args, **kwargs) if is_replaying() else replacement(below, *args, **kwargs)
+
+        with lock:
+            self._patches.append(Layer(owner, name, unless_replaying))
+
+    def _detach(self) -> None:
+        """Restores the methods of the framework. May be called twice."""
+        while self._patches:
+            with lock:
+                self._patches.pop().remove()
+
+    def remove(self) -> None:
+        """Ends the watching: restores the methods of the framework. The monitors stay readable."""
+        self._detach()
+        for attachment in self.attachments:
+            attachment.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with not_replacing(error):
+            self.remove()
+
+
+def _request(requested: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:
+    if policy != "replay" or finding.step >= monitor.steps - 1:  # an older step cannot be run again
+        requested.add(policy)
+
+
+def require(name: str, minimum: tuple[int, int], extra: str = "") -> ModuleType:
+    """Imports the framework ``name``; ``extra`` is gradstat's extra that installs it, by default of the same name.
+
+    Raises ImportError, which says what to install, if it is missing or older than ``minimum``.
+    """
+    extra = extra or name
+    wanted = f"{name}>={minimum[0]}.{minimum[1]}"
+    remedy = f"pip install -U '{wanted}', or 'gradstat[{extra}]'"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, which is not installed: {remedy}") from None
+    version = str(getattr(module, "__version__", "0.0"))
+    if version_of(version) < minimum:
+        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, found {version}: {remedy}")
+    return module
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Major and minor number of a version; the rest is ignored."""
+    major, minor, *_ = (*map(int, re.findall(r"\d+", text)[:2]), 0, 0)
+    return major, minor
