@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,12 @@ from torch.optim import Optimizer
 
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._attachment import COLLECTIVE_POLICIES, Attachment
+from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_clips
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import POLICIES, Finding, Monitor
 from gradstat.monitor.arguments import Settings, refuse_unknown
 from gradstat.monitor.kinds import asked_for
-from gradstat.monitor.policies import Policies, Policy
 from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import not_replacing
 from gradstat.monitor.unwatched import Unwatched
@@ -93,16 +91,6 @@ class Adapter:
 
     def save_checkpoint(self) -> None:
         """Carries out the policy ``"checkpoint"``, on all ranks."""
-
-    def on_anomaly(self, requested: set[str]) -> Policies:
-        """``on_anomaly`` for a monitor; `COLLECTIVE_POLICIES` become functions that add names to ``requested``."""
-
-        def asked(policy: Policy) -> Policy:
-            if isinstance(policy, str) and policy in COLLECTIVE_POLICIES:
-                return partial(_request, requested, policy)
-            return policy
-
-        return self.table.changed(asked)
 
     # What all integrations do ----------------------------------------------------------------------------
 
@@ -201,7 +189,7 @@ class Adapter:
                 "same models before loading"
             )
         if isinstance(self.max_norm, AdaptiveClip) and state["clip"] is not None:
-            self.max_norm._loaded(state["clip"])  # raises before a monitor has changed
+            self.max_norm.checked(state["clip"])  # raises before a monitor has changed
         for attachment, saved in zip(self.attachments, state["monitors"], strict=True):
             attachment.load_state_dict(saved)
         self._load_clip(state)
@@ -242,11 +230,6 @@ class Adapter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with not_replacing(error):
             self.remove()
-
-
-def _request(requested: set[str], policy: str, monitor: Monitor, finding: Finding) -> None:
-    if policy != "replay" or finding.step >= monitor.steps - 1:  # an older step cannot be run again
-        requested.add(policy)
 
 
 def require(name: str, minimum: tuple[int, int], extra: str = "") -> ModuleType:

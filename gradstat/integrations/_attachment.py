@@ -21,15 +21,15 @@ from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive._base import Limit
 from gradstat.automatic import AutoHandle
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
+from gradstat.monitor.policies import Policy
 from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import warn
 
 if TYPE_CHECKING:
     from gradstat.integrations._adapter import Adapter
 
-COLLECTIVE_POLICIES = ("replay", "checkpoint")
-"""Policies that a monitor only requests; the attachment carries them out, on all ranks together."""
-
+# Policies that a monitor only requests; the attachment carries them out, on all ranks together.
+_COLLECTIVE_POLICIES = ("replay", "checkpoint")
 # Rules whose findings are caused by some micro-batch.
 _MICRO_BATCH_RULES = ("nonfinite-gradient", "nonfinite-loss")
 # Number of steps after a replay without another one.
@@ -78,8 +78,8 @@ class Attachment(AutoHandle):
     The adapter adds the losses (`saw_backward`), says what only the framework knows, and has policies that ranks carry
     out together. ``limit`` is the framework's own clip, if it has one: ``max_norm`` then clips nothing. ``step_fn``
     runs a step again if the user gave no function for that. ``steps_itself``: no other optimizer does for this one.
-    Parameters that DDP keeps the same on all ranks are
-    compared from time to time. ``should_stop`` is the same on all ranks.
+    Parameters that DDP keeps the same on all ranks are compared from time to time. ``should_stop`` is the same on all
+    ranks.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Attachment(AutoHandle):
         arguments["rules"] = copy.deepcopy(arguments["rules"])  # rules have state
         if number:  # the first attachment uses the user's own guard
             arguments["guard"] = copy.deepcopy(arguments.get("guard"))
-        arguments["on_anomaly"] = adapter.on_anomaly(self._requested)
+        arguments["on_anomaly"] = adapter.table.changed(self._carried_out_here)
         if adapter.device is not None and adapter.is_replicated and not getattr(without_ddp(model), _OWN, ()):
             arguments["watch"] = {"replicas": _COMPARE_EVERY} | adapter.watch
         arguments["max_norm"] = adapter.max_norm if limit is None else limit
@@ -256,13 +256,24 @@ class Attachment(AutoHandle):
                 self._history.remove(entry)
                 number, checked, losses = entry
                 report = self.micro_batch_reports[number] = checked.result()
-                text = f"step {number}: {report._cause([float(loss) for loss in losses])}"
+                text = f"step {number}: {report.cause([float(loss) for loss in losses])}"
                 text = text if self._ranks is None else f"{text} (on this rank)"
         return text
 
+    def _carried_out_here(self, policy: Policy) -> Policy:
+        """A policy as the monitor gets it: a function that requests it, for `_COLLECTIVE_POLICIES`."""
+        if not isinstance(policy, str) or policy not in _COLLECTIVE_POLICIES:
+            return policy
+
+        def request(monitor: Monitor, finding: Finding) -> None:
+            if policy != "replay" or finding.step >= monitor.steps - 1:  # an older step cannot be run again
+                self._requested.add(policy)
+
+        return request
+
     def _carry_out(self, in_step: bool = False, wait: bool = False) -> None:
         """Carries out the policies that any rank requests; raises last."""
-        requests = [name in self._requested for name in (*COLLECTIVE_POLICIES, "raise")]
+        requests = [name in self._requested for name in (*_COLLECTIVE_POLICIES, "raise")]
         requests.append(self.monitor.should_stop)
         self._requested.clear()
         if self._ranks is not None:

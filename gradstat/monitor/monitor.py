@@ -326,7 +326,7 @@ class Monitor:
             scaling = norms.Scaling(torch.stack([torch.ones_like(measured.norm), measured.norm]))
             verdict = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
             kernels = resolve(self.options.backend, flag.device.type)
-            verdict = guard._decide(kernels, scaling, verdict, loss, None, None, streams_of([flag]))
+            verdict = guard.decide(kernels, scaling, verdict, loss, None, None, streams_of([flag]))
             wish = SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
             assert self._optimizer is not None
             remember_guard(self._optimizer, guard)
@@ -690,7 +690,7 @@ class Monitor:
             guard = self.guard if loaded.guard is not None else None
             if guard is not None:
                 with reading("guard"):
-                    guard._loaded(loaded.guard)  # raises before anything has changed
+                    guard.checked(loaded.guard)  # raises before anything has changed
             load_rules(self._rules.rules, loaded.rules)
             if guard is not None:
                 guard.load_state_dict(loaded.guard)

@@ -448,7 +448,7 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
 OWN_ERRORS = [
     *((name, "_attachment.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
     *(
-        (name, "_attachment.AccumulationReport._cause", "the micro-batch with NaN or Inf could not be determined")
+        (name, "_attachment.AccumulationReport.cause", "the micro-batch with NaN or Inf could not be determined")
         for name in UNDER
     ),
     *((name, "_adapter.Adapter.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
