@@ -229,8 +229,9 @@ class SpikeGuard:
     ) -> Tensor:
         """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
 
-        ``scaling`` and ``verdict`` are from the step's decision; its multiplier is multiplied by
-        ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
+        ``kernels`` are a backend's. ``scaling`` and ``verdict`` are from the step's decision; its multiplier is
+        multiplied by ``scale`` if the step is refused. ``loss`` and ``update`` are judged if they are given.
+        ``counters`` are the optimizer's, and count the step. ``streams`` are the streams that ``scaling`` is filled on.
         """
         device = verdict.device
         memory = self.state.moved_to(device, "the state of a guard")

@@ -186,9 +186,10 @@ class AdaptiveClip(ABC):
     ) -> Tensor:
         """Decides about a step and updates the state: multipliers, then the norm, 1-d float64. No host sync.
 
-        ``measured`` is the norm, 0-d float64, or the table of the gradients; for units, with ``weights``, the table of
-        their weights. Norms and multipliers are multiplied by ``unscale_by``, 0-d float32. If ``skip``, 0-d float32, is
-        not zero, the multipliers are 1 and the state does not change, except to count a norm that is not finite.
+        ``kernels`` are a backend's. ``measured`` is the norm, 0-d float64, or the table of the gradients; for units,
+        with ``weights``, the table of their weights. Norms and multipliers are multiplied by ``unscale_by``, 0-d
+        float32. If ``skip``, 0-d float32, is not zero, the multipliers are 1 and the state does not change, except to
+        count a norm that is not finite.
         """
         memory = self._memory_for(len(measured) if measured.dim() else 0, measured.device)
         if kernels.decide_clip_ is not None:

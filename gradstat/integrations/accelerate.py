@@ -190,7 +190,7 @@ class AccelerateHandle(Adapter):
         return original(*args, **kwargs)
 
     def is_complete(self, attachment: Attachment) -> bool:
-        """Whether the accelerator synchronizes gradients, and clips none or those of this model."""
+        """Whether the accelerator synchronizes gradients, and clips none or those of ``attachment``."""
         return bool(self._accelerator.sync_gradients) and attachment not in self._aside
 
     def divisor(self) -> int:
