@@ -121,7 +121,7 @@ class AccumulationReport(Judged):
                 first.setdefault(stats.name, number)
         return first
 
-    def _cause(self, losses: Sequence[float]) -> str:
+    def cause(self, losses: Sequence[float]) -> str:
         """The first micro-batch whose gradients or loss were not finite, in words; ``losses`` as far as known."""
         lost = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         first = min(self.nonfinite_since.values(), default=lost[0] if lost else None)

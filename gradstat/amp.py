@@ -128,7 +128,7 @@ class GradScaler(TorchGradScaler):
         collected = gradients_of(named.parameters)
         given = ToClip(collected.tensors, collected.owners(named.parameters), labels_of(named, collected).of)
         if isinstance(limit, AdaptiveClip) and given.tensors:
-            limit._require(given)
+            limit.require(given)
         with announce.change(named.parameters, self):
             self.unscale_(optimizer)
             unscaled: Unscaled | None = loss_scale.state_of(self, optimizer).get("unscaled")

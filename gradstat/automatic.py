@@ -7,7 +7,7 @@ is about to do (`gradstat._core.announce`), and the monitor measures before the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.monitor import Monitor
 from gradstat.monitor.arguments import refuse_unknown
 from gradstat.monitor.reporting import not_replacing, warn
+from gradstat.monitor.unwatched import Unwatched
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,31 +40,30 @@ class AutoHandle:
 
     Attributes:
         monitor: The `gradstat.Monitor`.
+        optimizer: The optimizer whose steps are watched.
     """
 
-    def __init__(self, optimizer: Optimizer | None, monitor: Monitor, max_norm: Limit | None) -> None:
-        self.monitor = monitor
-        monitor._is_stepped_by_user = False
-        monitor._why_nothing = self._why_nothing
-        self._optimizer = optimizer
-        self._max_norm = max_norm
+    def __init__(
+        self, optimizer: Optimizer | None, monitor: Monitor, max_norm: Limit | None, listens: bool = True
+    ) -> None:
+        self.monitor, self.optimizer, self._max_norm = monitor, optimizer, max_norm
+        self._connection, self._unwatched = monitor.connection, Unwatched(monitor.findings)
+        self._connection.is_stepped_by_user = False
+        self._connection.why_nothing = self._why_nothing
         # The first of the gradients that have been measured, if there was one, and its version, which another backward
         # pass changes.
         self._measured: tuple[weakref.ref[Tensor] | None, int] | None = None
         self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._steps_itself = False  # whether a step of this very optimizer has been seen
-        # Whether gradients are complete now, which the adapter of a framework may know better.
-        self._is_complete: Callable[[], bool] = lambda: True
         self._others: set[str] = set()  # classes of other optimizers whose steps were seen before the first of ours
-
-    def _listen(self) -> None:
-        _handles.add(self)
-        torch_calls.listen(self)
+        if listens:
+            _handles.add(self)
+            torch_calls.listen(self)
 
     def _leave(self) -> None:
-        if getattr(self._optimizer, _MARK, None) is self:
-            delattr(self._optimizer, _MARK)
+        if getattr(self.optimizer, _MARK, None) is self:
+            delattr(self.optimizer, _MARK)
         _handles.discard(self)
         torch_calls.leave(self)
 
@@ -71,14 +71,18 @@ class AutoHandle:
         """Lets the monitor take the step."""
         self.monitor.step(loss)
 
-    def __repr__(self) -> str:
-        return f"AutoHandle({type(self._optimizer).__name__}, {self.monitor!r})"
+    def _is_complete(self) -> bool:
+        """Whether gradients are complete now, which the adapter of a framework may know better."""
+        return True
 
-    def _contained(self) -> AbstractContextManager[None]:
-        """Keeps gradstat's internal errors from ending the training; errors of the monitor's policies pass through."""
-        return self.monitor._unwatched.suppress_errors(
-            self.monitor.steps, "calls of clips and loss scalers could not be tracked"
-        )
+    def __repr__(self) -> str:
+        return f"AutoHandle({type(self.optimizer).__name__}, {self.monitor!r})"
+
+    def _contained(
+        self, what: str = "calls of clips and loss scalers could not be tracked"
+    ) -> AbstractContextManager[None]:
+        """Turns gradstat's own errors inside into one warning that begins with ``what``; those of policies pass."""
+        return self._unwatched.suppress_errors(self.monitor.steps, what)
 
     # What is announced -----------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class AutoHandle:
 
         ``loss`` is the step's, or None.
         """
-        if not (self._holds(parameters) and self._is_complete()):
+        if not (self.holds(parameters) and self._is_complete()):
             return
         self._measure(scaler, loss)
         if scaler is None:
@@ -95,7 +99,7 @@ class AutoHandle:
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
-        if self._holds(parameters) and self._is_complete():
+        if self.holds(parameters) and self._is_complete():
             self._note_gradients()
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
@@ -125,7 +129,7 @@ class AutoHandle:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Marks the coming step of ``optimizer`` as not measured yet."""
-        if optimizer is self._optimizer or self._is_ours(optimizer):
+        if optimizer is self.optimizer or self._is_ours(optimizer):
             self._measured, self._is_over = None, False
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
@@ -133,18 +137,18 @@ class AutoHandle:
 
         An optimizer may leave the step to another one that it made for the same parameters, as SAM does.
         """
-        if optimizer is self._optimizer:
+        if optimizer is self.optimizer:
             self._steps_itself = True
             return True
-        if self._steps_itself or any(handle._optimizer is optimizer for handle in _handles):
+        if self._steps_itself or any(handle.optimizer is optimizer for handle in _handles):
             return False
-        if not self._holds(named_parameters_of(optimizer).parameters):
+        if not self.holds(named_parameters_of(optimizer).parameters):
             self._others.add(type(optimizer).__name__)
             return False
         return True
 
     def _why_nothing(self) -> str:
-        name = type(self._optimizer).__name__
+        name = type(self.optimizer).__name__
         others = f"; steps of {', '.join(sorted(self._others))}, with other parameters, were seen" * bool(self._others)
         return (
             f"step() of the watched {name} has not been called{others}. Pass auto() the optimizer that steps, after it "
@@ -158,11 +162,11 @@ class AutoHandle:
             decision.carry_out(optimizer)
             clip_before_step(optimizer, self._max_norm)
 
-    def _holds(self, parameters: Sequence[object]) -> bool:
+    def holds(self, parameters: Sequence[object]) -> bool:
         """Whether any of ``parameters`` is watched."""
         watched: Sequence[object] = ()
         with self._contained():
-            watched = self.monitor._trained.named_parameters().parameters
+            watched = self._connection.trained.named_parameters().parameters
         if watched and parameters and watched[0] is parameters[0]:
             return True
         return not set(map(id, watched)).isdisjoint(map(id, parameters))
@@ -176,7 +180,7 @@ class AutoHandle:
                 scaler = torch_calls.only_scaler()  # no other can have scaled these gradients
             if scaler is not None and self.monitor.scaler is None:
                 self.monitor.scaler = scaler
-            is_measured = is_measured or self._is_measured()
+            is_measured = is_measured or self.is_measured()
             if are_scaled and not is_measured and loss is None:
                 losses = torch_calls.losses_scaled_by(self.monitor.scaler)
                 # On the last one's device: parts of a model may have losses on different devices.
@@ -185,9 +189,9 @@ class AutoHandle:
             try:
                 self._take(_as_loss(loss))
             finally:  # a program may catch the error of a policy
-                self._measured = self.monitor._collector.first_gradient
+                self._measured = self._connection.first_gradient
 
-    def _is_measured(self) -> bool:
+    def is_measured(self) -> bool:
         """Whether the current gradients have been measured: no backward pass has changed them since."""
         if self._measured is None:
             return False
@@ -202,14 +206,14 @@ class AutoHandle:
             self._measured = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def _first_gradient(self) -> Tensor | None:
-        gradients = (parameter.grad for parameter in self.monitor._trained.named_parameters().parameters)
+        gradients = (parameter.grad for parameter in self._connection.trained.named_parameters().parameters)
         return next((gradient for gradient in gradients if gradient is not None), None)
 
     def _warn_if_scaled(self) -> None:
         """Warns once if gradients are clipped that still carry the loss scale."""
         scaler, is_scaled = self.monitor.scaler, False
         with self._contained():
-            is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self._optimizer)
+            is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self.optimizer)
         if is_scaled and not self._has_warned:
             self._has_warned = True
             text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
@@ -287,5 +291,4 @@ def auto(
         earlier.remove()
     handle = AutoHandle(optimizer, monitor, limit)
     setattr(optimizer, _MARK, handle)
-    handle._listen()
     return handle

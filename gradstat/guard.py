@@ -139,7 +139,7 @@ class SpikeGuard:
         self._options |= {"scale": scale, **limits}
         self._group = process_group
         numbers = torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
-        self._state = DeviceState(numbers)
+        self.state = DeviceState(numbers)
 
     @classmethod
     def sigma(
@@ -176,13 +176,13 @@ class SpikeGuard:
 
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
-        numbers = map(int, self._state.newest(wait, lambda: self._state.tensor[:_RECORDED]))
+        numbers = map(int, self.state.newest(wait, lambda: self.state.tensor[:_RECORDED]))
         steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reason = numbers
         return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reasons_of(reason))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, and ``"tensors"`` by name on their device. There is no host sync."""
-        memory = self._state.tensor
+        memory = self.state.tensor
         values = memory[_TOTALS:].view(len(SERIES), self._window)
         return {"rule": self._method, "tensors": {"totals": memory[:_TOTALS].clone(), "values": values.clone()}}
 
@@ -195,9 +195,9 @@ class SpikeGuard:
             ValueError: The state is of another method or window, or not what `state_dict` returns; the entry is named.
                 Nothing has been changed then.
         """
-        self._state.load_(self._loaded(state))
+        self.state.load_(self.checked(state))
 
-    def _loaded(self, state: Any, place: str = "state") -> Tensor:
+    def checked(self, state: Any, place: str = "state") -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
 
         def fit_totals(totals: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class SpikeGuard:
         totals, values = (state["tensors"][name].detach() for name in kinds)
         return torch.cat([totals.to(values.device), values.reshape(-1)])
 
-    def _decide(
+    def decide(
         self,
         kernels: Kernels,
         scaling: norms.Scaling,
@@ -225,12 +225,13 @@ class SpikeGuard:
     ) -> Tensor:
         """The verdict on a step, ``[4]`` float32: that of `norms.Decision`, then the reason. No host sync.
 
-        ``scaling`` and ``verdict`` are from the step's decision; its multiplier is multiplied by
-        ``scale`` if the step is refused. ``counters`` are the optimizer's, and count the step.
+        ``kernels`` are a backend's. ``scaling`` and ``verdict`` are from the step's decision; its multiplier is
+        multiplied by ``scale`` if the step is refused. ``loss`` and ``update`` are judged if they are given.
+        ``counters`` are the optimizer's, and count the step. ``streams`` are the streams that ``scaling`` is filled on.
         """
         device = verdict.device
-        memory = self._state.moved_to(device, "the state of a guard")
-        self._state.streams = streams
+        memory = self.state.moved_to(device, "the state of a guard")
+        self.state.streams = streams
         loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         update = None if update is None else _on(update.detach(), device)
         options = (float(self._by_sigmas), *self._method_options)
@@ -242,9 +243,9 @@ class SpikeGuard:
     @property
     def reason(self) -> Tensor:
         """Why the last step was not taken unchanged, as bits in a 0-d float64 on the device."""
-        return self._state.tensor[_REASON]
+        return self.state.tensor[_REASON]
 
-    def _leave(self, loss: Tensor | None, error: Exception) -> None:
+    def leave(self, loss: Tensor | None, error: Exception) -> None:
         """After a step failed with ``error``, still takes part in the mean of the loss: other ranks wait for it."""
         if loss is None or not torch.distributed.is_available():
             return

@@ -355,7 +355,7 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[G
         return gradients, measured
     labels = labels_of(named, gradients)
     if request.clip is not None and gradients.tensors:
-        request.clip._require(ToClip(gradients.tensors, gradients.owners(named.parameters), labels.of))
+        request.clip.require(ToClip(gradients.tensors, gradients.owners(named.parameters), labels.of))
     flags: list[Tensor] = []  # above 0 to skip: found_inf of `unscale_`, per device, and what monitors have decided
     if request.loss_scale is not None and request.scaler is not None:
         _scaling.refuse_shared_gradients(request.scaler, request.optimizer, named)
@@ -377,7 +377,7 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[G
         )
     except Exception as error:
         if counts and request.guard is not None:
-            request.guard._leave(request.loss, error)
+            request.guard.leave(request.loss, error)
         raise
     if flags:
         for flag in flags:

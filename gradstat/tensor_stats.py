@@ -109,7 +109,7 @@ class RowValues:
         return not self.raw[..., _NOT_PLAIN].any() and not np.count_nonzero(self.numel == 0)  # an absent one is all NaN
 
     @functools.cached_property
-    def _is_ordinary(self) -> bool:
+    def is_ordinary(self) -> bool:
         """Whether only the middle one of the three sums of squares is used."""
         return self.is_plain or not (self.raw[..., _EXTREMES] > 0).any()
 
@@ -131,7 +131,7 @@ class RowValues:
     @functools.cached_property
     def finite_norm(self) -> Array:
         """L2 norm of the finite elements."""
-        return np.sqrt(self.field("sq_sum")) if self._is_ordinary else l2_norm_of(self.raw)
+        return np.sqrt(self.field("sq_sum")) if self.is_ordinary else l2_norm_of(self.raw)
 
     @functools.cached_property
     def l2_norm(self) -> Array:

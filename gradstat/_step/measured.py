@@ -95,7 +95,7 @@ class StepMeasurement(NamedTuple):
     ) -> StepMeasurement:
         """The measurement with the verdict of a guard, which counts the step. Scaling down changes the multiplier."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
-        verdict = guard._decide(kernels, self.scaling, self.verdict, loss, update, counters, self.streams)
+        verdict = guard.decide(kernels, self.scaling, self.verdict, loss, update, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
     def judged(self, skip: Tensor, reason: Tensor) -> StepMeasurement:
@@ -119,7 +119,7 @@ class StepMeasurement(NamedTuple):
         assert isinstance(clip, NormClip)
         norm = self.scaling.norm
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
-        multiplier = clip._decide(kernels, norm, skip=self.verdict[SKIP])[0]
+        multiplier = clip.decide(kernels, norm, skip=self.verdict[SKIP])[0]
         self.scaling.multiplier.mul_(multiplier)
         self.verdict[DIVISOR].div_(multiplier)
         return False
@@ -275,7 +275,7 @@ def clip_before_step(optimizer: Optimizer, limit: Limit) -> None:
     labels, parameters = labels_of(named, gradients), gradients.owners(named.parameters)
     clip, max_norm = (limit, math.inf) if isinstance(limit, AdaptiveClip) else (None, limit)
     if clip is not None:
-        clip._require(ToClip(gradients.tensors, parameters, labels.of))
+        clip.require(ToClip(gradients.tensors, parameters, labels.of))
     step = StepRequest(max_norm, loss_scale, None)
     with torch.no_grad():
         in_place = isinstance(clip, TensorClip)

@@ -105,7 +105,7 @@ class AdaptiveClip(ABC):
             torch.autograd.graph.increment_version(gradients)
         return norm.to(norms.norm_dtype(gradients))
 
-    def _require(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
+    def require(self, given: ToClip) -> None:  # noqa: B027 - a clip of the total norm can clip all gradients
         """Raises, before anything is changed, if this clip cannot clip ``given``: of another list or another kind."""
 
     @abstractmethod
@@ -147,13 +147,13 @@ class AdaptiveClip(ABC):
             ValueError: The state is of another method or window, or not what `state_dict` returns; the entry is named.
                 Nothing has been changed then.
         """
-        memory = self._loaded(state)
+        memory = self.checked(state)
         if self._state_tensor is not None and len(self._state_tensor) == len(memory):
             self._state_tensor.copy_(memory)
         else:
             self._state_tensor = memory
 
-    def _loaded(self, state: Any, place: str = "state") -> Tensor:
+    def checked(self, state: Any, place: str = "state") -> Tensor:
         """The state tensor that `load_state_dict` takes from ``state``; ValueError as there."""
         name, of_method = type(self).__name__, self._method_state(0)
         return _history.loaded(state, place, name, self._window, self._method_names, of_method)
@@ -173,7 +173,7 @@ class AdaptiveClip(ABC):
             self._state_tensor = memory = _history.extended(memory, self._window, of_method, device)
         return memory
 
-    def _decide(
+    def decide(
         self,
         kernels: Kernels,
         measured: Tensor,
@@ -183,9 +183,10 @@ class AdaptiveClip(ABC):
     ) -> Tensor:
         """Decides about a step and updates the state: multipliers, then the norm, 1-d float64. No host sync.
 
-        ``measured`` is the norm, 0-d float64, or the table of the gradients; for units, with ``weights``, the table of
-        their weights. Norms and multipliers are multiplied by ``unscale_by``, 0-d float32. If ``skip``, 0-d float32, is
-        not zero, the multipliers are 1 and the state does not change, except to count a norm that is not finite.
+        ``kernels`` are a backend's. ``measured`` is the norm, 0-d float64, or the table of the gradients; for units,
+        with ``weights``, the table of their weights. Norms and multipliers are multiplied by ``unscale_by``, 0-d
+        float32. If ``skip``, 0-d float32, is not zero, the multipliers are 1 and the state does not change, except to
+        count a norm that is not finite.
         """
         memory = self._memory_for(len(measured) if measured.dim() else 0, measured.device)
         if kernels.decide_clip_ is not None:
@@ -222,27 +223,27 @@ class NormClip(AdaptiveClip):
             keep: 0-d bool on that device. False gives the multiplier 1 and records no finite norm. None means True.
         """
         skip = None if keep is None else (~keep).to(torch.float32)
-        return self._decide(resolve(None, norm.device.type), norm, skip=skip)[0]
+        return self.decide(resolve(None, norm.device.type), norm, skip=skip)[0]
 
     def _clip_(self, given: ToClip) -> Tensor:
         measured = _measured(given, norms.StepRequest(math.inf, None, None))
         assert measured.decision is not None
         norm = measured.decision.scaling.norm
         kernels = resolve_for(given.backend, norm.device.type, given.name_of, 0)
-        scale_gradients_(given.tensors, self._decide(kernels, norm), given.name_of, given.backend)
+        scale_gradients_(given.tensors, self.decide(kernels, norm), given.name_of, given.backend)
         return norm
 
 
 class TensorClip(AdaptiveClip):
     """A clip that decides one multiplier for each tensor, or for each unit."""
 
-    def _require(self, given: ToClip) -> None:
+    def require(self, given: ToClip) -> None:
         refuse_distributed(given.tensors, given.name_of)
         self.check(given)
 
     @abstractmethod
     def check(self, given: ToClip) -> None:
-        """As `_require`, for ``given`` gradients that are not distributed. `scale_` does not check this again."""
+        """As `require`, for ``given`` gradients that are not distributed. `scale_` does not check this again."""
 
     @abstractmethod
     def scale_(
@@ -257,7 +258,7 @@ class TensorClip(AdaptiveClip):
         """
 
     def _clip_(self, given: ToClip) -> Tensor:
-        self._require(given)
+        self.require(given)
         return self.scale_(given, lambda: _measured(given).table())
 
 

@@ -95,7 +95,7 @@ class AdaGC(TensorClip):
         self, given: ToClip, rows: Callable[[], Tensor], unscale_by: Tensor | None = None, skip: Tensor | None = None
     ) -> Tensor:
         kernels = resolve_for(given.backend, given.tensors[0].device.type, given.name_of, 0)
-        decided = self._decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
+        decided = self.decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
         _scale_each_(given, decided[:-1])
         self._parameter_ids = tuple(map(id, given.parameters))
         return decided[-1]
@@ -160,7 +160,7 @@ class AGC(TensorClip):
             Measurement([kernels[device].unit_stats([those[i] for i in at]) for device, at in groups.items()], None, ())
             for those in (targets, weights)
         )
-        decided = self._decide(kernels[targets[0].device], units.summands(), of_weights.summands(), unscale_by, skip)
+        decided = self.decide(kernels[targets[0].device], units.summands(), of_weights.summands(), unscale_by, skip)
         multipliers = decided[:-1].split([len(table) for table in units.tables])
         for (device, at), of_device in zip(groups.items(), multipliers, strict=True):
             kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))

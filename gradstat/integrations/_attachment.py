@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,16 @@ from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive._base import Limit
 from gradstat.automatic import AutoHandle
-from gradstat.integrations._options import COLLECTIVE_POLICIES, Options
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
+from gradstat.monitor.policies import Policy
 from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import warn
 
+if TYPE_CHECKING:
+    from gradstat.integrations._adapter import Adapter
+
+# Policies that a monitor only requests; the attachment carries them out, on all ranks together.
+_COLLECTIVE_POLICIES = ("replay", "checkpoint")
 # Rules whose findings are caused by some micro-batch.
 _MICRO_BATCH_RULES = ("nonfinite-gradient", "nonfinite-loss")
 # Number of steps after a replay without another one.
@@ -71,38 +75,36 @@ class RankReductions:
 class Attachment(AutoHandle):
     """A monitor on a model and its optimizer, which takes the steps that are announced, as `gradstat.auto` does.
 
-    The adapter adds the losses (`saw_backward`), says when gradients are complete, and has policies that ranks carry
-    out together. ``limit`` is the framework's own clip, if it has one: ``max_norm`` then clips nothing. ``device`` is
-    the device of this rank, or None if it trains alone. ``is_replicated``: DDP keeps the same parameters on all ranks,
-    and they are compared from time to time. ``step_fn`` runs a step again if the user gave no function for that.
-    ``should_stop`` is the same on all ranks.
+    The adapter adds the losses (`saw_backward`), says what only the framework knows, and has policies that ranks carry
+    out together. ``limit`` is the framework's own clip, if it has one: ``max_norm`` then clips nothing. ``step_fn``
+    runs a step again if the user gave no function for that. ``steps_itself``: no other optimizer does for this one.
+    Parameters that DDP keeps the same on all ranks are compared from time to time. ``should_stop`` is the same on all
+    ranks.
     """
 
     def __init__(
         self,
+        adapter: Adapter,
         model: nn.Module,
         optimizer: Optimizer | None,
         scaler: Any,
-        options: Options,
         limit: Limit | None = None,
         step_fn: Callable[..., Any] | None = None,
-        device: torch.device | None = None,
-        number: int = 0,
-        is_replicated: bool = False,
+        steps_itself: bool = False,
     ) -> None:
-        self.model, self.optimizer, self._options = model, optimizer, options
+        self.model, self._adapter = model, adapter
         self._requested: set[str] = set()
-        arguments = dict(options.arguments)
+        arguments, number = dict(adapter.arguments), len(adapter.attachments)
         arguments["rules"] = copy.deepcopy(arguments["rules"])  # rules have state
         if number:  # the first attachment uses the user's own guard
             arguments["guard"] = copy.deepcopy(arguments.get("guard"))
-        arguments["on_anomaly"] = options.on_anomaly(self._requested)
-        if device is not None and is_replicated and not getattr(without_ddp(model), _OWN, ()):
-            arguments["watch"] = {"replicas": _COMPARE_EVERY} | options.watch
-        arguments.setdefault("max_norm", options.max_norm if limit is None else limit)
-        if options.replays and not callable(arguments.get("replay")):
+        arguments["on_anomaly"] = adapter.table.changed(self._carried_out_here)
+        if adapter.device is not None and adapter.is_replicated and not getattr(without_ddp(model), _OWN, ()):
+            arguments["watch"] = {"replicas": _COMPARE_EVERY} | adapter.watch
+        arguments["max_norm"] = adapter.max_norm if limit is None else limit
+        if adapter.replays and not callable(arguments.get("replay")):
             arguments["replay"] = step_fn or arguments.get("replay", False)
-        if "replay" in options.policies:
+        if "replay" in adapter.policies:
             # The next step would overwrite what a replay needs.
             arguments["options"] = replace(MonitorOptions.of(arguments.get("options")), lag=0)
         if number and arguments.get("save_to") is not None:
@@ -110,15 +112,13 @@ class Attachment(AutoHandle):
             arguments["save_to"] = base.with_name(f"{base.stem}-{number}{base.suffix}")
         self.engine = engine_of(model)  # an engine has its own optimizer, which announces nothing
         monitor = Monitor(model, None if self.engine else optimizer, scaler=scaler, **arguments)
-        super().__init__(optimizer, monitor, options.max_norm if limit is None else None)
-        if "replay" in options.policies:  # the monitor only requests a replay
-            self.monitor._in_use.add("replay")
-        self.monitor._is_run = options.runs_steps
+        monitor.connection.in_use |= adapter.policies & {"replay"}  # the monitor only requests a replay
+        monitor.connection.runs_steps = adapter.runs_steps
         # Checks of micro-batches, read only if something was found: `_checked` of the current step; `_history` of the
         # newest steps, each with its number and losses.
         self._checked: MicroBatches | None = None
-        self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=self.monitor.options.lag + 2)
-        self._reductions = None if device is None else RankReductions(device)
+        self._history: deque[tuple[int, MicroBatches, list[Tensor]]] = deque(maxlen=monitor.options.lag + 2)
+        self._reductions = None if adapter.device is None else RankReductions(adapter.device)
         self._losses: list[Tensor] = []
         self._reported = 0
         self._error: AnomalyError | None = None
@@ -126,27 +126,23 @@ class Attachment(AutoHandle):
         self._is_withheld = False  # whether the last due checkpoint was withheld
         self.should_stop = False
         self.micro_batch_reports: dict[int, AccumulationReport] = {}
-        self.on_findings: Callable[[list[Finding]], object] = lambda findings: None
-        self.save_checkpoint: Callable[[], object] = lambda: None
-        self.divisor: Callable[[], int] = lambda: 1  # of the sum of the losses of a step's micro-batches
-        self.turns = [0]  # how many steps were taken, which models that take turns share
         self._turn = 0  # in the last backward pass
-        if self.engine is None:
-            self._listen()
-
-    def contained(self, what: str) -> AbstractContextManager[None]:
-        """Turns gradstat's own errors inside the context into one warning that begins with ``what``."""
-        return self.monitor._unwatched.suppress_errors(self.monitor.steps, what)
+        super().__init__(optimizer, monitor, adapter.max_norm if limit is None else None, self.engine is None)
+        self._steps_itself = steps_itself
 
     @property
     def _ranks(self) -> RankReductions | None:
         """Collectives with the other ranks. None if this rank trains alone or others may have no data left."""
-        return None if self.monitor._collector.is_joining() else self._reductions
+        return None if self._connection.is_joining() else self._reductions
 
     def _why_nothing(self) -> str:
         return f"no step of an optimizer of {type(self.model).__name__} has been seen"
 
-    def _is_measured(self) -> bool:
+    def _is_complete(self) -> bool:
+        return self._adapter.is_complete(self)
+
+    def is_measured(self) -> bool:
+        """Whether the coming step has been measured."""
         return self._measured is not None  # a backward pass sets it to None: `saw_backward`
 
     def measure(self) -> None:
@@ -165,13 +161,13 @@ class Attachment(AutoHandle):
     def saw_backward(self, loss: Any, is_micro_batch: bool) -> None:
         """Notes a backward pass from the unscaled ``loss``, and checks gradients of a micro-batch; no host sync."""
         self._measured = None
-        if self._turn != self.turns[0]:  # what has not been measured belongs to the step of another model
-            self._turn, self._losses, self._checked = self.turns[0], [], None
-        with self.contained("a loss could not be recorded"):
+        if self._turn != self._adapter.turns:  # what has not been measured belongs to the step of another model
+            self._turn, self._losses, self._checked = self._adapter.turns, [], None
+        with self._contained("a loss could not be recorded"):
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
                 self._losses.append(loss.detach().reshape(()))
         checked, self._checked = self._checked, None
-        with self.contained("a micro-batch could not be checked"):
+        with self._contained("a micro-batch could not be checked"):
             if is_micro_batch:
                 checked = checked or MicroBatches(without_ddp(self.model), backend=self.monitor.options.backend)
                 checked.check()
@@ -184,13 +180,13 @@ class Attachment(AutoHandle):
         """
         if is_replaying():
             return
-        self.turns[0] += 1
+        self._adapter.turns += 1
         losses, self._losses = self._losses, []
         loss = None  # announcements know less about the loss than the adapter
-        with self.contained("the losses of a step could not be added"):
+        with self._contained("the losses of a step could not be added"):
             if losses:
                 loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
-                loss = loss / divisor if (divisor := self.divisor()) != 1 else loss
+                loss = loss / divisor if (divisor := self._adapter.divisor()) != 1 else loss
         if self._checked is not None:
             self._history.append((self.monitor.steps, self._checked, losses))
             self._checked = None
@@ -217,11 +213,11 @@ class Attachment(AutoHandle):
         only and some rank is not healthy. Waits for the device; all ranks have to call it. Raises as a step does.
         """
         self.end()
-        if not self.should_stop and not self._options.healthy_checkpoints:
+        if not self.should_stop and not self._adapter.healthy_checkpoints:
             return False
         is_withheld = False
-        with self.contained("parameters could not be checked before they are saved"):
-            is_withheld = not self.monitor.is_healthy(100 if self._options.healthy_checkpoints else 0)
+        with self._contained("parameters could not be checked before they are saved"):
+            is_withheld = not self.monitor.is_healthy(100 if self._adapter.healthy_checkpoints else 0)
         if self._ranks is not None:
             is_withheld = self._ranks.any_of([is_withheld], wait=True)[0]
         if is_withheld and not self.should_stop and not self._is_withheld:
@@ -242,40 +238,51 @@ class Attachment(AutoHandle):
         texts = [(finding, text) for finding in caused if (text := self._micro_batch_of(finding))]
         if error is None:
             for finding, text in texts:
-                if self._options.table.of(finding) != ("record",):
+                if self._adapter.table.of(finding) != ("record",):
                     warn(text)
         elif self._error is None:
             self._error = AnomalyError("\n".join([str(error), *(text for _, text in texts)]), error.finding)
             self._requested.add("raise")  # once: votes may arrive a step later
         if findings:
-            with self.contained("findings could not be shown"):
-                self.on_findings(findings)
+            with self._contained("findings could not be shown"):
+                self._adapter.on_findings(findings)
 
     def _micro_batch_of(self, finding: Finding) -> str:
         """Which micro-batch caused a finding, as text; empty if unknown, or already reported for its step."""
         text = ""
-        with self.contained("the micro-batch with NaN or Inf could not be determined"):
+        with self._contained("the micro-batch with NaN or Inf could not be determined"):
             entry = next((step for step in self._history if step[0] == finding.step), None)
             if entry is not None:
                 self._history.remove(entry)
                 number, checked, losses = entry
                 report = self.micro_batch_reports[number] = checked.result()
-                text = f"step {number}: {report._cause([float(loss) for loss in losses])}"
+                text = f"step {number}: {report.cause([float(loss) for loss in losses])}"
                 text = text if self._ranks is None else f"{text} (on this rank)"
         return text
 
+    def _carried_out_here(self, policy: Policy) -> Policy:
+        """A policy as the monitor gets it: a function that requests it, for `_COLLECTIVE_POLICIES`."""
+        if not isinstance(policy, str) or policy not in _COLLECTIVE_POLICIES:
+            return policy
+
+        def request(monitor: Monitor, finding: Finding) -> None:
+            if policy != "replay" or finding.step >= monitor.steps - 1:  # an older step cannot be run again
+                self._requested.add(policy)
+
+        return request
+
     def _carry_out(self, in_step: bool = False, wait: bool = False) -> None:
         """Carries out the policies that any rank requests; raises last."""
-        requests = [name in self._requested for name in (*COLLECTIVE_POLICIES, "raise")]
+        requests = [name in self._requested for name in (*_COLLECTIVE_POLICIES, "raise")]
         requests.append(self.monitor.should_stop)
         self._requested.clear()
         if self._ranks is not None:
-            requests = self._ranks.any_of(requests, wait or "replay" in self._options.policies)
+            requests = self._ranks.any_of(requests, wait or "replay" in self._adapter.policies)
         replays, saves, raises, stops = requests
         outcome = self._replay() if replays and in_step else ""
         if saves:
-            with self.contained("a checkpoint could not be saved"):
-                self.save_checkpoint()
+            with self._contained("a checkpoint could not be saved"):
+                self._adapter.save_checkpoint()
         self.should_stop = self.should_stop or stops
         if raises:
             error, self._error = self._error, None

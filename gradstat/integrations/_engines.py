@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gradstat.integrations._options import Options
+from collections.abc import Set as AbstractSet
+
+from gradstat.adaptive._base import Limit
 from gradstat.monitor.reporting import warn
 
 # Keyed by the class name of a Lightning strategy, or by an Accelerate distributed type.
@@ -42,15 +44,17 @@ def engine_name_of(strategy: object) -> str | None:
     return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
 
 
-def engine_clips(engine: str | None, options: Options, world_size: int, setting: str) -> bool:
+def engine_clips(
+    engine: str | None, asked: AbstractSet[str], max_norm: Limit | None, world_size: int, setting: str
+) -> bool:
     """Whether the engine clips gradients itself; warns of what cannot be measured under it.
 
     ``setting``, a part of the error message, says how its clip is set. Raises NotImplementedError if no gradients are
-    visible, or if a policy or ``max_norm`` cannot be carried out.
+    visible, or if one of the policies ``asked`` for or ``max_norm`` cannot be carried out.
     """
     if engine in _REFUSED:
         raise NotImplementedError(_REFUSED[engine])
-    if world_size > 1 and "rollback" in options.policies:
+    if world_size > 1 and "rollback" in asked:
         raise NotImplementedError(
             f"on_anomaly='rollback' on {world_size} ranks: ranks do not coordinate a rollback; use 'skip' or 'stop', "
             "which they do"
@@ -58,14 +62,12 @@ def engine_clips(engine: str | None, options: Options, world_size: int, setting:
     if engine is None:
         return False
     policies, why = _POLICIES[engine]
-    for policy in sorted(policies & options.policies):
+    for policy in sorted(policies & asked):
         raise NotImplementedError(
             f"on_anomaly={policy!r} cannot be done under {engine}, {why}; use 'warn', 'raise', 'stop' or 'snapshot'"
         )
-    if options.max_norm is not None:
-        raise NotImplementedError(
-            f"max_norm={options.max_norm!r}: expected None under {engine}, which clips itself; {setting}"
-        )
+    if max_norm is not None:
+        raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
     if engine in _PARTLY_VISIBLE:
         warn(_PARTLY_VISIBLE[engine], UserWarning)
     return True

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from gradstat._core.parameters import as_list
+from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorBase
-from gradstat.integrations._framework import require
-from gradstat.integrations._options import Options
+from gradstat.integrations._adapter import Adapter, require_framework
+from gradstat.integrations._attachment import Attachment
+from gradstat.integrations._engines import engine_name_of
 from gradstat.monitor.policies import Policies
+from gradstat.monitor.reporting import warn
 
-require("accelerate", (1, 0))
+require_framework("accelerate", (1, 0))
 
 from accelerate import Accelerator  # noqa: E402
 
 __all__ = ["AccelerateHandle", "install"]
+
+_MARK = "_gradstat_handle"  # the attribute of an accelerator that holds its handle
 
 
 def install(
@@ -72,64 +79,183 @@ def install(
             "after accelerator.prepare(model, optimizer, ...)"
         )
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    options = Options(arguments, "accelerator", max_norm, healthy_checkpoints=healthy_checkpoints, caller=install)
-    if isinstance(max_norm, AdaptiveClip) and len(models) > 1:
-        raise ValueError(
-            f"expected a number as max_norm for {len(models)} models, got {type(max_norm).__name__}, which "
-            "keeps a single history; use a separate clip for each model"
-        )
-    pairs = [(model, _optimizer_of(model, optimizers, options)) for model in models]
-    of_models = [wrapper for _, wrapper in pairs if wrapper is not None]
-    distinct = len({id(wrapper) for wrapper in of_models})
-    if distinct < len(of_models) and (asked := _changing(options)):
-        raise ValueError(
-            f"{asked} needs a separate optimizer for each of {len(of_models)} models, got one for several; put the "
-            f"models into one torch.nn.ModuleList and prepare that, or leave {asked} out"
-        )
-    if not len(pairs) == distinct == len(optimizers):
-        # Models and optimizers are not paired one to one, so this rule's findings about one model would be wrong.
-        rules = options.arguments["rules"]
-        options.arguments["rules"] = [rule for rule in rules if rule.name != "optimizer-coverage"]
-    return AccelerateHandle(accelerator, options, pairs, micro_batches)
+    return AccelerateHandle(
+        accelerator, arguments, "accelerator", max_norm, micro_batches=micro_batches,
+        healthy_checkpoints=healthy_checkpoints, caller=install,
+    )  # fmt: skip
 
 
-class AccelerateHandle(AcceleratorBase):
+class AccelerateHandle(Adapter):
     """What `install` returns. A context manager; leaving it calls `remove`."""
 
-    def __init__(
-        self, accelerator: Any, options: Options, pairs: Sequence[tuple[nn.Module, Any]], micro_batches: bool
-    ) -> None:
+    def __init__(self, accelerator: Any, *arguments: Any, micro_batches: bool, **options: Any) -> None:
         """Made by `install`."""
-        super().__init__(accelerator, options, lambda: accelerator.gradient_accumulation_steps if micro_batches else 1)
-        for model, wrapper in pairs:
-            attachment = self._attach(model, None if wrapper is None else unwrapped(wrapper), accelerator.scaler)
-            # With several optimizers, no other one takes the step for that of a model.
-            attachment._steps_itself = len(accelerator._optimizers) > 1
+        super().__init__(*arguments, **options)
+        self._micro_batches = micro_batches
+        self._warned: set[str] = set()
+        self._aside: list[Attachment] = []  # the clip that runs is not that of their models
+        self._check(accelerator)
+        self._attach_models()
         self._patch_framework()
-        if options.healthy_checkpoints:
+
+    def _check(self, accelerator: Any) -> None:
+        """Raises what `engine_clips` raises; afterwards attachments can be made."""
+        kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+        is_fsdp2 = kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)
+        setting = "set its clip in its configuration, or pass a number to clip_grad_norm_"
+        self._prepare(
+            None if is_fsdp2 else engine_name_of(kind), accelerator.num_processes, accelerator.device, setting
+        )
+        self._accelerator, self._engine = accelerator, None
+        self.is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
+
+    def _attach_models(self) -> None:
+        """Pairs models and optimizers, and makes the attachments; ValueError if an option does not allow the pairs."""
+        models, optimizers = self._accelerator._models, self._accelerator._optimizers
+        if isinstance(self.max_norm, AdaptiveClip) and len(models) > 1:
+            raise ValueError(
+                f"expected a number as max_norm for {len(models)} models, got {type(self.max_norm).__name__}, which "
+                "keeps a single history; use a separate clip for each model"
+            )
+        # The option that changes steps, and so needs an optimizer for each model.
+        changing = "'skip'" if "skip" in self.policies else "max_norm" if self.max_norm is not None else ""
+        pairs = [(model, _optimizer_of(model, optimizers, changing)) for model in models]
+        of_models = [optimizer for _, optimizer in pairs if optimizer is not None]
+        distinct = len(set(map(id, of_models)))
+        if distinct < len(of_models) and changing:
+            raise ValueError(
+                f"{changing} needs a separate optimizer for each of {len(of_models)} models, got one for several; put "
+                f"the models into one torch.nn.ModuleList and prepare that, or leave {changing} out"
+            )
+        if not len(pairs) == distinct == len(optimizers):
+            # Models and optimizers are not paired one to one, so this rule's findings about one model would be wrong.
+            self.arguments["rules"] = [r for r in self.arguments["rules"] if r.name != "optimizer-coverage"]
+        for model, optimizer in pairs:
+            # With several optimizers, no other one takes the step for that of a model.
+            self._attach(model, optimizer, self._accelerator.scaler, steps_itself=len(optimizers) > 1)
+
+    def _patch_framework(self) -> None:
+        """Patches the accelerator, once the attachments have been made.
+
+        A handle that it already has is removed, as of a notebook cell that runs again.
+        """
+        accelerator = self._accelerator
+        earlier = getattr(accelerator, _MARK, None)
+        if earlier is not None:
+            earlier.remove()
+        setattr(accelerator, _MARK, self)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            self._patch(accelerator, name, functools.partial(self._in_clip, name))
+        self._patch(accelerator, "backward", self._in_backward)
+        self._patch(accelerator, "join_uneven_inputs", self._in_join)
+        if self.healthy_checkpoints:
             self._patch(accelerator, "save_state", self._in_save_state)
+
+    def _detach(self) -> None:
+        super()._detach()
+        if getattr(self._accelerator, _MARK, None) is self:
+            delattr(self._accelerator, _MARK)
+
+    def _in_backward(self, original: Any, loss: Any, **options: Any) -> Any:
+        engine = getattr(getattr(self._accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        if engine is not None:  # DeepSpeed: Accelerate's backward() also calls the engine's step()
+            if engine is not self._engine:
+                self._engine = engine
+                self._patch(engine, "step", self._in_engine_step)
+            # The Trainer has divided the loss by the number of micro-batches.
+            is_divided = isinstance(loss, Tensor) and options.get("scale_wrt_gas") is False
+            steps = self._accelerator.gradient_accumulation_steps
+            self._saw_backward(loss.detach() * steps if is_divided else loss, False)
+            return original(loss, **options)
+        result = original(loss, **options)
+        self._saw_backward(loss, self._micro_batches and self._takes_several() and not self._engine_clips)
+        return result
 
     def _in_save_state(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         is_withheld = any(attachment.withholds_checkpoint() for attachment in self.attachments)
         return None if is_withheld else original(*args, **kwargs)
 
+    def _in_join(self, original: Any, joinables: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tells the monitors which DDP modules take part; the accelerator holds only the models inside of them."""
+        joinables = list(joinables)
+        for attachment in self.attachments:
+            for wrapper in joinables:
+                if without_ddp(wrapper) is attachment.model:
+                    attachment.monitor.connection.wrapper = wrapper
+        return original(joinables, *args, **kwargs)
 
-def _changing(options: Options) -> str:
-    """The option that changes steps, and so needs an optimizer for each model; empty if none does."""
-    return "'skip'" if "skip" in options.policies else "max_norm" if options.max_norm is not None else ""
+    def _in_engine_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        for attachment in self.attachments:
+            attachment.measure()
+        return original(*args, **kwargs)
+
+    def is_complete(self, attachment: Attachment) -> bool:
+        """Whether the accelerator synchronizes gradients, and clips none or those of ``attachment``."""
+        return bool(self._accelerator.sync_gradients) and attachment not in self._aside
+
+    def divisor(self) -> int:
+        """The number of micro-batches."""
+        return int(self._accelerator.gradient_accumulation_steps)
+
+    def _takes_several(self) -> bool:
+        """Whether a step takes several micro-batches."""
+        return self.divisor() > 1
+
+    def _in_clip(
+        self, name: str, original: Any, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Clips as the accelerator does; it unscales all optimizers, also those of models that it does not clip."""
+        listed = as_list(parameters)
+        if name == "clip_grad_norm_":
+            self._refuse_another_limit(args[0] if args else kwargs.get("max_norm"), name)
+        those = [attachment for attachment in self.attachments if attachment.holds(listed)]
+        if not self._accelerator.sync_gradients:
+            self._warn_once(
+                "partial",
+                f"{name} was called while gradients are still being accumulated: the partial gradients are "
+                "not measured. Call it under `if accelerator.sync_gradients:`",
+            )
+        elif not those and listed and self.attachments and not self._engine_clips:
+            self._warn_once(
+                "unknown",
+                f"{name} was called with parameters that belong to no watched model; they are clipped but not "
+                "measured. Prepare all models before gradstat's install()",
+            )
+        self._aside = [attachment for attachment in self.attachments if attachment not in those]
+        try:
+            if self._engine_clips and self._accelerator.sync_gradients:
+                for attachment in those:
+                    if attachment.engine is None:  # FSDP 1 announces nothing
+                        attachment.measure()
+            return original(listed, *args, **kwargs)
+        finally:
+            self._aside = []
+
+    def _refuse_another_limit(self, asked: Any, caller: str) -> None:
+        """ValueError if ``caller``, the accelerator's clip, clips to another limit than ``max_norm``."""
+        if self.max_norm is not None and asked is not None and float(asked) not in (self.max_norm, math.inf):
+            raise ValueError(
+                f"clip configured twice: install(..., max_norm={self.max_norm!r}), and {caller} is called with "
+                f"{float(asked)!r}. Leave max_norm out of install(), or pass float('inf') to {caller}"
+            )
+
+    def _warn_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warn(text, category)
 
 
-def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], options: Options) -> Any:
-    """The prepared optimizer of a model, if any; ValueError if there are several and an option changes steps."""
+def _optimizer_of(model: nn.Module, optimizers: Sequence[Any], changing: str) -> Any:
+    """A model's optimizer, if any; ValueError if there are several and the option ``changing`` changes steps."""
     ids = {id(parameter) for parameter in model.parameters()}
     those = [
-        wrapper
-        for wrapper in optimizers
-        if any(id(p) in ids for group in unwrapped(wrapper).param_groups for p in group["params"])
+        optimizer
+        for optimizer in map(unwrapped, optimizers)
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
     ]
-    if len(those) > 1 and (asked := _changing(options)):
+    if len(those) > 1 and changing:
         raise ValueError(
-            f"{asked} needs a single optimizer for {type(model).__name__}, got {len(those)}; leave it out, or use "
+            f"{changing} needs a single optimizer for {type(model).__name__}, got {len(those)}; leave it out, or use "
             "gradstat.guarded_step on each"
         )
     return those[0] if those else None

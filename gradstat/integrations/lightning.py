@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -17,12 +16,10 @@ from torch.optim import Optimizer
 
 from gradstat._core.parameters import Parameters
 from gradstat.adaptive import AdaptiveClip
+from gradstat.integrations._adapter import Adapter, require_framework
 from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_name_of
-from gradstat.integrations._framework import require
-from gradstat.integrations._handle import Handle
 from gradstat.integrations._lightning_step import StepReplay
-from gradstat.integrations._options import Options
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
 
@@ -41,11 +38,11 @@ def _callback_classes() -> list[Any]:
             "installed; pip install 'gradstat[lightning]'"
         )
     for name in names:
-        require(_PACKAGES[name], (2, 4), "lightning")
+        require_framework(_PACKAGES[name], (2, 4), "lightning")
     return [importlib.import_module(name).Callback for name in names]
 
 
-class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
+class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
     """Watches a Lightning training with a `gradstat.Monitor`. ::
 
         Trainer(callbacks=[GradstatCallback(max_norm=1.0)])
@@ -97,21 +94,14 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     ) -> None:
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
-        arguments = {"on_anomaly": on_anomaly, **options}
         super().__init__(
-            Options(
-                arguments,
-                "trainer",
-                max_norm,
-                runs_steps=True,
-                saves=True,
-                healthy_checkpoints=healthy_checkpoints,
-                caller=GradstatCallback,
-            )
-        )
+            {"on_anomaly": on_anomaly, **options}, "trainer", max_norm, runs_steps=True, saves=True,
+            healthy_checkpoints=healthy_checkpoints, caller=GradstatCallback,
+        )  # fmt: skip
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []
+        self._trainer: Any = None
         self._step_replay: StepReplay | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
@@ -121,6 +111,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         """Refuses conflicting settings."""
         if stage != "fit":
             return
+        self._trainer = trainer
         self._refuse(trainer, pl_module)
         remedy = "let Lightning pass Trainer(gradient_clip_val=...) to DeepSpeed, or use FSDP 2 (ModelParallelStrategy)"
         self._prepare(engine_name_of(trainer.strategy), trainer.world_size, trainer.strategy.root_device, remedy)
@@ -137,7 +128,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
 
     @property
     def _runs_steps(self) -> bool:
-        return self._options.replays and not callable(self._options.arguments.get("replay"))
+        return self.replays and not callable(self.arguments.get("replay"))
 
     def _refuse(self, trainer: Any, module: Any) -> None:
         """Raises, before training starts, for settings that conflict."""
@@ -147,11 +138,10 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
                 f"expected one GradstatCallback in Trainer(callbacks=...), found {len(same)}; each would measure, clip "
                 "and log. Remove all but one (configure_callbacks() of the module may add one, too)"
             )
-        max_norm = self._options.max_norm
-        if max_norm is not None and _clips(trainer):
+        if self.max_norm is not None and _clips(trainer):
             how = "norm" if _is_norm(trainer.gradient_clip_algorithm) else "value"
             raise ValueError(
-                f"clip configured twice: GradstatCallback(max_norm={max_norm!r}) and "
+                f"clip configured twice: GradstatCallback(max_norm={self.max_norm!r}) and "
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}), by {how}. Set only one of them"
             )
         if self._runs_steps and not module.automatic_optimization:
@@ -163,7 +153,7 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the monitors, now that the optimizers exist."""
         self.attachments = []
-        self._is_replicated = isinstance(trainer.strategy.model, DistributedDataParallel)
+        self.is_replicated = isinstance(trainer.strategy.model, DistributedDataParallel)
         for optimizer in trainer.optimizers:
             self._watch(trainer, pl_module, optimizer)
         loaded, self._loaded = self._loaded, None
@@ -175,15 +165,22 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
         if len(trainer.optimizers) > 1:
             trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
             model = Parameters((name, p) for name, p in module.named_parameters() if id(p) in trained)
-        elif self._options.tracks_origin or engine_name_of(trainer.strategy) == "DeepSpeed":
+        elif self.watch.get("origin") or engine_name_of(trainer.strategy) == "DeepSpeed":
             model = trainer.strategy.model  # the DDP module, or the engine
         by_norm = _clips(trainer) and _is_norm(trainer.gradient_clip_algorithm)
         limit = float(trainer.gradient_clip_val) if by_norm else None
-        attachment = self._attach(model, optimizer, _scaler_of(trainer), limit, self._step_replay)
-        attachment.divisor = lambda: int(trainer.accumulate_grad_batches)
-        attachment.on_findings = functools.partial(_show, trainer)
-        attachment.save_checkpoint = functools.partial(self._save_checkpoint, trainer)
-        return attachment
+        return self._attach(model, optimizer, _scaler_of(trainer), limit=limit, step_fn=self._step_replay)
+
+    def divisor(self) -> int:
+        """The number of micro-batches."""
+        return int(self._trainer.accumulate_grad_batches)
+
+    def on_findings(self, findings: Sequence[Finding]) -> None:
+        """Shows the newest finding among the progress bar's metrics."""
+        serious = [finding for finding in findings if finding.severity != "info"]
+        if serious and self._trainer.progress_bar_callback is not None:
+            text = f"step {serious[-1].step}: {serious[-1].text or serious[-1].rule}"
+            self._trainer.progress_bar_metrics["gradstat"] = text
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Reads all pending numbers."""
@@ -255,7 +252,9 @@ class GradstatCallback(Handle, *_callback_classes()):  # type: ignore[misc]
             choice = self._choice._replace(prefix=prefix)._asdict()
             log_scalars(trainer.loggers, scalars_of(attachment.monitor, **choice), at)
 
-    def _save_checkpoint(self, trainer: Any) -> None:
+    def save_checkpoint(self) -> None:
+        """Saves a checkpoint of the trainer."""
+        trainer = self._trainer
         folder = self._save_dir or getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         path = Path(folder) / f"gradstat-step{trainer.global_step}.ckpt"
         if path not in self.checkpoints:
@@ -281,13 +280,6 @@ def _is_norm(algorithm: Any) -> bool:
 
 def _scaler_of(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
-
-
-def _show(trainer: Any, findings: Sequence[Finding]) -> None:
-    """Shows the newest finding among the progress bar's metrics."""
-    serious = [finding for finding in findings if finding.severity != "info"]
-    if serious and trainer.progress_bar_callback is not None:
-        trainer.progress_bar_metrics["gradstat"] = f"step {serious[-1].step}: {serious[-1].text or serious[-1].rule}"
 
 
 def _logging_step(trainer: Any) -> int:

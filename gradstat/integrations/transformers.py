@@ -12,14 +12,12 @@ from gradstat._core.files import replacing
 from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
-from gradstat.integrations._accelerator import AcceleratorBase
-from gradstat.integrations._framework import require
-from gradstat.integrations._options import Options
+from gradstat.integrations._adapter import require_framework
+from gradstat.integrations.accelerate import AccelerateHandle
 from gradstat.monitor import AnomalyWarning, Finding
 from gradstat.monitor.policies import Policies
 
-require("transformers", (4, 57))
-require("accelerate", (1, 0))
+require_framework("transformers", (4, 57))
 
 from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint  # noqa: E402
@@ -79,31 +77,22 @@ def install(
     if not isinstance(log, bool) and log != "parameters":
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    options = Options(
-        arguments, "trainer", max_norm, runs_steps=True, healthy_checkpoints=healthy_checkpoints, caller=install
-    )
-    max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
-    if options.max_norm is not None and max_grad_norm > 0 and options.max_norm != max_grad_norm:
-        raise ValueError(
-            f"clip configured twice: max_norm={max_norm!r}, and the Trainer's max_grad_norm={max_grad_norm:g} (1.0 is "
-            "its default). Set one: TrainingArguments(max_grad_norm=...) and no max_norm here, or "
-            "TrainingArguments(max_grad_norm=0) for max_norm to clip"
-        )
-    return GradstatCallback(trainer, options, log, micro_batches)
+    return GradstatCallback(
+        trainer, log, arguments, "trainer", max_norm, runs_steps=True, micro_batches=micro_batches,
+        healthy_checkpoints=healthy_checkpoints, caller=install,
+    )  # fmt: skip
 
 
-class GradstatCallback(AcceleratorBase, TrainerCallback):
+class GradstatCallback(AccelerateHandle, TrainerCallback):
     """What `install` returns, and adds to the Trainer's callbacks. A context manager; leaving it calls `remove`.
 
     Attributes:
         trainer: The Trainer.
     """
 
-    def __init__(
-        self, trainer: Any = None, options: Options | None = None, log: bool | str = True, micro_batches: bool = True
-    ) -> None:
+    def __init__(self, trainer: Any = None, log: bool | str = True, *arguments: Any, **options: Any) -> None:
         """Made by `install`; RuntimeError if made otherwise."""
-        if trainer is None or options is None:
+        if trainer is None or not arguments:
             raise RuntimeError(
                 "a callback alone cannot watch gradients: no event of the Trainer has them complete and unclipped, "
                 "and callbacks get neither trainer nor accelerator. Build the Trainer without it, then call "
@@ -112,14 +101,22 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self.trainer, self._log = trainer, log
         self._resume: Any = None
         self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        args = trainer.args
-        super().__init__(trainer.accelerator, options, lambda: args.gradient_accumulation_steps if micro_batches else 1)
-        engine = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if not (trainer.model_init is not None or engine or options.tracks_origin):  # else train() makes it
+        super().__init__(trainer.accelerator, *arguments, **options)
+        trainer.add_callback(self)
+
+    def _attach_models(self) -> None:
+        """Makes the attachment, unless train() makes the model; ValueError if clipping is configured twice."""
+        trainer = self.trainer
+        max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
+        if self.max_norm is not None and max_grad_norm > 0 and self.max_norm != max_grad_norm:
+            raise ValueError(
+                f"clip configured twice: max_norm={self.max_norm!r}, and the Trainer's max_grad_norm={max_grad_norm:g} "
+                "(1.0 is its default). Set one: TrainingArguments(max_grad_norm=...) and no max_norm here, or "
+                "TrainingArguments(max_grad_norm=0) for max_norm to clip"
+            )
+        if trainer.model_init is None and not self._is_wrapped():
             trainer.create_optimizer()
             self._watch()
-        self._patch_framework()
-        trainer.add_callback(self)
 
     def _patch_framework(self) -> None:
         super()._patch_framework()
@@ -127,18 +124,23 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         self._patch(self.trainer, "log", self._in_log)
         self._patch(self.trainer, "training_step", self._in_training_step)
 
-    def _model(self) -> Any:
+    def _is_wrapped(self) -> bool:
+        """Whether the monitor gets the model as train() wraps it."""
         trainer = self.trainer
-        wrapped = self._options.tracks_origin or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        return trainer.model_wrapped if wrapped else trainer.model
+        return bool(self.watch.get("origin") or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+
+    def _model(self) -> Any:
+        return self.trainer.model_wrapped if self._is_wrapped() else self.trainer.model
 
     def _watch(self) -> None:
         trainer = self.trainer
         limit = float(trainer.args.max_grad_norm or 0.0)  # the Trainer clips if it is positive
         optimizer, scaler = unwrapped(trainer.optimizer), trainer.accelerator.scaler
         self.attachments = []
-        made = self._attach(self._model(), optimizer, scaler, limit if limit > 0 else None, self._replay_step)
-        made.on_findings = self._on_findings
+        self._attach(self._model(), optimizer, scaler, limit=limit if limit > 0 else None, step_fn=self._replay_step)
+
+    def _takes_several(self) -> bool:
+        return int(self.trainer.args.gradient_accumulation_steps) > 1
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Makes sure that the watched model is the one to be trained, and loads the state of a checkpoint."""
@@ -175,7 +177,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warns if the Trainer has clipped without an announcement."""
-        if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single._is_measured():
+        if (args.max_grad_norm or 0.0) > 0 and not self._engine_clips and not self._single.is_measured():
             self._warn_once(
                 "bypass",
                 "this Trainer clips neither by the accelerator nor by torch (apex, or a subclass), so gradients are "
@@ -211,7 +213,8 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
             control.should_evaluate = False
         return True
 
-    def _on_findings(self, findings: list[Finding]) -> None:
+    def on_findings(self, findings: list[Finding]) -> None:
+        """Warns if the Trainer's logs hide a loss that was not finite."""
         lost = next((f for f in findings if f.rule == "nonfinite-loss"), None)
         if lost is not None and self.trainer.args.logging_nan_inf_filter:
             self._warn_once(
@@ -228,7 +231,7 @@ class GradstatCallback(AcceleratorBase, TrainerCallback):
         return [step(without_ddp(args[0]), *args[1:], **kwargs) for args, kwargs in self._inputs]
 
     def _in_training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._options.replays:
+        if self.replays:
             self._inputs.append((args, kwargs))
         for attachment in self.attachments:
             attachment.saw_batch(args[1] if len(args) > 1 else kwargs.get("inputs"))

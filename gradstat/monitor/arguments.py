@@ -4,30 +4,74 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from gradstat._core.engines import Engine
 from gradstat._step.loss_scale import inner_scaler
+from gradstat.adaptive import AdaptiveClip
+from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.guard import SpikeGuard
-from gradstat.monitor.policies import PolicyTable
+from gradstat.monitor.kinds import periods
+from gradstat.monitor.options import MonitorOptions
+from gradstat.monitor.policies import POLICIES, Policies, PolicyTable
 from gradstat.monitor.replay.rerun import takes_batch
-from gradstat.monitor.rules import Rule
+from gradstat.monitor.rules import Rule, default_rules
 
 
-def check_arguments(model: object, optimizer: object, rules: list[Any] | None) -> None:
+class Settings(NamedTuple):
+    """What a monitor's arguments say without its model: `of` checks them before there is one."""
+
+    rules: list[Rule]
+    policies: PolicyTable
+    periods: dict[str, int]
+    limit: Limit | None
+    options: MonitorOptions
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        on_anomaly: Policies = None,
+        watch: Mapping[str, int] | Sequence[str] | None = None,
+        rules: Iterable[Rule] | None = None,
+        max_norm: float | AdaptiveClip | None = None,
+        classes: int | Mapping[str, int] | None = None,
+        guard: SpikeGuard | None = None,
+        options: MonitorOptions | Mapping[str, Any] | None = None,
+        policies: Sequence[str] = POLICIES,
+    ) -> Settings:
+        """Checks arguments of `gradstat.Monitor`; ``policies`` are the names that ``on_anomaly`` may use.
+
+        Raises TypeError or ValueError as `gradstat.Monitor` does.
+        """
+        listed: list[Any] = default_rules() if rules is None else list(rules)
+        for rule in listed:
+            if not isinstance(rule, Rule):
+                hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
+                raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
+        if guard is not None and not isinstance(guard, SpikeGuard):
+            raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
+        if guard is not None and guard.scales:
+            raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
+        counts: list[Any] = (
+            list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
+        )
+        if any(type(number) is not int or number < 1 for number in counts):
+            raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
+        table = PolicyTable(on_anomaly, [rule.name for rule in listed], policies)
+        return cls(listed, table, periods(watch), checked_limit(max_norm), MonitorOptions.of(options))
+
+
+def check_arguments(model: object, optimizer: object) -> None:
     """Raises TypeError if one of them is of another type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    for rule in rules or ():
-        if not isinstance(rule, Rule):
-            hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
-            raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
 
 
 def refuse_unknown(names: Iterable[str], caller: Callable[..., Any], monitor: Callable[..., Any]) -> None:
@@ -41,16 +85,12 @@ def refuse_unknown(names: Iterable[str], caller: Callable[..., Any], monitor: Ca
             raise TypeError(f"{caller.__name__}() has no argument {name!r}; {hint}")
 
 
-def check_guard(guard: object, optimizer: object, scaler: Any) -> None:
-    """Raises TypeError or ValueError if a monitor cannot use ``guard``."""
+def check_guard(guard: SpikeGuard | None, optimizer: object, scaler: Any) -> None:
+    """Raises TypeError or ValueError if ``guard`` cannot be used with the optimizer and the scaler."""
     if guard is None:
         return
-    if not isinstance(guard, SpikeGuard):
-        raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
     if optimizer is None:
         raise TypeError("a guard needs the optimizer: gradstat.Monitor(model, optimizer, guard=...)")
-    if guard.scales:
-        raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
     scaler = inner_scaler(scaler)
     if scaler is not None and scaler.is_enabled():
         raise ValueError(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core import native, norms
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, Trained, gradients_of
+from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale, updates
@@ -26,6 +26,7 @@ from gradstat.check import check_tensors
 from gradstat.clip import get_total_norm
 from gradstat.guard import guard_of
 from gradstat.monitor import observers
+from gradstat.monitor.connection import Connection
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.rows import Observation, rate_name
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
@@ -54,7 +55,7 @@ class Collector:
 
     def __init__(
         self,
-        trained: Trained,
+        connection: Connection,
         optimizer: Optimizer | None,
         scaler: Any,
         periods: Mapping[str, int],
@@ -68,19 +69,14 @@ class Collector:
         self._predicts_updates = bool(periods["updates"]) and updates.is_known(optimizer)
         self._max_norm = max_norm
         self._reduce_to, self._unwatched = reduce_to, unwatched
+        trained = connection.trained
         model = trained.model
-        self._trained, self._optimizer, self.scaler = trained, optimizer, scaler
-        self.wrapper = model  # what `is_joining` asks; Accelerate's adapter watches the model inside of it
+        self._connection, self._trained, self._optimizer, self.scaler = connection, trained, optimizer, scaler
         if optimizer is not None:
             observers.optimizers.add(optimizer)
         self._periods, self._backend, self._extra_groups = periods, options.backend, options.extra_groups
         self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
-        counts: list[Any] = (
-            list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
-        )
-        if any(type(number) is not int or number < 1 for number in counts):
-            raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
-        self.classes: int | None = max(counts, default=None)
+        self.classes = max(classes.values(), default=None) if isinstance(classes, Mapping) else classes
         self._ignore_index = options.ignore_index
         # Only in multiples of this number is something due besides gradients and batches.
         sampled = [period for kind, period in periods.items() if kind not in ("gradients", "batch", "origin")]
@@ -102,8 +98,6 @@ class Collector:
         self._segments = [Segment("gradient", ())]
         self._joined: tuple[Any, Any, list[Segment]] = (None, None, [])  # those, the inputs', and both
         self._named: NamedParameters | None = None  # of the last step
-        # Of the last step, and its version, which another backward pass changes.
-        self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self._on_device: list[str] = []
         self._batch: list[tuple[str, str, Tensor]] = []
         self._old_parameters: dict[str, Tensor] | None = None  # copies of parameters before the update
@@ -112,7 +106,7 @@ class Collector:
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
         """Measures what is due in ``step``, and the ``scalars`` and ``on_device`` of `scalars`. No host sync."""
-        self.first_gradient = None, 0
+        self._connection.first_gradient = None, 0
         named = self._trained.named_parameters()
         helpers = native.helpers()
         if helpers is None or named.engine is not None:
@@ -121,7 +115,7 @@ class Collector:
             tensors, positions, missing = helpers.gradients_of(named.parameters)
         gradients = tensors
         if gradients:
-            self.first_gradient = weakref.ref(gradients[0]), gradients[0]._version
+            self._connection.first_gradient = weakref.ref(gradients[0]), gradients[0]._version
         engine_scale = None if named.engine is None else named.engine.loss_scale
         if engine_scale is not None:
             scalars["loss_scale"] = engine_scale
@@ -176,7 +170,7 @@ class Collector:
         origin = None
         if self._origin is not None:
             result = self._origin.pending_result()  # also in other steps, since it makes the watch begin anew
-            origin = result if self.is_due("origin", step) and not self.is_joining() else None
+            origin = result if self.is_due("origin", step) and not self._connection.is_joining() else None
         if self._order_recorder is not None:
             is_partial = self._order_recorder.is_partial
             self.backward_order = self._order_recorder.end()
@@ -246,11 +240,6 @@ class Collector:
             self._trained.named_parameters().parameters
         )
 
-    def is_joining(self) -> bool:
-        """Whether this is inside of DDP's ``join()``, where ranks take fewer steps: nothing may wait for them."""
-        config = getattr(uncompiled(self.wrapper), "_join_config", None)
-        return config is not None and bool(config.enable)
-
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
         period = self._periods[kind]
@@ -319,7 +308,7 @@ class Collector:
                     observations += self.check_label_range(step, path, float(low), float(high))
                 else:
                     self._batch.append(("label", path, torch.stack([low, high]).to(torch.float64)))
-        if self.is_due("batches", step) and not self.is_joining():
+        if self.is_due("batches", step) and not self._connection.is_joining():
             from gradstat.distributed import verify_batches
 
             observations.append(Observation("batches", step, verify_batches(batch)))
@@ -397,7 +386,7 @@ class Collector:
             seen = self._outputs.take()
             if seen:
                 yield Segment("output", tuple(seen)), list(seen.values())
-        if self.is_due("replicas", step) and not self.is_joining():
+        if self.is_due("replicas", step) and not self._connection.is_joining():
             from gradstat.distributed import verify_replicas
 
             observations.append(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat._core import norms
-from gradstat._core.backends import known_name, resolve
+from gradstat._core.backends import resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import streams_of
@@ -27,26 +27,25 @@ from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._base import checked_limit
 from gradstat.guard import SpikeGuard, remember_guard
 from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
 from gradstat.monitor.advice import causes_and_advice, fitted
-from gradstat.monitor.arguments import check_arguments, check_engine_options, check_guard, check_policies
+from gradstat.monitor.arguments import Settings, check_arguments, check_engine_options, check_guard, check_policies
 from gradstat.monitor.collector import Collector, Pending, model_name, optimizer_settings
+from gradstat.monitor.connection import Connection
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.flight_file import FlightFile
-from gradstat.monitor.kinds import periods
 from gradstat.monitor.log import LatestStep, StepLog
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.policies import AnomalyError, Policies, Policy, PolicyTable, Warner
+from gradstat.monitor.policies import AnomalyError, Policies, Policy, Warner
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
 from gradstat.monitor.reporting import not_replacing, warn, warning_of_failure
 from gradstat.monitor.rows import Observation, RunSettings
-from gradstat.monitor.rules import Rule, default_rules
+from gradstat.monitor.rules import Rule
 from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, ReduceTo
 from gradstat.monitor.state import load_rules, recording_of, state_of
@@ -145,15 +144,14 @@ class Monitor:
         guard: SpikeGuard | None = None,
         options: MonitorOptions | Mapping[str, Any] | None = None,
     ) -> None:
-        rules = None if rules is None else list(rules)
-        check_arguments(model, optimizer, rules)
-        limit = checked_limit(max_norm)
-        self.options = options = MonitorOptions.of(options)
-        known_name(options.backend)  # an unknown name raises here, not in a step
-        self._periods = periods(watch)
-        rules = default_rules() if rules is None else rules
-        self._rules = RuleRunner(rules, options.review_every, self._periods["parameters"])
-        self._policies = PolicyTable(on_anomaly, [rule.name for rule in self._rules.rules])
+        check_arguments(model, optimizer)
+        settings = Settings.of(
+            on_anomaly=on_anomaly, watch=watch, rules=rules, max_norm=max_norm, classes=classes, guard=guard,
+            options=options,
+        )  # fmt: skip
+        self.options = options = settings.options
+        self._periods, self._policies, limit = settings.periods, settings.policies, settings.limit
+        self._rules = RuleRunner(settings.rules, options.review_every, self._periods["parameters"])
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
         if engine is not None:
@@ -165,6 +163,7 @@ class Monitor:
         self._model = model if engine is None else engine.module
         self._optimizer = optimizer
         self._trained = Trained(model, optimizer)
+        self.connection = Connection(self._trained)
         self._lag = options.lag
         self._max_norm = limit if isinstance(limit, float) else None
         self._file = FlightFile(save_to)
@@ -175,10 +174,6 @@ class Monitor:
         self.steps = self.nonfinite_steps = 0
         self.culprit: Culprit | None = None
         self._replayed, self._replayed_step = "", -1
-        self._is_stepped_by_user = True
-        self._why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
-        # A framework runs the steps, so that the policy "replay" needs no function.
-        self._is_run = False
         self._pending: deque[Pending] = deque()
         self._last_state_check = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
         self._saved = self._last_replay = -_QUIET
@@ -187,17 +182,18 @@ class Monitor:
         skips = self._policies.uses("skip") or guard is not None
         reduce_to: ReduceTo = "norm" if guard is not None else "flag" if skips else None
         self._collector = Collector(
-            self._trained, optimizer, scaler, self._periods, classes, options, reduce_to, self._unwatched,
+            self.connection, optimizer, scaler, self._periods, classes, options, reduce_to, self._unwatched,
             self._max_norm,
         )  # fmt: skip
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
-        # Remedies that the run uses already or cannot use, so that advice leaves them out; skips are known later.
+        # Remedies that the run cannot use or uses already, so that advice leaves them out; skips are known later.
         self._not_usable = {"replay"} if engine is not None else set()
-        self._in_use = {policy for policy in ("replay", "rollback") if self._policies.uses(policy)}
-        self._in_use |= {"activations"} if self._periods["activations"] else set()
-        self._in_use |= {"clip"} if limit is not None else set()
+        in_use = self.connection.in_use
+        in_use |= {policy for policy in ("replay", "rollback") if self._policies.uses(policy)}
+        in_use |= {"activations"} if self._periods["activations"] else set()
+        in_use |= {"clip"} if limit is not None else set()
         if skips and optimizer is not None:
             decision.request(optimizer, self, None)  # a closure may make the first request within a step
         self._skip_flag: Tensor | None = None  # of the newest step
@@ -326,7 +322,7 @@ class Monitor:
             scaling = norms.Scaling(torch.stack([torch.ones_like(measured.norm), measured.norm]))
             verdict = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
             kernels = resolve(self.options.backend, flag.device.type)
-            verdict = guard._decide(kernels, scaling, verdict, loss, None, None, streams_of([flag]))
+            verdict = guard.decide(kernels, scaling, verdict, loss, None, None, streams_of([flag]))
             wish = SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
             assert self._optimizer is not None
             remember_guard(self._optimizer, guard)
@@ -511,15 +507,15 @@ class Monitor:
             is_scaled=collector.is_scaled,
             max_norm=self._max_norm,
             classes=collector.classes,
-            is_stepped_by_user=self._is_stepped_by_user,
+            is_stepped_by_user=self.connection.is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
             skipped_by=self._skipped_by(),
             **optimizer_settings(self._optimizer),
         )
-        in_use = [*self._in_use, *["skip"] * bool(run.skipped_by)]
+        in_use = [*self.connection.in_use, *["skip"] * bool(run.skipped_by)]
         window = self._log.close(run)
         findings = [
-            fitted(one, self._trained.named_parameters, in_use, self._not_usable, self._is_run)
+            fitted(one, self._trained.named_parameters, in_use, self._not_usable, self.connection.runs_steps)
             for one in self._rules.review(window)
         ]
         self.findings += findings
@@ -633,7 +629,7 @@ class Monitor:
     def diagnose(self) -> Diagnosis:
         """All findings so far, ordered from cause to effect, to be printed. Waits for the device."""
         self.flush()
-        return Diagnosis.of(self.recording(), self._replayed, "" if self.steps else self._why_nothing())
+        return Diagnosis.of(self.recording(), self._replayed, "" if self.steps else self.connection.why_nothing())
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
         """Writes the `recording` to one file, for ``python -m gradstat view``; replaces an existing file atomically.
@@ -689,11 +685,11 @@ class Monitor:
         with self._lock:
             history = recording_of(state)
             guard = None if state.get("guard") is None else self.guard
-            memory = None if guard is None else guard._loaded(state["guard"], "state['guard']")
+            memory = None if guard is None else guard.checked(state["guard"], "state['guard']")
             load_rules(self._rules.rules, state["rules"])
             # From here on nothing is refused.
             if guard is not None and memory is not None:
-                guard._state.load_(memory)
+                guard.state.load_(memory)
             self._pending.clear()
             self._log.clear()
             self._to_act_on = []

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gradstat._core.backends import known_name
 from gradstat._core.tensors import ExtraGroups
 
 
@@ -28,7 +29,7 @@ class MonitorOptions:
             are then those of all ranks, while findings about single tensors stay on their ranks.
 
     Raises:
-        ValueError: A number is not an integer, or too small.
+        ValueError: A number is not an integer, or too small, or the backend is not known.
     """
 
     history: int = 1000
@@ -45,6 +46,7 @@ class MonitorOptions:
             number = getattr(self, name)
             if type(number) is not int or number < least:
                 raise ValueError(f"{name} is {number!r}; expected a whole number of at least {least}")
+        known_name(self.backend)  # an unknown name raises here, not in a step
 
     @classmethod
     def of(cls, options: MonitorOptions | Mapping[str, Any] | None) -> MonitorOptions:

@@ -132,7 +132,7 @@ class Rows(RowValues):
     def _extreme(self, choose: np.ufunc, name: str) -> Floats:
         key = choose.__name__, name
         if key not in self._extremes:
-            if name == "l2_norm" and self._is_ordinary:
+            if name == "l2_norm" and self.is_ordinary:
                 self._extremes[key] = np.sqrt(self._extreme(choose, "sq_sum"))
             else:
                 values = self.column(name)

@@ -59,7 +59,7 @@ def test_the_same_norms_give_the_same_decisions(make: Any, kernels: Kernels, whe
     for step, norm in enumerate(norms(300)):
         given = torch.tensor(norm, dtype=torch.float64, device=where[1])
         skip = torch.tensor(float(step % 11 == 5), device=where[1])
-        decisions.append((ours._decide(kernels, given, skip=skip), theirs._decide(reference, given, skip=skip)))
+        decisions.append((ours.decide(kernels, given, skip=skip), theirs.decide(reference, given, skip=skip)))
     assert_alike(ours, theirs, decisions)
     assert sum(own[0] < 1 for own, _ in decisions) > 10 or "percentile=100" in repr(ours)
 
@@ -69,7 +69,7 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels, w
     """Against numpy.percentile, for a window that has wrapped around."""
     window, kept = 2500, norms(6000)
     clip = AutoClip(90, window)
-    clip._decide(kernels, torch.tensor(1.0, dtype=torch.float64, device=where[1]))
+    clip.decide(kernels, torch.tensor(1.0, dtype=torch.float64, device=where[1]))
     held = [norm for norm in kept if math.isfinite(norm)][: window + 700]
     clip.load_state_dict(
         {
@@ -82,7 +82,7 @@ def test_a_percentile_of_more_norms_than_a_block_has_threads(kernels: Kernels, w
         }
     )
     expected = np.percentile([*held[-700:], 1e9, *held[701:window]], 90)
-    multiplier = clip._decide(kernels, torch.tensor(1e9, dtype=torch.float64, device=where[1]))[0]
+    multiplier = clip.decide(kernels, torch.tensor(1e9, dtype=torch.float64, device=where[1]))[0]
     assert multiplier.item() == pytest.approx(expected / 1e9, rel=1e-12)
 
 
@@ -105,7 +105,7 @@ def test_the_same_rows_give_the_same_decisions(
         if isinstance(ours, AGC):
             weights = gradstat.stats([torch.randn(4, generator=generator) for _ in range(count)]).to(where[1])
         skip = torch.tensor(float(step == 6), device=where[1])
-        decided = [clip._decide(by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
+        decided = [clip.decide(by_, table, weights, by, skip) for clip, by_ in ((ours, kernels), (theirs, reference))]
         decisions.append((decided[0], decided[1]))
     assert_alike(ours, theirs, decisions)
     assert any((own < 1).any() for own, _ in decisions)

@@ -231,10 +231,10 @@ CORE_LAYERS = [
 
 MONITOR_LAYERS = [
     {"reporting", "findings"},
-    {"hooks", "unwatched", "kinds", "options"},
+    {"hooks", "unwatched", "kinds", "options", "connection"},
     {"recording"},
-    {"rows", "replay"},
-    {"rules", "policies", "actions", "segments", "flight_file", "endings", "advice"},
+    {"rows", "replay", "advice"},
+    {"rules", "policies", "actions", "segments", "flight_file", "endings"},
     {"observers", "diagnosis", "arguments", "state"},
     {"collector", "command"},
     {"log"},

@@ -346,7 +346,7 @@ def test_every_replay_of_a_graph_decides_about_a_step_of_its_own(fresh: ctypes.C
     for each in (clip, other):
         each.multiplier(norm)
     with stream.capture() as replay:
-        out = clip._decide(kernels, norm)
+        out = clip.decide(kernels, norm)
     for given in (3.0, 1.0, 7.0, 2.0, math.inf, 9.0, 4.0):
         norm.fill_(given)
         replay(stream)
@@ -363,9 +363,9 @@ def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) ->
     numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
     counters = torch.zeros(3, dtype=torch.int64)
     asked = norms.Scaling(numbers), verdict, None, None, counters, ()
-    guard._decide(backends.resolve("native", "cpu"), *asked)
+    guard.decide(backends.resolve("native", "cpu"), *asked)
     with stream.capture() as replay:
-        out = guard._decide(kernels, *asked)
+        out = guard.decide(kernels, *asked)
     for norm, skip, in_a_row in ((3.0, 0, 0), (7.0, 1, 1), (6.0, 1, 2), (5.0, 0, 0)):
         numbers[1] = norm
         replay(stream)

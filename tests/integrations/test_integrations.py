@@ -32,10 +32,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer
 
 import gradstat
-from gradstat.integrations import _framework, accelerate, transformers
+from gradstat.integrations import _adapter, accelerate, transformers
+from gradstat.integrations._adapter import Adapter
 from gradstat.integrations._engines import engine_clips, engine_name_of
-from gradstat.integrations._handle import Handle
-from gradstat.integrations._options import Options
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import AnomalyError, AnomalyWarning
@@ -54,7 +53,7 @@ class Case(NamedTuple):
     accumulate: int = 1  # micro-batches of a step
     bad_at: frozenset[int] = frozenset()  # forward passes that break
     watch: dict[str, Any] | None = {}  # noqa: RUF012 -- options of the integration; None if nobody watches
-    before: Callable[[Handle], object] = lambda handle: None  # called before the training
+    before: Callable[[Adapter], object] = lambda handle: None  # called before the training
     scaler: Callable[..., torch.amp.GradScaler] | None = None  # the class, for float16
 
     def net(self) -> Net:
@@ -404,7 +403,7 @@ def test_a_bad_step_is_replayed(under: Any, accumulate: int, tmp_path: Path) -> 
 
 
 def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp_path: Path) -> None:
-    seen: list[Handle] = []
+    seen: list[Adapter] = []
     watch = {"on_anomaly": "raise", "save_to": tmp_path / "run.gradstat"}
     case = Case(tmp_path, accumulate=2, bad_at=frozenset({1}), watch=watch, before=seen.append)
     held: list[Net] = []
@@ -434,14 +433,14 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     forget_accelerators()
     second = under(
-        case._replace(bad_at=frozenset(), before=lambda handle: Handle.load_state_dict(handle, state))
+        case._replace(bad_at=frozenset(), before=lambda handle: Adapter.load_state_dict(handle, state))
     ).handle
     assert second.monitor.steps == 3 + STEPS
     assert not second.should_stop
     assert second.monitor.findings == first.monitor.findings
     assert second.scalars()["grad/nonfinite_steps"] == 1
     with pytest.raises(ValueError, match="expected the state of 1 monitors, got 0"):
-        Handle.load_state_dict(second, {**state, "monitors": []})
+        Adapter.load_state_dict(second, {**state, "monitors": []})
     with pytest.raises(ValueError, match=r"^state\['version'\]: expected 1, got 2"):
         second.load_state_dict({**state, "version": 2})
 
@@ -449,11 +448,11 @@ def test_stopping_and_resuming(under: Any, tmp_path: Path) -> None:
 OWN_ERRORS = [
     *((name, "_attachment.MicroBatches", "a micro-batch could not be checked") for name in UNDER),
     *(
-        (name, "_attachment.AccumulationReport._cause", "the micro-batch with NaN or Inf could not be determined")
+        (name, "_attachment.AccumulationReport.cause", "the micro-batch with NaN or Inf could not be determined")
         for name in UNDER
     ),
-    *((name, "_attachment.Attachment.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
-    ("trainer", "_handle.scalars_of", "statistics could not be logged"),
+    *((name, "_adapter.Adapter.on_findings", "findings could not be shown") for name in ("lightning", "trainer")),
+    ("trainer", "_adapter.scalars_of", "statistics could not be logged"),
     ("lightning", "lightning.StepReplay.note", "a batch could not be kept for a replay"),
 ]
 
@@ -465,10 +464,10 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(
     def fail(*_: object, **__: object) -> Any:
         raise ZeroDivisionError
 
-    def break_it(handle: Handle) -> None:
+    def break_it(handle: Adapter) -> None:
         if broken.endswith("on_findings"):
-            monkeypatch.setattr("gradstat.integrations.lightning._show", fail)
-            monkeypatch.setattr("gradstat.integrations.transformers.GradstatCallback._on_findings", fail)
+            monkeypatch.setattr("gradstat.integrations.lightning.GradstatCallback.on_findings", fail)
+            monkeypatch.setattr("gradstat.integrations.transformers.GradstatCallback.on_findings", fail)
         else:
             monkeypatch.setattr(f"gradstat.integrations.{broken}", fail)
 
@@ -560,7 +559,7 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
 )
 def test_invalid_options_are_refused_before_a_model_exists(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
-        Options(options, "trainer", options.pop("max_norm", None), options.pop("runs_steps", False))
+        Adapter(options, "trainer", options.pop("max_norm", None), runs_steps=options.pop("runs_steps", False))
 
 
 @pytest.mark.parametrize("by_class", [True, False])
@@ -569,8 +568,8 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
-        options = Options(given, "trainer", max_norm, runs_steps=True)
-        clips = engine_clips(engine_name_of(strategy), options, ranks, "set it there")
+        options = Adapter(given, "trainer", max_norm, runs_steps=True)
+        clips = engine_clips(engine_name_of(strategy), options.policies, options.max_norm, ranks, "set it there")
         return clips, {rule.name for rule in options.arguments["rules"]}
 
     for policy in ("skip", "rollback", "replay"):
@@ -623,10 +622,10 @@ def test_an_example_runs_and_names_the_fault(command: str, tmp_path: Path, monke
 
 
 def test_versions() -> None:
-    assert _framework.version_of("5.23.0.dev0") == (5, 23)
-    assert _framework.version_of("2.10.0rc1") == (2, 10)
-    assert _framework.version_of("4") == (4, 0)
+    assert _adapter.version_of("5.23.0.dev0") == (5, 23)
+    assert _adapter.version_of("2.10.0rc1") == (2, 10)
+    assert _adapter.version_of("4") == (4, 0)
     with pytest.raises(ImportError, match=r"needs transformers>=99.0, found .*pip install -U 'transformers>=99.0'"):
-        _framework.require("transformers", (99, 0))
+        _adapter.require_framework("transformers", (99, 0))
     with pytest.raises(ImportError, match=r"needs no_such_framework>=1.0, which is not installed"):
-        _framework.require("no_such_framework", (1, 0))
+        _adapter.require_framework("no_such_framework", (1, 0))

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
+from gradstat.integrations._adapter import Adapter
 from gradstat.integrations._attachment import Attachment, RankReductions
-from gradstat.integrations._options import Options
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
 
@@ -595,8 +595,9 @@ def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> Non
         model, raised = nn.Linear(2, 1), []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HostCopy, "needs_copy", travels)
-            options, optimizer = Options({"on_anomaly": "raise"}, "trainer"), torch.optim.SGD(model.parameters())
-            attachment = Attachment(model, optimizer, None, options, device=torch.device("cpu"))
+            adapter, optimizer = Adapter({"on_anomaly": "raise"}, "trainer"), torch.optim.SGD(model.parameters())
+            adapter.device = torch.device("cpu")
+            attachment = Attachment(adapter, model, optimizer, None)
             for step in range(6):
                 bad = step == 1 and dist.get_rank() == 0
                 for parameter in model.parameters():

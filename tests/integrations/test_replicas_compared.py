@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import gradstat
+from gradstat.integrations._adapter import Adapter
 from gradstat.integrations._attachment import Attachment
-from gradstat.integrations._options import Options
 from gradstat.integrations.accelerate import install
 
 RECORD = {"error": "record", "warning": "record"}
@@ -116,18 +116,19 @@ def test_callbacks_of_trainers_compare_replicas_every_hundred_steps(how: str, tm
 def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobody_looks() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = Options({"on_anomaly": RECORD}, "test")
-    device = torch.device("cpu")
+    adapter = Adapter({"on_anomaly": RECORD}, "test")
+    adapter.device = torch.device("cpu")
 
-    def compares(model: nn.Module, **more: Any) -> bool:
-        attachment = Attachment(model, optimizer, None, options, **more)
+    def compares(model: nn.Module, is_replicated: bool = False) -> bool:
+        adapter.is_replicated = is_replicated
+        attachment = Attachment(adapter, model, optimizer, None)
         attachment.remove()
         return "not compared" not in repr(attachment.monitor)
 
-    assert compares(DistributedDataParallel(model), device=device, is_replicated=True)
-    assert not compares(model, device=device)
+    assert compares(DistributedDataParallel(model), is_replicated=True)
+    assert not compares(model)
     model._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
-    assert not compares(DistributedDataParallel(model), device=device, is_replicated=True)
+    assert not compares(DistributedDataParallel(model), is_replicated=True)
     assert "replicas not compared: watch={'replicas': n}" in repr(gradstat.Monitor(model))
     assert "compared" not in repr(gradstat.Monitor(model, watch={"replicas": 10}))
 

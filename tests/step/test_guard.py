@@ -108,7 +108,7 @@ def judge(
     assert norm is not None
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64, device=device)
     verdict = torch.tensor([float(bad), 2.0, 8.0], device=device)
-    return guard._decide(backends.resolve(*where), norms.Scaling(numbers), verdict, loss, update, None, ()), numbers
+    return guard.decide(backends.resolve(*where), norms.Scaling(numbers), verdict, loss, update, None, ()), numbers
 
 
 @deciding
@@ -351,14 +351,14 @@ def test_counts_are_those_of_the_copy_or_of_the_loaded_state() -> None:
     training.step(0, guard)
     counters = training.step(1, guard).counters
     # As on a GPU: streams, which cannot be copied, and a transfer that has not arrived.
-    guard._state.streams = counters.streams = (threading.Lock(),)  # type: ignore[assignment]
+    guard.state.streams = counters.streams = (threading.Lock(),)  # type: ignore[assignment]
     copied, pickled, counted = copy.deepcopy(guard), pickle.loads(pickle.dumps(guard)), copy.deepcopy(counters)
-    guard._state.streams = counters.streams = ()
+    guard.state.streams = counters.streams = ()
     saved = guard.state_dict()
     result = training.step(2, guard)
     assert guard.read().steps == result.counters.read().steps == 3
     assert copied.read().steps == pickled.read().steps == counted.read().steps == 2
-    guard._state._copy = SimpleNamespace(needs_copy=True, done=lambda: False)  # type: ignore[assignment]
+    guard.state._copy = SimpleNamespace(needs_copy=True, done=lambda: False)  # type: ignore[assignment]
     guard.load_state_dict(saved)
     assert guard.read().steps == 2
 

@@ -100,10 +100,10 @@ def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatc
     kernels, on_gpu = resolve("reference", "cpu"), SimpleNamespace(device=GPU, dim=lambda: 0)
     for clip in (gradstat.AutoClip(), gradstat.ZClip()):
         with pytest.raises(RuntimeError, match=f"the state of {type(clip).__name__} .*{message}"):
-            clip._decide(kernels, on_gpu)
-        clip._decide(kernels, torch.ones((), dtype=torch.float64))
+            clip.decide(kernels, on_gpu)
+        clip.decide(kernels, torch.ones((), dtype=torch.float64))
         with pytest.raises(RuntimeError, match=message):  # moving it would be repeated, too
-            clip._decide(kernels, on_gpu)
+            clip.decide(kernels, on_gpu)
 
 
 # On a GPU ---------------------------------------------------------------------------------------------------

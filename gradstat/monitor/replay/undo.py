@@ -140,7 +140,7 @@ class Undo:
             self.copy(counters.tensor)
         guards = dict(_guards)
         for guard in guards.values():
-            self.copy(guard._state.tensor)
+            self.copy(guard.state.tensor)
         self._on_restore.callback(_forget_guards, guards)
         self._on_restore.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
@@ -157,7 +157,7 @@ class Undo:
 def _forget_guards(remembered: dict[Optimizer, SpikeGuard]) -> None:
     """Resets guards that were first used in the meantime."""
     for guard in {*_guards.values()} - {*remembered.values()}:
-        guard._state.load_(torch.zeros_like(guard._state.tensor))
+        guard.state.load_(torch.zeros_like(guard.state.tensor))
     _set_contents(_guards, remembered)
 
 

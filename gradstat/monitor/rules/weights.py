@@ -53,7 +53,7 @@ class GradientWeightRatio(Rule):
         zero = self._zero.values_for(names)
         zero += size == 0
         judged = parameters.tensors.matrices & (zero == 0)
-        if parameters.is_plain and gradients.by_row is None and gradients._is_ordinary:
+        if parameters.is_plain and gradients.by_row is None and gradients.is_ordinary:
             # The usual case, by squares, which are cheaper; a factor of two is far more than their rounding.
             squares = parameters.field("sq_sum")[-1]
             varied = squares - parameters.field("sum")[-1] ** 2 / parameters.values

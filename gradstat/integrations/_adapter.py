@@ -1,8 +1,11 @@
-"""The handle that an integration returns, and what all adapters have in common."""
+"""`Adapter`: what an integration returns, and what all of them have in common."""
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +16,12 @@ from gradstat._core.saved import MAPPING, require, require_version
 from gradstat._version import __version__
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
-from gradstat.adaptive._base import Limit
 from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_clips
-from gradstat.integrations._options import Options
 from gradstat.integrations.loggers import scalars_of
-from gradstat.monitor import Monitor
+from gradstat.monitor import POLICIES, Finding, Monitor
+from gradstat.monitor.arguments import Settings, refuse_unknown
+from gradstat.monitor.kinds import asked_for
 from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import not_replacing
 from gradstat.monitor.unwatched import Unwatched
@@ -30,22 +33,70 @@ if TYPE_CHECKING:
 _VERSION = 1  # of states
 
 
-class Handle:
-    """The base of what integrations return. A context manager; leaving it calls `remove`.
+class Adapter:
+    """Attaches monitors to a training, and knows what only its framework does. A context manager; leaving it removes.
+
+    ``arguments`` are those of `gradstat.Monitor`, except for model, optimizer and scaler, which come from ``source``.
+    ``runs_steps``: the framework's own step can be run again, so a replay needs no function. ``saves``: the policy
+    ``"checkpoint"`` exists. ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy. ``caller``
+    is named in errors. Raises TypeError or ValueError as `gradstat.Monitor` does.
 
     Attributes:
         attachments: One `Attachment` for each model or optimizer; empty before training begins.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._patches: list[Layer] = []
-        self._unwatched = Unwatched([])  # warns of failures of the handle itself
-        self._turns = [0]  # how many steps have been measured of models that take turns
-        self._engine_clips = False
-        self._device: torch.device | None = None  # of this rank; None if it trains alone
-        self._is_replicated = False  # whether DDP keeps the same parameters on all ranks
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        source: str,
+        max_norm: Any = None,
+        *,
+        runs_steps: bool = False,
+        saves: bool = False,
+        healthy_checkpoints: bool = False,
+        caller: Callable[..., Any] = Monitor,
+    ) -> None:
+        for name in ("model", "optimizer", "scaler"):
+            if name in arguments:
+                raise TypeError(f"{name} is taken from the {source}; leave it out")
+        refuse_unknown(arguments, caller, Monitor)
+        known = (*POLICIES, "checkpoint") if saves else POLICIES
+        # Where to save and what to replay is of the real monitor.
+        checked = {name: value for name, value in arguments.items() if name not in ("save_to", "replay")}
+        settings = Settings.of(**checked, max_norm=max_norm, policies=known)
+        self.arguments = {**arguments, "rules": settings.rules}
+        self.max_norm, self.table = settings.limit, settings.policies
+        self.policies = {name for name in known if self.table.uses(name)}
+        self.watch = asked_for(arguments.get("watch"))
+        if "replay" in self.policies and not runs_steps and not callable(arguments.get("replay")):
+            raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
+        self.replays = bool(arguments.get("replay")) or "replay" in self.policies
+        self.runs_steps, self.healthy_checkpoints = runs_steps, healthy_checkpoints
+        self.device: torch.device | None = None  # of this rank; None if it trains alone
+        self.is_replicated = False  # whether DDP keeps the same parameters on all ranks
+        self.turns = 0  # how many steps have been measured of models that take turns
         self.attachments: Sequence[Attachment] = ()
+        self._engine_clips = False
+        self._patches: list[Layer] = []
+        self._unwatched = Unwatched([])  # warns of failures of the adapter itself
+
+    # What attachments ask --------------------------------------------------------------------------------
+
+    def is_complete(self, attachment: Attachment) -> bool:
+        """Whether the gradients of ``attachment`` are complete now, and what is about to change them concerns it."""
+        return True
+
+    def divisor(self) -> int:
+        """What the sum of the losses of a step's micro-batches is divided by."""
+        return 1
+
+    def on_findings(self, findings: list[Finding]) -> None:
+        """Shows new findings in the way of the framework."""
+
+    def save_checkpoint(self) -> None:
+        """Carries out the policy ``"checkpoint"``, on all ranks."""
+
+    # What all integrations do ----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"
@@ -80,21 +131,12 @@ class Handle:
 
     def _prepare(self, engine: str | None, world_size: int, device: torch.device, setting: str) -> None:
         """Raises what `engine_clips` raises; afterwards attachments can be made."""
-        self._engine_clips = engine_clips(engine, self._options, world_size, setting)
-        self._device = device if world_size > 1 else None
+        self._engine_clips = engine_clips(engine, self.policies, self.max_norm, world_size, setting)
+        self.device = device if world_size > 1 else None
 
-    def _attach(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        scaler: Any,
-        limit: Limit | None = None,
-        step_fn: Callable[..., Any] | None = None,
-    ) -> Attachment:
+    def _attach(self, model: nn.Module, optimizer: Optimizer | None, scaler: Any, **more: Any) -> Attachment:
         """Adds an attachment; the arguments are those of `Attachment`."""
-        place = self._device, len(self.attachments), self._is_replicated
-        made = Attachment(model, optimizer, scaler, self._options, limit, step_fn, *place)
-        made.turns = self._turns
+        made = Attachment(self, model, optimizer, scaler, **more)
         self.attachments = [*self.attachments, made]
         return made
 
@@ -131,7 +173,7 @@ class Handle:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the monitors and of an adaptive clip, for a checkpoint. Waits for the device."""
-        clip = self._options.max_norm
+        clip = self.max_norm
         return {
             "version": _VERSION,
             "gradstat": __version__,
@@ -151,8 +193,8 @@ class Handle:
                 f"expected the state of {len(self.attachments)} monitors, got {len(state['monitors'])}; prepare the "
                 "same models before loading"
             )
-        if isinstance(self._options.max_norm, AdaptiveClip) and state.get("clip") is not None:
-            self._options.max_norm._loaded(state["clip"], "state['clip']")  # raises before a monitor has changed
+        if isinstance(self.max_norm, AdaptiveClip) and state.get("clip") is not None:
+            self.max_norm.checked(state["clip"], "state['clip']")  # raises before a monitor has changed
         for attachment, saved in zip(self.attachments, state["monitors"], strict=True):
             attachment.load_state_dict(saved)
         self._load_clip(state)
@@ -162,8 +204,8 @@ class Handle:
         require(state, {"monitors": [MAPPING]})
 
     def _load_clip(self, state: Mapping[str, Any]) -> None:
-        if isinstance(self._options.max_norm, AdaptiveClip) and state.get("clip") is not None:
-            self._options.max_norm.load_state_dict(state["clip"])
+        if isinstance(self.max_norm, AdaptiveClip) and state.get("clip") is not None:
+            self.max_norm.load_state_dict(state["clip"])
 
     def _patch(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Replaces a method of ``owner`` alone; ``replacement`` gets the original as its first argument."""
@@ -193,3 +235,29 @@ class Handle:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with not_replacing(error):
             self.remove()
+
+
+def require_framework(name: str, minimum: tuple[int, int], extra: str = "") -> ModuleType:
+    """Imports the framework ``name``; ``extra`` is gradstat's extra that installs it, by default of the same name.
+
+    Raises ImportError, which says what to install, if it is missing or older than ``minimum``.
+    """
+    extra = extra or name
+    wanted = f"{name}>={minimum[0]}.{minimum[1]}"
+    remedy = f"pip install -U '{wanted}', or 'gradstat[{extra}]'"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, which is not installed: {remedy}") from None
+    version = str(getattr(module, "__version__", "0.0"))
+    if version_of(version) < minimum:
+        raise ImportError(f"gradstat.integrations.{extra} needs {wanted}, found {version}: {remedy}")
+    return module
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Major and minor number of a version; the rest is ignored."""
+    major, minor, *_ = (*map(int, re.findall(r"\d+", text)[:2]), 0, 0)
+    return major, minor
