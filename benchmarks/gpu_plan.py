@@ -61,7 +61,7 @@ class Part:
 ON_A_DEVICE = (
     "accumulation", "adaptive", "amp", "check", "clip", "clip_value", "conformance", "decide", "every_clip", "fuzz",
     "guard", "host_path", "life_threads", "multiply", "ops", "replay_state", "short_set", "step", "streams",
-    "total_norm", "triton", "update",
+    "total_norm", "triton",
 )  # fmt: skip
 WORKERS = min(8, os.cpu_count() or 1)
 
@@ -196,7 +196,6 @@ COMMANDS = {
             Part("training steps", 100, _suite("steps", seconds=4.5)),  # (5 trainings, 13.5 s and 4 s to set up)
             Part("steps of optimizers", 70, _suite("optimizer steps", seconds=0.3)),  # (48 cases, 1.3 s)
             Part("host path", 15, _suite("host path", seconds=1.0)),
-            Part("updates to come", 25, _suite("updates to come", seconds=0.3)),  # (12 lists, 1.3 s)
             Part("memory", 15, _suite("memory", seconds=1.0)),  # (3 lists, 2 s)
             Part("distributed gradients", 20, _ranks("dtensor_clip.py")),
             Part("DDP steps", 20, _ranks("ddp_step.py")),

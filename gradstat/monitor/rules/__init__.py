@@ -49,13 +49,14 @@ RULES: tuple[type[Rule], ...] = (
     ConstantFeature,
     RepeatedBatch,
     LearningRateJump,
-    # The state it begins with. The optimizer's comes first, since it produced the parameters.
+    # The state it begins with. The optimizer's comes first, since it produced the parameters by its last update.
     OptimizerCoverage,
     GradientsNotZeroed,
     ReplicaMismatch,
     NonfiniteOptimizerState,
     SecondMomentDrop,
     MomentumDrift,
+    UpdateWeightRatio,
     NonfiniteParameter,
     ParameterJump,
     OverwrittenParameter,
@@ -78,7 +79,6 @@ RULES: tuple[type[Rule], ...] = (
     ExplodingGradient,
     GradientWeightRatio,
     # Its results.
-    UpdateWeightRatio,
     UnchangedParameter,
     NoLearning,
     SmallSecondMoment,
