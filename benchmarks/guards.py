@@ -32,7 +32,6 @@ from helpers.training_healthy import HEALTHY  # noqa: E402
 from rows import Row  # noqa: E402
 
 import gradstat  # noqa: E402
-from gradstat._step.updates import is_known  # noqa: E402
 from gradstat.bench.timing import progress_bar  # noqa: E402
 
 GROUP, HEALTHY_GROUP = "guards", "guards, healthy"
@@ -101,9 +100,8 @@ FAULTS = {
 
 
 NONE, ZCLIP, SIGMA, GUARD = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard"
-WITH_UPDATE, SCALING = "SpikeGuard, update", "SpikeGuard(scale=0.1), update"
-GUARDS = (NONE, ZCLIP, SIGMA, GUARD, WITH_UPDATE, SCALING)
-GUARDS_ON_HEALTHY = (SIGMA, GUARD, SCALING)  # also tried on healthy trainings
+GUARDS = (NONE, ZCLIP, SIGMA, GUARD)
+GUARDS_ON_HEALTHY = (SIGMA, GUARD)  # also tried on healthy trainings
 
 
 class Stepper:
@@ -114,15 +112,11 @@ class Stepper:
         self._clipped = 0
         self._guard = None
         if name not in (NONE, ZCLIP):
-            make = gradstat.SpikeGuard.sigma if name == SIGMA else gradstat.SpikeGuard
-            self._guard = make(scale=0.1 if name == SCALING else None)
-        self._with_update = name in (WITH_UPDATE, SCALING)
+            self._guard = gradstat.SpikeGuard.sigma() if name == SIGMA else gradstat.SpikeGuard()
 
     def step(self, optimizer: Optimizer, loss: Tensor) -> bool:
         """Takes or refuses a step; returns whether it was refused, or, for a clip, clipped."""
         options: dict[str, Any] = {} if self._guard is None else {"loss": loss, "guard": self._guard}
-        if self._with_update:
-            options["update"] = gradstat.update_stats(optimizer).overall[0]
         gradstat.guarded_step(optimizer, self._clip, **options)
         if self._clip is None:
             return self._guard is not None and bool(self._guard.read(wait=True).reasons)
@@ -133,7 +127,6 @@ class Stepper:
         """Trains, and yields after each step its number, its loss, and the result of `step`."""
         losses: list[Tensor] = []
         refused: list[bool] = []
-        self._with_update = self._with_update and is_known(training.optimizer)
         training._update = lambda: refused.append(self.step(training.optimizer, losses[-1]))  # type: ignore[method-assign]
         watch: Any = SimpleNamespace(batch=lambda batch: None, step=losses.append)
         for step, begins in training.steps(watch, 0, steps):
@@ -211,10 +204,7 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
 
 
 def run_healthy(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]:
-    """For a healthy training, by guard: steps, refused steps, and the final loss minus that without a guard.
-
-    If gradstat cannot compute an optimizer's update, it is guarded without it.
-    """
+    """For a healthy training, by guard: steps, refused steps, and the final loss minus that without a guard."""
     number, seed, steps = case
     torch.set_num_threads(1)
     taken = {

@@ -21,7 +21,6 @@ import optimizer_steps
 import step_providers
 import tables
 import torch
-import updates_to_come
 from caches import Flush
 from cases import (
     CASES,
@@ -324,30 +323,6 @@ def _steps_of_optimizer(
     return made + _timed(plan, {p.name: (lambda p=p: p.run(given)) for p in providers}, ready, row_of)
 
 
-def updates(plan: Plan) -> Work:
-    """Statistics of the coming updates, for AdamW and SGD with momentum."""
-    flush = Flush(plan.device)
-    for case in CASES:
-        if case.name not in updates_to_come.CASES or not plan.holds(case):
-            continue
-        for name in ("AdamW", "SGD"):
-            for dtype in (torch.float32, torch.bfloat16):
-                # Four operands, and as much again for the results of _foreach operations.
-                if dtype in case.dtypes and _fits(plan, 4 * bytes_of(case.shapes(), dtype)):
-                    what = f"{case.name}, {name}, {dtype_name(dtype)}"
-                    yield what, partial(_updates, plan, flush, what, name, case.shapes(), dtype)
-
-
-def _updates(
-    plan: Plan, flush: Callable[[], object], what: str, name: str, shapes: list[Shape], dtype: torch.dtype
-) -> list[Row]:
-    calls = updates_to_come.calls_for(name, shapes, dtype, plan.device)
-    size = (4 if name == "AdamW" else 3) * bytes_of(shapes, dtype)
-    about = {"bytes": size, "tensors": len(shapes), "dtype": dtype}
-    row_of = partial(row, updates_to_come.GROUP, what, device=plan.device, **about)
-    return _timed(plan, calls, lambda _: flush(), row_of)
-
-
 MEMORY_CASES = ("10,000 tensors of 64", "transformer of 17 M", "one tensor of 64 M", "one tensor of 256 M")
 
 
@@ -381,7 +356,6 @@ GROUPS: dict[str, Callable[[Plan], Work]] = {
     "growth in tensors": growth_in_tensors,
     "growth in tensors, warm": warm_growth_in_tensors,
     "memory": memory,
-    updates_to_come.GROUP: updates,
     counts.GROUP: lambda plan: counts.counts(plan.device, [case for case in CASES if case.name in counts.CASES]),
 }
 QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")

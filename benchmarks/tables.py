@@ -42,7 +42,6 @@ _STEPPING = [GUARDED, AMP, TORCH, ALONE]
 _SETTING = ["gradients", "optimizer", "scaler, clipping"]
 # Names in recorded rows that are displayed differently.
 _CAPTIONS = {
-    "updates to come": "coming updates",
     "time ratio": "added time",
     "time inside": "call alone",
 }

@@ -10,7 +10,6 @@
 #include "decide.h"
 #include "entry.h"
 #include "stat.h"
-#include "update.h"
 
 namespace gradstat {
 
@@ -40,10 +39,5 @@ void launch_scale(const std::vector<Entry>& entries, const Multipliers& multipli
 // Decides about a step and updates the state. One kernel of one block.
 void launch_decide(const ClipRequest& request, int32_t device, void* stream);
 void launch_decide(const GuardRequest& request, int32_t device, void* stream);
-
-int64_t update_workspace_bytes(const std::vector<UpdateEntry>& entries);
-// Writes the sums of entries[i], under multipliers[i] on the device, to table[i]. Two kernels.
-void launch_update(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
-                   UpdateSums<double>* table, void* workspace, int32_t device, void* stream);
 
 }  // namespace gradstat

@@ -206,8 +206,8 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   request.out[decides_each(request.method) ? request.count : 1] = norm;
 }
 
-// A guard of optimizer steps (gradstat/guard.py) judges three series: losses, norms and update sizes.
-constexpr int kGuarded = 3;
+// A guard of optimizer steps (gradstat/guard.py) judges two series: losses and norms.
+constexpr int kGuarded = 2;
 
 struct GuardOptions {
   double by_sigmas;  // 1 to judge by mean and sigma, 0 by the median
@@ -221,13 +221,13 @@ constexpr int kGuardOptions = sizeof(GuardOptions) / sizeof(double);
 
 // The state of a guard begins with these, followed by a ring buffer of the last values of each series.
 struct GuardTotals {
-  double steps, refused, by[kGuarded], nonfinite;  // counts; one step may be refused by several series
+  double steps, refused, by[kGuarded], nonfinite;  // counts; one step may be refused by both series
   double in_a_row;            // refused since the last step that was not; nonfinite steps do not count
   double reason;              // of the last step, as in the verdict
   double recorded[kGuarded];  // number of values recorded
 };
 constexpr int64_t kGuardTotals = sizeof(GuardTotals) / sizeof(double);
-// A verdict (entry.h) followed by the reason: 0 if taken, 1 if not finite, else the sum of 2, 4 and 8 for the
+// A verdict (entry.h) followed by the reason: 0 if taken, 1 if not finite, else the sum of 2 and 4 for the
 // series that refused the step.
 constexpr int kGuardVerdict = 4;
 
@@ -235,13 +235,12 @@ struct GuardRequest {
   GuardOptions options;
   double* state;
   int64_t window;
-  Scaling* scaling;        // of the step (entry.h)
-  const float* verdict;    // of the measured step (entry.h)
-  const void* loss;        // of type dtypes[0]; may be null
-  const void* update;      // of type dtypes[2]; may be null
-  DType dtypes[kGuarded];  // indexed by series
-  float* out;              // kGuardVerdict
-  int64_t* counters;       // kCounters (entry.h), or null
+  Scaling* scaling;      // of the step (entry.h)
+  const float* verdict;  // of the measured step (entry.h)
+  const void* loss;      // may be null
+  DType loss_dtype;
+  float* out;         // kGuardVerdict
+  int64_t* counters;  // kCounters (entry.h), or null
 };
 
 namespace guards {
@@ -250,13 +249,12 @@ enum Judgement : int { kOrdinary, kOutlier, kAboveLimit, kMissing, kNonfinite };
 
 GRADSTAT_HD double value_of(const GuardRequest& request, int series) {
   if (series == 1) return request.scaling->norm;
-  return value_at(reinterpret_cast<uint64_t>(series == 0 ? request.loss : request.update),
-                  request.dtypes[series], 0);
+  return value_at(reinterpret_cast<uint64_t>(request.loss), request.loss_dtype, 0);
 }
 
 template <class Team>
 GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team& team) {
-  if (series != 1 && (series == 0 ? request.loss : request.update) == nullptr) return kMissing;
+  if (series == 0 && request.loss == nullptr) return kMissing;
   const double value = value_of(request, series);
   if (!clips::is_finite(value)) return kNonfinite;
   const GuardOptions& options = request.options;
@@ -287,16 +285,13 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     // The center is the median. The spread is the largest of: the median absolute deviation, scaled to the
     // standard deviation of a normal distribution; half the distance to the largest value, as losses and norms
     // have long tails; a hundredth of the median, as otherwise any change of a nearly constant series would
-    // stand out. For updates the full distance and the full median are used: a rare input gets full-size steps
-    // while the others have small ones, and would never be learned if those steps were refused.
+    // stand out.
     centre = quantile(team, at, count, 0.5);
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;
     for (int64_t i = team.rank(); i < count; i += team.size()) largest = merge::max(largest, at(i));
     largest = team.all_reduce(largest, [](double a, double b) { return merge::max(a, b); });
-    const bool is_update = series == 2;
-    spread = merge::max(merge::max(spread, (is_update ? 1.0 : 0.5) * (largest - centre)),
-                        (is_update ? 1.0 : 0.01) * fabs(centre));
+    spread = merge::max(merge::max(spread, 0.5 * (largest - centre)), 0.01 * fabs(centre));
   }
   return value - centre <= options.threshold * spread ? kOrdinary : kOutlier;
 }
@@ -328,9 +323,7 @@ GRADSTAT_HD void conclude(const GuardRequest& request, const int* judgements) {
       recorded += 1;
     }
   }
-  // If only the update stands out, scaling gradients does not help: the learning rate is the cause.
-  const bool is_in_gradients = (reason & (2 | 4)) != 0;
-  const bool scales = options.scale != 0 && is_in_gradients;
+  const bool scales = options.scale != 0 && refused;
   const bool skip = reason != 0 && !scales;
   const double multiplier = scales ? options.scale : 1.0;
   totals.steps += 1;

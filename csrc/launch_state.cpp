@@ -86,7 +86,6 @@ uint32_t resident_blocks(int32_t device) {
     const AllowMemoryCalls allow;
     const int32_t fitting = std::max(1, std::min(load_stats_kernels(), load_scale_kernels()));
     load_decide_kernels();
-    load_update_kernels();
     int multiprocessors = 0;
     check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
                "querying the number of multiprocessors");

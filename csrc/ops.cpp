@@ -38,12 +38,6 @@ struct Cpu {
     const KeepsDenormals kept;
     decide_step(request);
   }
-
-  static void update(const std::vector<UpdateEntry>& entries, int32_t,
-                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
-    const KeepsDenormals kept;
-    update_cpu(entries, coefficients, table);
-  }
 };
 
 }  // namespace gradstat

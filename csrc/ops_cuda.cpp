@@ -55,13 +55,6 @@ struct Cuda {
     const torch::stable::accelerator::DeviceGuard guard(device);
     launch_decide(request, device, current_stream(device));
   }
-
-  static void update(const std::vector<UpdateEntry>& entries, int32_t device,
-                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    const Tensor memory = workspace(update_workspace_bytes(entries), device);
-    launch_update(entries, coefficients, table, memory.data_ptr(), device, current_stream(device));
-  }
 };
 
 void* allocate_forever(size_t bytes, int32_t device, const char* /*torch says it*/) {

@@ -5,7 +5,6 @@
 //   is_known_identity    decided without a host sync
 //   scale                one pass over entries at distinct addresses
 //   decide               about a clip's multipliers or about a step, on the device with the given index
-//   update               takes one set of coefficients and writes one row of sums for each entry
 //   kDLPackType          the same device type in DLPack's numbering, for python_ops.h
 // A `Caller` has the types of arguments and results, and reads arguments, or throws if it cannot:
 //   Tensors, Argument, Result  a list of tensors, a single tensor, a new tensor
@@ -28,7 +27,6 @@
 
 #include "decide.h"
 #include "stable_tensors.h"
-#include "update.h"
 
 namespace gradstat {
 
@@ -152,22 +150,10 @@ struct Operations {
     scale_entries(units_of(tensors), multipliers);
   }
 
-  static Result update_sums(const Tensors& operands, const std::vector<int64_t>& formulas,
-                            const Argument& coefficients) {
-    const TensorList& list = Caller::list(operands);
-    const auto count = static_cast<int64_t>(formulas.size()) * kUpdateCoefficients;
-    const double* by = numbers<double>(coefficients, count, home_of(list), "coefficients");
-    const std::vector<UpdateEntry> entries = update_entries(list.entries(), formulas);
-    Memory table({static_cast<int64_t>(entries.size()), kUpdateSums}, DType::kFloat64, list.device_index());
-    Device::update(entries, list.device_index(), reinterpret_cast<const UpdateCoefficients<double>*>(by),
-                   static_cast<UpdateSums<double>*>(table.data()));
-    return table.result();
-  }
-
   // The verdict of the guard (decide.h).
   static Result guard_(const std::vector<double>& options, const Argument& state, int64_t window,
                        const Argument& scaling, const Argument& verdict, const Optional& loss,
-                       const Optional& update, const Optional& counters) {
+                       const Optional& counters) {
     STD_TORCH_CHECK(options.size() == kGuardOptions, "gradstat: expected ", kGuardOptions, " options, got ",
                     options.size());
     require_window(window);
@@ -179,8 +165,7 @@ struct Operations {
     request.window = window;
     request.scaling = reinterpret_cast<Scaling*>(numbers<double>(scaling, 2, device, "scaling"));
     request.verdict = numbers<float>(verdict, kVerdict, device, "verdict");
-    if (loss) request.loss = number(*loss, request.dtypes[0], device, "loss");
-    if (update) request.update = number(*update, request.dtypes[2], device, "update");
+    if (loss) request.loss = number(*loss, request.loss_dtype, device, "loss");
     if (counters) request.counters = numbers<int64_t>(*counters, kCounters, device, "counters");
     Memory out({kGuardVerdict}, DType::kFloat32, device);
     request.out = static_cast<float*>(out.data());
@@ -364,6 +349,5 @@ struct Dispatcher {
     "Tensor? factor=None, Tensor? skip=None) -> Tensor")                                                      \
   X(guard_,                                                                                                   \
     "(float[] options, Tensor(a!) state, int window, Tensor(b!) scaling, Tensor verdict, "                    \
-    "Tensor? loss=None, Tensor? update=None, Tensor(c!)? counters=None) -> Tensor")                           \
-  X(update_sums, "(Tensor[] operands, int[] formulas, Tensor coefficients) -> Tensor")                        \
+    "Tensor? loss=None, Tensor(c!)? counters=None) -> Tensor")                                                \
   X(clip_, "(Tensor(a!)[] tensors, float max_norm, float norm_type) -> Tensor")

@@ -273,11 +273,6 @@ struct ReleasingGil : Device {
     const WithoutGil others_may_run;
     Device::scale(arguments...);
   }
-  template <class... Arguments>
-  static void update(const Arguments&... arguments) {
-    const WithoutGil others_may_run;
-    Device::update(arguments...);
-  }
 };
 
 // Operations as Python calls them.

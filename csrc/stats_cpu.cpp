@@ -47,22 +47,17 @@ constexpr int64_t kParallelBytes = 1024 * 1024;
 // The fixed cost of a tensor, as the number of bytes that could be read in that time.
 constexpr int64_t kTensorBytes = 512;
 
-// Prefetch distance in bytes, for loops over one tensor and for updates, which read several tensors side by
-// side. On AMD family 25 (measured: Zen 4) prefetching more than the next lines disturbs the hardware
-// prefetchers, and in updates any does. Family 26 (Zen 5) behaves like Intel's processors.
-struct Prefetch {
-  int64_t one, several;
-};
-
-Prefetch choose_prefetch() {
+// Prefetch distance in bytes. On AMD family 25 (measured: Zen 4) prefetching more than the next lines disturbs
+// the hardware prefetchers. Family 26 (Zen 5) behaves like Intel's processors.
+int64_t choose_prefetch() {
 #if defined(__x86_64__)
   unsigned eax = 0, ebx, ecx, edx;
   constexpr unsigned kFamily = 0x0ff00f00, kFamily25 = 0x00a00f00;
-  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) && (eax & kFamily) == kFamily25) return {256, 0};
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) && (eax & kFamily) == kFamily25) return 256;
 #endif
-  return {8192, 8192};
+  return 8192;
 }
-const Prefetch prefetch_distance = choose_prefetch();
+const int64_t prefetch_distance = choose_prefetch();
 
 // The value of each code of a float8 type.
 struct Float8Values {
@@ -161,23 +156,21 @@ struct Kernels {
   const char* name;
   void (*read)(const Entry&, int64_t first, int64_t count, double factor, Row& row);
   void (*scale)(const Entry&, int64_t first, int64_t count, double multiplier);
-  void (*read_update)(const UpdateEntry&, int64_t first, int64_t count, const UpdateCoefficients<double>&,
-                      UpdateSums<double>&);
 };
 
 Kernels choose_kernels() {
-  std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale, baseline::read_update}};
+  std::vector<Kernels> supported = {{"baseline", baseline::read, baseline::scale}};
 #if defined(__x86_64__)
   // Every processor with AVX2 also has F16C, which not all compilers can query.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    supported.push_back({"avx2", avx2::read, avx2::scale, avx2::read_update});
+    supported.push_back({"avx2", avx2::read, avx2::scale});
     // Processors with VBMI2 (Ice Lake, Zen 4 and later) also have VNNI and keep their frequency with 64-byte
     // vectors; earlier ones do not.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
         __builtin_cpu_supports("avx512vnni")) {
-      supported.push_back({"avx512", avx512::read, avx512::scale, avx512::read_update});
+      supported.push_back({"avx512", avx512::read, avx512::scale});
     }
   }
 #endif
@@ -218,13 +211,12 @@ class ForkedFromThreads {
 // tensors, never on the number of threads. A tensor of several chunks has a slot for each, in order.
 class Work {
  public:
-  // `times`: number of equally large operands that are read together.
-  explicit Work(const std::vector<Entry>& entries, int64_t times = 1) : entries_(entries) {
+  explicit Work(const std::vector<Entry>& entries) : entries_(entries) {
     int64_t total = 0;
     for (const Entry& entry : entries) total += kTensorBytes + entry.values() * size_of(entry.dtype);
-    const bool is_parallel = times * total >= kParallelBytes && !ForkedFromThreads::value();
+    const bool is_parallel = total >= kParallelBytes && !ForkedFromThreads::value();
     const int64_t most = is_parallel ? 8 * torch::stable::get_num_threads() : 1;
-    const int64_t tasks = std::clamp<int64_t>(times * total / kTaskBytes, 1, most);
+    const int64_t tasks = std::clamp<int64_t>(total / kTaskBytes, 1, most);
     Place place = {0, 0, 0};
     int64_t cost = 0;
     borders_.reserve(tasks + 1);
@@ -254,19 +246,19 @@ class Work {
   }
 
   // Fills table[i] with the merged rows of the chunks of tensor i. Calls read(tensor, first value, number of
-  // values, row) for every chunk, with a row that equals `nothing`.
-  template <class Merged, class Read>
-  void fill(Merged* table, const Merged& nothing, const Read& read) const {
-    std::vector<Merged> slots(borders_.back().slot);
+  // values, row) for every chunk, with an identity row.
+  template <class Read>
+  void fill(Row* table, const Read& read) const {
+    std::vector<Row> slots(borders_.back().slot);
     for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t slot) {
-      Merged& row = has_slots(tensor) ? slots[slot] : table[tensor];
-      row = nothing;
+      Row& row = has_slots(tensor) ? slots[slot] : table[tensor];
+      row = identity_row();
       read(tensor, first, count, row);
     });
     auto slot = slots.begin();
     for (size_t i = 0; i < entries_.size(); ++i) {
       if (!has_slots(i)) continue;
-      table[i] = nothing;
+      table[i] = identity_row();
       for (int64_t first = 0; first < entries_[i].values(); first += kChunk) merge_into(table[i], *slot++);
     }
   }
@@ -303,7 +295,7 @@ class Work {
 
 Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor) {
   const auto read = kernels().read;
-  Work(entries).fill(table, identity_row(), [&](size_t tensor, int64_t first, int64_t count, Row& row) {
+  Work(entries).fill(table, [&](size_t tensor, int64_t first, int64_t count, Row& row) {
     read(entries[tensor], first, count, factor, row);
   });
   Row total = identity_row();
@@ -317,21 +309,6 @@ void scale_cpu(const std::vector<Entry>& entries, const Multipliers& multipliers
   work.for_each_chunk([&](size_t tensor, int64_t first, int64_t count, size_t) {
     const double multiplier = multipliers.of(tensor);
     if (multiplier != 1.0) scale(entries[tensor], first, count, multiplier);
-  });
-}
-
-void update_cpu(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
-                UpdateSums<double>* table) {
-  const auto read_update = kernels().read_update;
-  std::vector<Entry> gradients;
-  int64_t operands = 1;
-  for (const UpdateEntry& entry : entries) {
-    gradients.push_back(entry.operands[0]);
-    operands = std::max<int64_t>(operands, operands_of(entry.formula));
-  }
-  using Sums = UpdateSums<double>;
-  Work(gradients, operands).fill(table, Sums{}, [&](size_t tensor, int64_t first, int64_t count, Sums& sums) {
-    read_update(entries[tensor], first, count, coefficients[tensor], sums);
   });
 }
 

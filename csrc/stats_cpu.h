@@ -1,4 +1,4 @@
-// The CPU loops over tensors: rows, scaling, and update sums.
+// The CPU loops over tensors: rows and scaling.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,6 @@
 
 #include "entry.h"
 #include "stat.h"
-#include "update.h"
 
 namespace gradstat {
 
@@ -18,10 +17,6 @@ Row rows_cpu(const std::vector<Entry>& entries, Row* table, double factor = 1.0)
 // Multiplies the elements of each entry by its multiplier, in float32 for types narrower than that. Entries
 // whose multiplier is exactly 1 are not touched.
 void scale_cpu(const std::vector<Entry>& entries, const Multipliers& multipliers);
-
-// Fills table[i] with the update sums of entries[i] under coefficients[i]. Otherwise like rows_cpu.
-void update_cpu(const std::vector<UpdateEntry>& entries, const UpdateCoefficients<double>* coefficients,
-                UpdateSums<double>* table);
 
 // The instruction set chosen for this machine, for `python -m gradstat info`.
 const char* cpu_instructions();

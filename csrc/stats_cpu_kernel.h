@@ -682,7 +682,7 @@ void read_values(typename Type::Storage* p, int64_t first, int64_t count, double
     Pass<Type, kPair> pass;
     int64_t i = 0;
     for (; i + Type::kStep <= take; i += Type::kStep) {
-      prefetch<Type::kStep * sizeof(*p)>(p + i, prefetch_distance.one);
+      prefetch<Type::kStep * sizeof(*p)>(p + i, prefetch_distance);
       pass.add(p + i);
     }
     if (i < take) pass.add_rest(p + i, take - i);
@@ -745,7 +745,7 @@ struct Float8 {
       for (const int64_t end = std::min(count, i + kBlockBytes); i < end; i += kStep) {
         __m512i code, for_extremes;
         if (count - i >= kStep) {
-          prefetch<kStep>(p + i, prefetch_distance.one);
+          prefetch<kStep>(p + i, prefetch_distance);
           code = for_extremes = load<__m512i>(p + i);
         } else {  // padded as in Pass::add_rest
           code = bitcast<__m512i>(load_part(p + i, count - i, uint8_t{0}));
@@ -839,8 +839,6 @@ void scale(const Entry& entry, int64_t first, int64_t count, double multiplier) 
       entry, first, [&](auto type, auto* values) { scale_values<decltype(type)>(values, count, multiplier); });
   if (!is_scaled) scale_float8(entry, first, count, static_cast<float>(multiplier));
 }
-
-#include "update_cpu_kernel.h"
 
 }  // namespace GRADSTAT_NAMESPACE
 

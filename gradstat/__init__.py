@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     from gradstat.automatic import AutoHandle, auto
     from gradstat.monitor import Monitor
     from gradstat.patch import patch_torch
-    from gradstat.update import UPDATE_FIELDS, UpdateReport, UpdateStats, update_stats
 
 __all__ = [
     "AGC",
     "FIELDS",
-    "UPDATE_FIELDS",
     "AccumulationReport",
     "AdaGC",
     "AutoClip",
@@ -52,8 +50,6 @@ __all__ = [
     "StepCounts",
     "StepResult",
     "TensorStats",
-    "UpdateReport",
-    "UpdateStats",
     "ZClip",
     "__version__",
     "amp",
@@ -70,7 +66,6 @@ __all__ = [
     "patch_torch",
     "stats",
     "step_counters",
-    "update_stats",
 ]
 
 
@@ -85,7 +80,6 @@ _LAZY = {
     "distributed": None,
     "monitor": None,
     "patch_torch": "patch",
-    **dict.fromkeys(("UPDATE_FIELDS", "UpdateReport", "UpdateStats", "update_stats"), "update"),
 }
 
 

@@ -13,17 +13,6 @@ from typing import Any, Literal
 
 Merge = Literal["sum", "min", "max"]
 
-# Columns, in order, of two tables about the update that an optimizer is about to make (csrc/update.h), one row for each
-# parameter: sums over elements, and the coefficients that the sums are computed with.
-UPDATE_SUMS = ("update", "weight", "scaled_gradient", "product", "gradient", "momentum", "second_moment")
-UPDATE_COEFFICIENTS = (
-    *("gradient_scale", "weight_decay", "momentum_decay", "momentum_gain", "second_decay", "second_gain"),
-    *("from_gradient", "from_momentum", "root_scale", "eps", "is_adaptive", "lr"),
-)
-UPDATE_FORMULAS = ("gradient", "momentum", "adam", "amsgrad", "adamax")
-"""Update formulas by number. A tensor with the n-th formula has `UPDATE_OPERANDS[n]` operands."""
-UPDATE_OPERANDS = (2, 3, 4, 5, 4)  # gradient, weight, momentum, second moment, maximum of the second moment
-
 _IDENTITY: dict[str, float] = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -87,10 +76,8 @@ SMALL_SCALE = 2.0**537
 FINGERPRINT: str = ",".join(
     [f"{field.name}:{field.merge}" for field in FIELDS]
     + [number.hex() for number in (LARGE, SMALL, LARGE_SCALE, SMALL_SCALE)]
-    + [*UPDATE_SUMS, *UPDATE_COEFFICIENTS]
-    + [f"{formula}:{operands}" for formula, operands in zip(UPDATE_FORMULAS, UPDATE_OPERANDS, strict=True)]
 )
-"""Identifies fields, merges, Blue's constants, update formulas and tables. A compiled extension carries its own."""
+"""Identifies fields, merges and Blue's constants. A compiled extension carries its own."""
 
 
 def l2_norm(xp: Any, rows: Any) -> Any:

@@ -22,12 +22,12 @@ from gradstat.adaptive._base import number, positive, whole_number
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SERIES = ("loss", "norm", "update")
+SERIES = ("loss", "norm")
 # Names of the bits of a reason (csrc/decide.h).
 _REASONS = ("nonfinite", *SERIES)
 # Offsets in the state: steps, refused, refused by each series, not finite, refused in a row, reason, and the number of
 # recorded values of each series; the values themselves begin at _TOTALS.
-_REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 5, 6, 7, 8, 11
+_REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 4, 5, 6, 7, 9
 
 # Outliers, for this guard (csrc/decide.h) and the rules of the monitor, are this many spreads above the median. The
 # spread is the largest of three numbers: the robust standard deviation, this share of the distance from the median to
@@ -45,25 +45,24 @@ class GuardCounts:
     Attributes:
         steps: Steps judged.
         refused: Steps refused, that is skipped or scaled down.
-        by_loss, by_norm, by_update: Steps refused because of each value; a step may count in several.
-        nonfinite: Steps skipped because a gradient, the loss or the update was NaN or Inf. Not included in ``refused``.
+        by_loss, by_norm: Steps refused because of each value; a step may count in both.
+        nonfinite: Steps skipped because a gradient or the loss was NaN or Inf. Not included in ``refused``.
         consecutive_refused: Steps refused since the last step that was taken, not counting non-finite ones.
-        reasons: Why the last step was not taken unchanged: some of ``"nonfinite"``, ``"loss"``, ``"norm"`` and
-            ``"update"``; empty if it was taken.
+        reasons: Why the last step was not taken unchanged: some of ``"nonfinite"``, ``"loss"`` and ``"norm"``;
+            empty if it was taken.
     """
 
     steps: int
     refused: int
     by_loss: int
     by_norm: int
-    by_update: int
     nonfinite: int
     consecutive_refused: int
     reasons: tuple[str, ...]
 
 
 class SpikeGuard:
-    """Refuses steps whose loss, gradient norm or update is an outlier; for `gradstat.guarded_step`. ::
+    """Refuses steps whose loss or gradient norm is an outlier; for `gradstat.guarded_step`. ::
 
         guard = gradstat.SpikeGuard()
         ...
@@ -74,11 +73,9 @@ class SpikeGuard:
     absolute deviation times 1.4826, which estimates the standard deviation of normally distributed values. The second
     is half the distance from the median to the largest value, because losses and norms have long tails. The third is a
     hundredth of the median. With the default threshold an outlier is therefore more than three times as far from the
-    median as the largest value. For updates the full distance and the full median are used: otherwise a rare input,
-    whose updates are large while all others are small, would never be learned. Except for the first, these terms are
-    conventions of gradstat, as is excluding the newest values, which may already be part of a growth;
-    benchmarks/guards.py measures their effect. Values of refused steps are not recorded, so a spike changes nothing.
-    NaN and Inf are skipped whatever the method.
+    median as the largest value. Except for the first, these terms are conventions of gradstat, as is excluding the
+    newest values, which may already be part of a growth; benchmarks/guards.py measures their effect. Values of refused
+    steps are not recorded, so a spike changes nothing. NaN and Inf are skipped whatever the method.
 
     The state is one float64 tensor, made on the gradients' device at first use and then changed in place: no step waits
     for the device, and steps can be captured into a CUDA graph once one has run outside of it. Use one guard per
@@ -95,10 +92,9 @@ class SpikeGuard:
         max_consecutive: After this many refusals in a row, a step that exceeds no limit is taken although it is an
             outlier, and the statistics restart with its values, since the level has changed. None for no limit.
         scale: The factor, between 0 and 1, that multiplies the gradients of a refused step after any clip; None skips
-            the step. A step refused for its update alone is skipped in either case, since smaller gradients do not
-            correct a learning rate.
-        max_loss, max_norm, max_update: Limits above which a value is always refused, even after ``max_consecutive``;
-            the latter two above 0.
+            the step.
+        max_loss, max_norm: Limits above which a value is always refused, even after ``max_consecutive``; the latter
+            above 0.
         process_group: The ranks that train together; None for all ranks.
 
     Raises:
@@ -115,18 +111,16 @@ class SpikeGuard:
         scale: float | None = None,
         max_loss: float = math.inf,
         max_norm: float = math.inf,
-        max_update: float = math.inf,
         process_group: ProcessGroup | None = None,
     ) -> None:
         self._by_sigmas = False
         self._window = whole_number("window", window, 2)
         if scale is not None and not 0 < float(scale) < 1:
             raise ValueError(f"scale is {scale}; expected a number between 0 and 1, or None to skip refused steps")
-        limits = {"max_loss": max_loss, "max_norm": max_norm, "max_update": max_update}
+        limits = {"max_loss": max_loss, "max_norm": max_norm}
         if not float(max_loss) > -math.inf:
             raise ValueError(f"max_loss is {float(max_loss)}; expected a number, or inf for no limit")
-        for name in ("max_norm", "max_update"):
-            positive(name, limits[name], "inf for no limit")
+        positive("max_norm", max_norm, "inf for no limit")
         self._method_options = (
             number("threshold", threshold, 0.0),
             float(max(2, self._window // 2) if warmup is None else whole_number("warmup", warmup, 2)),
@@ -177,8 +171,8 @@ class SpikeGuard:
         Without ``wait`` only the first call waits for the device, as in `gradstat.StepCounters`.
         """
         numbers = map(int, self.state.newest(wait, lambda: self.state.tensor[:_RECORDED]))
-        steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reason = numbers
-        return GuardCounts(steps, refused, by_loss, by_norm, by_update, nonfinite, consecutive, reasons_of(reason))
+        steps, refused, by_loss, by_norm, nonfinite, consecutive, reason = numbers
+        return GuardCounts(steps, refused, by_loss, by_norm, nonfinite, consecutive, reasons_of(reason))
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: ``"rule"``, and ``"tensors"`` by name on their device. There is no host sync."""
@@ -206,7 +200,7 @@ class SpikeGuard:
             return fits
 
         kinds = {
-            "totals": Numbers((_TOTALS,), "counts, and a reason below 16", fit_totals),
+            "totals": Numbers((_TOTALS,), "counts, and a reason below 8", fit_totals),
             "values": Numbers((len(SERIES), self._window), "a finite number", torch.isfinite),
         }
         require(state, {"rule": exactly(self._method), "tensors": kinds}, place)
@@ -219,7 +213,6 @@ class SpikeGuard:
         scaling: norms.Scaling,
         verdict: Tensor,
         loss: Tensor | None,
-        update: Tensor | None,
         counters: Tensor | None,
         streams: Streams,
     ) -> Tensor:
@@ -233,12 +226,10 @@ class SpikeGuard:
         memory = self.state.moved_to(device, "the state of a guard")
         self.state.streams = streams
         loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
-        update = None if update is None else _on(update.detach(), device)
         options = (float(self._by_sigmas), *self._method_options)
         if kernels.guard_ is not None:
-            return kernels.guard_(options, memory, self._window, scaling.numbers, verdict, loss, update, counters)
-        values = [loss, scaling.norm, update]
-        return _judge(options, memory, self._window, scaling, verdict, values, counters)
+            return kernels.guard_(options, memory, self._window, scaling.numbers, verdict, loss, counters)
+        return _judge(options, memory, self._window, scaling, verdict, [loss, scaling.norm], counters)
 
     @property
     def reason(self) -> Tensor:
@@ -339,8 +330,7 @@ def _judge(
             centre = ring.nanquantile(0.5)
             spread = MAD * (ring - centre).abs().nanquantile(0.5)
             largest = torch.where(is_compared, rings[i], -math.inf).amax()
-            of_largest, of_centre = (1.0, 1.0) if SERIES[i] == "update" else (OF_LARGEST, OF_MEDIAN)
-            spread = torch.maximum(torch.maximum(spread, of_largest * (largest - centre)), of_centre * centre.abs())
+            spread = torch.maximum(torch.maximum(spread, OF_LARGEST * (largest - centre)), OF_MEDIAN * centre.abs())
         above[i] = value > limits[i]
         is_known = recorded[i] >= max(warmup, newest + 2)
         outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
@@ -356,10 +346,10 @@ def _judge(
             held_now = rings[i].gather(0, at)
             rings[i].scatter_(0, at, torch.where(is_recorded, value.reshape(1).to(torch.float64), held_now))
             recorded[i] += is_recorded
-    scaled = refused & (why[0] | why[1]) if scale else no
+    scaled = refused if scale else no
     multiplier = torch.where(scaled, scale, 1.0).to(torch.float64)
     skip = ~finite | (refused & ~scaled)
-    bits = to_device(torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64, device="cpu"), memory.device)
+    bits = to_device(torch.tensor([2.0, 4.0], dtype=torch.float64, device="cpu"), memory.device)
     reason = (why * bits).sum() + (~finite).to(torch.float64)
     totals[0] += 1
     totals[_REFUSED] += refused

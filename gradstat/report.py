@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
 from gradstat._core.text import and_more, columns, count_of, lines_of, listed, nan_and_inf, printable
-from gradstat.tensor_stats import FLOATS, INTEGERS, Array, ByName, Judged, OneRow, RowValues, TensorStats
+from gradstat.tensor_stats import FLOATS, INTEGERS, Array, Judged, OneRow, RowValues, TensorStats
 
 # Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
@@ -42,7 +42,7 @@ class NonFiniteGradientError(RuntimeError):
         self.report = report
 
 
-class Report(Judged, OneRow, ByName[TensorStats]):
+class Report(Judged, OneRow):
     """The statistics of many tensors at one moment. Iterates over `TensorStats`; ``report[name]`` returns one.
 
     Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors. In a condition it is
@@ -137,16 +137,35 @@ class Report(Judged, OneRow, ByName[TensorStats]):
         """Names of parameters that require a gradient and have none."""
         return tuple(self._missing())
 
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors or parameters, in order."""
+        return tuple(self._names())
+
+    @functools.cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
     def _at(self, position: int) -> TensorStats:
         return TensorStats(self.names[position], self._infos[position], self._each, position)
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def _absent(self, name: str) -> str:
-        if name in self.missing:
-            return f"{name!r} has no {self._what}; see report.missing"
-        return f"no tensor named {name!r} in this report; see report.names"
+    def __iter__(self) -> Iterator[TensorStats]:
+        return map(self._at, range(len(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._position
+
+    def __getitem__(self, key: str | int) -> TensorStats:
+        if isinstance(key, int):
+            return self._at(range(len(self))[key])
+        if key in self._position:
+            return self._at(self._position[key])
+        if key in self.missing:
+            raise KeyError(f"{key!r} has no {self._what}; see report.missing")
+        raise KeyError(f"no tensor named {key!r} in this report; see report.names")
 
     @functools.cached_property
     def nonfinite(self) -> list[TensorStats]:

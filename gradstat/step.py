@@ -101,7 +101,6 @@ def guarded_step(
     scaler: GradScaler | None = None,
     *,
     loss: Tensor | None = None,
-    update: Tensor | None = None,
     guard: SpikeGuard | None = None,
     closure: Callable[[], Any] | None = None,
     model: Module | None = None,
@@ -127,9 +126,8 @@ def guarded_step(
             Calling ``scaler.update()`` is left to the caller.
         loss: The loss of the step, a single number, for the guard: the mean if gradients were accumulated, without
             the loss scale.
-        update: The size of the update for the guard: a single number, the same on every rank.
-        guard: Refuses the step if ``loss``, ``update`` or the norm before clipping is an outlier. An adaptive clip does
-            not see refused steps, and a loss scaler counts them as good ones.
+        guard: Refuses the step if ``loss`` or the norm before clipping is an outlier. An adaptive clip does not see
+            refused steps, and a loss scaler counts them as good ones.
         closure: Computes the gradients and returns the loss, or None. It is called once, before anything else. LBFGS,
             and optimizers other than torch's, call it several times. Gradients are then checked and clipped each time,
             and copies of parameters and state are restored if a gradient is not finite.
@@ -138,12 +136,12 @@ def guarded_step(
         backend, extra_groups: As for `check`.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, ``max_norm`` none of the above, ``loss`` or ``update`` not a
-            tensor, or a gradient has no norm.
+        TypeError: ``optimizer`` is not an optimizer, ``max_norm`` none of the above, ``loss`` not a tensor, or
+            a gradient has no norm.
         ValueError: ``max_norm`` is not above 0; a gradient cannot be measured; ``skip_nonfinite`` is False with a loss
-            scaler or a guard, which cannot work without skipping; ``loss`` or ``update`` is not one number, or there is
-            no guard; a guard that scales is combined with `AdaGC` or `AGC`, or a guard with LBFGS; a gradient that is
-            to be unscaled in place is float16.
+            scaler or a guard, which cannot work without skipping; ``loss`` is not one number, or there is no guard;
+            a guard that scales is combined with `AdaGC` or `AGC`, or a guard with LBFGS; a gradient that is to be
+            unscaled in place is float16.
         RuntimeError: Other code has set ``grad_scale`` or ``found_inf`` on the optimizer; it has stepped since the
             last ``scaler.update()``; none of its parameters has a gradient although there is a scaler; a gradient
             was added after ``scaler.unscale_`` or unscaled with another optimizer's (by `gradstat.amp.GradScaler`
@@ -161,7 +159,7 @@ def guarded_step(
         scaler = None
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
     request = _Request(
-        optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups, guard, loss, update
+        optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups, guard, loss
     )
     _check_guard(request, closure)
     if closure is None:
@@ -197,14 +195,12 @@ def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: 
 
 def _check_guard(request: _Request, closure: object) -> None:
     guard = request.guard
-    for name, value in (("loss", request.loss), ("update", request.update)):
-        if value is None:
-            continue
+    if request.loss is not None:
         if guard is None:
             raise ValueError(
-                f"{name} is used only with a guard; pass guard=gradstat.SpikeGuard() with it, or leave it out"
+                "loss is used only with a guard; pass guard=gradstat.SpikeGuard() with it, or leave it out"
             )
-        checked_value(name, value)
+        checked_value("loss", request.loss)
     if guard is None:
         return
     if not isinstance(guard, SpikeGuard):
@@ -239,7 +235,6 @@ class _Request(NamedTuple):
     extra_groups: ExtraGroups | None
     guard: SpikeGuard | None
     loss: Tensor | None
-    update: Tensor | None
 
     @property
     def rewrites(self) -> bool:
@@ -390,7 +385,7 @@ def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[G
     elif counts and request.guard is not None:
         counters = counters_on(request.optimizer, measured.verdict.device).tensor
         remember_guard(request.optimizer, request.guard)
-        measured = measured.guarded(request.guard, request.loss, request.update, counters)
+        measured = measured.guarded(request.guard, request.loss, counters)
     elif counts and not counts_itself:
         _count(request, measured)
     return gradients, measured

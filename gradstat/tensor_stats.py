@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,6 @@ _MEASURED = _fields.INDEX.keys() - {"min", "max"}
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
 _NOT_PLAIN = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
 
-T = TypeVar("T")
-
 
 class Judged:
     """A base for results that are true in a condition only if they are `ok`: ``assert gradstat.check(model)``."""
@@ -36,39 +34,6 @@ class Judged:
 
     def __bool__(self) -> bool:
         return self.ok
-
-
-class ByName(Generic[T]):
-    """Entries by name or position. ``_at`` makes one when it is asked for; ``_absent`` says why a name has none."""
-
-    _names: Callable[[], Sequence[str]]
-    _at: Callable[[int], T]
-    _absent: Callable[[str], str]
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors or parameters, in order."""
-        return tuple(self._names())
-
-    @functools.cached_property
-    def _position(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self._at, range(len(self)))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._position
-
-    def __getitem__(self, key: str | int) -> T:
-        if isinstance(key, int):
-            return self._at(range(len(self))[key])
-        if key not in self._position:
-            raise KeyError(self._absent(key))
-        return self._at(self._position[key])
 
 
 class RowValues:

@@ -104,11 +104,11 @@ def _builtin_names(package: Any) -> list[str]:
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> Iterator[None]:
-    """Shortens the chunks of Triton's kernels in the interpreter, to a quarter (16 KB), or 2048 elements of updates."""
+    """Shortens the chunks of Triton's kernels in the interpreter, to a quarter (16 KB)."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from gradstat.kernels import _table, scale, stats, update
+    from gradstat.kernels import _table, scale, stats
 
     vectors = 2 * stats.UNROLL.value * stats.LANES.value
     assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS  # a chunk is one tile before and after
@@ -117,7 +117,6 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> It
         for module, name, value in (
             *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
             *((module, "CHUNK_VECTORS", tl.constexpr(vectors)) for module in (stats, scale)),
-            (update, "CHUNK", tl.constexpr(2048)),
         ):
             monkeypatch.setattr(module, name, value)
         patch = interpreter._patch_builtin

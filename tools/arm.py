@@ -6,7 +6,6 @@ of the kernels under QEMU, with Python and torch for Arm, which it downloads int
     apt-get install g++-aarch64-linux-gnu qemu-user debootstrap
 """
 
-import bisect
 import os
 import re
 import shutil
@@ -78,7 +77,7 @@ def make_system() -> None:
 
 
 def check_loops(flags: list[str]) -> None:
-    """Checks that the loops that prefetch, which are those over all values and over updates, use vectors only."""
+    """Checks that the loops that prefetch, which are those over all values, use vectors only."""
     assembly = BUILD / "stats_cpu.s"
     source = str(ROOT / "csrc" / "stats_cpu.cpp")
     subprocess.run([COMPILER, *flags, "-S", "-o", str(assembly), source], check=True)
@@ -91,12 +90,8 @@ def check_loops(flags: list[str]) -> None:
         is_innermost = start < end and not any(start <= first and last <= end for first, last in spans)
         if is_innermost and any("\tprfm\t" in of_loop for of_loop in lines[start:end]):
             spans.append((start, end))
-    # An update prefetches in a loop of a few instructions, or around the loop over its values.
-    functions = [i for i, line in enumerate(lines) if re.match(r"_Z[\w.]+:", line)]
-    of_update = [span for span in spans if "update" in lines[functions[bisect.bisect(functions, span[0]) - 1]]]
-    loops = [lines[start : end + 1] for start, end in spans if (start, end) not in of_update]
-    every = loops + [lines[start : end + 1] for start, end in of_update]
-    scalar = [line.strip() for loop in every for line in loop if SCALAR.match(line)]
+    loops = [lines[start : end + 1] for start, end in spans]
+    scalar = [line.strip() for loop in loops for line in loop if SCALAR.match(line)]
     vectors = [sum(bool(re.search(r"\bv\d+\.(4s|2d|8h|16b)", line)) for line in loop) for loop in loops]
     print(
         f"{len(loops)} hot loops of {', '.join(str(len(loop)) for loop in loops)} instructions, of 128 bits: {vectors}"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("baseline", "avx2", "avx512")
-# Tests that run the CUDA code on the host; tests of updates, guards and clip decisions, for any backend.
+# Tests that run the CUDA code on the host; tests of guards and clip decisions, for any backend.
 HOST_TESTS = ("cuda_on_host", "cuda_launchers")
-DECISIONS = ("update", "guard", "decide")
+DECISIONS = ("guard", "decide")
 # Selects the tests that run the compiled CPU library.
 COMPILED = ("-k", "not (triton or emulated or reference- or reference])")
 

@@ -24,22 +24,17 @@ ENVIRONMENT_VARIABLE = "GRADSTAT_BACKEND"
 class Kernels:
     """The operations of a backend on one device type, on tensors as `gradstat._core.tensors.readable` returns them.
 
-    A backend supplies three functions, whose contracts are those of `gradstat._core.reference`: fill a table, scale
-    tensors, and compute the sums of an optimizer's update. This class composes the rest from them, in more passes than
-    dedicated kernels need; it makes one view per unit, which costs microseconds of host time each.
+    A backend supplies two functions, whose contracts are those of `gradstat._core.reference`: fill a table, and scale
+    tensors. This class composes the rest from them, in more passes than dedicated kernels need; it makes one view per
+    unit, which costs microseconds of host time each.
     """
 
     direct: DeviceModule | None = None  # a faster path for lists of ordinary tensors, which do not need `readable`
     decide_clip_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, adaptive clips use plain torch
     guard_: Callable[..., Tensor] | None = None  # csrc/decide.h; if None, guards use plain torch
 
-    def __init__(
-        self,
-        stats: Callable[[list[Tensor]], Tensor],
-        scale_: Callable[[list[Tensor], Tensor], None],
-        update_sums: Callable[[list[Tensor], list[int], Tensor], Tensor],
-    ) -> None:
-        self._stats, self.scale_, self.update_sums = stats, scale_, update_sums
+    def __init__(self, stats: Callable[[list[Tensor]], Tensor], scale_: Callable[[list[Tensor], Tensor], None]) -> None:
+        self._stats, self.scale_ = stats, scale_
 
     def check(self, tensors: list[Tensor]) -> tuple[Tensor, int | None]:
         """The table, and a signature that is equal for equal sizes, strides, dtypes and devices, or None."""
@@ -77,7 +72,7 @@ class NativeKernels(Kernels):
 
     def __init__(self, direct: DeviceModule) -> None:
         operators = torch.ops.gradstat
-        super().__init__(operators.stats.default, operators.scale_.default, self._directly("update_sums"))
+        super().__init__(operators.stats.default, operators.scale_.default)
         self.direct = direct
         self.decide_clip_, self.guard_ = self._directly("decide_clip_"), self._directly("guard_")
 
@@ -140,10 +135,9 @@ def _load_triton(device_type: str) -> Kernels:
     try:
         import gradstat.kernels.scale as scale_module
         import gradstat.kernels.stats as stats_module
-        import gradstat.kernels.update as update_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    return Kernels(stats_module.stats, scale_module.scale_, update_module.update_sums)
+    return Kernels(stats_module.stats, scale_module.scale_)
 
 
 def _load_reference(device_type: str) -> Kernels:
@@ -152,7 +146,7 @@ def _load_reference(device_type: str) -> Kernels:
     _require_device(device_type)
     from gradstat._core import reference
 
-    return Kernels(reference.stats, reference.scale_, reference.update_sums)
+    return Kernels(reference.stats, reference.scale_)
 
 
 class Backend(NamedTuple):

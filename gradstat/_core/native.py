@@ -55,7 +55,7 @@ class DeviceModule(Protocol):
     # The verdict; `gradstat.guard` documents what is changed in place.
     def guard_(
         self, options: tuple[float, ...], state: Tensor, window: int, scaling: Tensor, verdict: Tensor,
-        loss: Tensor | None, update: Tensor | None, counters: Tensor | None, /,
+        loss: Tensor | None, counters: Tensor | None, /,
     ) -> Tensor | None: ...  # fmt: skip
 
     # The norm, and a tensor whose first element is the multiplier to pass to `scale_`.
@@ -71,9 +71,6 @@ class DeviceModule(Protocol):
     # By the first element of the float64 multiplier; each tensor by its own float64 multiplier.
     def scale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> bool | None: ...
     def scale_each_(self, tensors: list[Tensor], multipliers: Tensor, /) -> bool | None: ...
-
-    # Same contract as `gradstat._core.reference.update_sums`.
-    def update_sums(self, operands: list[Tensor], formulas: list[int], coefficients: Tensor, /) -> Tensor | None: ...
 
     # Multiplies by a float32 number; table and signature of the results.
     def unscale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> tuple[Tensor, int] | None: ...
@@ -215,7 +212,6 @@ def _register_fakes() -> None:
         "unit_stats": lambda tensors: table(tensors, sum(map(unit_count, tensors))),
         "measure_norm": norm_and_multiplier,
         "clip_": norm,
-        "update_sums": lambda _, formulas, by: by.new_empty((len(formulas), len(_fields.UPDATE_SUMS))),
         **dict.fromkeys(("scale_", "scale_each_", "scale_units_"), lambda tensors, multipliers: None),
     }
     for name, fake in fakes.items():

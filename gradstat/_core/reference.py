@@ -67,41 +67,5 @@ def scale_(tensors: list[Tensor], multipliers: Tensor) -> None:
         real.copy_(product)
 
 
-def update_sums(operands: list[Tensor], formulas: list[int], coefficients: Tensor) -> Tensor:
-    """``[len(formulas), len(UPDATE_SUMS)]`` float64: the sums that csrc/update.h defines, with the same names.
-
-    ``operands`` lists the operands of each tensor in turn, as many as its formula has, all real and of one shape;
-    ``coefficients`` is ``[len(formulas), len(UPDATE_COEFFICIENTS)]`` float64. The update excludes the learning rate.
-    """
-    rows, rest = [], iter(operands)
-    for number, numbers in zip(formulas, coefficients.unbind(), strict=True):
-        formula = _fields.UPDATE_FORMULAS[number]
-        tensors = [next(rest).to(torch.float64) for _ in range(_fields.UPDATE_OPERANDS[number])]
-        by = dict(zip(_fields.UPDATE_COEFFICIENTS, numbers.unbind(), strict=True))
-        gradient, weight, *state = tensors
-        gradient = by["gradient_scale"] * gradient
-        gradient = torch.where(by["weight_decay"] != 0, gradient + by["weight_decay"] * weight, gradient)
-        momentum = state[0] if state else torch.zeros_like(gradient)
-        new_momentum = by["momentum_decay"] * momentum + by["momentum_gain"] * gradient
-        update = by["from_gradient"] * gradient + by["from_momentum"] * new_momentum
-        scaled = torch.zeros_like(gradient)
-        if len(state) > 1:
-            if formula == "adamax":
-                divisor = torch.maximum(by["second_decay"] * state[1], gradient.abs() + by["eps"])
-            else:
-                second = by["second_decay"] * state[1] + by["second_gain"] * gradient.square()
-                if formula == "amsgrad":
-                    second = torch.maximum(state[2], second)
-                divisor = by["root_scale"] * second.sqrt() + by["eps"]
-            scaled = gradient / divisor
-            update = torch.where(by["is_adaptive"] != 0, update / divisor, update)
-        second_sum = sum((each.sum() for each in state[1:]), torch.zeros_like(by["lr"]))
-        squares = {"update": update, "weight": weight, "scaled_gradient": scaled, "gradient": gradient}
-        sums = {name: each.square().sum() for name, each in (squares | {"momentum": momentum}).items()}
-        sums |= {"product": (gradient * momentum).sum(), "second_moment": second_sum}
-        rows.append(torch.stack([sums[name] for name in _fields.UPDATE_SUMS]))
-    return torch.stack(rows)
-
-
 def _smallest(values: Tensor) -> Tensor:
     return values.amin() if values.numel() else values.new_full((), torch.inf)

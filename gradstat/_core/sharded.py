@@ -525,31 +525,3 @@ def without_ranks(table: Tensor) -> Tensor:
         index = table[:, column]
         table[:, column] = torch.where(index.isfinite(), index % 2.0 ** index_bits(), index)
     return table
-
-
-def sum_over_shards_(rows: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Sums ``rows``, ``[len(tensors), ...]``, in place over the process groups that each tensor is sharded over.
-
-    RuntimeError if a rank has other tensors; the sums are NaN where the host would have to wait to find out.
-    """
-    groups: dict[ProcessGroup, list[int]] = {}
-    words = [""] * len(tensors)
-    for row, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            sharding = Sharding.of(tensor._spec.mesh, tensor._spec.placements)
-            words[row] = sharding.words
-            for group in sharding.groups:
-                groups.setdefault(group, []).append(row)
-    listed = Listed(None, _metadata(tensors), words)
-    difference = None
-    for group, members in groups.items():
-        exchange = Exchange.of(group, rows.shape[1])
-        differing = exchange.announce(listed, len(members), (rows.shape[1], 0), rows.device)
-        if differing is None:
-            index = _index(members, rows)
-            sums = rows[index]
-            sums, _, failed, differing = exchange.reduce(sums, sums[:, :0], listed, rows.new_zeros(()))
-            rows[index] = torch.where(failed > 0, torch.nan, sums)
-        difference = difference or differing
-    if difference is not None:
-        raise RuntimeError(difference)

@@ -90,12 +90,10 @@ class StepMeasurement(NamedTuple):
         """Whether something is not finite, 0-d float32, for a loss scaler."""
         return (self.verdict if self.before_guard is None else self.before_guard)[SKIP]
 
-    def guarded(
-        self, guard: SpikeGuard, loss: Tensor | None, update: Tensor | None, counters: Tensor | None
-    ) -> StepMeasurement:
+    def guarded(self, guard: SpikeGuard, loss: Tensor | None, counters: Tensor | None) -> StepMeasurement:
         """The measurement with the verdict of a guard, which counts the step. Scaling down changes the multiplier."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
-        verdict = guard.decide(kernels, self.scaling, self.verdict, loss, update, counters, self.streams)
+        verdict = guard.decide(kernels, self.scaling, self.verdict, loss, counters, self.streams)
         return self._replace(verdict=verdict, before_guard=self.verdict)
 
     def judged(self, skip: Tensor, reason: Tensor) -> StepMeasurement:

@@ -68,9 +68,9 @@ def scalars_of(
     Args:
         source: A report, or a monitor. A monitor gives its newest step that has arrived, and in addition ``loss``,
             ``lr`` and ``loss_scale`` of this step; ``refused``, why a `gradstat.SpikeGuard` refused the last guarded
-            step (the sum of 2, 4 and 8 for loss, norm and update); ``missing``, the number of missing gradients; and
-            for the whole run ``findings``, the number of findings, and ``nonfinite_steps``, the number of steps with a
-            gradient that was not finite.
+            step (the sum of 2 and 4 for loss and norm); ``missing``, the number of missing gradients; and for the whole
+            run ``findings``, the number of findings, and ``nonfinite_steps``, the number of steps with a gradient that
+            was not finite.
         aggregates: Totals to log, from `AGGREGATES`.
         per_tensor: Columns to log for each tensor: ``"l2_norm"``, ``"max_abs"``, ``"mean"``, ``"std"``, ``"min"``,
             ``"max"``, ``"nan_count"``, ``"inf_count"``, ``"zero_count"``.

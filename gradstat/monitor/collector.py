@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradstat._core import native, norms
+from gradstat._core import native
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES, NamedParameters, Parameters, gradients_of
 from gradstat._core.tensors import is_distributed, shard_of
 from gradstat._core.wrappers import uncompiled, without_ddp
-from gradstat._step import loss_scale, updates
+from gradstat._step import loss_scale
 from gradstat._step.optimizers import unwrapped
 from gradstat.check import check_tensors
-from gradstat.clip import get_total_norm
 from gradstat.guard import guard_of
 from gradstat.monitor import observers
 from gradstat.monitor.connection import Connection
@@ -63,11 +62,7 @@ class Collector:
         options: MonitorOptions,
         reduce_to: ReduceTo,
         unwatched: Unwatched,
-        max_norm: float | None = None,
     ) -> None:
-        # Updates of known optimizers are predicted. For others they are measured afterwards, from copied parameters.
-        self._predicts_updates = bool(periods["updates"]) and updates.is_known(optimizer)
-        self._max_norm = max_norm
         self._reduce_to, self._unwatched = reduce_to, unwatched
         trained = connection.trained
         model = trained.model
@@ -113,9 +108,8 @@ class Collector:
             tensors, positions, missing = gradients_of(named.parameters, named.engine)
         else:
             tensors, positions, missing = helpers.gradients_of(named.parameters)
-        gradients = tensors
-        if gradients:
-            self._connection.first_gradient = weakref.ref(gradients[0]), gradients[0]._version
+        if tensors:
+            self._connection.first_gradient = weakref.ref(tensors[0]), tensors[0]._version
         engine_scale = None if named.engine is None else named.engine.loss_scale
         if engine_scale is not None:
             scalars["loss_scale"] = engine_scale
@@ -156,10 +150,6 @@ class Collector:
                 segment, measured = self._activations.take()
                 others += [PendingRows([segment], measured)] if measured.tables else []
         is_scaled = "loss_scale" in on_device and loss_scale.is_still_scaled(self.scaler, self._optimizer)
-        if self._predicts_updates and self.is_due("updates", step):
-            with self._unwatched.suppress_errors(step, "the coming update could not be predicted"):
-                scale = on_device["loss_scale"] if is_scaled else None
-                others += self._updates(named.parameters, segments[0].names, gradients, scale)
         left_out = self._unwatched.left_out
         numbers = measure_segments(
             segments, tensors, named.parameters, self._backend, self._reduce_to, left_out, self._extra_groups
@@ -377,8 +367,9 @@ class Collector:
             if all(t.shape == p.shape and t.device in (p.device, _META) for t, p in zip(copies, now, strict=False)):
                 updates = self._make_or_meta(step, now, lambda: list(torch._foreach_sub(now, copies)))
                 yield Segment("update", tuple(old)), updates
-        if self.is_due("updates", step) and not self._predicts_updates:
-            named = [(n, p.detach()) for n, p in zip(names, parameters, strict=True) if observers.measurable(p)]
+        if self.is_due("updates", step):
+            trained = [(n, p) for n, p in zip(names, parameters, strict=True) if p.requires_grad]
+            named = [(name, parameter.detach()) for name, parameter in trained if observers.measurable(parameter)]
             now = [parameter for _, parameter in named]
             copies = self._make_or_meta(step, now, lambda: [parameter.clone() for parameter in now])
             self._old_parameters = {name: copy for (name, _), copy in zip(named, copies, strict=True)}
@@ -397,19 +388,6 @@ class Collector:
             observations.append(Observation("versions", step, observers.versions(parameters, names)))
         if self._optimizer is not None and self.is_due("optimizer", step):
             observations.append(self._coverage(step, self._optimizer, parameters, names))
-
-    def _updates(
-        self, parameters: list[Tensor], names: tuple[str, ...], gradients: list[Tensor], scale: Tensor | None
-    ) -> list[PendingRows]:
-        """Predicts the updates of gradients that are unscaled, and clipped if ``max_norm`` is known."""
-        assert self._optimizer is not None
-        if self._max_norm is not None and gradients:
-            norm = get_total_norm(gradients, backend=self._backend).to(torch.float64)
-            clip = norms.clip_multiplier(norm if scale is None else norm / scale, self._max_norm)
-            scale = 1 / clip if scale is None else scale / clip
-        named = dict(zip(map(id, parameters), names, strict=True))
-        segment, measured = observers.updates_of(self._optimizer, named, self._backend, scale)
-        return [PendingRows([segment], measured)] if measured.tables else []
 
     def _make_or_meta(self, step: int, like: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """The tensors of ``make``; if it runs out of memory, meta tensors, so that no other rank waits in vain."""

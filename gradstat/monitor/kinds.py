@@ -26,13 +26,13 @@ KINDS: tuple[Kind, ...] = (
     Kind("input", "batch", 1, "batch", sizes_vary=True),  # what the model was called with
     Kind("constant", "batch", 1, "batch"),  # fraction of features that are the same in all samples
     Kind("label", "batch", 1, "batch"),  # the smallest and the largest, judged when they are read
+    Kind("update", "updates", 0, "parameter"),  # how the step before has changed the parameters
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),
     Kind("activation", "activations", 0, "module", sizes_vary=True),
     Kind("output", "outputs", 50, "module"),  # as in `observers.Outputs.take`
     GRADIENT,
     STATE,
-    Kind("update", "updates", 0, "parameter"),
 )
 """All kinds, in the order in which a step computes them: if two go wrong in one step, the earlier is the cause."""
 

@@ -103,7 +103,7 @@ class Monitor:
             argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
             forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
-        max_norm: The norm that gradients are clipped to, for the rule on clipping and for predicting updates.
+        max_norm: The norm that gradients are clipped to, for the rule on clipping.
         classes: Number of classes of the integer tensors passed to `batch`; or a mapping by path,
             ``{"batch['labels']": 10}``, if not all of them are labels.
         guard: Makes ``optimizer`` skip abnormal steps, judged by the norm and the loss given to `step`; and steps that
@@ -182,9 +182,8 @@ class Monitor:
         skips = self._policies.uses("skip") or guard is not None
         reduce_to: ReduceTo = "norm" if guard is not None else "flag" if skips else None
         self._collector = Collector(
-            self.connection, optimizer, scaler, self._periods, classes, options, reduce_to, self._unwatched,
-            self._max_norm,
-        )  # fmt: skip
+            self.connection, optimizer, scaler, self._periods, classes, options, reduce_to, self._unwatched
+        )
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
         self._skips = skips
@@ -322,7 +321,7 @@ class Monitor:
             scaling = norms.Scaling(torch.stack([torch.ones_like(measured.norm), measured.norm]))
             verdict = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
             kernels = resolve(self.options.backend, flag.device.type)
-            verdict = guard.decide(kernels, scaling, verdict, loss, None, None, streams_of([flag]))
+            verdict = guard.decide(kernels, scaling, verdict, loss, None, streams_of([flag]))
             wish = SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
             assert self._optimizer is not None
             remember_guard(self._optimizer, guard)

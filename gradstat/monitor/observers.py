@@ -1,4 +1,4 @@
-"""What a monitor measures besides gradients: buffers, updates, optimizer states, activations, outputs, batches."""
+"""What a monitor measures besides gradients: buffers, optimizer states, activations, outputs, batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,8 @@ from gradstat import _fields
 from gradstat._core.host_copy import peek_interpreter_stack
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
-from gradstat._core.parameters import PLAIN_TYPES, named_parameters_of
+from gradstat._core.parameters import PLAIN_TYPES
 from gradstat._core.tensors import TensorInfo, is_uninitialized, why_not_measured
-from gradstat._step.updates import update_sums
 from gradstat.check import stats
 from gradstat.monitor.hooks import Hook, hook_forward, removed_with
 from gradstat.monitor.kinds import name_of_state
@@ -91,28 +90,6 @@ class States:
         self._for = current
         self._places = {key: (Segment(name_of_state(key), tuple(n)), places) for key, (n, places) in by_key.items()}
         return [(one, [states[at][key] for at in places]) for key, (one, places) in self._places.items()]
-
-
-def updates_of(
-    optimizer: Optimizer, names: Mapping[int, str], backend: str | None, divisor: Tensor | None
-) -> tuple[Segment, Measurement]:
-    """Predicts the norms of the next updates, in rows with most other fields NaN; ``names`` are by parameter id.
-
-    Gradients are divided by ``divisor`` first. The row of an update that is not finite is all NaN.
-    """
-    parameters = named_parameters_of(optimizer).parameters
-    positions, _, sums = update_sums(optimizer, lambda i: names.get(id(parameters[i]), "?"), backend, divisor)
-    here = [row for row, position in enumerate(positions) if id(parameters[position]) in names]
-    updated = [parameters[positions[row]] for row in here]
-    squares = sums[:, _fields.UPDATE_SUMS.index("update")]
-    squares = squares if len(here) == len(positions) else squares[here]
-    fields = dict.fromkeys(("nan_count", "inf_count", "sq_sum_large", "sq_sum_small"), torch.zeros_like(squares))
-    fields |= {"sq_sum": squares, "first_nonfinite": torch.full_like(squares, torch.inf)}
-    nothing = torch.full_like(squares, torch.nan)
-    rows = torch.stack([fields.get(name, nothing) for name in _fields.NAMES], 1)
-    rows = torch.where(squares.isfinite()[:, None], rows, torch.nan)
-    infos = [TensorInfo(p.shape, p.dtype, p.device, None) for p in updated]
-    return Segment("update", tuple(names[id(p)] for p in updated)), Measurement([rows] * bool(updated), None, infos)
 
 
 # All watched optimizers, since several may share a model.

@@ -23,7 +23,6 @@ import rows
 import suite
 import tables
 import torch
-import updates_to_come
 from cases import CASES, PROVIDERS, Case, Provider, input_of, verify
 from models import TRAININGS, Training, gpt_step, resnet
 from torch import nn
@@ -475,7 +474,6 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     case = Case("10,000 tensors of 64", lambda: [(8, 8)] * 3, (torch.float32, torch.bfloat16))
     monkeypatch.setattr(suite, "CASES", [case])
     monkeypatch.setattr(optimizer_steps, "FULL_CASE", case)
-    monkeypatch.setattr(updates_to_come, "CASES", [case.name])
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))

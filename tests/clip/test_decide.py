@@ -158,14 +158,14 @@ def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kern
     norm, numbers = torch.tensor(3.0, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     for number in [*NUMBERS, -16.0, -17.0, 17.5, 2.0**52 + 1]:
         for rule in ("fixed", "percentile", "z-score", "guard", "guard by sigmas"):
-            count = 11 + 3 * window if "guard" in rule else 6 + window + 2
+            count = 9 + 2 * window if "guard" in rule else 6 + window + 2
             memory = torch.full((count + 2 * AROUND,), 77.0, dtype=torch.float64)
             state = memory[AROUND : AROUND + count].zero_()
             for _ in range(3):
                 if "guard" in rule:
-                    state[8:11] = number
-                    options = (float("sigmas" in rule), 6.0, math.nan, 1.0, 0.0, math.inf, math.inf, math.inf)
-                    given = (torch.zeros(3), torch.tensor(2.0), torch.tensor(3.0), None)
+                    state[7:9] = number
+                    options = (float("sigmas" in rule), 6.0, math.nan, 1.0, 0.0, math.inf, math.inf)
+                    given = (torch.zeros(3), torch.tensor(2.0), None)
                     decided = guard_(options, state, window, numbers, *given)
                 else:
                     state[0] = number

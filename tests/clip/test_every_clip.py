@@ -169,8 +169,8 @@ def steps_a_model(call: Callable[[torch.optim.Optimizer], object]) -> None:
 LIMITED: dict[str, Callable[[Any], object]] = {
     "FixedClip": lambda limit: gradstat.FixedClip(limit),
     "ZClip": lambda limit: gradstat.ZClip(max_norm=limit),
-    "SpikeGuard's norm": lambda limit: gradstat.SpikeGuard(max_norm=limit),
-    "SpikeGuard's update": lambda limit: gradstat.SpikeGuard.sigma(max_update=limit),
+    "SpikeGuard": lambda limit: gradstat.SpikeGuard(max_norm=limit),
+    "SpikeGuard.sigma": lambda limit: gradstat.SpikeGuard.sigma(max_norm=limit),
     "guarded_step": lambda limit: steps_a_model(lambda optimizer: gradstat.guarded_step(optimizer, limit)),
     "guarded_step, a tensor": lambda limit: steps_a_model(
         lambda optimizer: gradstat.guarded_step(optimizer, torch.tensor(limit))

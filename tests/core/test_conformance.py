@@ -295,10 +295,8 @@ def test_lazy_conjugates_are_resolved(where: tuple[str, str]) -> None:
 
 def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
     tensors = [random(n, torch.float32, "cpu") for n in (1_500_000, 900_001, 4, 77)]
-    operands = [operand for tensor in tensors for operand in [tensor] * 3 + [tensor.square()]]
-    rules, coefficients = [2] * len(tensors), torch.full((len(tensors), len(_fields.UPDATE_COEFFICIENTS)), 0.3).double()
     before, kernels = torch.get_num_threads(), backends.resolve("native", "cpu")
-    tables, sums, products = [], [], []
+    tables, products = [], []
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
@@ -306,10 +304,9 @@ def test_cpu_results_do_not_depend_on_the_number_of_threads() -> None:
             tables.append(torch.cat([gradstat.stats(tensors), kernels.unscale_(copies, torch.tensor(0.3))]))
             kernels.scale_each_(copies, torch.tensor([1.5, -1.0, 3.0, 0.1]).double())
             products.append(torch.cat(copies))
-            sums.append(kernels.update_sums(operands, rules, coefficients))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, same[0]) for same in (tables, sums, products) for one in same)
+    assert all(torch.equal(one, same[0]) for same in (tables, products) for one in same)
     assert_rows_match(tables[0][: len(tensors)], tensors)
 
 

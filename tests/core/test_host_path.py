@@ -75,12 +75,6 @@ def test_multipliers_of_another_kind_are_refused(multipliers: Any) -> None:
     assert all(tensor.tolist() == [1.0, 1.0] for tensor in tensors)
 
 
-@pytest.mark.parametrize(("formula", "error"), [("adam", TypeError), (0.5, TypeError), (2**70, OverflowError)])
-def test_an_update_formula_that_is_no_integer_raises(formula: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        HELPERS.update_sums([torch.ones(2)] * 2, [formula], WIDE.reshape(1, -1)[:, :12].contiguous())
-
-
 def fake() -> Tensor:
     with FakeTensorMode():
         return torch.ones(2)

@@ -14,14 +14,12 @@ from helpers.devices import DEVICES
 from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from test_conformance import random
 
-from gradstat import _fields
 from gradstat.kernels import _table
 from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
 from gradstat.kernels._table import Launcher
 from gradstat.kernels.scale import scale_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
-from gradstat.kernels.update import update_sums
 
 # The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 pytestmark = [
@@ -119,8 +117,7 @@ def test_sources_of_captured_uploads_are_kept(monkeypatch: pytest.MonkeyPatch) -
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(_table, "_sources_of_captured_uploads", kept)
     x, factor = random(100, torch.float32, DEVICE), torch.tensor(1.0, dtype=torch.float64, device=DEVICE)
-    by = torch.zeros(1, len(_fields.UPDATE_COEFFICIENTS), dtype=torch.float64, device=DEVICE)
-    calls = (lambda: stats([x]), lambda: scale_([x], factor), lambda: update_sums([x, x], [0], by))
+    calls = (lambda: stats([x]), lambda: scale_([x], factor))
     for call in calls:
         call()
     assert not kept

@@ -8,7 +8,6 @@
 #include "decide_cuda.cu"
 #include "scale_cuda.cu"
 #include "stats_cuda.cu"
-#include "update_cuda.cu"
 
 using namespace gradstat;
 
@@ -137,15 +136,6 @@ int32_t start_stats(FakeStream* stream, int32_t device, TENSORS, Row* table, con
   });
 }
 
-// Takes the operands of all tensors, and for each tensor a formula, a row of multipliers and a row of the
-// table.
-int32_t start_update(FakeStream* stream, TENSORS, int64_t tensors, const int64_t* formulas,
-                     const UpdateCoefficients<double>* coefficients, UpdateSums<double>* table) {
-  const auto entries = update_entries(ENTRIES, std::vector<int64_t>(formulas, formulas + tensors));
-  return start(stream, update_workspace_bytes(entries),
-               [&](void* memory) { launch_update(entries, coefficients, table, memory, 0, stream); });
-}
-
 // As the operator decide_clip_, with null for absent arguments.
 int32_t start_decide(FakeStream* stream, int64_t method, const double* options, int64_t option_count,
                      double* state, int64_t window, const double* norm, const Row* rows, int64_t count,
@@ -158,10 +148,9 @@ int32_t start_decide(FakeStream* stream, int64_t method, const double* options, 
 
 // As the operator guard_, for float32 values, with null for absent arguments.
 int32_t start_guard(FakeStream* stream, const double* options, double* state, int64_t window, double* numbers,
-                    const float* verdict, const float* loss, const float* update, int64_t* counters,
-                    float* out) {
-  GuardRequest request{{}, state, window,  reinterpret_cast<Scaling*>(numbers), verdict, loss, update,
-                       {}, out,   counters};
+                    const float* verdict, const float* loss, int64_t* counters, float* out) {
+  GuardRequest request{
+      {}, state, window, reinterpret_cast<Scaling*>(numbers), verdict, loss, DType::kFloat32, out, counters};
   std::memcpy(&request.options, options, sizeof(GuardOptions));
   return translating_exceptions([&] { launch_decide(request, 0, stream); });
 }

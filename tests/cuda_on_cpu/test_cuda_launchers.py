@@ -362,7 +362,7 @@ def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) ->
     kernels.check([torch.ones(10)])
     numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
     counters = torch.zeros(3, dtype=torch.int64)
-    asked = norms.Scaling(numbers), verdict, None, None, counters, ()
+    asked = norms.Scaling(numbers), verdict, None, counters, ()
     guard.decide(backends.resolve("native", "cpu"), *asked)
     with stream.capture() as replay:
         out = guard.decide(kernels, *asked)

@@ -79,7 +79,6 @@ CALLS: dict[str, Callable[[Named], object]] = {
     "norm": lambda pairs: gradstat.get_total_norm(gradients_of(pairs)),
     "step": stepped,
     "monitor": monitored,
-    "updates": lambda pairs: gradstat.update_stats(torch.optim.SGD(pairs, lr=1.0)),
 }
 ONLY_BY_NAME = {"check", "check_async", "step", "monitor"}
 
@@ -335,7 +334,7 @@ def test_a_rank_without_any_gradient_takes_part() -> None:
     pairs = [(name, p) for name, p in named(mesh) if name != "d"]
     expected = math.sqrt(64 + 8 + 12)
     for call in CALLS:
-        if call in ("stats", "norm", "updates"):
+        if call in ("stats", "norm"):
             continue  # which take the gradients themselves
         CALLS[call](pairs)
     pairs = [(name, p) for name, p in named(mesh) if name != "d"]
@@ -360,7 +359,7 @@ def test_where_the_host_would_have_to_wait_the_numbers_say_so_instead(is_warm: b
         mesh = init_device_mesh("cpu", (2,))
         pairs = named(mesh)
         other = one_fewer(pairs) if dist.get_rank() == 1 else pairs
-        calls = [gradstat.check, CALLS["clip"], CALLS["step"], CALLS["stats"], CALLS["updates"]]
+        calls = [gradstat.check, CALLS["clip"], CALLS["step"], CALLS["stats"]]
         if not is_warm:
             for call in calls:
                 with pytest.raises(RuntimeError, match=r"^rank 1 has other tensors than rank 0: number 2 is"):
@@ -374,14 +373,13 @@ def test_where_the_host_would_have_to_wait_the_numbers_say_so_instead(is_warm: b
                 str(outcome).startswith("rank 1 has other tensors than in the calls before") for outcome in outcomes
             )
         else:
-            told, norm, step, table, updates = outcomes
+            told, norm, step, table = outcomes
             assert str(told).startswith("other ranks have other tensors, so the result is unknown")
             assert norm.isnan()  # type: ignore[attr-defined]
             assert bool(step.skipped)  # type: ignore[attr-defined]
             with pytest.raises(RuntimeError, match=r"^other ranks have other tensors"):
                 step.report.result()  # type: ignore[attr-defined]
             assert table.isnan().all()  # type: ignore[attr-defined]
-            assert updates.table[:-1].isnan().all()  # type: ignore[attr-defined]
         for call in calls:  # lists that were used before are compared as well
             call(named(mesh, {"a": [8, 8]}))
         for parameter in parameters_of(pairs):

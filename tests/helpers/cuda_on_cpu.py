@@ -66,7 +66,7 @@ class EmulatedKernels(Kernels):
     def __init__(
         self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None, device: CudaDevice | None = None
     ) -> None:
-        super().__init__(self.measured, self._scale, self._sums)
+        super().__init__(self.measured, self._scale)
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
         self.device = device
         self.decide_clip_, self.guard_ = self._decide, self._guard
@@ -124,12 +124,6 @@ class EmulatedKernels(Kernels):
         """One of four devices, which hold 6, 3, 15 and 768 blocks: the last bits of rows differ between them."""
         return sum(tensor.numel() + 1 for tensor in tensors) % 4
 
-    def _sums(self, operands: list[Tensor], rules: list[int], coefficients: Tensor) -> Tensor:
-        table = torch.full((len(rules), len(_fields.UPDATE_SUMS)), 1e33, dtype=torch.float64)
-        numbers = ctypes.c_int64(len(rules)), pointer(np.array(rules, dtype=np.int64))
-        self.start("update", *arrays(operands), *numbers, at(coefficients), at(table))
-        return table
-
     def _decide(
         self,
         rule: int,
@@ -148,8 +142,8 @@ class EmulatedKernels(Kernels):
         return out
 
     def _guard(self, options: Sequence[float], state: Tensor, window: int, *others: Tensor | None) -> Tensor:
-        """The operator ``guard_``, likewise; for float32 values: numbers, verdict, loss, update, counters."""
+        """The operator ``guard_``, likewise; for float32 values: numbers, verdict, loss, counters."""
         out = torch.full((4,), 77.0)
         held = at(state), ctypes.c_int64(window)
-        self.start("guard", (ctypes.c_double * 8)(*options), *held, *map(at, (*others, out)))
+        self.start("guard", (ctypes.c_double * 7)(*options), *held, *map(at, (*others, out)))
         return out

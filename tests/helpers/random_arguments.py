@@ -108,15 +108,14 @@ def decide_clip_(drawn: Drawn) -> object:
 
 def guard_(drawn: Drawn) -> object:
     source, window = drawn.source, drawn.window()
-    options = [source.choice((0.0, 1.0)), *(drawn.number() for _ in range(7 + drawn.is_wrong()))]
+    options = [source.choice((0.0, 1.0)), *(drawn.number() for _ in range(6 + drawn.is_wrong()))]
     value = source.choice((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn))
     return torch.ops.gradstat.guard_(
         options,
-        drawn.numbers(11 + 3 * window),
+        drawn.numbers(9 + 2 * window),
         window,
         drawn.numbers(2),
         drawn.numbers(3, torch.float32),
-        drawn.maybe(lambda: drawn.numbers(1, value)),
         drawn.maybe(lambda: drawn.numbers(1, value)),
         drawn.maybe(lambda: drawn.numbers(3, torch.int64)),
     )

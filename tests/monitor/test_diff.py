@@ -115,8 +115,8 @@ def test_within_a_step_causes_come_before_effects() -> None:
         table.values[at, 1, NORM] *= 3
     b.scalars = {name: np.where(b.steps == 10, 3 * x + 1, x) for name, x in b.scalars.items()}
     kinds = [p.kind if p.kind != "series" else p.name for p in compare(a, b).first]
-    order = ["lr", "loss_scale", "lr[1]", "batch", "parameter", "buffer", "activation", "output", "loss", "gradient"]
-    assert kinds == [*order, "norm", "finite_norm", "nonfinite", "missing", "exp_avg", "update"]
+    order = ["lr", "loss_scale", "lr[1]", "batch", "update", "parameter", "buffer", "activation", "output", "loss"]
+    assert kinds == [*order, "gradient", "norm", "finite_norm", "nonfinite", "missing", "exp_avg"]
 
 
 def test_what_rounding_leaves_does_not_matter() -> None:

@@ -232,7 +232,7 @@ def out_of_memory(*_: object, **__: object) -> Any:
         ("gradstat.monitor.collector", "measure_segments", "a step could not be measured"),
         ("gradstat.monitor.observers.States", "take", "buffers or optimizer states could not be measured"),
         ("gradstat.monitor.observers.Buffers", "take", "buffers or optimizer states could not be measured"),
-        ("gradstat.monitor.observers", "update_sums", "the coming update could not be predicted"),
+        ("torch", "_foreach_sub", "the last update could not be measured"),
         ("gradstat.monitor.log.StepLog", "read", "could not be read"),
         ("gradstat.monitor.log.StepLog", "close", "the rules could not review the last steps"),
         ("gradstat.monitor.collector.Collector", "inspect_batch", "a batch could not be inspected"),

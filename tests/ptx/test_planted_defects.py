@@ -16,8 +16,6 @@ from helpers.cuda_on_cpu_build import loaded
 from helpers.exact import WrongError, assert_rows_match, rounded_product
 from ptx.device import CudaDevice, Kernel, PtxError
 
-from gradstat import _fields
-
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on PATH to generate PTX with")
 
 Edit = Callable[[str], str]
@@ -49,17 +47,6 @@ def scale(kernels: EmulatedKernels) -> None:
         raise WrongError
 
 
-def update(kernels: EmulatedKernels) -> None:
-    operands = [torch.rand(20_001), torch.rand(20_001)]
-    coefficients = torch.zeros(1, len(_fields.UPDATE_COEFFICIENTS), dtype=torch.float64)
-    coefficients[0, _fields.UPDATE_COEFFICIENTS.index("gradient_scale")] = 1
-    coefficients[0, _fields.UPDATE_COEFFICIENTS.index("from_gradient")] = 1
-    table = kernels._sums(operands, [_fields.UPDATE_FORMULAS.index("gradient")], coefficients)
-    got = table[0, _fields.UPDATE_SUMS.index("weight")].item()
-    if got != pytest.approx(operands[1].double().square().sum().item(), rel=1e-6):
-        raise WrongError
-
-
 def without(pattern: str, number: int = 0) -> Edit:
     return replaced(pattern, "", number)
 
@@ -77,16 +64,14 @@ def replaced(pattern: str, by: str, number: int = 0) -> Edit:
 BARRIER, OF_WARP = r"bar\.sync\s+0;", r"bar\.warp\.sync\s+-1;"
 ONLY_SOME = "{.reg .pred some; .reg .b32 x; mov.u32 x, %tid.x; setp.lt.u32 some, x, 99; @some bar.sync 0;}"
 TOO_FAR = replaced(r"(ld\S*\.f32\s+%f\d+, \[%rd\d+)\]", r"\1+4]")
-RUNS = {"stats_kernel": stats, "scale_kernel": scale, "update_kernel": update}
+RUNS = {"stats_kernel": stats, "scale_kernel": scale}
 # Defects by kernel, each with what reports it.
 DEFECTS: dict[str, tuple[str, Edit, str]] = {
     "a tensor that is read by all lanes and replaced by the first": ("stats_kernel", without(OF_WARP, 4), "race"),
     "a ticket that orders nothing": ("stats_kernel", replaced(r"atom\.acq_rel", "atom.relaxed"), "race"),
     "a tail, an element too far": ("scale_kernel", TOO_FAR, "out of bounds"),
     "no barrier before products are read": ("scale_kernel", without(BARRIER, -1), "race"),
-    "no barrier before a place is read": ("update_kernel", without(BARRIER, 0), "race|out of bounds"),
-    "no barrier before sums are merged": ("update_kernel", without(BARRIER, -1), "race"),
-    "a barrier for some": ("update_kernel", replaced(BARRIER, ONLY_SOME, -1), "never arrive"),
+    "a barrier for some": ("stats_kernel", replaced(BARRIER, ONLY_SOME, -1), "never arrive"),
 }
 
 

@@ -40,8 +40,7 @@ class Rule:
         self, threshold: float, window: int, warmup: int, most: float = math.inf, sigmas: bool = False
     ) -> None:
         self.threshold, self.window, self.warmup, self.most, self.sigmas = threshold, window, warmup, most, sigmas
-        self.kept: list[list[float]] = [[], [], []]
-        self.limits = [math.inf] * 3
+        self.kept: list[list[float]] = [[], []]
         self.in_a_row = 0
 
     def _stands_out(self, series: int, value: float) -> bool:
@@ -53,41 +52,37 @@ class Rule:
         if self.sigmas:
             return not value - statistics.mean(last) <= self.threshold * statistics.stdev(last)
         centre = float(np.median(last))
-        of_largest, of_centre = (1, 1) if series == 2 else (0.5, 0.01)
         spread = 1.482602218505602 * float(np.median(np.abs(np.array(last) - centre)))
-        spread = max(spread, of_largest * (max(last) - centre), of_centre * abs(centre))
+        spread = max(spread, 0.5 * (max(last) - centre), 0.01 * abs(centre))
         return not value - centre <= self.threshold * spread
 
     def judge(self, values: list[float | None]) -> tuple[str, ...]:
         given = [(i, value) for i, value in enumerate(values) if value is not None]
         if not all(math.isfinite(value) for _, value in given):
             return ("nonfinite",)
-        above = [i for i, value in given if value > self.limits[i]]
-        out = [i for i, value in given if i not in above and self._stands_out(i, value)]
-        if out and not above and self.in_a_row >= self.most:
-            self.kept, out = [[], [], []], []
-        why = sorted([*above, *out])
+        why = [i for i, value in given if self._stands_out(i, value)]
+        if why and self.in_a_row >= self.most:
+            self.kept, why = [[], []], []
         self.in_a_row = self.in_a_row + 1 if why else 0
         for i, value in given:
             if self.sigmas or not why:
                 self.kept[i].append(value)
-        return tuple(("loss", "norm", "update")[i] for i in why)
+        return tuple(("loss", "norm")[i] for i in why)
 
 
 def series(steps: int, seed: int) -> list[list[float | None]]:
-    """Losses that fall below zero, norms and updates, with spikes, repetitions, a change of level, NaN and None."""
+    """Losses that fall below zero, and norms, with spikes, repetitions, a change of level, NaN and None."""
     random = np.random.default_rng(seed)
     loss = np.linspace(1.0, -1.0, steps) + random.normal(0, 0.05, steps)
-    norm, update = np.exp(random.normal(0, 0.2, (2, steps)))
+    norm = np.exp(random.normal(0, 0.2, steps))
     loss[random.random(steps) < 0.04] += 5
     norm[random.random(steps) < 0.04] *= 50
     norm[random.random(steps) < 0.3] = 1.0
     norm[steps // 2 :] *= 8
     loss[random.random(steps) < 0.03] = math.nan
-    update *= np.where(random.random(steps) < 0.06, random.uniform(3, 12, steps), 1)
-    update[random.random(steps) < 0.03] = math.inf
-    values = np.stack([loss, norm, update], 1).astype(np.float32).astype(np.float64).tolist()
-    return [[row[0], row[1], row[2] if seed % 2 else None] for row in values]
+    norm[random.random(steps) < 0.03] = math.inf
+    values = np.stack([loss, norm], 1).astype(np.float32).astype(np.float64).tolist()
+    return [[loss if seed % 2 or step % 3 else None, norm] for step, (loss, norm) in enumerate(values)]
 
 
 GUARDS: list[tuple[Any, Any]] = [
@@ -104,11 +99,11 @@ def judge(
 ) -> tuple[Tensor, Tensor]:
     """Decides about a step; returns the decision and the step's numbers."""
     device = where[1]
-    loss, norm, update = (None if value is None else torch.as_tensor(value, device=device) for value in values)
+    loss, norm = (None if value is None else torch.as_tensor(value, device=device) for value in values)
     assert norm is not None
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64, device=device)
     verdict = torch.tensor([float(bad), 2.0, 8.0], device=device)
-    return guard.decide(backends.resolve(*where), norms.Scaling(numbers), verdict, loss, update, None, ()), numbers
+    return guard.decide(backends.resolve(*where), norms.Scaling(numbers), verdict, loss, None, ()), numbers
 
 
 @deciding
@@ -121,14 +116,14 @@ def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, see
         bad = step % 50 == 7
         decided, numbers = judge(guard, where, values, bad)
         reasons.append(("nonfinite",) if bad else expected.judge(values))
-        bits = sum(2 ** ("nonfinite", "loss", "norm", "update").index(reason) for reason in reasons[-1])
+        bits = sum(2 ** ("nonfinite", "loss", "norm").index(reason) for reason in reasons[-1])
         assert decided.tolist() == [float(bool(reasons[-1])), 2.0, 8.0, float(bits)], step
         assert numbers.tolist() == [0.5, np.float32(values[1])]
         counts = guard.read(wait=True)
         assert counts.reasons == reasons[-1]
         assert counts.consecutive_refused == expected.in_a_row
     flat = [reason for each in reasons for reason in each]
-    assert (counts.by_loss, counts.by_norm, counts.by_update) == tuple(map(flat.count, ("loss", "norm", "update")))
+    assert (counts.by_loss, counts.by_norm) == tuple(map(flat.count, ("loss", "norm")))
     assert counts.nonfinite == flat.count("nonfinite") > 0
     assert counts.refused == sum(bool(each) for each in reasons) - counts.nonfinite > 0
     assert counts.steps == 160
@@ -136,29 +131,30 @@ def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, see
 
 @deciding
 def test_limits_hold_from_the_first_step_and_in_a_row(where: tuple[str, str]) -> None:
-    guard = SpikeGuard(max_norm=2.0, max_loss=-1.0, max_update=0.5, max_consecutive=1)
+    guard = SpikeGuard(max_norm=2.0, max_loss=-1.0, max_consecutive=1)
     for values, why in (
-        ([-2.0, 2.0, 0.5], 0),
-        ([-2.0, 2.1, 0.5], 4),
-        ([-0.5, 2.1, 0.6], 14),
-        ([-0.5, 1.0, 0.5], 2),
-        ([-2.0, 1.0, 0.5], 0),
+        ([-2.0, 2.0], 0),
+        ([-2.0, 2.1], 4),
+        ([-0.5, 2.1], 6),
+        ([-0.5, 1.0], 2),
+        ([-2.0, 1.0], 0),
     ):
         assert judge(guard, where, values)[0][3] == why
 
 
 @deciding
-def test_a_refused_step_can_be_scaled_down_but_if_the_update_alone_stands_out(where: tuple[str, str]) -> None:
-    guard = SpikeGuard(scale=0.25, max_norm=2.0, max_update=1.0)
-    for norm, update, decided, multiplier in (
-        (3.0, None, [0.0, 8.0, 8.0, 4.0], 0.125),
-        (3.0, 2.0, [0.0, 8.0, 8.0, 12.0], 0.125),
-        (1.0, 2.0, [1.0, 2.0, 8.0, 8.0], 0.5),
+def test_a_refused_step_can_be_scaled_down(where: tuple[str, str]) -> None:
+    guard = SpikeGuard(scale=0.25, max_norm=2.0, max_loss=1.0)
+    for loss, norm, decided, multiplier in (
+        (None, 3.0, [0.0, 8.0, 8.0, 4.0], 0.125),
+        (2.0, 3.0, [0.0, 8.0, 8.0, 6.0], 0.125),
+        (2.0, 1.0, [0.0, 8.0, 8.0, 2.0], 0.125),
+        (1.0, 1.0, [0.0, 2.0, 8.0, 0.0], 0.5),
     ):
-        found, numbers = judge(guard, where, [None, norm, update])
+        found, numbers = judge(guard, where, [loss, norm])
         assert found.tolist() == decided
         assert numbers.tolist() == [multiplier, norm]
-    assert judge(guard, where, [math.nan, 1.0, None])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
+    assert judge(guard, where, [math.nan, 1.0])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -167,7 +163,7 @@ def test_losses_of_any_type_are_read(dtype: torch.dtype, where: tuple[str, str])
     guard = SpikeGuard(max_loss=1.5)
     for loss, skip in ((1.5, 0), (1.625, 1), (-3.0, 0)):
         given = torch.full((1,), loss, dtype=dtype)
-        assert judge(guard, where, [given, 1.0, None])[0][0] == skip
+        assert judge(guard, where, [given, 1.0])[0][0] == skip
 
 
 # Steps --------------------------------------------------------------------------------------------------------
@@ -221,7 +217,7 @@ def test_a_spike_leaves_no_trace(make: Any, device: str) -> None:
         assert result.report.result().refused == (("loss", "norm") if spike else ())
         assert all(map(torch.equal, before, training.held())) is spike
         assert result.loss is not None
-    assert guard.read(wait=True) == gradstat.GuardCounts(20, 3, 3, 3, 0, 0, 0, ())
+    assert guard.read(wait=True) == gradstat.GuardCounts(20, 3, 3, 3, 0, 0, ())
     assert result.counters.read(wait=True) == gradstat.StepCounts(20, 3, 0)
 
 
@@ -273,7 +269,7 @@ def test_a_loss_scaler_takes_a_refused_step_for_a_good_one(make: Any, unscaled: 
         skipped.append(bool(result.skipped))
     assert [i for i, each in enumerate(skipped) if each] == [6, 9]
     assert scales == [64.0] * 3 + [128.0] * 4 + [256.0] * 2 + [128.0] * 4
-    assert guard.read() == gradstat.GuardCounts(13, 1, 1, 1, 0, 1, 0, ())
+    assert guard.read() == gradstat.GuardCounts(13, 1, 1, 1, 1, 0, ())
     assert gradstat.step_counters(training.optimizer).read() == gradstat.StepCounts(13, 2, 0)
 
 
@@ -373,7 +369,7 @@ def test_misuse_is_told_before_anything_changes() -> None:
     for error, message, options in (
         (TypeError, r"expected a tensor with one element, got float.*loss\.item\(\)", {"loss": 1.0, "guard": guard}),
         (ValueError, r"loss is a tensor of shape \(2,\).*loss\.mean\(\)", {"loss": loss.expand(2), "guard": guard}),
-        (ValueError, r"update is a tensor of shape \(\) and torch\.int64", {"update": loss.long(), "guard": guard}),
+        (ValueError, r"loss is a tensor of shape \(\) and torch\.int64", {"loss": loss.long(), "guard": guard}),
         (ValueError, r"loss is used only with a guard; pass guard=gradstat\.SpikeGuard\(\)", {"loss": loss}),
         (TypeError, r"guard: expected a gradstat\.SpikeGuard, got float", {"guard": 6.0}),
         (ValueError, "leave skip_nonfinite=True", {"guard": guard, "skip_nonfinite": False}),

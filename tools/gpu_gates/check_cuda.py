@@ -23,15 +23,13 @@ ARCHITECTURES = re.findall(r'"(\d+)"', re.findall(r"CUDA_ARCHITECTURES = (.*)", 
 
 # 16-byte instructions that a kernel must have. Statistics: eleven formats, each with four loads before the loop, four
 # in it and four for a partial tile. Unscaling: the same, and stores for the loads in and after the loop. Scaling: five
-# formats with four loads and four stores. Updates: three formats with all operands of five formulas.
+# formats with four loads and four stores.
 EXPECTED = {
     "stats": {"LDG": 11 * 12, "STG": 0},
     "unscale": {"LDG": 11 * 12, "STG": 11 * 8},
     "scale": {"LDG": 5 * 4, "STG": 5 * 4},
     "decide_clip": {},
     "guard": {},
-    "update": {"LDG": 3 * (2 + 3 + 4 + 5 + 4), "STG": 0},
-    "update_merge": {},
 }
 THREADS = 256
 # Per multiprocessor: registers, and the maximum of threads.
@@ -65,7 +63,7 @@ def find_nvdisasm(nvcc: str) -> str:
 
 
 def short_name(mangled: str) -> str:
-    kind = re.search(r"\d(stats|unscale|scale|decide_clip|guard|update_merge|update)_kernel", mangled)
+    kind = re.search(r"\d(stats|unscale|scale|decide_clip|guard)_kernel", mangled)
     table = "/passed" if "ParameterTable" in mangled else "/uploaded" if "DeviceTable" in mangled else ""
     return f"{kind[1] if kind else mangled}{table}"
 
@@ -142,7 +140,7 @@ def main() -> int:
     nvdisasm = find_nvdisasm(arguments.nvcc)
     begun = time.monotonic()
     failures = 0
-    sources = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "update", "decide")]
+    sources = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "decide")]
     jobs = [(source, architecture) for source in sources for architecture in arguments.architectures]
     print(
         f"{'kernel':16} {'sm':>4} {'regs':>5} {'smem':>6} {'threads/SM':>11} {'code':>7} {'LDG.128':>8} {'STG.128':>8}"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,10 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradstat import _fields
-from gradstat.kernels import _table, scale, stats, update
+from gradstat.kernels import _table, scale, stats
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 WIDE_LOAD = re.compile(r"ld\.global(?:\.\w+)*\.(?:v4\.b32|v2\.b64)")
@@ -46,14 +44,12 @@ class Gate:
         loops: The source lines of the main loops' loads (and stores), as (function, text in the line, number of loads
             for all element types together).
         warps: Warps per program.
-        constants: Its compile-time arguments.
     """
 
     kernel: Any
     arguments: dict[str, str]
     loops: tuple[tuple[Any, str, int], ...]
     warps: int
-    constants: dict[str, Any] = field(default_factory=dict)
 
 
 GATES = (
@@ -72,31 +68,15 @@ GATES = (
         loops=((scale._scale_chunk, "tl.store(target, _scaled(tl.load(target), multiplier))", 4 * scale.UNROLL.value),),
         warps=scale.WARPS,
     ),
-    *(
-        Gate(
-            update.update_kernel,
-            {"places": "*i64", "coefficients": "*fp64", "rows": "*fp64", "tensors": "i32"}
-            | dict.fromkeys(("FORMULA", "ELEMENT", "USE_VECTORS"), "constexpr"),
-            loops=((update._operands, "tl.load(tl.multiple_of(pointer, 16) + offsets)", operands),),
-            warps=update.WARPS,
-            constants={"FORMULA": formula, "ELEMENT": element, "USE_VECTORS": True},
-        )
-        for formula, operands in enumerate(_fields.UPDATE_OPERANDS)
-        for element in (tl.float32, tl.bfloat16)
-    ),
 )
 
 
 def compiled(gate: Gate, architecture: int) -> Any:
     # As in a launch: torch's allocations are aligned, while the multiplier may be any element of a tensor.
     aligned = [
-        (i,)
-        for i, (name, kind) in enumerate(gate.arguments.items())
-        if kind[0] == "*" and name not in ("multipliers", "coefficients")
+        (i,) for i, (name, kind) in enumerate(gate.arguments.items()) if kind[0] == "*" and name != "multipliers"
     ]
-    source = ASTSource(
-        gate.kernel, gate.arguments, constexprs=gate.constants, attrs={i: [["tt.divisibility", 16]] for i in aligned}
-    )
+    source = ASTSource(gate.kernel, gate.arguments, attrs={i: [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": gate.warps, "enable_fp_fusion": _table.FUSE}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
@@ -158,7 +138,7 @@ def check(gate: Gate, architecture: int) -> list[str]:
     seconds = time.perf_counter() - began
     used = resources(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
-    name = " ".join([gate.kernel.__name__, *map(str, gate.constants.values()), f"sm_{architecture}"])
+    name = f"{gate.kernel.__name__} sm_{architecture}"
     main_loop = accesses(ptx, Path(gate.kernel.fn.__code__.co_filename).name, line_numbers(gate))
     loads = [a for a in main_loop if a.startswith("ld")]
     stores = [a for a in main_loop if a.startswith("st")]

@@ -29,14 +29,13 @@ ALL = {
     f"tests/{name}": ""
     for name in (
         *("core/test_conformance.py", "core/test_fuzz.py", "core/test_multiply.py", "core/test_triton.py"),
-        *("step/test_update.py", "step/test_guard.py", "clip/test_decide.py", "cuda_on_cpu/test_cuda_on_host.py"),
+        *("step/test_guard.py", "clip/test_decide.py", "cuda_on_cpu/test_cuda_on_host.py"),
     )
 }
-# Random bits and layouts through every operation; both tables; every rule of updates and decisions.
+# Random bits and layouts through every operation; both tables; every rule of decisions.
 QUICK = {
     "tests/core/test_fuzz.py": "any_tensors",
     "tests/cuda_on_cpu/test_cuda_on_host.py": "thousands",
-    "tests/step/test_update.py": "zeros or operands_of_different",
     "tests/clip/test_decide.py": "emulated and (rows or percentile)",
     "tests/step/test_guard.py": "emulated and (limits or refused_step)",
 }

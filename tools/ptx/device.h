@@ -207,19 +207,7 @@ inline u32 op_prmt(u32 a, u32 b, u32 c) {
 
 // Approximations ----------------------------------------------------------------------------------------
 
-// A float32 at most this far from `exact`, in units of its last place.
-inline f32 near(f64 exact, f64 units, u64 salt, f32 from) {
-  const auto rounded = static_cast<f32>(exact);
-  if (rounded == 0 || !std::isfinite(rounded)) return made(rounded);
-  const f64 unit = std::ldexp(1.0, std::ilogb(rounded) < -126 ? -149 : std::ilogb(rounded) - 23);
-  return static_cast<f32>(exact + (units - 0.5) * unit * random_error(salt << 32 | bits_of(from)));
-}
 template <class T> T flushed(T x) { return std::fabs(x) < std::numeric_limits<T>::min() ? std::copysign(T{0}, x) : x; }
-
-inline f32 op_rcp_approx(f32 a) { return near(1.0 / a, 1, 1, a); }
-inline f32 op_sqrt_approx(f32 a) { return near(std::sqrt(f64{a}), 1, 2, a); }
-inline f32 op_sqrt_approx_ftz(f32 a) { return flushed(op_sqrt_approx(flushed(a))); }
-inline f32 op_div_full(f32 a, f32 b) { return near(f64{a} / b, 2, bits_of(b), a); }
 
 // Of float64 only the upper 32 bits are read and written.
 constexpr u64 kUpper = ~u64{0} << 32;
@@ -228,7 +216,6 @@ inline f64 gross(f64 exact, u64 salt) {
   if (exact == 0 || !std::isfinite(exact)) return exact;
   return upper(flushed(exact) * (1 + 0x1p-20 * random_error(bits_of(exact) ^ salt)));
 }
-inline f64 op_rcp_approx_ftz(f64 a) { return gross(1 / upper(a), 3); }
 inline f64 op_rsqrt_approx_ftz(f64 a) { return gross(1 / std::sqrt(upper(a)), 4); }
 
 template <class T> T atom_add(T old, T by) { return old + by; }

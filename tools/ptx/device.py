@@ -20,7 +20,7 @@ from ptx import translate
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "ptx"
-SOURCES = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "update", "decide")]
+SOURCES = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "decide")]
 
 FLAGS = ["-std=c++17", "-fwrapv", "-ffp-contract=off", "-fPIC", "-shared"]
 # Unoptimized code compiles in seconds. A thread's frame must fit its stack.

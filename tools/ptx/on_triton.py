@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gradstat._core import backends
-from gradstat.kernels import _table, scale, stats, update
+from gradstat.kernels import _table, scale, stats
 
 os.environ.setdefault("TRITON_CACHE_DIR", str(BUILD / "triton"))
 
@@ -28,55 +28,45 @@ class TritonDevice(Device):
     """Takes over all launches of Triton kernels."""
 
     def __init__(self, architecture: int) -> None:
-        taken = (stats.stats_kernel, scale.scale_kernel, update.update_kernel, update.merge_kernel)
+        taken = (stats.stats_kernel, scale.scale_kernel)
         super().__init__(architecture, [kernel.__name__ for kernel in taken])
         self.compiled: dict[object, tuple[Kernel, int]] = {}
         for kernel in taken:
             kernel.run = functools.partial(self._run, kernel)
-        kernels = backends.Kernels(stats.stats, scale.scale_, update.update_sums)
+        kernels = backends.Kernels(stats.stats, scale.scale_)
         backends.REGISTRY["triton"] = backends.REGISTRY["triton"]._replace(load=lambda _: kernels)
 
     def _run(self, kernel: Any, *arguments: Any, grid: tuple[int], warmup: bool, **options: Any) -> None:
         """Runs ``kernel[grid](*arguments, **options)``."""
-        signature, attributes, constants = {}, {}, {}
+        signature, attributes = {}, {}
         for i, (parameter, argument) in enumerate(zip(kernel.params, arguments, strict=True)):
-            if parameter.is_constexpr:
-                signature[parameter.name] = "constexpr"
-                constants[parameter.name] = argument
-            elif isinstance(argument, torch.Tensor):
+            if isinstance(argument, torch.Tensor):
                 signature[parameter.name] = TYPES[argument.dtype]
                 if argument.data_ptr() % _table.ALIGNMENT == 0 and not parameter.do_not_specialize_on_alignment:
                     attributes[(i,)] = [["tt.divisibility", _table.ALIGNMENT]]
             else:
                 assert parameter.do_not_specialize, f"{parameter.name} would be compiled for its value"
                 signature[parameter.name] = "i32"
-        key = (kernel, *signature.items(), *attributes, *map(str, constants.values()))
+        key = (kernel, *signature.items(), *attributes)
         if key not in self.compiled:
-            source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+            source = ASTSource(kernel, signature, attrs=attributes)
             made = triton.compile(source, target=GPUTarget("cuda", self.architecture, 32), options=options)
             self.compiled[key] = Kernel(made.asm["ptx"], made.name, made.metadata.shared), 32 * made.metadata.num_warps
         translated, threads = self.compiled[key]
         named = dict(zip(kernel.arg_names, arguments, strict=True))
-        given = [named[parameter.name] for parameter in kernel.params if not parameter.is_constexpr]
         packed = bytearray(translated.argument_bytes)  # the last two are scratch memory, which none of these uses
-        for argument, (at, size) in zip(given, translated.translation.parameters, strict=False):
+        for argument, (at, size) in zip(arguments, translated.translation.parameters, strict=False):
             number = argument.data_ptr() if isinstance(argument, torch.Tensor) else int(argument)
             packed[at : at + size] = number.to_bytes(size, "little")
-        pointers = [(t.data_ptr(), t.nbytes) for t in given if isinstance(t, torch.Tensor)]
+        pointers = [(t.data_ptr(), t.nbytes) for t in arguments if isinstance(t, torch.Tensor)]
         self.launch(translated, *grid, threads, bytes(packed), [*pointers, *memory_of(named)])
         self.check()
 
 
 def memory_of(arguments: dict[str, Any]) -> Iterator[Span]:
     """The tensors whose addresses a launch passes in a table."""
-    if "table" in arguments and "chunks" in arguments:
-        width = _table.ENTRY_WIDTH.value
-        entries = arguments["table"][: arguments["tensors"] * width].view(-1, width).tolist()
-        for entry in entries:
-            address, values, kind = entry[_table.ADDRESS.value], entry[_table.VALUES.value], entry[_table.KIND.value]
-            yield address, values * int(_table._REAL_BYTES[kind % _table.PAIR.value])
-    if "ELEMENT" in arguments:
-        places = arguments["places"][: arguments["tensors"] * update.WIDTH.value].view(-1, update.WIDTH.value)
-        for place in places.tolist():
-            for address in filter(None, place[: update.NUMEL.value]):
-                yield address, place[update.NUMEL.value] * arguments["ELEMENT"].primitive_bitwidth // 8
+    width = _table.ENTRY_WIDTH.value
+    entries = arguments["table"][: arguments["tensors"] * width].view(-1, width).tolist()
+    for entry in entries:
+        address, values, kind = entry[_table.ADDRESS.value], entry[_table.VALUES.value], entry[_table.KIND.value]
+        yield address, values * int(_table._REAL_BYTES[kind % _table.PAIR.value])

@@ -22,8 +22,8 @@ SPECIAL = {"%tid.x": "t->thread", "%ctaid.x": "t->block", "%nctaid.x": "t->block
 OPERANDS = {
     instruction: operands
     for operands, instructions in {
-        "TT": "abs neg not rcp.rn sqrt.rn rcp.approx rcp.approx.ftz rsqrt.approx.ftz sqrt.approx sqrt.approx.ftz",
-        "TTT": "add sub mul mul.lo mul.hi mul.rn div div.rn div.full rem and or xor",
+        "TT": "abs neg not rcp.rn sqrt.rn rsqrt.approx.ftz",
+        "TTT": "add sub mul mul.lo mul.hi mul.rn div div.rn rem and or xor",
         "TTT TTTT": "min max",
         "TTTT": "mad.lo prmt",
         "DTD": "add.rn",

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gradstat._core.saved import COUNT, NUMBER, TEXT, require, whole
 from gradstat._core.text import steps_in_words
-from gradstat.monitor.kinds import kind_of, place_of, place_of_series, plural_of
+from gradstat.monitor.kinds import STATE, kind_of, place_of, place_of_series, plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording import golden_statistics as statistics
 from gradstat.monitor.recording.alignment import differing_sizes, one_sided, unwrapped
@@ -264,8 +264,8 @@ def _order(found: Deviation) -> tuple[int, float, float]:
     """Findings by step; within a step causes before effects, then what deviates most."""
     if found.kind == "series":
         place = place_of_series(found.name)
-    elif found.step and kind_of(found.kind).name in ("parameter", "buffer"):
-        place = place_of("update") + 1.0  # what a parameter is after the first step is an effect of gradients
+    elif found.step and kind_of(found.kind).name in ("update", "parameter", "buffer"):
+        place = place_of(STATE.name) + 1.0  # what a parameter is after the first step is an effect of gradients
     else:
         place = float(place_of(found.kind))
     return found.step, place, -abs(found.z)

@@ -48,13 +48,14 @@ RULES: tuple[type[Rule], ...] = (
     ConstantFeature,
     RepeatedBatch,
     LearningRateJump,
-    # The state it begins with. The optimizer's comes first, since it produced the parameters.
+    # The state it begins with. The optimizer's comes first, since it produced the parameters by its last update.
     OptimizerCoverage,
     GradientsNotZeroed,
     ReplicaMismatch,
     NonfiniteOptimizerState,
     SecondMomentDrop,
     MomentumDrift,
+    UpdateWeightRatio,
     NonfiniteParameter,
     ParameterJump,
     OverwrittenParameter,
@@ -77,7 +78,6 @@ RULES: tuple[type[Rule], ...] = (
     ExplodingGradient,
     GradientWeightRatio,
     # Its results.
-    UpdateWeightRatio,
     UnchangedParameter,
     NoLearning,
     SmallSecondMoment,

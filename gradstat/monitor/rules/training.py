@@ -376,7 +376,7 @@ class RefusedStep(Rule):
     name = "refused-step"
     severity = "info"
     causes = ("an unusual or damaged batch", "a learning rate too high, or a lasting change of the loss")
-    advice = ("look at the batches of refused steps", "guard.read() counts them, by loss, norm and update")
+    advice = ("look at the batches of refused steps", "guard.read() counts them, by loss and norm")
 
     def __init__(self, quiet: int = 100, lasting: int = 5) -> None:
         self.lasting = lasting
