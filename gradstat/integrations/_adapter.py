@@ -187,7 +187,7 @@ class Adapter:
         Raises:
             ValueError: The state is from another number of models, or in another version.
         """
-        self._check(state)
+        self._check_state(state)
         if len(state["monitors"]) != len(self.attachments):
             raise ValueError(
                 f"expected the state of {len(self.attachments)} monitors, got {len(state['monitors'])}; prepare the "
@@ -199,7 +199,7 @@ class Adapter:
             attachment.load_state_dict(saved)
         self._load_clip(state)
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check_state(self, state: Mapping[str, Any]) -> None:
         require_version(state, _VERSION)
         require(state, {"monitors": [MAPPING]})
 

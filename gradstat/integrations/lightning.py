@@ -263,7 +263,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; the monitors load their states when training starts."""
-        self._check(state)
+        self._check_state(state)
         self._load_clip(state)
         self._loaded = {**state, "clip": None}
 
