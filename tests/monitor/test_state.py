@@ -178,10 +178,10 @@ MEANS: Damages = [
     *((("tensors", "means", 1), wrong) for wrong in (-1.0, math.nan)),
 ]
 GUARD: Damages = [
-    *((("tensors", "totals", i), wrong) for i in range(4, 11) for wrong in (-7.0, math.nan, 1e300, 2.5)),
-    (("tensors", "totals", 7), 16.0),
+    *((("tensors", "totals", i), wrong) for i in range(4, 9) for wrong in (-7.0, math.nan, 1e300, 2.5)),
+    (("tensors", "totals", 6), 8.0),
     *((("tensors", "values", (1, 0)), wrong) for wrong in (math.nan, -math.inf)),
-    *((("tensors", "values"), wrong) for wrong in (MISSING, doubles(3, 8), doubles(27), doubles(2, 9))),
+    *((("tensors", "values"), wrong) for wrong in (MISSING, doubles(2, 8), doubles(18), doubles(3, 9))),
 ]
 DEEP: Any = {}
 for _ in range(200):
