@@ -8,21 +8,18 @@ rows to ``benchmarks/results/<device>/detection.jsonl``.
 from __future__ import annotations
 
 import argparse
-import atexit
 import itertools
 import math
-import pickle
 import re
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed
@@ -30,35 +27,65 @@ from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
+import detection_mistakes  # noqa: E402
+import detection_published  # noqa: E402
 import detection_tables  # noqa: E402
-import rows as rows_module  # noqa: E402
-from detection_cases import GOLDEN_SEEDS, HEALTHY_STEPS, SEEDS, SETS, Case, all_cases  # noqa: E402
+import runner  # noqa: E402
+from detection_cases import ONSET, Case  # noqa: E402
 from detection_judging import (  # noqa: E402
-    CPU,
     STEPS,
-    WINDOW,
     Arm,
     Flag,
     Verdict,
     compare,
-    course,
     has_diverged,
     healthy_rows,
     line,
     rows_of,
 )
 from detection_mistakes import SUBJECTS  # noqa: E402
-from detection_published import HAS_OPERATORS  # noqa: E402
 from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
 from helpers import training_programs  # noqa: E402
-from helpers.ranks import Ranks  # noqa: E402
 from helpers.training import RECORD, Training  # noqa: E402
+from helpers.training_faults import FAULTS  # noqa: E402
+from helpers.training_healthy import HEALTHY, Healthy  # noqa: E402
 from helpers.training_programs import PROGRAMS  # noqa: E402
-from rows import Row, row, step_rows  # noqa: E402
+from rows import Row, step_rows  # noqa: E402
+from runner import CPU, Job, on_two_ranks, results_of, rows_of_values  # noqa: E402
 
-from gradstat._core.files import replacing  # noqa: E402
-from gradstat.bench.timing import interleaved, progress_bar  # noqa: E402
+from gradstat.bench.timing import interleaved  # noqa: E402
 from gradstat.monitor import Golden  # noqa: E402
+
+SETS = ("mistakes", "operators", "silent errors", "repository")
+SEEDS = {"tuning": range(5), "figures": range(5, 10)}
+GOLDEN_SEEDS = range(100, 105)
+HEALTHY_STEPS = 1000  # of a healthy training of the tests
+
+# Cases ------------------------------------------------------------------------------------------------------------
+
+
+def _repository() -> Iterator[Case]:
+    """The faults of the tests, and their healthy trainings, which have none."""
+    for fault in FAULTS:
+        yield Case(
+            "repository", "both", fault.model, fault.what, fault.twin or fault.training, fault.breaks,
+            f"^{re.escape(fault.name)}", ONSET if fault.step else 0, fault.training,
+            is_held_out="loss" in fault.what or fault.twin is not None,
+            ranks=fault.ranks, broken_ranks=fault.broken_ranks, policy=fault.policy,
+        )  # fmt: skip
+    for each in HEALTHY:
+
+        def training(seed: int, each: Healthy = each) -> Training:
+            return each.training(seed, HEALTHY_STEPS)
+
+        yield Case("healthy", "both", each.name, "none", training, lambda training: None, "", 0)
+
+
+@cache
+def all_cases() -> tuple[Case, ...]:
+    """The cases of all sets, and the healthy trainings."""
+    return (*detection_mistakes.cases(), *detection_published.cases(), *_repository())
+
 
 # One run ----------------------------------------------------------------------------------------------------------
 
@@ -109,8 +136,6 @@ def _run(case: Case, seed: int, is_broken: bool, steps: int, in_anomaly_mode: bo
                 for step, begins in training.steps(watcher, 0, steps):  # type: ignore[arg-type]
                     if begins and is_broken and step == case.onset > 0:
                         case.breaks(training)
-                    if not begins and step % WINDOW == 0:
-                        arm.weights.append(_norm_of_weights(training))
             if len(watcher.losses) < steps:
                 arm.raised = "the forward pass raised"
         except Exception as error:  # of any kind: an error reveals the fault
@@ -139,48 +164,13 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:100]
 
 
-def _norm_of_weights(training: Training) -> float:
-    return float(torch.nn.utils.get_total_norm([p.detach() for p in training.model.parameters()]))
-
-
-def _run_on_rank(number: int, seed: int, is_broken: bool, steps: int, redrawn: int | None) -> Arm:
-    return run(all_cases()[number], seed, is_broken, steps, redrawn=redrawn)
-
-
-@cache
-def _ranks() -> Ranks:
-    pool = Ranks()
-    atexit.register(pool.stop)
-    return pool
-
-
-Result = TypeVar("Result")
-# A case's number, a seed, whether it is broken, steps, and another seed for weights and samples.
-Job = tuple[int, int, bool, int, int | None]
-
-
 def run_job(job: Job) -> Arm:
-    """Runs an arm."""
+    """Runs an arm: a case's number, a seed, whether it is broken, steps, and another seed for weights and samples."""
     number, seed, is_broken, steps, redrawn = job
     case = all_cases()[number]
-    if case.ranks > 1:
-        arm: Arm = _ranks().run(case.ranks, _run_on_rank, *job, timeout=90.0)[0]
-        return arm
+    if case.ranks > 1 and not torch.distributed.is_initialized():
+        return on_two_ranks(run_job, job)
     return run(case, seed, is_broken, steps, redrawn=redrawn)
-
-
-def kept(folder: Path | None, job: Job) -> Arm:
-    """Runs an arm; or reads it from ``folder``, if it was run before."""
-    if folder is None:
-        return run_job(job)
-    file = folder / f"{'-'.join(map(str, job))}.pickle"
-    if file.exists():
-        arm: Arm = pickle.loads(file.read_bytes())
-        return arm
-    arm = run_job(job)
-    with replacing(file) as opened:
-        opened.write(pickle.dumps(arm))
-    return arm
 
 
 # All cases --------------------------------------------------------------------------------------------------------
@@ -195,11 +185,10 @@ class ProgramRun(NamedTuple):
     findings: Sequence[str]
 
 
-def run_program(job: tuple[int, int]) -> ProgramRun:
+def run_program(job: Job) -> ProgramRun:
     """Runs a program, by its number and a seed."""
     number, seed = job
     program = PROGRAMS[number]
-    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome, findings, monitors = training_programs.run(program, seed, program.steps)
@@ -217,10 +206,7 @@ def program_rows(runs: Sequence[ProgramRun]) -> list[Row]:
     for run in diverged:
         for metric, is_counted in ((detection_tables.DIVERGED, 1), (detection_tables.FOUND_IN, bool(run.findings))):
             values[metric + run.name] = values.get(metric + run.name, 0) + is_counted
-    return [
-        row(detection_tables.HEALTHY, "public programs", Gradstat.name, metric, "", float(value), CPU)
-        for metric, value in values.items()
-    ]
+    return rows_of_values(detection_tables.HEALTHY, "public programs", Gradstat.name, values)
 
 
 def time_rows(rounds: int) -> list[Row]:
@@ -249,15 +235,6 @@ def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]
     return step
 
 
-def results_of(function: Callable[[Any], Result], jobs: Sequence[Any], processes: int) -> Iterator[Result]:
-    """The results of a function for all jobs, in order; reports progress on stderr."""
-    pool = ProcessPoolExecutor(processes) if processes > 1 else None
-    with pool or nullcontext(), progress_bar(len(jobs), "trainings") as bar:
-        for result in map(function, jobs) if pool is None else pool.map(function, jobs):
-            bar.update()
-            yield result
-
-
 def measure(
     numbers: Sequence[int], seeds: Sequence[int], processes: int, steps: int = STEPS, *, keep: Path | None = None
 ) -> Iterator[Verdict]:
@@ -271,7 +248,7 @@ def measure(
         of_twin = [[(twin, seed, False, steps, redrawn) for redrawn in draws] for seed in seeds]
         wanted.append([((number, seed, True, steps, None), *of) for seed, of in zip(seeds, of_twin, strict=True)])
     jobs = list(dict.fromkeys(itertools.chain(*itertools.chain(*wanted))))
-    coming, done = zip(jobs, results_of(partial(kept, keep), jobs, processes), strict=True), dict[Job, Arm]()
+    coming, done = zip(jobs, results_of(run_job, jobs, processes, keep), strict=True), dict[Job, Arm]()
     golden = cache(lambda *jobs: Golden.of(filter(None, (done[job].recording for job in jobs))))
     for number, of_case in zip(numbers, wanted, strict=True):
         while any(job not in done for job in itertools.chain(*of_case)):
@@ -289,14 +266,11 @@ def main() -> int:
     parser.add_argument("--half", choices=SEEDS, default="tuning", help="models and seeds (default: tuning)")
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the five of the half)")
     parser.add_argument("--only", default="", help="only faults and subjects that match this regular expression")
-    parser.add_argument("--keep", type=Path, help="a folder for finished trainings, which are then run only once")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
-    parser.add_argument("--course", action="store_true", help="also print losses and norms of harmful faults not found")
     parser.add_argument("--healthy", action="store_true", help="also run the healthy trainings of the tests")
     parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="also time so many steps with each tool")
-    rows_module.add_arguments(parser)
+    runner.add_arguments(parser)
     arguments = parser.parse_args()
-    if "operators" in arguments.set and not HAS_OPERATORS:
+    if "operators" in arguments.set and not detection_published.HAS_OPERATORS:
         parser.error(
             "the operators need the packages defaultplusplus and transformers: install them with "
             "pip install --no-deps defaultplusplus==0.4.1 and pip install transformers, or choose other sets with --set"
@@ -315,8 +289,6 @@ def main() -> int:
         verdicts.append(verdict)
         for tool in (Gradstat.name, GOLDEN)[: 1 if verdict.case.onset else 2]:
             print(line(verdict, tool), flush=True)
-        if arguments.course and verdict.status == "harmful" and not all(verdict.hits(Gradstat.name)):
-            print(course(verdict), flush=True)
     made = rows_of(verdicts)
     arms = list({id(twin): twin for verdict in verdicts for _, twin in verdict.arms}.values())
     if arguments.healthy:
@@ -332,8 +304,7 @@ def main() -> int:
     if arguments.time:
         made += time_rows(arguments.time)
     print("\n" + detection_tables.everything(made))
-    if arguments.record:
-        print(rows_module.append(made, "detection", arguments.results))
+    runner.record(made, "detection", arguments)
     return 0
 
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import detection_tables
-import torch
 from detection_cases import Case
 from detection_tools import GOLDEN, NAMES, Gradstat
-from rows import Row, row
+from rows import Row
+from runner import rows_of_values
 
 from gradstat.bench.timing import Quartiles, quartiles
 from gradstat.monitor import Golden, Recording
@@ -42,7 +42,6 @@ class Arm:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
     flags: dict[str, list[Flag]] = field(default_factory=dict)
     held_out: float = math.nan  # the healthy loss of unseen batches at the end
     raised: str = ""
@@ -158,31 +157,8 @@ def line(verdict: Verdict, tool: str) -> str:
     return text
 
 
-def course(verdict: Verdict) -> str:
-    """Losses, norms and weights of a case before and after the onset, beside those of its twin."""
-    case, parts = verdict.case, []
-    for name, arm in zip(("broken", "twin"), verdict.arms[0], strict=True):
-        windows = {"next 20": slice(case.onset, case.onset + WINDOW), "last 20": slice(-WINDOW, None)}
-        if case.onset:
-            windows = {"20 before": slice(case.onset - WINDOW, case.onset), **windows}
-        shown = [
-            f"{window}: loss {_mean(arm.losses[part]):.4g}±{_spread(arm.losses[part]):.2g} "
-            f"norm {_mean(arm.norms[part]):.4g}±{_spread(arm.norms[part]):.2g}"
-            for window, part in windows.items()
-        ]
-        if arm.weights:
-            shown.append(f"|w| {arm.weights[0]:.4g} to {arm.weights[-1]:.4g}")
-        parts.append(f"    {name:7} " + "; ".join(shown))
-    return "\n".join(parts)
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.pstdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
-
-
 # Rows -------------------------------------------------------------------------------------------------------------
 
-CPU = torch.device("cpu")
 MOST = 1e6  # the number recorded for an infinite harm
 
 
@@ -202,15 +178,13 @@ def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
 
 def _rows_of_fault(when: str, which: str, what: str, verdicts: Sequence[Verdict]) -> list[Row]:
     group, case = detection_tables.group_of(when), detection_tables.case_of(which, what)
-    made = [
-        row(group, case, detection_tables.FAULT, status, "", float(number), CPU)
-        for status, number in Counter(verdict.status for verdict in verdicts).items()
-    ]
+    statuses = Counter(verdict.status for verdict in verdicts)
+    made = rows_of_values(group, case, detection_tables.FAULT, statuses)
     harmful = [verdict for verdict in verdicts if verdict.status == "harmful"]
     if not harmful:
         return made
     harm = min(MOST, statistics.median(harm for verdict in harmful for harm in verdict.harms))
-    made.append(row(group, case, detection_tables.FAULT, "harm", "", harm, CPU))
+    made += rows_of_values(group, case, detection_tables.FAULT, {"harm": harm})
     finders = [tool for tool in NAMES if tool == Gradstat.name or any(any(v.hits(tool)) for v in harmful)]
     return made + _rows_of_tools(when, which, what, harmful, finders)
 
@@ -244,10 +218,7 @@ def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict]
             if what != detection_tables.ALL:
                 rules = Counter(flags[0].rule for _, flags in hit)
                 values |= {f"first: {rule}": float(count) for rule, count in rules.items()}
-        made += [
-            row(detection_tables.group_of(when), detection_tables.case_of(which, what), tool, metric, "", value, CPU)
-            for metric, value in values.items()
-        ]
+        made += rows_of_values(detection_tables.group_of(when), detection_tables.case_of(which, what), tool, values)
     return made
 
 
@@ -265,10 +236,11 @@ def golden_rows(verdicts: Sequence[Verdict]) -> list[Row]:
     for (which, what), of_group in groups.items():
         made += _rows_of_tools(detection_tables.GOLDEN, which, what, of_group, [GOLDEN])
     twins = {id(twin): has_alarm(verdict.case, twin, GOLDEN) for verdict in those for _, twin in verdict.arms}
-    group = detection_tables.group_of(detection_tables.GOLDEN)
-    for metric, value in (("runs", len(twins)), ("found", sum(twins.values()))):
-        made.append(row(group, detection_tables.HEALTHY_RUNS, GOLDEN, metric, "", float(value), CPU))
-    return made
+    group, values = (
+        detection_tables.group_of(detection_tables.GOLDEN),
+        {"runs": len(twins), "found": sum(twins.values())},
+    )
+    return made + rows_of_values(group, detection_tables.HEALTHY_RUNS, GOLDEN, values)
 
 
 def is_right(case: Case, flag: Flag) -> bool:
@@ -295,12 +267,8 @@ def episodes(flags: Sequence[Flag]) -> int:
 
 def healthy_rows(arms: Sequence[Arm]) -> list[Row]:
     """The rows about findings in healthy arms."""
-    steps = float(sum(len(arm.losses) for arm in arms))
-    made = []
+    steps, made = sum(len(arm.losses) for arm in arms), []
     for tool in NAMES:
-        found = float(sum(episodes(arm.flags[tool]) for arm in arms))
-        for metric, value in (("steps", steps), ("findings", found)):
-            made.append(
-                row(detection_tables.HEALTHY, "trainings of the tests, and twins", tool, metric, "", value, CPU)
-            )
+        values = {"steps": steps, "findings": sum(episodes(arm.flags[tool]) for arm in arms)}
+        made += rows_of_values(detection_tables.HEALTHY, "trainings of the tests, and twins", tool, values)
     return made

@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from detection_cases import ONSET, Case
 from helpers.training import (
     CLASSES,
     Bags,
@@ -110,65 +111,46 @@ SUBJECTS = (
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake, and a regular expression, made from the subject, for the names that a finding has to contain."""
+    """A mistake, and a regular expression for the names that a finding has to contain."""
 
     what: str
-    breaks: Callable[[Training, Subject], object]
-    place: Callable[[Subject], str]
+    breaks: Callable[[Training], object]
+    place: str
     inputs: str = "any"  # "float" or "tokens": only for such inputs
-    onsets: tuple[str, ...] = ("mid-run", "start")
+    onsets: tuple[int, ...] = (ONSET, 0)
     is_held_out: bool = False  # judged by the healthy loss of unseen healthy batches, as the loss means something else
 
 
-def _of(breaks: Callable[[Training], object]) -> Callable[[Training, Subject], object]:
-    return lambda training, subject: breaks(training)
+def _at(*modules: str) -> str:
+    """The place is one of these modules, or a part of it."""
+    return "|".join(f"^{re.escape(name)}" for name in modules)
 
 
-def _at(*parts: str) -> Callable[[Subject], str]:
-    """The place is one of these modules of the subject, or a part of it."""
-
-    def place(subject: Subject) -> str:
-        names = [name for part in parts for name in _modules(getattr(subject, part))]
-        return "|".join(f"^{name}".replace(".", r"\.") for name in names)
-
-    return place
-
-
-def _modules(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(name.rpartition(".")[0] for name in value)
-
-
-def at_outputs(subject: Subject) -> str:
-    """The place is the last module, through which all gradients flow, or the model's output."""
-    return f"{_at('head')(subject)}|^logits$"
-
-
-def _is(place: str) -> Callable[[Subject], str]:
-    return lambda subject: place
-
-
-def _wrapped(change: Callable[[Tensor], Tensor], part: str = "head") -> Callable[[Training, Subject], None]:
+def _wrapped(change: Callable[[Tensor], Tensor], name: str) -> Callable[[Training], object]:
     """Changes what a module returns, from now on."""
 
     def hook(module: nn.Module, inputs: Any, out: Any) -> Any:
         return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
-    return lambda training, subject: training.model.get_submodule(getattr(subject, part)).register_forward_hook(hook)
+    return lambda training: training.model.get_submodule(name).register_forward_hook(hook)
 
 
 # Data -------------------------------------------------------------------------------------------------------------
 
 
 def _shuffled(share: float) -> Callable[[Training], None]:
-    random = torch.Generator().manual_seed(1)
+    def breaks(training: Training) -> None:
+        random = torch.Generator().manual_seed(1)
 
-    def spoil(batch: Batch) -> Batch:
-        labels = batch[1].flatten().clone()
-        some = torch.randperm(len(labels), generator=random)[: round(share * len(labels))]
-        labels[some] = labels[some[torch.randperm(len(some), generator=random)]]
-        return batch[0], labels.view_as(batch[1])
+        def spoil(batch: Batch) -> Batch:
+            labels = batch[1].flatten().clone()
+            some = torch.randperm(len(labels), generator=random)[: round(share * len(labels))]
+            labels[some] = labels[some[torch.randperm(len(some), generator=random)]]
+            return batch[0], labels.view_as(batch[1])
 
-    return every_batch(spoil)
+        every_batch(spoil)(training)
+
+    return breaks
 
 
 def _random_labels(training: Training) -> None:
@@ -200,6 +182,11 @@ def _with_nan(batch: Batch) -> Batch:
     return inputs, batch[1]
 
 
+def constant_sample(batch: Batch) -> Batch:
+    """One sample in all places."""
+    return batch[0][:1].expand_as(batch[0]).clone(), batch[1][:1].expand_as(batch[1]).clone()
+
+
 def _misplaced(training: Training) -> None:
     every_batch(lambda batch: (batch[0].roll(1, 0), batch[1]))(training)
 
@@ -207,7 +194,7 @@ def _misplaced(training: Training) -> None:
 # Loss -------------------------------------------------------------------------------------------------------------
 
 
-def _times(factor: float) -> Callable[[Training], None]:
+def times(factor: float) -> Callable[[Training], None]:
     def breaks(training: Training) -> None:
         healthy = training.loss
         training.loss = lambda model, batch: factor * healthy(model, batch)
@@ -223,40 +210,35 @@ def _over_batch(model: nn.Module, batch: Batch) -> Tensor:
 # Weights ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _every_weight(training: Training, change: Callable[[Tensor], object]) -> None:
-    for parameter in training.model.parameters():
-        if parameter.dim() > 1:
-            change(parameter)
+def _changed(change: Callable[[Tensor], object], names: str | Sequence[str] = "") -> Callable[[Training], None]:
+    """Changes the parameters ``names``, those of a module, or the weights of all."""
+
+    @torch.no_grad()
+    def breaks(training: Training) -> None:
+        if not isinstance(names, str):
+            parameters = map(training.model.get_parameter, names)
+        else:
+            parameters = training.model.get_submodule(names).parameters()
+        for parameter in parameters:
+            if names or parameter.dim() > 1:
+                change(parameter)
+
+    return breaks
 
 
-@torch.no_grad()
-def _dead(training: Training, subject: Subject) -> None:
-    for name in subject.dead:
-        training.model.get_parameter(name).fill_(-1e3)
+def _anew(name: str) -> Callable[[Training], None]:
+    def breaks(training: Training) -> None:
+        for module in training.model.get_submodule(name).modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
-
-@torch.no_grad()
-def _filled(training: Training, subject: Subject, part: str, change: Callable[[Tensor], object]) -> None:
-    for parameter in training.model.get_submodule(getattr(subject, part)).parameters():
-        change(parameter)
-
-
-@torch.no_grad()
-def _half_of_rows(training: Training, subject: Subject) -> None:
-    training.model.get_parameter(f"{subject.first}.weight")[::2] = 0
-
-
-def _anew(training: Training, subject: Subject) -> None:
-    for module in training.model.get_submodule(subject.hidden).modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+    return breaks
 
 
 # Optimizer --------------------------------------------------------------------------------------------------------
 
 
-def _groups(**values: Any) -> Callable[[Training], None]:
+def groups(**values: Any) -> Callable[[Training], None]:
     def breaks(training: Training) -> None:
         for group in training.optimizer.param_groups:
             group.update({key: value for key, value in values.items() if key in group})
@@ -264,23 +246,30 @@ def _groups(**values: Any) -> Callable[[Training], None]:
     return breaks
 
 
-def _of_a_copy(training: Training) -> None:
+def of_a_copy(training: Training) -> None:
     made = type(training.optimizer)(copy.deepcopy(training.model).parameters(), lr=1e-3)
     training.optimizer = made
 
 
-def _last_layer_only(training: Training, subject: Subject) -> None:
-    head = list(training.model.get_submodule(subject.head).parameters())
-    training.optimizer = type(training.optimizer)(head, lr=training.optimizer.param_groups[0]["lr"])
+def _trains_only(name: str) -> Callable[[Training], None]:
+    """The optimizer has no other parameters."""
+
+    def breaks(training: Training) -> None:
+        parameters, lr = training.model.get_submodule(name).parameters(), training.optimizer.param_groups[0]["lr"]
+        training.optimizer = type(training.optimizer)(parameters, lr=lr)
+
+    return breaks
 
 
-def _frozen(training: Training, subject: Subject) -> None:
-    head = set(training.model.get_submodule(subject.head).parameters())
-    for parameter in training.model.parameters():
-        parameter.requires_grad_(parameter in head)
+def _all_frozen_but(name: str) -> Callable[[Training], None]:
+    def breaks(training: Training) -> None:
+        training.model.requires_grad_(False)
+        training.model.get_submodule(name).requires_grad_(True)
+
+    return breaks
 
 
-def _never_zeroed(training: Training) -> None:
+def never_zeroed(training: Training) -> None:
     training.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
 
 
@@ -318,83 +307,84 @@ def _forgets_state(training: Training) -> None:
 
 
 def _heavy(training: Training) -> None:
-    _groups(momentum=0.9999)(training)
+    groups(momentum=0.9999)(training)
     for group in training.optimizer.param_groups:
         if "betas" in group:
             group["betas"] = (0.9999, group["betas"][1])
 
 
-MISTAKES = (
-    # The output and the loss
-    Mistake("softmax before cross-entropy", _wrapped(lambda out: out.softmax(-1)), at_outputs),
-    Mistake("sigmoid before cross-entropy", _wrapped(torch.sigmoid), at_outputs),
-    Mistake("ReLU on the logits", _wrapped(torch.relu), at_outputs),
-    Mistake("log-softmax over the batch", _of(loss(_over_batch)), _is(LABELS), is_held_out=True),
-    Mistake("the loss is maximised", _of(_times(-1.0)), _is("^loss"), is_held_out=True),
-    Mistake("loss times 1e-6", _of(_times(1e-6)), _is(ANYTHING), is_held_out=True),
-    Mistake("loss times 1e6", _of(_times(1e6)), _is(ANYTHING), is_held_out=True),
-    Mistake("logits times 1,000", _wrapped(lambda out: 1e3 * out), at_outputs),
-    Mistake("a branch is detached", _wrapped(Tensor.detach, "hidden"), _at("first", "hidden")),
-    Mistake("a layer's output is zero", _wrapped(torch.zeros_like, "hidden"), _at("hidden")),
-    Mistake("dropout of 0.95", _wrapped(lambda out: F.dropout(out, 0.95), "hidden"), _at("hidden")),
-    # Data
-    Mistake("shuffled labels", _of(_shuffled(1.0)), _is(LABELS), is_held_out=True),
-    Mistake("half of the labels shuffled", _of(_shuffled(0.5)), _is(LABELS)),
-    Mistake("random labels", _of(_random_labels), _is(LABELS)),
-    Mistake("inputs and labels of different samples", _of(_misplaced), _is(f"{DATA}|{LABELS}")),
-    Mistake("all labels equal", _of(every_batch(lambda b: (b[0], torch.zeros_like(b[1])))), _is(LABELS),
-            is_held_out=True),
-    Mistake("the same batch for ever", _of(_repeated), _is(DATA), is_held_out=True),
-    Mistake("sorted data: batches of one class", _of(_one_class), _is(LABELS), "float", is_held_out=True),
-    Mistake("inputs times 255", _of(every_batch(lambda b: (255 * b[0], b[1]))), _is(DATA), "float"),
-    Mistake("inputs plus 1,000", _of(every_batch(lambda b: (b[0] + 1e3, b[1]))), _is(DATA), "float"),
-    Mistake("inputs divided by 255 twice", _of(every_batch(lambda b: (b[0] / 255, b[1]))), _is(DATA), "float"),
-    Mistake("inputs are zero", _of(every_batch(lambda b: (torch.zeros_like(b[0]), b[1]))), _is(DATA)),
-    Mistake("every batch repeats one sample",
-            _of(every_batch(lambda b: (b[0][:1].expand_as(b[0]).clone(), b[1][:1].expand_as(b[1]).clone()))),
-            _is(DATA), is_held_out=True),
-    Mistake("NaN in one batch", _of(next_batch(_with_nan)), _is(DATA), "float"),
-    Mistake("one batch times 1e4", _of(next_batch(lambda b: (1e4 * b[0], b[1]))), _is(DATA), "float", ("mid-run",)),
-    # Optimizer
-    Mistake("weight decay 50", _of(_groups(weight_decay=50.0)), _is(ANYTHING)),
-    Mistake("learning rate 1", _of(learning_rate(lambda lr: 1.0)), _is(RATE)),
-    Mistake("learning rate 1e-9", _of(learning_rate(lambda lr: 1e-9)), _is(RATE)),
-    Mistake("learning rate times 100", _of(learning_rate(lambda lr: 100 * lr)), _is(RATE)),
-    Mistake("the scheduler of epochs runs every step", _of(_halved), _is(RATE)),
-    Mistake("momentum 0.9999", _of(_heavy), _is(ANYTHING)),
-    Mistake("optimizer of a copy of the model", _of(_of_a_copy), _is(ANYTHING)),
-    Mistake("optimizer of the last layer only", _last_layer_only, _is(ANYTHING)),
-    Mistake("all layers but the last are frozen", _frozen, _is(ANYTHING)),
-    Mistake("zero_grad is missing", _of(_never_zeroed), _is(ANYTHING)),
-    Mistake("zero_grad between backward and step", _of(_zeroed_too_late), _is(ANYTHING)),
-    Mistake("optimizer.step is missing", _of(_never_stepped), _is(ANYTHING)),
-    Mistake("a new optimizer for every step", _of(_made_anew), _is(ANYTHING)),
-    Mistake("gradients clipped to 1e-6", lambda t, s: setattr(t, "max_norm", 1e-6), _is(ANYTHING)),
-    Mistake("optimizer state is lost", _of(_forgets_state), _is(ANYTHING), onsets=("mid-run",)),
-    # Weights
-    Mistake("dead units", _dead, _at("dead")),
-    Mistake("constant weights", lambda t, s: _every_weight(t, lambda w: w.fill_(0.05)), _is(ANYTHING)),
-    Mistake("zero weights", lambda t, s: _every_weight(t, Tensor.zero_), _is(ANYTHING)),
-    Mistake("weights times 20", lambda t, s: _every_weight(t, lambda w: w.mul_(20)), _is(ANYTHING)),
-    Mistake("weights times 0.01", lambda t, s: _every_weight(t, lambda w: w.mul_(0.01)), _is(ANYTHING)),
-    Mistake("a layer is initialised anew", _anew, _at("hidden"), onsets=("mid-run",)),
-    Mistake("half of the embeddings are zeroed", _half_of_rows, _at("first"), "tokens", ("mid-run",)),
-    Mistake("one layer times 30", lambda t, s: _filled(t, s, "hidden", lambda w: w.mul_(30)), _at("hidden")),
-    Mistake("noise on one layer",
-            lambda t, s: _filled(t, s, "hidden", lambda w: w.add_(torch.randn(w.shape, generator=_noise()))),
-            _at("hidden")),
-)  # fmt: skip
+def mistakes(subject: Subject) -> tuple[Mistake, ...]:
+    """The mistakes that can be made with any subject, or with its inputs."""
+    first, hidden, head = subject.first, subject.hidden, subject.head
+    outputs = f"{_at(head)}|^logits$"  # the last module, through which all gradients flow, or the model's output
+    return (
+        # The output and the loss
+        Mistake("softmax before cross-entropy", _wrapped(lambda out: out.softmax(-1), head), outputs),
+        Mistake("sigmoid before cross-entropy", _wrapped(torch.sigmoid, head), outputs),
+        Mistake("ReLU on the logits", _wrapped(torch.relu, head), outputs),
+        Mistake("log-softmax over the batch", loss(_over_batch), LABELS, is_held_out=True),
+        Mistake("the loss is maximised", times(-1.0), "^loss", is_held_out=True),
+        Mistake("loss times 1e-6", times(1e-6), ANYTHING, is_held_out=True),
+        Mistake("loss times 1e6", times(1e6), ANYTHING, is_held_out=True),
+        Mistake("logits times 1,000", _wrapped(lambda out: 1e3 * out, head), outputs),
+        Mistake("a branch is detached", _wrapped(Tensor.detach, hidden), _at(first, hidden)),
+        Mistake("a layer's output is zero", _wrapped(torch.zeros_like, hidden), _at(hidden)),
+        Mistake("dropout of 0.95", _wrapped(lambda out: F.dropout(out, 0.95), hidden), _at(hidden)),
+        # Data
+        Mistake("shuffled labels", _shuffled(1.0), LABELS, is_held_out=True),
+        Mistake("half of the labels shuffled", _shuffled(0.5), LABELS),
+        Mistake("random labels", _random_labels, LABELS),
+        Mistake("inputs and labels of different samples", _misplaced, f"{DATA}|{LABELS}"),
+        Mistake("all labels equal", every_batch(lambda b: (b[0], torch.zeros_like(b[1]))), LABELS, is_held_out=True),
+        Mistake("the same batch for ever", _repeated, DATA, is_held_out=True),
+        Mistake("sorted data: batches of one class", _one_class, LABELS, "float", is_held_out=True),
+        Mistake("inputs times 255", every_batch(lambda b: (255 * b[0], b[1])), DATA, "float"),
+        Mistake("inputs plus 1,000", every_batch(lambda b: (b[0] + 1e3, b[1])), DATA, "float"),
+        Mistake("inputs divided by 255 twice", every_batch(lambda b: (b[0] / 255, b[1])), DATA, "float"),
+        Mistake("inputs are zero", every_batch(lambda b: (torch.zeros_like(b[0]), b[1])), DATA),
+        Mistake("every batch repeats one sample", every_batch(constant_sample), DATA, is_held_out=True),
+        Mistake("NaN in one batch", next_batch(_with_nan), DATA, "float"),
+        Mistake("one batch times 1e4", next_batch(lambda b: (1e4 * b[0], b[1])), DATA, "float", (ONSET,)),
+        # Optimizer
+        Mistake("weight decay 50", groups(weight_decay=50.0), ANYTHING),
+        Mistake("learning rate 1", groups(lr=1.0), RATE),
+        Mistake("learning rate 1e-9", groups(lr=1e-9), RATE),
+        Mistake("learning rate times 100", learning_rate(lambda lr: 100 * lr), RATE),
+        Mistake("the scheduler of epochs runs every step", _halved, RATE),
+        Mistake("momentum 0.9999", _heavy, ANYTHING),
+        Mistake("optimizer of a copy of the model", of_a_copy, ANYTHING),
+        Mistake("optimizer of the last layer only", _trains_only(head), ANYTHING),
+        Mistake("all layers but the last are frozen", _all_frozen_but(head), ANYTHING),
+        Mistake("zero_grad is missing", never_zeroed, ANYTHING),
+        Mistake("zero_grad between backward and step", _zeroed_too_late, ANYTHING),
+        Mistake("optimizer.step is missing", _never_stepped, ANYTHING),
+        Mistake("a new optimizer for every step", _made_anew, ANYTHING),
+        Mistake("gradients clipped to 1e-6", lambda training: setattr(training, "max_norm", 1e-6), ANYTHING),
+        Mistake("optimizer state is lost", _forgets_state, ANYTHING, onsets=(ONSET,)),
+        # Weights
+        Mistake("dead units", _changed(lambda w: w.fill_(-1e3), subject.dead),
+                _at(*(name.rpartition(".")[0] for name in subject.dead))),
+        Mistake("constant weights", _changed(lambda w: w.fill_(0.05)), ANYTHING),
+        Mistake("zero weights", _changed(Tensor.zero_), ANYTHING),
+        Mistake("weights times 20", _changed(lambda w: w.mul_(20)), ANYTHING),
+        Mistake("weights times 0.01", _changed(lambda w: w.mul_(0.01)), ANYTHING),
+        Mistake("a layer is initialised anew", _anew(hidden), _at(hidden), onsets=(ONSET,)),
+        Mistake("half of the embeddings are zeroed", _changed(lambda w: w[::2].zero_(), [f"{first}.weight"]),
+                _at(first), "tokens", (ONSET,)),
+        Mistake("one layer times 30", _changed(lambda w: w.mul_(30), hidden), _at(hidden)),
+        Mistake("noise on one layer",
+                _changed(lambda w: w.add_(torch.randn(w.shape, generator=torch.Generator().manual_seed(1))), hidden),
+                _at(hidden)),
+    )  # fmt: skip
 
 
-def _noise() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
-
-
-def applies(mistake: Mistake, subject: Subject) -> bool:
-    """Whether a mistake can be made with a subject's inputs."""
-    return mistake.inputs in ("any", _inputs_of(subject))
-
-
-@cache
-def _inputs_of(subject: Subject) -> str:
-    return "float" if subject.training(0).batch()[0].is_floating_point() else "tokens"
+def cases() -> Iterator[Case]:
+    """Every mistake with every subject whose inputs allow it."""
+    for subject in SUBJECTS:
+        inputs = "float" if subject.training(0).batch()[0].is_floating_point() else "tokens"
+        for each in mistakes(subject):
+            for onset in each.onsets if each.inputs in ("any", inputs) else ():
+                yield Case(
+                    "mistakes", subject.half, subject.name, each.what, subject.training, each.breaks, each.place, onset,
+                    is_everywhere=each.place.endswith("^logits$"), is_held_out=each.is_held_out,
+                )  # fmt: skip

@@ -7,15 +7,16 @@ anew from their descriptions; those here need no GPU, and only what a monitor of
 
 from __future__ import annotations
 
-import copy
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.nn.functional as F  # noqa: N812
+from detection_cases import ONSET, Case
+from detection_mistakes import never_zeroed, of_a_copy
 from helpers.training import CLASSES, TOKENS, Training, factory, train, train_mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -106,21 +107,12 @@ def _transformer(model: Callable[[], nn.Module], length: int, is_encoder: bool) 
     return lambda seed: train(seed, model, optimize, Sentences(seed, length, 16, is_encoder), loss=_loss)
 
 
-@dataclass(frozen=True)
-class Transformer:
-    """A tiny transformer with its task."""
-
-    name: str
-    half: str
-    scope: str  # "encoder" or "decoder", as DEForm names them
-    training: Callable[[int], Training]
-
-
+# Each with its half, and its scope as DEForm names it.
 TRANSFORMERS = (
-    Transformer("BERT, width 16", "tuning", "encoder", _transformer(lambda: _bert(16, 2), 8, True)),
-    Transformer("GPT-2, width 16", "tuning", "decoder", _transformer(lambda: _gpt2(16, 2), 8, False)),
-    Transformer("BERT, width 24", "figures", "encoder", _transformer(lambda: _bert(24, 3), 10, True)),
-    Transformer("GPT-2, width 24", "figures", "decoder", _transformer(lambda: _gpt2(24, 3), 10, False)),
+    ("BERT, width 16", "tuning", "encoder", _transformer(lambda: _bert(16, 2), 8, True)),
+    ("GPT-2, width 16", "tuning", "decoder", _transformer(lambda: _gpt2(16, 2), 8, False)),
+    ("BERT, width 24", "figures", "encoder", _transformer(lambda: _bert(24, 3), 10, True)),
+    ("GPT-2, width 24", "figures", "decoder", _transformer(lambda: _gpt2(24, 3), 10, False)),
 )
 
 # Where in a model an operator of each component is, by words in names of modules and parameters.
@@ -140,50 +132,33 @@ _PLACES = {
 }
 
 
-@dataclass(frozen=True)
-class Operator:
-    """An operator with its strength."""
-
-    what: str
-    place: str
-    is_everywhere: bool  # it changes what all gradients come through
-    breaks: Callable[[Training], object]
-
-
-def operators(scope: str) -> Iterator[Operator]:
+def _operators() -> Iterator[Case]:
     """The operators for encoders or decoders, with the largest of numeric strengths or each of several choices."""
     from defaultplusplus.deform import OPERATORS, get_injector
 
-    for name, operator in OPERATORS.items():
-        if operator.scope not in (scope, "both"):
-            continue
-        grid = operator.param_grid
-        values = (None,) if not grid else grid if isinstance(grid[-1], str) else grid[-1:]
-        for value in values:
-            yield _operator(name, operator, value, get_injector)
+    for subject, half, scope, training in TRANSFORMERS:
+        for name, operator in OPERATORS.items():
+            grid = operator.param_grid
+            for value in (None,) if not grid else grid if isinstance(grid[-1], str) else grid[-1:]:
+                if operator.scope not in (scope, "both"):
+                    continue
 
+                def breaks(training: Training, name: str = name, value: Any = value) -> None:
+                    torch.manual_seed(0)  # of operators that draw numbers
+                    get_injector(name, param_value=value)(training.model).__enter__()
 
-def _operator(name: str, operator: Any, value: Any, injector: Any) -> Operator:
-    def breaks(training: Training) -> None:
-        torch.manual_seed(0)  # of operators that draw numbers
-        injector(name, param_value=value)(training.model).__enter__()
-
-    told = "" if value is None else f", {operator.param_name} {value}"
-    component = operator.component.value
-    is_everywhere = component in ("layernorm", "residual", "output")  # of all layers, or of the last
-    return Operator(f"{name}: {operator.root_cause.replace('_', ' ')}{told}", _PLACES[component], is_everywhere, breaks)
+                told = "" if value is None else f", {operator.param_name} {value}"
+                what, component = f"{name}: {operator.root_cause.replace('_', ' ')}{told}", operator.component.value
+                # Those of all layers, or of the last, change what all gradients come through.
+                is_everywhere = component in ("layernorm", "residual", "output")
+                for onset in (ONSET, 0):
+                    yield Case(
+                        "operators", half, subject, what, training, breaks, _PLACES[component], onset,
+                        is_everywhere=is_everywhere,
+                    )  # fmt: skip
 
 
 # Silent errors ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SilentError:
-    """A silent error; one of several ranks is always a DDP training on two."""
-
-    what: str
-    breaks: Callable[[Training], object]
-    ranks: int = 1
 
 
 def _on_ranks(seed: int) -> Training:
@@ -191,15 +166,6 @@ def _on_ranks(seed: int) -> Training:
     made = train_mlp(2 * seed + rank, shown=False)
     torch.manual_seed(seed)  # torch's dropout and the like are the same on all ranks
     return made
-
-
-def _no_zero_grad(training: Training) -> None:
-    training.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-
-
-def _foreign(training: Training) -> None:
-    copied = copy.deepcopy(training.model)
-    training.optimizer = type(training.optimizer)(copied.parameters(), lr=training.optimizer.param_groups[0]["lr"])
 
 
 def _frozen(training: Training) -> None:
@@ -243,18 +209,25 @@ def _rate_of_its_own(training: Training) -> None:
         group["lr"] *= 1 + torch.distributed.get_rank()
 
 
-SILENT_ERRORS = (
-    SilentError("zero_grad is never called", _no_zero_grad),
-    SilentError("the optimizer holds the parameters of another model", _foreign),
-    SilentError("parameters that should train are frozen", _frozen),
-    SilentError("parameters replaced after wrapping in DDP", _replaced, 2),
-    SilentError("every other step through the unwrapped module", _unwrapped, 2),
-    SilentError("gradients clipped on one rank only", _clipped_on_one_rank, 2),
-    SilentError("gradients never synced", _never_synced, 2),
-    SilentError("another learning rate on each rank", _rate_of_its_own, 2),
-)
+def _silent_errors() -> Iterator[Case]:
+    for what, breaks, ranks in (
+        ("zero_grad is never called", never_zeroed, 1),
+        ("the optimizer holds the parameters of another model", of_a_copy, 1),
+        ("parameters that should train are frozen", _frozen, 1),
+        ("parameters replaced after wrapping in DDP", _replaced, 2),
+        ("every other step through the unwrapped module", _unwrapped, 2),
+        ("gradients clipped on one rank only", _clipped_on_one_rank, 2),
+        ("gradients never synced", _never_synced, 2),
+        ("another learning rate on each rank", _rate_of_its_own, 2),
+    ):
+        subject, training = ("MLP", train_mlp) if ranks == 1 else ("MLP, DDP on 2 ranks", _on_ranks)
+        for onset in (ONSET, 0):
+            yield Case(
+                "silent errors", "both", subject, what, training, breaks, "", onset, ranks=ranks,
+                broken_ranks=tuple(range(ranks)),
+            )  # fmt: skip
 
 
-def silent_training(error: SilentError) -> Callable[[int], Training]:
-    """The training that a silent error is made in."""
-    return _on_ranks if error.ranks > 1 else train_mlp
+def cases() -> Iterator[Case]:
+    """The operators, if they are installed, and the silent errors."""
+    return itertools.chain(_operators() if HAS_OPERATORS else (), _silent_errors())

@@ -13,7 +13,6 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +24,14 @@ from torch.optim import Optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
-import rows as rows_module  # noqa: E402
+import runner  # noqa: E402
 import tables  # noqa: E402
 from helpers.training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, cnn, factory, mlp, train  # noqa: E402
 from helpers.training_healthy import HEALTHY  # noqa: E402
 from rows import Row  # noqa: E402
+from runner import rows_of_values  # noqa: E402
 
 import gradstat  # noqa: E402
-from gradstat.bench.timing import progress_bar  # noqa: E402
 
 GROUP, HEALTHY_GROUP = "guards", "guards, healthy"
 FAULT, END = 300, 420  # the step of the fault, and the number of steps
@@ -218,20 +217,14 @@ def run_healthy(case: tuple[int, int, int]) -> dict[str, tuple[int, int, float]]
     }
 
 
-def measure(seeds: int, workers: int) -> list[Row]:
+def measure(seeds: int, processes: int, keep: Path | None = None) -> list[Row]:
     """Runs all trainings; returns the rows."""
-    cpu, made = torch.device("cpu"), []
+    made = []
     cases = [(model, fault, seed) for model in MODELS for fault in FAULTS for seed in range(seeds)]
     unscaled = [number for number, each in enumerate(HEALTHY) if each.training(0, 1).scaler is None]
     healthy = [(number, seed, HEALTHY_STEPS) for number in unscaled for seed in range(max(1, seeds // 20))]
-    with ProcessPoolExecutor(workers) as pool, progress_bar(len(cases) + len(healthy), "trainings") as bar:
-
-        def counted(each: Any) -> Any:
-            bar.update()
-            return each
-
-        compared = [counted(found) for found in pool.map(compare, cases)]
-        on_healthy = [counted(found) for found in pool.map(run_healthy, healthy)]
+    compared = list(runner.results_of(compare, cases, processes, keep))
+    on_healthy = list(runner.results_of(run_healthy, healthy, processes, keep))
     for model, fault in dict.fromkeys(case[:2] for case in cases):
         those = [found for case, found in zip(cases, compared, strict=True) if case[:2] == (model, fault)]
         for guard in GUARDS:
@@ -246,28 +239,23 @@ def measure(seeds: int, workers: int) -> list[Row]:
                 "seeds": len(those),
                 "refused before": sum(found[guard][2] for found in those),
             }
-            made += [
-                rows_module.row(GROUP, f"{model}, {fault}", guard, metric, "", value, cpu)
-                for metric, value in values.items()
-                if not math.isnan(value)
-            ]
+            known = {metric: value for metric, value in values.items() if not math.isnan(value)}
+            made += rows_of_values(GROUP, f"{model}, {fault}", guard, known)
     for guard in GUARDS_ON_HEALTHY:
         steps, refused, above = zip(*(each[guard] for each in on_healthy), strict=True)
-        for metric, value in (("steps", sum(steps)), ("refused", sum(refused)), ("last loss above", max(above))):
-            made.append(rows_module.row(HEALTHY_GROUP, "healthy trainings", guard, metric, "", float(value), cpu))
+        values = {"steps": sum(steps), "refused": sum(refused), "last loss above": max(above)}
+        made += rows_of_values(HEALTHY_GROUP, "healthy trainings", guard, values)
     return made
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="seeds of each model and fault (default 20)")
-    parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
-    rows_module.add_arguments(parser)
+    runner.add_arguments(parser)
     arguments = parser.parse_args()
-    made = measure(arguments.seeds, arguments.workers)
+    made = measure(arguments.seeds, arguments.jobs, arguments.keep)
     print(tables.guards(made))
-    if arguments.record:
-        print(rows_module.append(made, "guards", arguments.results))
+    runner.record(made, "guards", arguments)
     return 0
 
 

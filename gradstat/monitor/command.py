@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def _make_golden(options: argparse.Namespace) -> int:
 def _check_golden(options: argparse.Namespace) -> int:
     comparison = Golden.load(options.golden).compare(load(options.run))
     if options.json:
-        _print_json(comparison.to_dict())
+        _print_json({"ok": comparison.ok, **asdict(comparison)})
     else:
         print(comparison)
     return 0 if comparison.ok else 1

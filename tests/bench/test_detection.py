@@ -10,7 +10,8 @@ import detection
 import detection_tables
 import pytest
 import torch
-from detection_cases import ONSET, Case, all_cases
+from detection import all_cases
+from detection_cases import ONSET, Case
 from detection_judging import (
     HARM,
     WITHIN,

@@ -76,7 +76,7 @@ def test_windows_double_and_then_stay_and_cover_every_step() -> None:
 @pytest.mark.parametrize(
     ("t", "freedom", "z"),
     # Quantiles of Student's distribution, and of the normal one at the same probability (97.5, 99.5, 99.95 %).
-    [(2.2281, 10, 1.95996), (3.1693, 10, 2.57583), (4.0321, 5, 2.57583), (8.6103, 4, 3.2905), (12.0, math.inf, 12.0)],
+    [(2.2281, 10, 1.95996), (3.1693, 10, 2.57583), (4.0321, 5, 2.57583), (8.6103, 4, 3.2905), (12.0, 1e8, 12.0)],
 )
 def test_student_deviates_become_normal_ones(t: float, freedom: float, z: float) -> None:
     assert float(statistics.normal_deviate(np.array(t), freedom)) == pytest.approx(z, rel=0.01)
@@ -104,11 +104,11 @@ def test_few_healthy_runs_are_called_unlike(runs: int) -> None:
 
 def test_a_tensor_that_hardly_varies_has_a_narrower_interval_than_one_that_varies(golden: Golden) -> None:
     comparison = golden.compare(run(50))
-    scale = golden._groups["gradient", "norm"].scale
+    half = golden._intervals["gradient", "norm"].half
     width = np.random.default_rng(0)
     width.normal(size=len(NAMES))
     varies = width.gamma(3, 1 / 3, len(NAMES))
-    assert np.corrcoef(np.log(varies), np.log(scale[6]))[0, 1] > 0.6
+    assert np.corrcoef(np.log(varies), np.log(half[6]))[0, 1] > 0.6
     assert comparison.ok
 
 
@@ -147,7 +147,7 @@ def test_one_module_is_named_and_the_others_are_not(golden: Golden) -> None:
     assert found.where == "blocks.2.up"
     assert {deviation.name for deviation in found.findings} <= {"blocks.2.up.weight", "blocks.2.up.bias"}
     assert found.findings[0].feature == "norm"
-    assert found.findings[0].z > 4
+    assert found.findings[0].excess > 1.5
     assert golden.compare(changed(30, ALL, "down")).where == "blocks.*.down"
 
 
@@ -212,7 +212,7 @@ def test_an_absent_gradient_is_found(golden: Golden) -> None:
     found = golden.compare(made)
     assert [(one.name, one.feature, one.step) for one in found.findings] == [(NAMES[3], "absent", 0)]
     assert "present in all golden runs" in str(found)
-    assert found.to_dict()["findings"][0]["z"] == "Infinity"
+    assert found.findings[0].excess == math.inf
 
 
 def test_a_loss_that_is_never_a_number_is_found(golden: Golden) -> None:
@@ -275,28 +275,8 @@ def test_rounding_noise_is_left_out_whatever_its_size() -> None:
     golden = Golden.of([with_key(seed, 1e-8) for seed in range(5)])
     assert golden.left_out == ("blocks.0.up.bias",)
     assert golden.compare(with_key(50, 1e-3)).ok
-    in_half = Golden.of([with_key(seed, 1e-3) for seed in range(5)])
-    assert in_half.left_out == ()
-    found = in_half.compare(with_key(50, 1e-8))
-    assert found.ok
-    assert found.left_out == ("blocks.0.up.bias",)
+    assert golden.compare(with_key(50, 1e-3)).left_out == ("blocks.0.up.bias",)
     assert not Golden.of([with_key(seed, 0.5) for seed in range(5)]).compare(with_key(50, 1e-8)).ok
-
-
-def test_rounding_noise_of_the_first_steps_is_not_compared() -> None:
-    def with_late_layer(seed: int, size: float) -> Recording:
-        made = run(seed)
-        made.tables["gradient"].values[:3, 8:10] *= size
-        return made
-
-    golden = Golden.of([with_late_layer(seed, 1e-9) for seed in range(5)])
-    assert golden.compare(with_late_layer(50, 1e-5)).ok
-    assert golden.compare(with_late_layer(50, 0)).ok
-    found = golden.compare(with_late_layer(50, 10))
-    assert found.where == "blocks.2.up"
-    golden = Golden.of([with_late_layer(seed, 1e-3) for seed in range(5)])
-    assert golden.compare(with_late_layer(50, 1e-6)).ok
-    assert golden.compare(with_late_layer(50, 0)).where == "blocks.2.up"
 
 
 def test_the_sign_of_one_element_and_one_huge_tensor_do_not_matter_for_others() -> None:
@@ -348,7 +328,7 @@ def test_a_file_gives_the_same_comparison(golden: Golden, tmp_path: Path) -> Non
     assert (loaded.runs, loaded.steps) == (5, 100)
     made = changed(30, ALL, "blocks.2.up")
     assert str(loaded.compare(made)) == str(golden.compare(made))
-    assert loaded.compare(made).to_dict() == golden.compare(made).to_dict()
+    assert loaded.compare(made) == golden.compare(made)
     assert golden.save(tmp_path / "again.gradstat").read_bytes() == path.read_bytes()
 
 
@@ -389,8 +369,8 @@ def test_damaged_and_other_files_are_refused(golden: Golden, tmp_path: Path) -> 
     for wrong in (
         {"starts": [0, 5, 3]},
         {"starts": []},
-        {"runs": 1},
-        {"groups": [{}]},
+        {"intervals": [{}]},
+        {"sizes": {}},
     ):
         with pytest.raises(RecordingFileError, match="cannot be read"):
             Golden.load(rewritten(path, **wrong))
@@ -499,7 +479,6 @@ def test_a_run_on_two_ranks_is_like_golden_runs_on_one(ranks: Ranks, how: str) -
         comparison = golden.compare(made)
         assert comparison.ok, str(comparison)
         assert not comparison.structure
-        norm = golden._groups["gradient", "norm"]
-        assert np.isfinite(norm.mean).all()
+        assert np.isfinite(golden._intervals["gradient", "norm"].mean).all()
         own = train(50).recording().tables["gradient"].column("l2_norm")
         np.testing.assert_allclose(made.tables["gradient"].column("l2_norm"), own, rtol=1e-3)

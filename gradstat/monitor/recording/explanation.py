@@ -112,9 +112,9 @@ def _place(of_kind: Residuals, window: int) -> str:
     farthest = [j for j in np.argsort(-excess, kind="stable").tolist() if excess[j] > 1]
     deviating = dict.fromkeys(modules[j] for j in farthest)
     partly = {_kind_of(module) for module in modules if module not in deviating}  # kinds of which not all deviate
-    names = dict.fromkeys(module if _kind_of(module) in partly else _kind_of(module) for module in deviating)
+    names = list(dict.fromkeys(module if _kind_of(module) in partly else _kind_of(module) for module in deviating))
     if len(names) == 1:
-        return str(*names)
+        return names[0]
     levels = zip(*(module.split(".") for module in deviating), strict=False)
     shared = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
     inside = sum(module.split(".")[: len(shared)] == shared for module in modules)
@@ -123,7 +123,7 @@ def _place(of_kind: Residuals, window: int) -> str:
     if len(farthest) > _EVERYWHERE * len(excess):
         return "everywhere"
     more = [count_of(len(names) - 2, "other module")] if len(names) > 2 else []
-    return " and ".join([*list(names)[:2], *more])
+    return " and ".join([*names[:2], *more])
 
 
 def _kind_of(module: str) -> str:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from gradstat._core.text import lines_of, listed, plain_fields, printable, steps_in_words
-from gradstat.monitor.recording import archive
-
-_SHOWN = 8
-_MOST_NAMES = 5
+from gradstat._core.text import lines_of, listed, printable, steps_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +19,7 @@ class Deviation:
         step, last: The first and last step of the window over which it is averaged.
         value: The average of the feature over that window; infinite if absent.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
-        z: The distance from the golden runs, as a deviate of the normal distribution; infinite if absent.
+        excess: The distance of the value from the middle of the interval over half of its width; infinite if absent.
     """
 
     kind: str
@@ -36,7 +31,7 @@ class Deviation:
     expected: float
     low: float
     high: float
-    z: float
+    excess: float
 
     def __str__(self) -> str:
         what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
@@ -44,7 +39,7 @@ class Deviation:
         if self.feature == "absent":
             return printable(f"{what}: absent, and present in all golden runs")
         numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
-        return printable(f"{what}: {numbers}, z = {self.z:.1f}")
+        return printable(f"{what}: {numbers}")
 
 
 @dataclass(frozen=True)
@@ -74,29 +69,18 @@ class GoldenComparison:
         """Whether the run is like the golden ones in all that both have."""
         return not self.findings
 
-    @property
-    def headline(self) -> str:
-        """Since when, where and how the run is unlike the golden ones, or that it is like them."""
-        first, last = self.steps
-        if self.ok:
-            return f"Like the {self.runs} golden runs in steps {first} to {last}"
-        at = self.findings[0]
-        when = steps_in_words((at.step, at.last))
-        return printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-able values; NaN and Inf as text."""
-        values = {**plain_fields(self), "findings": list(map(plain_fields, self.findings))}
-        return dict(archive.encoded({"ok": self.ok, **values}, strict=True))
-
     def __str__(self) -> str:
         lines = [printable(f"Structure: {line}") for line in self.structure]
-        lines.append(self.headline)
-        if not self.ok:
-            first = [deviation for deviation in self.findings if deviation.step == self.findings[0].step]
+        if self.ok:
+            lines.append(f"Like the {self.runs} golden runs in {steps_in_words(self.steps)}")
+        else:
+            at = self.findings[0]
+            when = steps_in_words((at.step, at.last))
+            lines.append(printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}"))
+            first = [deviation for deviation in self.findings if deviation.step == at.step]
             later = [f"  later, in step {deviation.step}: {deviation}" for deviation in self.findings[len(first) :]]
-            lines += lines_of(first, _SHOWN, "  {}".format, "  ... and {} more in these steps")
+            lines += lines_of(first, 8, "  {}".format, "  ... and {} more in these steps")
             lines += lines_of(later, 3, str, "  ... and {} more later")
         if self.left_out:
-            lines.append(f"Left out as rounding noise: {listed(self.left_out, _MOST_NAMES)}")
+            lines.append(f"Left out as rounding noise: {listed(self.left_out, 5)}")
         return "\n".join(lines)

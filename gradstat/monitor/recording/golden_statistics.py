@@ -23,11 +23,10 @@ degrees of freedom: too few to judge by. So the cells of one kind and feature, a
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,16 +54,15 @@ _USED = [COLUMNS.index(name) for name in ("l2_norm", "mean", "std", "min", "max"
 _NEAR = 2
 _MOST_FREEDOM = 8.0
 _MOST_PER_OWN = 3.0
+_MANY = 1e8  # degrees of freedom of what is known
 _WHOLE = ("norm", "peak", "mean")
 # Kinds that are not compared: statements about labels and predictions instead of tensors, and inputs of the model,
 # which differ between ranks.
 _LEFT_OUT = frozenset({"constant", "input", "label", "output"})
 _SCALARS = ("loss", "lr")
-_TINY, _MOST = 1e-30, 1e100
-# A gradient below this share of the largest in its module is rounding noise: the first share in float32, the second in
-# 16 bits.
+_TINY = 1e-30
+# A gradient below this share of the largest in its module is rounding noise.
 _NOISE = 1e-5
-NOISE_OF_HALF = 1e-2
 _FINE = 16  # parts of an octave, and of a scale, that numbers in a file are rounded to
 
 
@@ -122,19 +120,12 @@ def averages(recording: Recording, starts: npt.NDArray[np.int64], sizes: Sizes) 
 
 def _places(kind: str, run: Mapping[str, int], golden: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """Where the tensors of the golden runs are in a run, -1 for those that it has not; both are sizes by name."""
-    place = {name: i for i, name in enumerate(run)}
-    if not kind_of(kind).sizes_vary:  # the size of a gradient that is always None is 0
-        place = {name: i for name, i in place.items() if run[name] in (0, golden.get(name))}
+    is_any = kind_of(kind).sizes_vary  # the size of a gradient that is always None is 0
+    place = {name: i for i, (name, size) in enumerate(run.items()) if is_any or size in (0, golden.get(name))}
     return np.array([place.get(name, -1) for name in golden], np.int64)
 
 
-def leave_out(values: Mapping[Key, Floats], sizes: Sizes, names: Collection[str]) -> None:
-    """Makes the values of the parameters ``names`` NaN."""
-    for (kind, _), value in values.items():
-        value[:, [name in names for name in sizes.get(kind, (kind,))]] = np.nan
-
-
-def noise_in(names: tuple[str, ...], norms: Floats, share: float = _NOISE) -> tuple[str, ...]:
+def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[str, ...]:
     """Which gradients are rounding noise of other tensors of their module: below this share of the largest.
 
     The gradients of a bias before a batch norm, and of a key's bias, are 0 by construction. What is measured depends on
@@ -145,30 +136,14 @@ def noise_in(names: tuple[str, ...], norms: Floats, share: float = _NOISE) -> tu
     _, module = np.unique([name.rpartition(".")[0] for name in names], return_inverse=True)
     largest = np.full(len(names), -np.inf)
     np.fmax.at(largest, module, level)
-    return tuple(names[j] for j in np.flatnonzero(level - largest[module] < math.log(share)))
+    return tuple(names[j] for j in np.flatnonzero(level - largest[module] < math.log(_NOISE)))
 
 
-def exponential(logarithm: float) -> float:
-    """The geometric mean of norms that the mean of their logarithms stands for."""
-    return 0.0 if logarithm <= math.log(_TINY) + 1 else math.exp(logarithm)
-
-
-def noise_cells(golden: Floats, run: Floats) -> Bools:
-    """``[windows, n]``: where gradients are small beside the others in both, and rounding noise in one of them.
-
-    Such are the gradients in the first steps, if a later layer begins with zeros. Zeros are noise in golden runs, and
-    judged in others. Both are logarithms of norms.
-    """
-
-    def below(norms: Floats, share: float) -> Bools:
-        others = (row[np.isfinite(row) & (row > math.log(_TINY))] for row in norms)
-        middle = np.array([np.median(row) if row.size else np.nan for row in others])
-        small: Bools = norms - middle[:, None] < math.log(share)
-        return small
-
-    is_noise = below(run, _NOISE) & (run > math.log(_TINY))
-    cells: Bools = (below(golden, _NOISE) & below(run, NOISE_OF_HALF)) | (is_noise & below(golden, NOISE_OF_HALF))
-    return cells
+def told(feature: str, average: float) -> float:
+    """An average as it is told: of logarithms the geometric mean, of peaks the peak over the root mean square."""
+    if feature in ("norm", "log"):
+        return 0.0 if average <= math.log(_TINY) + 1 else math.exp(average)
+    return 1 / max(-average, 1e-6) if feature == "peak" else average
 
 
 def _features(kind: str, series: Series) -> Iterable[Floats]:
@@ -199,37 +174,48 @@ def _over_windows(column: Floats, at: npt.NDArray[np.int64], covered: Bools, mis
     return means
 
 
-@dataclass
-class Group:
-    """The prediction of the cells of one kind and feature.
+class Interval(NamedTuple):
+    """Where the cells of one kind and feature are in 19 of 20 runs: ``mean`` plus or minus ``half``, ``[windows, n]``.
 
-    Attributes:
-        mean, scale: ``[windows, n]``: of a new run, its standard deviation; NaN where some golden run has no value.
-        freedom: Degrees of freedom.
-        limit: Of ``|z|``.
+    Both are NaN where some golden run has no value.
     """
 
     mean: Floats
-    scale: Floats
-    freedom: float
-    limit: float
+    half: Floats
 
-    def excess(self, values: Floats) -> Floats:
-        """``|z|`` of ``values`` over the limit, ``[windows, n]``: above 1 one is unlike; NaN if it is not compared."""
-        t = np.abs(values - self.mean) / self.scale
-        return np.where(np.isinf(t), t, normal_deviate(np.minimum(t, _MOST), self.freedom) / self.limit)
 
-    @functools.cached_property
-    def reach(self) -> float:
-        """Half the width of the interval of a cell, over its scale."""
-        grid = np.geomspace(0.1, 1e4, 2000)
-        return float(np.interp(self.limit, normal_deviate(grid, self.freedom), grid))
+class _Fit(NamedTuple):
+    """The prediction of the cells of one kind and feature."""
+
+    mean: Floats  # [windows, n], of a new run
+    scale: Floats  # its standard deviation
+    freedom: float  # degrees of freedom
+    limit: float  # of |z|
+
+
+def intervals(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, Interval]:
+    """The prediction intervals from golden runs, whose averages are ``[runs, windows, n]``."""
+    values = {key: np.where(np.isinf(value), np.nan, value) for key, value in values.items()}
+    # By how much intervals have to be wider so that each run would be like the others.
+    wider = 1.0
+    for i in range(max(map(len, values.values()), default=0)):
+        for key, fit in _fits({key: np.delete(value, i, 0) for key, value in values.items()}, sizes).items():
+            z = normal_deviate(np.abs(values[key][i] - fit.mean) / fit.scale, fit.freedom)
+            wider = max(wider, float(np.fmax.reduce(z, axis=None, initial=0.0)) / fit.limit)
+    return {key: _interval(fit, wider) for key, fit in _fits(values, sizes).items()}
+
+
+def _interval(fit: _Fit, wider: float) -> Interval:
+    """The interval with few digits, so that a file of it is small: its mean to a part of each tensor's least scale."""
+    scale = np.exp2(np.round(_FINE * np.log2(wider * fit.scale)) / _FINE)
+    unit = np.exp2(np.floor(np.log2(np.fmin.reduce(scale, 0)))) / _FINE
+    grid = np.geomspace(0.1, 1e4, 2000)
+    reach = np.interp(fit.limit, normal_deviate(grid, fit.freedom), grid)
+    return Interval(np.round(fit.mean / unit) * unit, scale * reach)
 
 
 def normal_deviate(t: Floats, freedom: float) -> Floats:
     """What exceeds ``t`` of Student's distribution as rarely, under the normal one; for values of at least 0."""
-    if not freedom < 1e6:
-        return t
     a = freedom - 0.5
     b = 48 * a * a
     y = a * np.log1p(t * t / freedom)
@@ -238,38 +224,17 @@ def normal_deviate(t: Floats, freedom: float) -> Floats:
     return result
 
 
-def fitted(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, Group]:
-    """The groups of golden runs, whose averages are ``[runs, windows, n]``."""
-    values = {key: np.where(np.isinf(value), np.nan, value) for key, value in values.items()}
-    groups = _groups(values, sizes)
-    # By how much scales have to be larger so that each run would be like the others.
-    inflation = 1.0
-    for i in range(max(map(len, values.values()), default=0)):
-        for key, group in _groups({key: np.delete(value, i, 0) for key, value in values.items()}, sizes).items():
-            inflation = max(inflation, float(np.fmax.reduce(group.excess(values[key][i]), axis=None, initial=0.0)))
-    return {key: _rounded(replace(group, scale=group.scale * inflation)) for key, group in groups.items()}
-
-
-def _rounded(group: Group) -> Group:
-    """The group with few digits, so that a file of it is small: its mean to a part of each tensor's smallest scale."""
-    scale = np.exp2(np.round(_FINE * np.log2(group.scale)) / _FINE)
-    unit = np.exp2(np.floor(np.log2(np.fmin.reduce(scale, 0)))) / _FINE
-    return replace(group, mean=np.round(group.mean / unit) * unit, scale=scale)
-
-
-def _groups(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, Group]:
-    groups = {}
-    for key, of_key in values.items():
+def _fits(values: Mapping[Key, Floats], sizes: Sizes) -> dict[Key, _Fit]:
+    """The predictions of all cells for which each run has a value."""
+    known = {key: value for key, value in values.items() if np.isfinite(value).all(0).any()}
+    fits = {}
+    for key, value in known.items():
         size = np.array(list(sizes[key[0]].values()), np.float64) if key[0] in sizes else np.full(1, np.inf)
-        groups[key] = _fitted(of_key, size)
-    groups = {key: group for key, group in groups.items() if np.isfinite(group.mean).any()}
-    for group in groups.values():
-        cells = int(np.isfinite(group.mean).sum())
-        group.limit = NormalDist().inv_cdf(1 - RATE / (2 * len(groups) * cells))
-    return groups
+        fits[key] = _fitted(value, size, RATE / len(known))
+    return fits
 
 
-def _fitted(values: Floats, size: Floats) -> Group:
+def _fitted(values: Floats, size: Floats, rate: float) -> _Fit:
     """The prediction from ``values``, ``[runs, windows, n]``."""
     runs = len(values)
     mean = values.mean(0)  # NaN if one is
@@ -277,12 +242,13 @@ def _fitted(values: Floats, size: Floats) -> Group:
     variance = (rest**2).sum(0) / (runs - 1)
     varies = variance > (_FLOOR / 100) ** 2
     widened = math.sqrt(1 + 1 / runs)
-    freedom = math.inf
+    freedom = _MANY
     scale = np.where(np.isnan(mean), np.nan, _FLOOR * widened)
     if varies.any():
         moderated, freedom = _moderated(rest, np.where(varies, variance, np.nan), size)
         scale = np.where(varies, np.sqrt(moderated + _FLOOR**2 + np.maximum(size, 1.0) ** -2) * widened, scale)
-    return Group(mean, scale, freedom, math.inf)
+    limit = NormalDist().inv_cdf(1 - rate / (2 * int(np.isfinite(mean).sum())))
+    return _Fit(mean, scale, freedom, limit)
 
 
 def _moderated(rest: Floats, variance: Floats, size: Floats) -> tuple[Floats, float]:
@@ -301,30 +267,25 @@ def _moderated(rest: Floats, variance: Floats, size: Floats) -> tuple[Floats, fl
         return np.fmax(near, variance) * usual, min(d, most)
     logs = np.log(near[np.isfinite(near)]) - polygamma(0, d / 2) + math.log(d / 2)
     spread = float(logs.var(ddof=1)) - polygamma(1, d / 2) if len(logs) > 1 else 0.0
-    d0 = 2 * inverse_trigamma(spread) if spread > 1e-6 else math.inf
-    prior = float(logs.mean()) + (polygamma(0, d0 / 2) - math.log(d0 / 2) if d0 < math.inf else 0.0)
-    weight = d0 / (d0 + d) if d0 < math.inf else 1.0
+    d0 = 2 * inverse_trigamma(spread) if spread > 1e-6 else _MANY
+    prior = float(logs.mean()) + polygamma(0, d0 / 2) - math.log(d0 / 2)
+    weight = d0 / (d0 + d)
     return usual * (weight * math.exp(prior) + (1 - weight) * near), max(1.0, min(d0 + d, most))
 
 
 def _usual(variance: Floats, size: Floats) -> Floats:
     """``[windows, n]``: the variance to expect, by a regression of its logarithm on window and size of the tensor."""
-    logs = np.log(variance)
-    known = np.isfinite(logs)
-    count = known.sum(1, keepdims=True)
-    x = np.broadcast_to(np.log(np.maximum(size, 1)), logs.shape)
-
-    def centred(y: Floats) -> tuple[Floats, Floats]:
-        level = np.where(known, y, 0.0).sum(1, keepdims=True) / np.maximum(count, 1)
-        return np.where(known, y - level, 0.0), level
-
-    (dy, y), (dx, mean) = centred(logs), centred(x)
-    slope = float(np.clip((dx * dy).sum() / max((dx * dx).sum(), 1e-12), -1.0, 0.0))
-    return np.exp(np.where(count > 0, y + slope * (x - mean), 0.0))
+    logs = np.ma.masked_invalid(np.log(variance))
+    x = np.ma.array(np.broadcast_to(np.log(np.maximum(size, 1)), logs.shape), mask=logs.mask)
+    y, mean = logs.mean(1, keepdims=True), x.mean(1, keepdims=True)
+    dx = x - mean
+    slope = float(np.clip((dx * (logs - y)).sum() / max((dx * dx).sum(), 1e-12), -1.0, 0.0))
+    usual: Floats = np.exp((y + slope * (x.data - mean)).filled(0.0))
+    return usual
 
 
 def _with_neighbours(ratio: Floats) -> tuple[Floats, float]:
-    """Means over three neighbouring windows, NaN where ``ratio`` is, and of how many values on average."""
+    """Means over five neighbouring windows, NaN where ``ratio`` is, and of how many values on average."""
     is_finite = np.isfinite(ratio)
     window = np.arange(len(ratio))
     near_by = (np.abs(window[:, None] - window) <= _NEAR).astype(np.float64)
