@@ -306,7 +306,7 @@ def mutated(state: Any, rng: random.Random) -> Any:
                 held[key] = twisted(value, rng)
             elif way == "twist" and isinstance(value, list | tuple):
                 held[key] = rng.choice([[*value, *value], list(value)[::-1], [*value, None], list(value)[1:]])
-            elif way == "twist" and isinstance(value, int | float):
+            elif way == "twist" and isinstance(value, int | float) and abs(value) < 1e300:
                 held[key] = rng.choice([-value, value + 1, value * 1000, float(value), str(value)])
             else:
                 held[key] = rng.choice(HOSTILE)
@@ -318,8 +318,8 @@ def mutated(state: Any, rng: random.Random) -> Any:
 def twisted(value: torch.Tensor, rng: random.Random) -> torch.Tensor:
     """Another tensor, or the same with another number in one place."""
     if value.is_floating_point() and value.numel() and rng.random() < 0.7:
-        changed = value.clone()
-        changed.view(-1)[rng.randrange(changed.numel())] = rng.choice(NUMBERS)
+        changed = value.clone(memory_format=torch.contiguous_format)
+        changed.view(-1)[rng.randrange(changed.numel())] = doubles() + rng.choice(NUMBERS)
         return changed
     twists = [value.float(), value.double(), value.to(torch.float16), value.to("meta"), value.to_sparse(), value[None]]
     twists += [-value, value + 10**6, torch.full_like(value.double(), math.nan), value.expand(2, *value.shape)]

@@ -63,8 +63,7 @@ class Reader:
         """The array called ``name``, which must have the given dtype, as ``"<f4"``."""
         entry = self._member(f"{name}.npy")
         with self._archive.open(entry) as member:
-            if np.lib.format.read_magic(member) != (1, 0):
-                raise ValueError(f"{name} is not an .npy array of version 1.0")
+            np.lib.format.read_magic(member)
             shape, fortran, kind = np.lib.format.read_array_header_1_0(member)
             size = member.tell() + math.prod(shape) * kind.itemsize
             # Before anything of this size is unpacked.

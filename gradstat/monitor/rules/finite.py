@@ -392,7 +392,9 @@ class SporadicNonfinite(Rule):
             if going_on:
                 continue
             self._incidents[f"{step} {window.run.first_in_backward(nonfinite)}"] = step
-            self._incidents = {key: when for key, when in self._incidents.items() if step - when < self.within_steps}
+            self._incidents = {
+                key: when for key, when in self._incidents.items() if 0 <= step - when < self.within_steps
+            }
             incidents = [(when, key.partition(" ")[2]) for key, when in self._incidents.items()]
             places = {name for _, name in incidents}
             if len(places) >= self.min_count and step - self._told > self.within_steps:
