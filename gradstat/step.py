@@ -152,21 +152,26 @@ def guarded_step(
     """
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
+    traits = optimizers.traits_of(optimizer)
     checked = checked_limit(max_norm)
     clip = checked if isinstance(checked, AdaptiveClip) else None
     limit = checked if isinstance(checked, float) else math.inf
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
+    if guard is not None or loss is not None:
+        _check_guard(guard, loss, optimizer, closure, skip_nonfinite, clip)
+    scales = guard is not None and guard.scales
+    rewrites = limit != math.inf or clip is not None or loss_scale is not None or scales
     request = _Request(
-        optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups, guard, loss
-    )
-    _check_guard(request, closure)
+        optimizer, limit, clip, skip_nonfinite, scaler, loss_scale, model, backend, extra_groups, guard, loss,
+        optimizers.honors_found_inf(optimizer), rewrites,
+    )  # fmt: skip
     if closure is None:
-        if optimizers.traits_of(optimizer).needs_closure:
+        if traits.needs_closure:
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
         return _step(request, loss)
-    if optimizers.traits_of(optimizer).repeats_closure:
+    if traits.repeats_closure:
         if clip is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} evaluates the loss several times in a step, and an adaptive clip would "
@@ -193,31 +198,29 @@ def _loss_scale(scaler: GradScaler, optimizer: Optimizer, skips: bool, closure: 
     return None if _scaling.is_unscaled(scaler, optimizer) else loss_scale
 
 
-def _check_guard(request: _Request, closure: object) -> None:
-    guard = request.guard
-    if request.loss is not None:
-        if guard is None:
-            raise ValueError(
-                "loss is used only with a guard; pass guard=gradstat.SpikeGuard() with it, or leave it out"
-            )
-        checked_value("loss", request.loss)
+def _check_guard(
+    guard: object, loss: Any, optimizer: Optimizer, closure: object, skips: bool, clip: AdaptiveClip | None
+) -> None:
+    """Raises as `guarded_step` if the guard and the loss for it do not go together with the other arguments."""
     if guard is None:
-        return
+        raise ValueError("loss is used only with a guard; pass guard=gradstat.SpikeGuard() with it, or leave it out")
     if not isinstance(guard, SpikeGuard):
         raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
-    if not request.skips:
+    if not skips:
         raise ValueError("a guard refuses steps by skipping them; leave skip_nonfinite=True")
-    if closure is not None and request.loss is not None:
-        raise ValueError("the closure already returns the loss; leave loss= out")
-    if closure is not None and optimizers.traits_of(request.optimizer).repeats_closure:
+    if loss is not None:
+        checked_value("loss", loss)
+        if closure is not None:
+            raise ValueError("the closure already returns the loss; leave loss= out")
+    if closure is not None and optimizers.traits_of(optimizer).repeats_closure:
         raise ValueError(
-            f"{type(request.optimizer).__name__} evaluates the loss several times in a step, and a guard would count "
-            "each evaluation as a step; leave guard= out"
+            f"{type(optimizer).__name__} evaluates the loss several times in a step, and a guard would count each "
+            "evaluation as a step; leave guard= out"
         )
-    if guard.scales and isinstance(request.clip, TensorClip):
+    if guard.scales and isinstance(clip, TensorClip):
         raise ValueError(
-            f"{type(request.clip).__name__} changes gradients before the guard decides how far to scale them down; "
-            "make the guard without scale=, so that it skips"
+            f"{type(clip).__name__} changes gradients before the guard decides how far to scale them down; make the "
+            "guard without scale=, so that it skips"
         )
 
 
@@ -235,43 +238,60 @@ class _Request(NamedTuple):
     extra_groups: ExtraGroups | None
     guard: SpikeGuard | None
     loss: Tensor | None
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether the gradients may have to be clipped or unscaled."""
-        scales = self.guard is not None and self.guard.scales
-        return self.limit != math.inf or self.clip is not None or self.loss_scale is not None or scales
+    honors: bool  # whether the optimizer obeys a verdict on the device
+    rewrites: bool  # whether the gradients may have to be clipped or unscaled
 
 
 def _step(request: _Request, loss: Any) -> StepResult:
     optimizer, named = request.optimizer, named_parameters_of(request.optimizer)
     try:
         with announce.change(named.parameters, request.scaler, loss):
-            collected, measured = _measure(request, named, counts=True)
+            collected = gradients_of(named.parameters)
             gradients, rewrites = collected.tensors, request.rewrites
+            # Without gradients, only the result's device is known.
+            counters = counters_on(optimizer, gradients[0].device) if gradients else None
+            measured = _measure(request, named, collected, counters)
+            if counters is None:
+                counters = counters_on(optimizer, measured.home)
+            if not measured.is_counted:
+                measured = _counted(request, measured, counters)
             if request.clip is not None and gradients:
                 # Clipped before the decision to skip, so that a clip sees the same steps with every optimizer.
                 rewrites = not measured.limit_(request.clip, collected.owners(named.parameters), gradients)
             try:
                 stepped, returned = measured.step_optimizer(
-                    optimizer, optimizer.step, gradients, rewrites, request.skips
+                    optimizer, request.honors, gradients, rewrites, request.skips
                 )
             except BaseException:
-                _uncount(request, measured)
+                counters.steps.sub_((~_skipped(request, measured)).to(torch.int64))  # it was counted as taken
                 raise
     finally:
         announce.step_ended(optimizer)  # also if it was skipped
     if not stepped:
         # torch's schedulers warn if no optimizer step came before them; a skipped step counts as one.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-    return _result(request, measured, returned if loss is None else loss)
+    return _result(request, measured, counters, returned if loss is None else loss)
 
 
-def _result(request: _Request, measured: StepMeasurement, loss: Any) -> StepResult:
+def _counted(request: _Request, measured: StepMeasurement, counters: StepCounters) -> StepMeasurement:
+    """The measurement with the verdict of the guard, if there is one; counts the step."""
+    if request.guard is not None and measured.home is not None and measured.before_guard is None:
+        remember_guard(request.optimizer, request.guard)
+        return measured.guarded(request.guard, request.loss, counters.tensor)
+    norms.count_step(counters.tensor, _skipped(request, measured))
+    return measured
+
+
+def _skipped(request: _Request, measured: StepMeasurement) -> Tensor:
+    """Whether the step is skipped, 0-d bool."""
+    skip = measured.verdict[norms.SKIP] != 0
+    return skip if request.skips else torch.zeros_like(skip)
+
+
+def _result(request: _Request, measured: StepMeasurement, counters: StepCounters, loss: Any) -> StepResult:
     if request.scaler is not None:
         _scaling.record_step(request.scaler, request.optimizer, measured.found_inf)
-    counters = counters_on(request.optimizer, measured.home)
-    counters.streams = measured.streams or streams_of([counters.tensor])
+    counters.streams = measured.streams if measured.rows.tables else streams_of([counters.tensor])
     return StepResult(measured, counters, request.skips, loss)
 
 
@@ -295,12 +315,13 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
         named = named_parameters_of(optimizer)
         with announce.change(named.parameters, None, loss):
-            collected, measured = _measure(request, named, counts=False)
+            gradients = gradients_of(named.parameters)
+            measured = _measure(request, named, gradients)
             skip, divisor = measured.on_host() if request.skips else (False, math.nan)
             if skip:
                 raise _NotFiniteError
-            if request.limit != math.inf and divisor != 1.0 and collected.tensors:
-                measured.rewrite_(collected.tensors)
+            if request.limit != math.inf and divisor != 1.0 and gradients.tensors:
+                measured.rewrite_(gradients.tensors)
         return loss
 
     loss = None
@@ -315,89 +336,66 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
         optimizer.state.update(state_before)
     finally:
         announce.step_ended(optimizer)
-    _count(request, measured)
-    return _result(request, measured, loss)
+    counters = counters_on(optimizer, measured.home)
+    norms.count_step(counters.tensor, _skipped(request, measured))
+    return _result(request, measured, counters, loss)
 
 
-def _measure(request: _Request, named: NamedParameters, counts: bool) -> tuple[Gradients, StepMeasurement]:
-    """The current gradients and their measurement; counts the step if ``counts``.
+def _measure(
+    request: _Request, named: NamedParameters, gradients: Gradients, counters: StepCounters | None = None
+) -> StepMeasurement:
+    """Measures the gradients of ``named``. The verdict skips what a loss scaler or monitors have found, as well.
 
-    Skips the step if a monitor, which measured it before, has requested that.
+    The step is counted in ``counters`` if nothing else decides about it.
     """
-    wish = decision.take(request.optimizer) if request.skips else None
-    if wish is not None and wish.guard is not None and request.guard not in (None, wish.guard):
-        raise RuntimeError(
-            "a monitor and guarded_step judge one step by two guards: "
-            + decision.two_guards([wish.guard, request.guard])
-        )
+    wish = decision.take(request.optimizer, request.guard) if request.skips else None
     if request.model is not None:
         named = named_by(request.model, named)
-    gradients = gradients_of(named.parameters)
-    # Even if this rank has no gradients, ranks that have some may wait for it.
-    if not (
-        gradients.tensors
-        or request.extra_groups is not None
-        or (request.scaler is None and is_distributed(named.parameters))
-    ):
-        if request.scaler is not None:
-            raise RuntimeError(
-                "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the "
-                "step, and zero_grad() after it"
-            )
-        measured = StepMeasurement.nothing()
-        if counts:
-            _count(request, measured)
-        return gradients, measured
+    if not gradients.tensors and not _is_awaited(request, named):
+        return StepMeasurement.nothing()
     labels = labels_of(named, gradients)
     if request.clip is not None and gradients.tensors:
         request.clip.require(ToClip(gradients.tensors, gradients.owners(named.parameters), labels.of))
-    flags: list[Tensor] = []  # above 0 to skip: found_inf of `unscale_`, per device, and what monitors have decided
-    if request.loss_scale is not None and request.scaler is not None:
-        _scaling.refuse_shared_gradients(request.scaler, request.optimizer, named)
-    elif request.scaler is not None:
-        flags += _scaling.found_by(request.scaler, request.optimizer)
-        _scaling.refuse_added_gradients(request.scaler, request.optimizer, named, gradients)
+    flags = [] if request.scaler is None else _found_by(request.scaler, request, named, gradients)
     if wish is not None and wish.guard is None:
         flags.append(wish.flag)
-    # The kernel counts the step itself if it alone decides. Without gradients, only the result's device is known.
-    is_alone = not flags and request.guard is None and wish is None
-    counts_itself = counts and request.skips and is_alone and bool(gradients.tensors)
-    counters = counters_on(request.optimizer, gradients.tensors[0].device).tensor if counts_itself else None
-    step = norms.StepRequest(request.limit, request.loss_scale, counters)
-    in_place = request.rewrites and not optimizers.honors_found_inf(request.optimizer)
+    is_alone = request.skips and request.guard is None and wish is None and not flags
+    step = norms.StepRequest(
+        request.limit, request.loss_scale, counters.tensor if counters is not None and is_alone else None
+    )
     try:
         measured = StepMeasurement.of(
             *(gradients.tensors, labels, step, named, request.backend, request.extra_groups),
-            in_place=in_place or isinstance(request.clip, TensorClip),
+            in_place=isinstance(request.clip, TensorClip) or (request.rewrites and not request.honors),
         )
     except Exception as error:
-        if counts and request.guard is not None:
+        if request.guard is not None:
             request.guard.leave(request.loss, error)
         raise
-    if flags:
-        for flag in flags:
-            measured.verdict[norms.SKIP].add_(to_device(flag, measured.verdict.device))
-        measured.verdict[norms.SKIP].clamp_(max=1.0)
+    for flag in flags:
+        skip = measured.verdict[norms.SKIP]
+        skip.add_(to_device(flag, skip.device)).clamp_(max=1.0)
     if wish is not None and wish.guard is not None and wish.reason is not None:
-        measured = measured.judged(wish.flag, wish.reason)
-        if counts:
-            _count(request, measured)
-    elif counts and request.guard is not None:
-        counters = counters_on(request.optimizer, measured.verdict.device).tensor
-        remember_guard(request.optimizer, request.guard)
-        measured = measured.guarded(request.guard, request.loss, counters)
-    elif counts and not counts_itself:
-        _count(request, measured)
-    return gradients, measured
+        return measured.judged(wish.flag, wish.reason)
+    return measured
 
 
-def _uncount(request: _Request, measured: StepMeasurement) -> None:
-    """Takes back that a step was counted as taken, since it raised; a skipped one stays skipped."""
-    taken = (measured.verdict[norms.SKIP] == 0) if request.skips else torch.ones((), device=measured.verdict.device)
-    counters_on(request.optimizer, measured.home).steps.sub_(taken.to(torch.int64))
+def _is_awaited(request: _Request, named: NamedParameters) -> bool:
+    """Whether other ranks may wait for this one, which has no gradients. RuntimeError if a scaler needs some."""
+    if request.extra_groups is not None:
+        return True
+    if request.scaler is not None:
+        raise RuntimeError(
+            "none of the optimizer's parameters has a gradient; call scaler.scale(loss).backward() before the step, "
+            "and zero_grad() after it"
+        )
+    return is_distributed(named.parameters)
 
 
-def _count(request: _Request, measured: StepMeasurement) -> None:
-    counters = counters_on(request.optimizer, measured.home)
-    skipped = measured.verdict[norms.SKIP] if request.skips else torch.zeros((), device=measured.verdict.device)
-    norms.count_step(counters.tensor, skipped)
+def _found_by(scaler: GradScaler, request: _Request, named: NamedParameters, gradients: Gradients) -> list[Tensor]:
+    """What ``unscale_`` has found, per device. RuntimeError if not all gradients carry the scale, or none does."""
+    if request.loss_scale is not None:
+        _scaling.refuse_shared_gradients(scaler, request.optimizer, named)
+        return []
+    _scaling.refuse_added_gradients(scaler, request.optimizer, named, gradients)
+    return _scaling.found_by(scaler, request.optimizer)

@@ -71,6 +71,13 @@ class Decision(NamedTuple):
     # [3] float32: 1 to skip the step, else 0; the number to divide the gradients by; the loss scale.
     verdict: Tensor
 
+    @classmethod
+    def unclipped(cls, norm: Tensor, skip: Tensor) -> Decision:
+        """The decision to skip or not, 0-d ``skip``, and to leave gradients without a loss scale as they are."""
+        skip = skip.to(torch.float32)
+        scaling = Scaling(torch.stack([torch.ones_like(norm), norm]).to(torch.float64))
+        return cls(norm, scaling, torch.stack([skip, torch.ones_like(skip), torch.ones_like(skip)]))
+
 
 # Indices into a verdict; that of a guard also has a reason.
 SKIP, DIVISOR, LOSS_SCALE, REASON = range(4)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -73,29 +73,27 @@ def _step_of(optimizer: Optimizer) -> _Step:
     return _steps.setdefault(optimizer, _Step())
 
 
-def take(optimizer: Optimizer) -> SkipRequest | None:
+def take(optimizer: Optimizer, guard: SpikeGuard | None = None) -> SkipRequest | None:
     """All requests for the coming step as one, which the caller now has to carry out; None if there is none.
 
-    RuntimeError if two guards have judged the same step.
+    RuntimeError if two guards have judged the same step, or another than ``guard`` has.
     """
-    step = _steps.get(optimizers.unwrapped(optimizer))
+    step = _steps.get(optimizers.unwrapped(optimizer)) if _steps else None
     if step is None or not step.requests:
         return None
     requests = list(step.requests.values())
     step.requests.clear()
-    guards = {id(one.guard): one for one in requests if one.guard is not None}
-    if len(guards) > 1:
-        both = two_guards(one.guard for one in guards.values())
-        raise RuntimeError(f"two guards have judged one step of this optimizer: {both}")
+    guards = {one.guard: one for one in requests if one.guard is not None}
+    both = list(dict.fromkeys([*guards, guard])) if guards and guard is not None else [*guards]
+    if len(both) > 1:
+        raise RuntimeError(
+            f"two guards judge one step of this optimizer: {' and '.join(map(repr, both))}; use one of them, or pass "
+            "the same guard to the monitor and to guarded_step"
+        )
     judged = next(iter(guards.values()), requests[0])
     home = judged.flag.device
     flags = [to_device(one.flag, home) for one in requests]
     return judged._replace(flag=flags[0] if len(flags) == 1 else torch.stack(flags).amax())
-
-
-def two_guards(guards: Iterable[SpikeGuard | None]) -> str:
-    """A text that names two guards and says what to do."""
-    return f"{' and '.join(map(repr, guards))}; use one of them, or pass the same guard to both"
 
 
 def carry_out(optimizer: Optimizer) -> None:

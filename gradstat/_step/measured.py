@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from gradstat._core import norms
 from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, Scaling, StepRequest
+from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, Decision, Scaling, StepRequest
 from gradstat._core.parameters import Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, NameOf, to_device, writable
 from gradstat._step import optimizers
@@ -38,14 +38,13 @@ class StepMeasurement(NamedTuple):
     backend: str | None
     streams: Streams = ()
     before_guard: Tensor | None = None  # the verdict before a guard changed it, if there is a guard
+    is_counted: bool = False  # whether the step is counted already
 
     @classmethod
     def nothing(cls) -> StepMeasurement:
         """No gradients: the norm is 0 and nothing needs to be skipped."""
-        home = torch.device("cpu")
-        norm, verdict = torch.tensor(0.0, device=home), torch.tensor([0.0, 1.0, 1.0], device=home)
-        scaling = Scaling(torch.tensor([1.0, 0.0], dtype=torch.float64, device=home))
-        return cls(Measurement([], None, ()), Labels(tuple, tuple), norm, scaling, verdict, False, None)
+        zero = torch.zeros((), device="cpu")
+        return cls(Measurement([], None, ()), Labels(tuple, tuple), *Decision.unclipped(zero, zero), False, None)
 
     @classmethod
     def of(
@@ -78,7 +77,8 @@ class StepMeasurement(NamedTuple):
         )
         assert rows.decision is not None
         streams = streams_of([rows.decision.verdict, *rows.tables])
-        return cls(rows, labels, *rows.decision, step.loss_scale is not None, backend, streams)
+        is_scaled, is_counted = step.loss_scale is not None, step.counters is not None
+        return cls(rows, labels, *rows.decision, is_scaled, backend, streams, is_counted=is_counted)
 
     @property
     def home(self) -> torch.device | None:
@@ -123,14 +123,14 @@ class StepMeasurement(NamedTuple):
         return False
 
     def step_optimizer(
-        self, optimizer: Optimizer, step: Callable[[], Any], gradients: list[Tensor], rewrites: bool, skips: bool
+        self, optimizer: Optimizer, honors: bool, gradients: list[Tensor], rewrites: bool, skips: bool
     ) -> tuple[bool, Any]:
-        """Calls ``step`` of ``optimizer`` unless the host skips it; returns whether it was called, and its result.
+        """Steps ``optimizer`` unless the host skips it; returns whether it was called, and its result.
 
-        ``rewrites`` says whether the gradients may have to be clipped or unscaled, ``skips`` whether a step may be
-        skipped at all. In the latter case, optimizers that do not obey a verdict cost one host sync.
+        ``honors`` says whether it obeys a verdict on the device, ``rewrites`` whether the gradients may have to be
+        clipped or unscaled, ``skips`` whether a step may be skipped at all: then optimizers that do not obey a verdict
+        cost one host sync.
         """
-        honors = optimizers.honors_found_inf(optimizer)
         if skips and (not honors or optimizers.first_momentum_is_at_risk(optimizer)):
             skip, divisor = self.on_host()
             if skip:
@@ -141,10 +141,10 @@ class StepMeasurement(NamedTuple):
             # Given a divisor, an optimizer writes the gradients back even if the divisor is 1.
             rewrites = rewrites and not self.is_known_noop
             with optimizers.with_verdict(optimizer, found_inf if skips else None, by if rewrites else None):
-                return True, step()
+                return True, optimizer.step()
         if rewrites and gradients:
             self.rewrite_(gradients)
-        return True, step()
+        return True, optimizer.step()
 
     def report(self) -> PendingReport:
         """The pending report on the gradients, without their loss scale; starts the copy to the host."""

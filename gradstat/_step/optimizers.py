@@ -72,6 +72,7 @@ class Traits(NamedTuple):
     """Properties of the ``step`` of a class of optimizers."""
 
     has_fused_step: bool
+    is_sgd: bool
     accepts_scaler: bool  # as an argument of step, the older of torch's two interfaces
     needs_closure: bool
     # May evaluate its closure more than once, or not first of all. True for LBFGS, and for optimizers from
@@ -85,7 +86,7 @@ def _traits_of_kind(kind: Any) -> Traits:
     repeats = step is _REPEATING_STEP
     accepts_scaler = "grad_scaler" in inspect.signature(kind.step).parameters
     is_foreign = not step.__module__.startswith("torch.optim")
-    return Traits(step in _WITH_FUSED_STEP, accepts_scaler, repeats, repeats or is_foreign)
+    return Traits(step in _WITH_FUSED_STEP, step is _SGD_STEP, accepts_scaler, repeats, repeats or is_foreign)
 
 
 def traits_of(optimizer: Optimizer) -> Traits:
@@ -99,7 +100,10 @@ def honors_found_inf(optimizer: Optimizer) -> bool:
     traits = traits_of(optimizer)
     if traits.has_fused_step:
         # Not the flag below, which reflects the defaults, while a group may differ, and which pickling loses.
-        return all(group.get("fused") for group in optimizer.param_groups)
+        for group in optimizer.param_groups:  # noqa: SIM110 - a generator takes longer, in every step
+            if not group.get("fused"):
+                return False
+        return True
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not traits.accepts_scaler
 
 
@@ -134,7 +138,7 @@ def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
     Its first step allocates the buffers without filling them (``torch/optim/sgd.py``, ``_fused_sgd``); if the device
     skips that step, they stay unfilled. Without dampening, zeros are equivalent, and are stored here beforehand.
     """
-    if original_step(type(optimizer)) is not _SGD_STEP:
+    if not traits_of(optimizer).is_sgd:
         return False
     at_risk = False
     for group in optimizer.param_groups:
