@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -121,13 +122,14 @@ def _launched(
     measured = measure(
         gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups
     )
-    return measured, lambda rows: report_of(rows, labels, scale)
+    return measured, functools.partial(report_of, labels, scale)
 
 
-def report_of(rows: HostRows, labels: Labels, scale: float | None, refused: tuple[str, ...] = ()) -> Report:
+def report_of(labels: Labels, scale: float | None, rows: HostRows, refused: tuple[str, ...] = ()) -> Report:
     """The report on gradients that carry the loss scale ``scale``. RuntimeError if another rank could not measure."""
-    rows.raise_if_others_failed()
-    table, total = without_scale(rows.table(), scale), without_scale(rows.total(), scale)
+    total, table = rows.total(), rows.table()
+    if scale is not None:
+        table, total = without_scale(table, scale), without_scale(total, scale)
     return Report(labels.names, table, rows.infos, labels.missing_names, loss_scale=scale, total=total, refused=refused)
 
 

@@ -96,18 +96,19 @@ class HostRows:
     def table(self) -> Any:
         """The rows in the order of the tensors; waits for the copies, once per device."""
         if self._order is None and len(self._copies) == 1:
-            return self._copies[0].wait()
+            return self._copies[0].on_host().numpy()
         if not self._copies:
             return np.empty((0, _fields.COUNT))
         joined = np.concatenate([copy.wait() for copy in self._copies])
         return joined if self._order is None else joined[np.argsort(self._order)]
 
     def total(self) -> Any:
-        """The total row over all tensors and ranks, or None if no tensor is distributed; waits for it."""
-        return None if self._total is None else self._total.wait()[0]
+        """The total row over all tensors and ranks, or None if no tensor is distributed; waits for it.
 
-    def raise_if_others_failed(self) -> None:
-        """Waits, and raises RuntimeError if another rank could not measure its part."""
+        Raises RuntimeError if another rank could not measure its part.
+        """
+        if self._total is None:
+            return None
         failed = 0.0 if self._failed is None else float(self._failed.wait())
         if math.isinf(failed):
             raise RuntimeError(
@@ -119,6 +120,7 @@ class HostRows:
                 f"{failed:.0f} other rank{'s' * (failed != 1)} failed to measure their shards, so the result is "
                 "unknown; see the errors on those ranks"
             )
+        return self._total.wait()[0]
 
 
 def without_scale(rows: Any, loss_scale: float | None) -> Any:

@@ -305,13 +305,12 @@ def labels_of(named: NamedParameters, gradients: Gradients) -> Labels:
     """The names of ``gradients``, which belong to the parameters of ``named``."""
     # Which gradients are missing is recorded now, since it may change.
     missing_names = tuple if gradients.missing is None else names_at(named, gradients.missing)
-    return Labels(names_at(named, gradients.positions), missing_names)
+    names = named.names if gradients.positions is None else names_at(named, gradients.positions)
+    return Labels(names, missing_names)
 
 
-def names_at(named: NamedParameters, positions: list[int] | None) -> Names:
-    """The names at ``positions``, looked up on demand; all names for None."""
-    if positions is None:
-        return named.names
+def names_at(named: NamedParameters, positions: list[int]) -> Names:
+    """The names at ``positions``, looked up on demand."""
 
     def names() -> list[str]:
         every = named.names()

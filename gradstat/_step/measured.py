@@ -153,7 +153,7 @@ class StepMeasurement(NamedTuple):
         def make(rows: HostRows, verdict: Any) -> Report:
             scale = float(verdict[LOSS_SCALE]) if is_scaled else None
             refused = reasons_of(int(verdict[REASON])) if len(verdict) > REASON else ()
-            return report_of(rows, labels, scale, refused)
+            return report_of(labels, scale, rows, refused)
 
         with on_streams(self.streams):
             return PendingReport(self.rows, make, self.verdict)
@@ -243,11 +243,8 @@ class Unscaled(NamedTuple):
         labels = self.labels
 
         def make(rows: HostRows, multiplier: Any) -> Report:
-            rows.raise_if_others_failed()
-            scale = 1.0 / float(multiplier) if multiplier else math.inf
-            return Report(
-                labels.names, rows.table(), rows.infos, labels.missing_names, loss_scale=scale, total=rows.total()
-            )
+            scale, total = 1.0 / float(multiplier) if multiplier else math.inf, rows.total()
+            return Report(labels.names, rows.table(), rows.infos, labels.missing_names, loss_scale=scale, total=total)
 
         with on_streams(self.streams):
             return PendingReport(self.rows, make, self.multiplier)

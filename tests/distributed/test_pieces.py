@@ -57,7 +57,6 @@ def _reports(seed: int, split: bool) -> list[dict[str, Any]]:
         pieces = _pieces(wholes, partition, group)
         measured = measure(pieces, lambda i: str(i), None, parameters=list(wholes.values()))
         rows = HostRows(measured)
-        rows.raise_if_others_failed()
         found = Report(lambda: list(wholes), rows.table(), rows.infos, total=rows.total())
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype
@@ -81,7 +80,7 @@ def _a_rank_that_cannot() -> str:
     local = half.to(torch.int64) if dist.get_rank() == 1 else half
     piece: Any = FlatShard(whole, whole.shape, local, 5 * dist.get_rank(), dist.group.WORLD)  # type: ignore[arg-type]
     try:
-        HostRows(measure([piece], lambda i: "p", None)).raise_if_others_failed()
+        HostRows(measure([piece], lambda i: "p", None)).total()
     except (TypeError, RuntimeError) as error:
         return str(error)
     return ""
