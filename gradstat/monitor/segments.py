@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradstat import _fields
-from gradstat._core import native, norms
+from gradstat._core import norms
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 class PendingRows(HostRows):
     """Rows of some segments that are being copied to the host."""
 
-    __slots__ = ("_table", "flag", "norm", "segments")
+    __slots__ = ("flag", "norm", "segments")
 
     def __init__(self, segments: list[Segment], measured: Measurement, reduce_to: ReduceTo = None) -> None:
         """``reduce_to`` is made on the device: ``flag``, 1 if the first segment has NaN or Inf; and its ``norm``."""
@@ -50,39 +50,22 @@ class PendingRows(HostRows):
             first = _first(segments[0].measured, measured)
             self.flag = norms.any_nonfinite(first).to(torch.float32)
             self.norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
-        self._table: Floats | None = None
 
     def table(self) -> Floats:
         """The rows of all segments, concatenated; waits for them, once per device."""
-        if self._table is None:
-            table = super().table()
-            # Distributed tensors have one more column.
-            self._table = table if table.shape[1] == _fields.COUNT else table[:, : _fields.COUNT]
-        return self._table
+        table: Floats = super().table()[:, : _fields.COUNT]  # distributed tensors have one more column
+        return table
 
-    def tensor(self) -> Tensor | None:
-        """The table as a tensor on the host, waited for; None if it has to be put together."""
-        return self._copies[0].on_host() if self._order is None and len(self._copies) == 1 else None
-
-    def total_of_first(self) -> Sequence[float]:
-        """The merged rows of the first segment, on all ranks; waits, and raises if another rank failed."""
+    def sums_of_first(self) -> list[float]:
+        """The summed fields of the first segment, on all ranks; waits, and raises if another rank failed."""
         total = self.total()
-        if total is not None:
+        if total is None:
+            with np.errstate(all="ignore"):  # sums of elements may overflow
+                total = np.add.reduce(self.table()[: self.segments[0].measured, _fields.SUMMED])
+        else:
             self.raise_if_others_failed()
-            merged: list[float] = total.tolist()
-            return merged
-        count, helpers, table = self.segments[0].measured, native.helpers(), self.tensor()
-        direct = None if helpers is None or table is None else helpers.total_of(table, count)
-        if direct is not None:
-            return direct
-        return _fields.merge(np, self.table()[:count]).tolist() if count else _fields.IDENTITY
-
-    def split(self) -> Iterator[tuple[Segment, int]]:
-        """Each segment, and where its rows begin in the table."""
-        start = 0
-        for segment in self.segments:
-            yield segment, start
-            start += segment.measured
+        sums: list[float] = total.tolist()
+        return sums
 
 
 def _first(count: int, measured: Measurement) -> Tensor:
