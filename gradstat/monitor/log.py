@@ -75,7 +75,7 @@ class _ReadStep(NamedTuple):
 
     step: int
     scalars: dict[str, float]
-    tables: list[tuple[_Parts, Floats]]  # as they were measured
+    tables: list[tuple[_Parts, PendingRows]]
     is_scaled: bool  # whether the gradients carry the loss scale
 
 
@@ -118,7 +118,7 @@ class StepLog:
     def read(self, pending: Pending) -> bool:
         """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
         numbers, scalars = pending.numbers[0], pending.scalars
-        sums = numbers.sums_of_first()
+        sums = numbers.total_of_first()
         norm = float(l2_norm_of(np.array(sums))) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         is_nonfinite = sums[_NAN] != 0 or sums[_INF] != 0
         if pending.on_device:
@@ -149,8 +149,7 @@ class StepLog:
             if numbers.segments is not parts[0] or numbers.infos is not parts[1]:
                 parts = numbers.segments, numbers.infos, self._parts_of(numbers)
                 names |= {segment.kind: segment.names for segment, _, _ in parts[2]}
-            # A copy, since the table may be in pinned memory, which is scarce.
-            tables.append((parts[2], numbers.table().copy()))
+            tables.append((parts[2], numbers))
         if any(self._names.get(kind, of_kind) != of_kind for kind, of_kind in names.items()):
             review()
         self._parts, self._names = parts, self._names | names
@@ -191,21 +190,25 @@ class StepLog:
         """The steps since the last call, as a window for the rules; from now on they are kept."""
         closed, seen = self._steps, self.observations
         self._begin()
-        rows: dict[str, list[tuple[int, Segment, TensorSet, Floats]]] = {}
+        rows: dict[str, list[tuple[int, TensorSet, Floats]]] = {}
         for step, scalars, tables, is_scaled in closed:
-            for parts, table in tables:
+            for parts, numbers in tables:
+                table = numbers.table()
                 for segment, at, tensors in parts:
-                    of_segment = table[at]
-                    if segment.kind == "label":
-                        for name, row in zip(segment.names, of_segment.tolist(), strict=True):
+                    kind, measured = segment.kind, table[at, : _fields.COUNT]  # distributed tensors have one more
+                    if kind == "label":
+                        for name, row in zip(segment.names, measured.tolist(), strict=True):
                             seen += self._check_labels(step, name, row[_MIN], row[_MAX])
                         continue
-                    if is_scaled and segment.kind == GRADIENT.name:
-                        of_segment = without_scale(of_segment, scalars["loss_scale"])
-                    rows.setdefault(segment.kind, []).append((step, segment, tensors, of_segment))
+                    if is_scaled and kind == GRADIENT.name:
+                        measured = without_scale(measured, scalars["loss_scale"])
+                    if segment.positions is not None:
+                        present, measured = measured, np.full((len(segment.names), _fields.COUNT), math.nan)
+                        measured[segment.positions] = present
+                    rows.setdefault(kind, []).append((step, tensors, measured))
         steps = np.array([one.step for one in closed], dtype=np.int64)
         columns = _columns([one.scalars for one in closed])
-        stacked = {kind: _stacked(of_kind) for kind, of_kind in rows.items()}
+        stacked = {kind: _stacked(*zip(*of_kind, strict=True)) for kind, of_kind in rows.items()}
         self._keep(steps, columns, stacked)
         return Window(steps, columns, stacked, run, seen, self.latest)
 
@@ -213,46 +216,62 @@ class StepLog:
         self.latest |= {kind: rows.newest for kind, rows in tables.items()}
         if not self._length or not len(steps):  # none if a batch was reviewed before the first step
             return
-        self._blocks.append(Recording(steps, scalars, {kind: rows.series() for kind, rows in tables.items()}))
-        self._bytes += _bytes_of(self._blocks[-1])
-        while len(self._blocks) > 1 and (
-            self._bytes > self._max_bytes or steps[-1] - self._blocks[0].steps[-1] >= self._length
-        ):
-            self._bytes -= _bytes_of(self._blocks.popleft())
+        while self._blocks and steps[-1] - self._blocks[0][0][-1] >= self._length:
+            self._blocks.popleft()
+        # Other objects than those of the rules, which keep what they compute.
+        kept = {kind: Rows(rows.tensors, rows.steps, rows.raw, rows.by_row) for kind, rows in tables.items()}
+        self._blocks.append((steps, scalars, kept))
+        if self._bytes() > self._max_bytes:
+            self._condense()
+        while len(self._blocks) > 1 and self._bytes() > self._max_bytes:
+            self._blocks.popleft()
+
+    def _bytes(self) -> int:
+        return sum(
+            (one.raw if isinstance(one, Rows) else one.values).nbytes
+            for _, _, tables in self._blocks
+            for one in tables.values()
+        )
+
+    def _condense(self) -> None:
+        """Converts all kept rows to series, which take less memory."""
+        for _, _, tables in self._blocks:
+            tables |= {kind: one.series() for kind, one in tables.items() if isinstance(one, Rows)}
 
     # Kept steps ------------------------------------------------------------------------------------------
 
     def recording(self) -> Recording:
         """Everything that is kept, without findings."""
-        last = int(self._blocks[-1].steps[-1]) if self._blocks else 0
-        return joined(self._blocks, max(0, last - self._length + 1), _ABSENT)
+        self._condense()
+        parts = [Recording(steps, scalars, tables) for steps, scalars, tables in self._blocks]
+        last = int(parts[-1].steps[-1]) if parts else 0
+        return joined(parts, max(0, last - self._length + 1), _ABSENT)
 
     def load(self, recording: Recording | None) -> None:
         """Replaces what is kept by the history of another run."""
-        self._blocks: deque[Recording] = deque()  # of a review each
-        self._bytes = 0
+        # Of a review each: steps, scalars, and by kind rows, or a `Series` of them.
+        self._blocks: deque[tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Any]]] = deque()
         self.latest: dict[str, Rows] = {}
         if recording is not None and len(recording.steps):
-            self._blocks.append(recording)
-            self._bytes = _bytes_of(recording)
+            self._blocks.append((recording.steps, recording.scalars, {**recording.tables}))
 
 
-def _stacked(rows: list[tuple[int, Segment, TensorSet, Floats]]) -> Rows:
+def _stacked(steps: Sequence[int], by_row: Sequence[TensorSet], tables: Sequence[Floats]) -> Rows:
     """The rows of a kind in some steps. Each field is contiguous, since rules read one at a time."""
-    steps = np.array([step for step, _, _, _ in rows], dtype=np.int64)
-    by_row = [tensors for _, _, tensors, _ in rows]
     newest = by_row[-1]
-    fields = np.full((_fields.COUNT, len(rows), len(newest.names)), math.nan)
-    for i, (_, segment, _, table) in enumerate(rows):
-        fields[:, i, slice(None) if segment.positions is None else segment.positions] = table.T
+    fields = np.empty((_fields.COUNT, len(steps), len(newest.names)))
+    np.concatenate([table.T for table in tables], 1, out=fields.reshape(_fields.COUNT, -1))
     is_same = all(tensors is newest for tensors in by_row)
-    return Rows(newest, steps, fields.transpose(1, 2, 0), None if is_same else by_row)
+    return Rows(newest, np.array(steps, dtype=np.int64), fields.transpose(1, 2, 0), None if is_same else by_row)
 
 
 def _columns(steps: Sequence[dict[str, float]]) -> dict[str, Floats]:
     """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
-    names = dict.fromkeys(itertools.chain(*steps, _COUNTS if steps else ()))
-    return {name: np.array([one.get(name, _ABSENT.get(name, math.nan)) for one in steps]) for name in names}
+    columns = {}
+    for name in dict.fromkeys(itertools.chain(*steps, _COUNTS if steps else ())):
+        fill = _ABSENT.get(name, math.nan)
+        columns[name] = np.array([one.get(name, fill) for one in steps])
+    return columns
 
 
 def _value(row: list[float]) -> float:
@@ -260,7 +279,3 @@ def _value(row: list[float]) -> float:
     if row[_NAN] or row[_INF]:
         return math.nan if row[_NAN] else math.inf
     return row[_SUM]
-
-
-def _bytes_of(recording: Recording) -> int:
-    return sum(series.values.nbytes for series in recording.tables.values())

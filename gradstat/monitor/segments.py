@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradstat import _fields
-from gradstat._core import norms
+from gradstat._core import native, norms
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_not_measured
 from gradstat.monitor.kinds import STATE, kind_of
-from gradstat.monitor.rows import Floats
 
 ReduceTo: TypeAlias = Literal["flag", "norm"] | None
 """What `PendingRows` computes of gradients on the device; ``"norm"`` means flag and norm."""
@@ -51,21 +50,19 @@ class PendingRows(HostRows):
             self.flag = norms.any_nonfinite(first).to(torch.float32)
             self.norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
 
-    def table(self) -> Floats:
-        """The rows of all segments, concatenated; waits for them, once per device."""
-        table: Floats = super().table()[:, : _fields.COUNT]  # distributed tensors have one more column
-        return table
-
-    def sums_of_first(self) -> list[float]:
-        """The summed fields of the first segment, on all ranks; waits, and raises if another rank failed."""
+    def total_of_first(self) -> Sequence[float]:
+        """The merged rows of the first segment, on all ranks; waits, and raises if another rank failed."""
         total = self.total()
-        if total is None:
-            with np.errstate(all="ignore"):  # sums of elements may overflow
-                total = np.add.reduce(self.table()[: self.segments[0].measured, _fields.SUMMED])
-        else:
+        if total is not None:
             self.raise_if_others_failed()
-        sums: list[float] = total.tolist()
-        return sums
+            merged: list[float] = total.tolist()
+            return merged
+        count, helpers = self.segments[0].measured, native.helpers()
+        if helpers is not None and self._order is None and len(self._copies) == 1:
+            direct = helpers.total_of(self._copies[0].on_host(), count)
+            if direct is not None:
+                return direct
+        return _fields.merge(np, self.table()[:count]).tolist() if count else _fields.IDENTITY
 
 
 def _first(count: int, measured: Measurement) -> Tensor:
