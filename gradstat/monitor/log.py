@@ -70,15 +70,6 @@ class LatestStep(NamedTuple):
         return cls(pending.step, report, dict(pending.scalars))
 
 
-class _ReadStep(NamedTuple):
-    """A step whose numbers were read, until the rules see it."""
-
-    step: int
-    scalars: dict[str, float]
-    tables: list[tuple[_Parts, PendingRows]]
-    is_scaled: bool  # whether the gradients carry the loss scale
-
-
 class StepLog:
     """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``.
 
@@ -102,7 +93,7 @@ class StepLog:
         self._begin()
 
     def _begin(self) -> None:
-        self._steps: list[_ReadStep] = []
+        self._steps: list[tuple[Pending, list[_Parts]]] = []  # with the parts of its tables
         self.observations: list[Observation] = []
         self._names: dict[str, tuple[str, ...]] = {}  # by kind, of the tensors in these steps
         # Segments that were measured together last and the infos of their tensors, and what follows from both.
@@ -143,18 +134,18 @@ class StepLog:
 
     def take(self, pending: Pending, review: Callable[[], None]) -> None:
         """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
-        tables, parts = [], self._parts
+        parts, of_tables = self._parts, []
         names: dict[str, tuple[str, ...]] = {}
         for numbers in pending.numbers:
             if numbers.segments is not parts[0] or numbers.infos is not parts[1]:
                 parts = numbers.segments, numbers.infos, self._parts_of(numbers)
                 names |= {segment.kind: segment.names for segment, _, _ in parts[2]}
-            tables.append((parts[2], numbers))
+            of_tables.append(parts[2])
         if any(self._names.get(kind, of_kind) != of_kind for kind, of_kind in names.items()):
             review()
         self._parts, self._names = parts, self._names | names
         self.newest = pending
-        self._steps.append(_ReadStep(pending.step, pending.scalars, tables, pending.is_scaled))
+        self._steps.append((pending, of_tables))
         if pending.observations:
             self.observations += pending.observations
         if pending.origin is not None and "nonfinite" in pending.scalars:
@@ -191,23 +182,23 @@ class StepLog:
         closed, seen = self._steps, self.observations
         self._begin()
         rows: dict[str, list[tuple[int, TensorSet, Floats]]] = {}
-        for step, scalars, tables, is_scaled in closed:
-            for parts, numbers in tables:
+        for one, of_tables in closed:
+            for numbers, parts in zip(one.numbers, of_tables, strict=True):
                 table = numbers.table()
                 for segment, at, tensors in parts:
                     kind, measured = segment.kind, table[at, : _fields.COUNT]  # distributed tensors have one more
                     if kind == "label":
                         for name, row in zip(segment.names, measured.tolist(), strict=True):
-                            seen += self._check_labels(step, name, row[_MIN], row[_MAX])
+                            seen += self._check_labels(one.step, name, row[_MIN], row[_MAX])
                         continue
-                    if is_scaled and kind == GRADIENT.name:
-                        measured = without_scale(measured, scalars["loss_scale"])
+                    if one.is_scaled and kind == GRADIENT.name:
+                        measured = without_scale(measured, one.scalars["loss_scale"])
                     if segment.positions is not None:
                         present, measured = measured, np.full((len(segment.names), _fields.COUNT), math.nan)
                         measured[segment.positions] = present
-                    rows.setdefault(kind, []).append((step, tensors, measured))
-        steps = np.array([one.step for one in closed], dtype=np.int64)
-        columns = _columns([one.scalars for one in closed])
+                    rows.setdefault(kind, []).append((one.step, tensors, measured))
+        steps = np.array([one.step for one, _ in closed], dtype=np.int64)
+        columns = _columns([one.scalars for one, _ in closed])
         stacked = {kind: _stacked(*zip(*of_kind, strict=True)) for kind, of_kind in rows.items()}
         self._keep(steps, columns, stacked)
         return Window(steps, columns, stacked, run, seen, self.latest)

@@ -111,8 +111,6 @@ class Rows(RowValues):
     @functools.cached_property
     def newest(self) -> Rows:
         """A copy of the rows of the newest step, which keeps no other rows alive."""
-        if len(self) == 1 and self.raw.base is None:
-            return self
         return Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy())
 
     @functools.cached_property
