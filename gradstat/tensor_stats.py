@@ -20,7 +20,6 @@ INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
 FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
 _MEASURED = _fields.INDEX.keys() - {"min", "max"}
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
-_NOT_PLAIN = [_fields.INDEX[name] for name in ("nan_count", "inf_count", "sq_sum_large", "sq_sum_small")]
 
 
 class Judged:
@@ -47,11 +46,8 @@ class RowValues:
         values: Count of real numbers, of the shape of ``numel``: a complex element is two.
     """
 
-    def __init__(self, raw: Array, numel: Any, values: Any, is_plain: bool | None = None) -> None:
-        """``is_plain`` is computed if it is not given."""
+    def __init__(self, raw: Array, numel: Any, values: Any) -> None:
         self.raw, self.numel, self.values = raw, numel, values
-        if is_plain is not None:
-            self.is_plain = is_plain
 
     def field(self, name: str) -> Array:
         """A measured column: ``name`` is one of `gradstat.FIELDS`."""
@@ -69,40 +65,24 @@ class RowValues:
         return computed[name]
 
     @functools.cached_property
-    def is_plain(self) -> bool:
-        """Whether all tensors were present, not empty, finite and neither huge nor tiny: the usual case."""
-        return not self.raw[..., _NOT_PLAIN].any() and not np.count_nonzero(self.numel == 0)  # an absent one is all NaN
-
-    @functools.cached_property
-    def is_ordinary(self) -> bool:
-        """Whether only the middle one of the three sums of squares is used."""
-        return self.is_plain or not (self.raw[..., _EXTREMES] > 0).any()
-
-    @functools.cached_property
     def nonfinite(self) -> Array:
         """Number of NaN and Inf elements; 0 where the tensor was absent."""
-        if self.is_plain:
-            return np.zeros(self.raw.shape[:-1])
-        counts: Array = np.nan_to_num(self.raw[..., _fields.NONFINITE].sum(-1))
-        return counts
+        counts = self.field("nan_count") + self.field("inf_count")
+        return np.where(counts > 0, counts, 0.0)
 
     @functools.cached_property
     def _finite_values(self) -> Array:
-        count: Array = self.values
-        if not self.is_plain:
-            count = (self.numel - self.nonfinite) * (self.values / np.maximum(self.numel, 1))
+        count: Array = (self.numel - self.nonfinite) * (self.values / np.maximum(self.numel, 1))
         return count
 
     @functools.cached_property
     def finite_norm(self) -> Array:
         """L2 norm of the finite elements."""
-        return np.sqrt(self.field("sq_sum")) if self.is_ordinary else l2_norm_of(self.raw)
+        return l2_norm_of(self.raw)
 
     @functools.cached_property
     def l2_norm(self) -> Array:
         """L2 norm of all elements, as torch would compute it: NaN if any is NaN, else Inf if any is."""
-        if self.is_plain:
-            return self.finite_norm
         of_nonfinite = np.where(self.field("nan_count") > 0, np.nan, np.inf)
         return np.where(self.nonfinite > 0, of_nonfinite, self.finite_norm)
 
@@ -123,7 +103,7 @@ class RowValues:
         return deviation
 
     def _extremum(self, name: str) -> Array:
-        return self.field(name) if self.is_plain else np.where(np.isfinite(self.field(name)), self.field(name), np.nan)
+        return np.where(np.isfinite(self.field(name)), self.field(name), np.nan)
 
     @functools.cached_property
     def min(self) -> Array:
@@ -341,6 +321,9 @@ def _unravelled(flat: int, shape: Sequence[int], order: tuple[int, ...] | None) 
 
 def l2_norm_of(rows: Array) -> Array:
     """L2 norms of rows ``[..., len(FIELDS)]``, without numpy's overflow and underflow warnings."""
+    if not (rows[..., _EXTREMES] > 0).any():  # nearly always, and several times as fast
+        ordinary: Array = np.sqrt(rows[..., _fields.INDEX["sq_sum"]])
+        return ordinary
     with np.errstate(over="ignore", under="ignore"):
         norm: Array = _fields.l2_norm(np, rows)
     return norm

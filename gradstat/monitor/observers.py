@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import weakref
@@ -111,8 +110,7 @@ class Coverage(NamedTuple):
 def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence[str], besides: list[str]) -> Coverage:
     """Compares ``optimizer`` with the watched ``parameters``; ``besides`` names those that the model does not have."""
     trained, watched = _ids_of(optimizer), set(map(id, parameters))
-    every = [] if _are_usual(parameters) else list(zip(names, parameters, strict=True))
-    frozen = [(n, p) for n, p in every if not p.requires_grad]
+    frozen = [(n, p) for n, p in zip(names, parameters, strict=True) if not p.requires_grad]
     lacking: list[tuple[str, Tensor]] = []
     if not watched <= trained:
         anywhere = trained.union(*map(_ids_of, optimizers))
@@ -142,19 +140,11 @@ def _ids_of(optimizer: Optimizer) -> set[int]:
 
 def versions(parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, int]:
     """How often each of the ``parameters`` that are trained was changed in place, as autograd counts it."""
-    with contextlib.suppress(RuntimeError):  # of an inference tensor, which has none
-        if _are_usual(parameters):
-            return dict(zip(names, map(_version_of, parameters), strict=True))
     return {
         name: parameter._version
         for name, parameter in zip(names, parameters, strict=True)
         if parameter.requires_grad and not is_uninitialized(parameter) and not parameter.is_inference()
     }
-
-
-def _are_usual(parameters: Sequence[Tensor]) -> bool:
-    """Whether all ``parameters`` are of no subclass, as those of lazy modules are, and require a gradient."""
-    return PLAIN_TYPES.issuperset(map(type, parameters)) and all(map(_requires_grad_of, parameters))
 
 
 class BackwardOrder:
@@ -412,7 +402,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 _FIRST, _LABELS = "input[0]", "input['labels']"  # as models of transformers call them, which compute the loss
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
-_version_of, _requires_grad_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+_version_of = operator.attrgetter("_version")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.
 _MOST_PASSES = 64
 

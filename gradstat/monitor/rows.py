@@ -66,15 +66,12 @@ class Rows(RowValues):
         steps: npt.NDArray[np.int64],
         raw: Floats,
         by_row: Sequence[TensorSet] | None = None,
-        is_plain: bool | None = None,
     ) -> None:
-        """`is_plain` is computed if it is not given."""
         numel, values = tensors.numel, tensors.values
         if by_row is not None:
             numel, values = np.stack([row.numel for row in by_row]), np.stack([row.values for row in by_row])
-        super().__init__(raw, numel, values, is_plain)
+        super().__init__(raw, numel, values)
         self.tensors, self.steps, self.by_row = tensors, steps, by_row
-        self._extremes: dict[tuple[str, str], Floats] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,30 +111,7 @@ class Rows(RowValues):
     @functools.cached_property
     def newest(self) -> Rows:
         """A copy of the rows of the newest step, which keeps no other rows alive."""
-        if len(self) == 1 and self.raw.base is None:
-            return self
-        return Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy(), is_plain=self.is_plain or None)
-
-    def most(self, name: str) -> Floats:
-        """``[n]``: the largest of a value over the steps, NaN where there is none; ``name`` is a field or a property.
-
-        The result is kept for all rules. With `least` it is a cheap test that a condition holds nowhere.
-        """
-        return self._extreme(np.fmax, name)
-
-    def least(self, name: str) -> Floats:
-        """``[n]``: the smallest of a value; ``name`` as for `most`."""
-        return self._extreme(np.fmin, name)
-
-    def _extreme(self, choose: np.ufunc, name: str) -> Floats:
-        key = choose.__name__, name
-        if key not in self._extremes:
-            if name == "l2_norm" and self.is_ordinary:
-                self._extremes[key] = np.sqrt(self._extreme(choose, "sq_sum"))
-            else:
-                values = self.column(name)
-                self._extremes[key] = values[0] if len(self) == 1 else choose.reduce(values, axis=0)
-        return self._extremes[key]
+        return Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy())
 
     @functools.cached_property
     def present(self) -> Bools:

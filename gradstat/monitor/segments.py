@@ -18,7 +18,6 @@ from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_not_measured
 from gradstat.monitor.kinds import STATE, kind_of
-from gradstat.monitor.rows import Floats
 
 ReduceTo: TypeAlias = Literal["flag", "norm"] | None
 """What `PendingRows` computes of gradients on the device; ``"norm"`` means flag and norm."""
@@ -39,7 +38,7 @@ class Segment(NamedTuple):
 class PendingRows(HostRows):
     """Rows of some segments that are being copied to the host."""
 
-    __slots__ = ("_table", "flag", "norm", "segments")
+    __slots__ = ("flag", "norm", "segments")
 
     def __init__(self, segments: list[Segment], measured: Measurement, reduce_to: ReduceTo = None) -> None:
         """``reduce_to`` is made on the device: ``flag``, 1 if the first segment has NaN or Inf; and its ``norm``."""
@@ -50,19 +49,6 @@ class PendingRows(HostRows):
             first = _first(segments[0].measured, measured)
             self.flag = norms.any_nonfinite(first).to(torch.float32)
             self.norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
-        self._table: Floats | None = None
-
-    def table(self) -> Floats:
-        """The rows of all segments, concatenated; waits for them, once per device."""
-        if self._table is None:
-            table = super().table()
-            # Distributed tensors have one more column.
-            self._table = table if table.shape[1] == _fields.COUNT else table[:, : _fields.COUNT]
-        return self._table
-
-    def tensor(self) -> Tensor | None:
-        """The table as a tensor on the host, waited for; None if it has to be put together."""
-        return self._copies[0].on_host() if self._order is None and len(self._copies) == 1 else None
 
     def total_of_first(self) -> Sequence[float]:
         """The merged rows of the first segment, on all ranks; waits, and raises if another rank failed."""
@@ -70,18 +56,12 @@ class PendingRows(HostRows):
         if total is not None:
             merged: list[float] = total.tolist()
             return merged
-        count, helpers, table = self.segments[0].measured, native.helpers(), self.tensor()
-        direct = None if helpers is None or table is None else helpers.total_of(table, count)
-        if direct is not None:
-            return direct
+        count, helpers = self.segments[0].measured, native.helpers()
+        if helpers is not None and self._order is None and len(self._copies) == 1:
+            direct = helpers.total_of(self._copies[0].on_host(), count)
+            if direct is not None:
+                return direct
         return _fields.merge(np, self.table()[:count]).tolist() if count else _fields.IDENTITY
-
-    def split(self) -> Iterator[tuple[Segment, int]]:
-        """Each segment, and where its rows begin in the table."""
-        start = 0
-        for segment in self.segments:
-            yield segment, start
-            start += segment.measured
 
 
 def _first(count: int, measured: Measurement) -> Tensor:

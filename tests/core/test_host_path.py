@@ -258,8 +258,7 @@ def test_references_are_balanced() -> None:
     plan = HELPERS.make_plan([weakref.ref(m) for m in model.modules()], parameters)
     factor, multipliers = torch.tensor(1.0), torch.ones(len(gradients), dtype=torch.float64)
     table = gradstat.stats([torch.ones(2)] * 3)
-    block = torch.empty(table.shape[1], 2, 3, dtype=torch.float64)
-    watched = [model, plan, *parameters, *gradients, model[0]._parameters, factor, multipliers, table, block]
+    watched = [model, plan, *parameters, *gradients, model[0]._parameters, factor, multipliers, table]
     if sys.version_info < (3, 12):  # from 3.12 None is immortal, and limited-API code increments its count only
         watched.append(None)
 
@@ -273,7 +272,6 @@ def test_references_are_balanced() -> None:
         HELPERS.scale_each_(gradients, multipliers)  # type: ignore[arg-type]
         HELPERS.scale_each_(gradients, factor)  # type: ignore[arg-type]
         HELPERS.total_of(table, 3)
-        HELPERS.by_field(table, block, 1)
 
     step()
     before = [sys.getrefcount(o) for o in watched]
@@ -284,7 +282,7 @@ def test_references_are_balanced() -> None:
     assert all(abs(a - b) < 100 for a, b in zip(before, after, strict=True))
 
 
-def test_rows_of_host_tables_are_merged_and_laid_out_by_field() -> None:
+def test_rows_of_host_tables_are_merged() -> None:
     values = [[1.5, -2.0], [math.nan, 0.0, 4.0], [math.inf], [1e200], [1e-200], [], [3.0] * 5]
     table = gradstat.stats([torch.tensor(v, dtype=torch.float64) for v in values])
     wider = torch.cat([table, torch.full((len(table), 1), 7.0)], 1)  # as of distributed tensors
@@ -292,16 +290,10 @@ def test_rows_of_host_tables_are_merged_and_laid_out_by_field() -> None:
         for count in range(len(values) + 1):
             merged = _fields.merge(torch, rows[:count]) if count else torch.tensor(_fields.IDENTITY)
             assert HELPERS.total_of(rows, count) == tuple(merged[: _fields.COUNT].tolist())
-    tables = [table, table.flip(0), wider, 2 * table]
-    block = torch.full((_fields.COUNT, 5, 5), -1.0, dtype=torch.float64)
-    assert all(HELPERS.by_field(one, block, step) for step, one in enumerate(tables))
-    assert torch.equal(block[:, :4], torch.stack([t[:5, : _fields.COUNT] for t in tables]).permute(2, 0, 1))
-    assert (block[:, 4] == -1).all()
 
 
 def test_tables_of_other_kinds_are_left_to_numpy() -> None:
     table = gradstat.stats([torch.ones(2)] * 3)
-    block = torch.empty(_fields.COUNT, 1, 3, dtype=torch.float64)
     others: list[Any] = [
         None,
         1,
@@ -315,11 +307,6 @@ def test_tables_of_other_kinds_are_left_to_numpy() -> None:
     ]
     for other in others:
         assert HELPERS.total_of(other, 3) is None
-        assert HELPERS.by_field(other, block, 0) is None
-    blocks: list[Any] = [block.numpy(), block.float(), block[0], block[1:], block.transpose(1, 2), None]
-    for other in blocks:
-        assert HELPERS.by_field(table, other, 0) is None
-    assert HELPERS.by_field(table, block, -1) is HELPERS.by_field(table, block, 1) is None
     with pytest.raises(TypeError):
         HELPERS.total_of(table)  # type: ignore[call-arg]
 

@@ -51,6 +51,10 @@ def test_sharded_training_is_told_of_whole_tensors() -> None:
         assert bool(found) == (step == 4)
         if step < 4:
             optimizer.step()
+        if step == 4:
+            latest = monitor.latest()
+            assert latest is not None
+            assert latest.report["2.weight"].nonfinite_ranks == 1
     np.testing.assert_allclose(monitor.recording().scalars["norm"], expected, rtol=1e-6)
     finding = monitor.findings[0]
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 4, "2.weight")

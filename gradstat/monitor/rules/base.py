@@ -33,8 +33,7 @@ class Rule:
     """Reviews new steps and reports problems. A subclass sets the attributes and implements `review`.
 
     Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing. A step in which a scalar
-    leaves the rule's `bands`, or in which something is not finite, is reviewed at once. `Rows.most` and `Rows.least`,
-    which rules share, often tell that there is nothing to look for.
+    leaves the rule's `bands`, or in which something is not finite, is reviewed at once.
 
     Attributes:
         name: Its name in findings.
@@ -224,11 +223,6 @@ class LastingRule(Rule):
         """Whether the condition has begun more than once for one of the tensors ``names``."""
         return bool((self._times.values_for(names) > 1).any())
 
-    def nowhere(self, names: tuple[str, ...]) -> None:
-        """Instead of `lasting`, if it is known at less cost that the condition holds for none of ``names``."""
-        self._since.values_for(names), self._times.values_for(names)  # to know the same tensors
-        self._lasts_for.values_for(names)[:] = 0
-
     def lasting(
         self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
     ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
@@ -238,10 +232,11 @@ class LastingRule(Rule):
         has held. ``measurements`` broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
         """
         names = rows.names if names is None else names
-        if not condition.any():
-            return self.nowhere(names)
         lasts_for, since = self._lasts_for.values_for(names), self._since.values_for(names)
         times = self._times.values_for(names)
+        if not condition.any():  # nearly always
+            lasts_for[:] = 0
+            return
         needed = np.broadcast_to(measurements, condition.shape)
         for row, lengths in enumerate(run_lengths(condition, lasts_for)):
             step = int(rows.steps[row])

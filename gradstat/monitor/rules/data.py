@@ -42,34 +42,22 @@ class BatchRange(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in INPUT_KINDS:
             rows = window.rows(kind)
-            if rows is not None and not self._is_usual(rows):
-                for row, step in enumerate(rows.steps.tolist()):
-                    for i, name in enumerate(rows.names):
-                        yield from self._review_one(rows, row, i, step, name, kind)
-                        self._seen[name] = self._seen.get(name, 0) + 1
+            if rows is None:
+                continue
+            low, high = rows.field("min"), rows.field("max")
+            is_binary = (low == 0) & (high == 1) & (rows.field("sum") == rows.field("sq_sum"))
+            values = np.stack([rows.max_abs, rows.std, low, high, is_binary], -1).tolist()
+            for step, of_step in zip(rows.steps.tolist(), values, strict=True):
+                for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
+                    yield from self._review_one(rows, i, step, name, kind, *numbers)
+                    self._seen[name] = self._seen.get(name, 0) + 1
 
-    def _is_usual(self, rows: Rows) -> bool:
-        """Whether nothing can be found in ``rows``; what they say is then noted."""
-        names = rows.names
-        if any(self._seen.get(name, 0) < self.measurements for name in names):
-            return False
-        largest = np.array([self._largest.get(name, 0.0) for name in names])
-        least = np.array([self._least_spread.get(name, np.inf) for name in names])
-        high, low = rows.most("max_abs"), rows.least("std")
-        if not ((high <= min(self.factor, self.offset) * largest) & (low * self.factor >= least)).all():
-            return False
-        for name, most, spread in zip(names, high.tolist(), low.tolist(), strict=True):
-            self._largest[name] = max(most, self._largest.get(name, 0.0))
-            self._least_spread[name] = min(spread, self._least_spread.get(name, np.inf))
-            self._seen[name] += len(rows)
-            self._low_for[name] = 0
-        return True
-
-    def _review_one(self, rows: Rows, row: int, i: int, step: int, name: str, kind: str) -> Iterable[Finding]:
-        value, spread = float(rows.max_abs[row, i]), float(rows.std[row, i])
-        if not np.isfinite(value):
+    def _review_one(
+        self, rows: Rows, i: int, step: int, name: str, kind: str,
+        value: float, spread: float, low: float, high: float, is_binary: float,
+    ) -> Iterable[Finding]:  # fmt: skip
+        if not math.isfinite(value):
             return
-        low, high = float(rows.field("min")[row, i]), float(rows.field("max")[row, i])
         most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
         is_far = value > self.factor * most or max(low, -high) > self.offset * most
         if is_far and seen >= self.measurements and most > 0 and self._episodes.record(name, step):
@@ -86,7 +74,6 @@ class BatchRange(Rule):
                 evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
                 yield self.found(step - self.in_a_row + 1, name, text, about=kind, causes=_FLAT, **evidence)
         else:
-            is_binary = low == 0 and high == 1 and rows.field("sum")[row, i] == rows.field("sq_sum")[row, i]
             self._least_spread[name] = 0.0 if is_binary else min(least, spread)
             self._low_for[name] = 0
         if low == high and self._single_for.get(name, 0) == seen and seen < self.measurements:
@@ -264,7 +251,7 @@ def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
     """
     names, columns, sizes = {*rows.names}, [], []
     is_reached = rows.field("zero_count")[-1] < rows.newest.numel  # by the backward pass
-    for i in np.flatnonzero(rows.tensors.matrices & (rows.most("zero_count") > 0) & is_reached).tolist():
+    for i in np.flatnonzero(rows.tensors.matrices & (rows.field("zero_count") > 0).any(0) & is_reached).tolist():
         info = rows.tensors.infos[i]
         if info is not None and f"{rows.names[i].rpartition('.')[0]}.bias" not in names:
             columns.append(i)

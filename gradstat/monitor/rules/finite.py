@@ -23,10 +23,8 @@ def _nonfinite_rows(
 
     ``is_nonfinite`` says which tensors of some rows are, ``[m, n]``; by default those with any.
     """
-    rows, counts = window.rows(kind), window.scalars.get("nonfinite")
-    if kind == "gradient" and counts is not None and not counts.any():
-        return  # the usual case, at the least cost
-    if rows is None or (is_nonfinite is None and rows.is_plain):
+    rows = window.rows(kind)
+    if rows is None:
         return
     nonfinite = rows.nonfinite if is_nonfinite is None else is_nonfinite(rows)
     for row in np.flatnonzero(nonfinite.any(1)).tolist():

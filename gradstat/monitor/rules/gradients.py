@@ -12,7 +12,7 @@ import numpy as np
 from gradstat.monitor.advice import Remedy
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
-from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, Episodes, LastingRule, PerName
+from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, Episodes, LastingRule, PerName, series
 from gradstat.monitor.rules.spikes import NormLevelRule, SpikeRule
 
 
@@ -141,11 +141,7 @@ class VanishingGradient(NormLevelRule):
 
     def review(self, window: Window) -> Iterable[Finding]:
         # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
-        norms = window.scalars.get("norm", np.empty(0))
-        if len(norms) and not (norms < self.limit).any():
-            self._low = 0
-            norms = np.empty(0)
-        for step, norm in zip(window.steps.tolist(), norms.tolist(), strict=False):
+        for step, norm in series(window, "norm"):
             self._low = self._low + 1 if 0 < norm < self.limit else 0
             if self._low >= self.in_a_row and self._episodes.record("norm", step):
                 text = f"the gradient norm is {norm:.3g}; it has been below {self.limit:g} for {self.in_a_row} steps"
@@ -270,9 +266,6 @@ class DeadGradient(_AbsentGradientRule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        if rows.by_row is None and not ((rows.most("zero_count") == rows.numel) & (rows.numel > 0)).any():
-            self._never_alive.values_for(rows.names)[:] = 0
-            return self.nowhere(rows.names)
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
         stuck = self._stuck(window, rows, dead)
         needed = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
@@ -351,11 +344,8 @@ class MissingGradient(_AbsentGradientRule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        observed = window.observed("missing")  # rows cannot tell which parameters are frozen
-        if not observed:
-            return self.nowhere(rows.names)
         missing = np.zeros(rows.present.shape, dtype=bool)
-        for seen in observed:
+        for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, list(self._resting))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,6 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
             yield kind, rows, _unique_names(kind, rows.names)
 
 
-@functools.lru_cache(maxsize=16)
 def _unique_names(kind: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{kind} {name}" for name in names)
 
@@ -123,7 +121,7 @@ class MomentumDrift(Rule):
         for kind, rows, names in _momenta(window):
             for row, step in enumerate(rows.steps.tolist()):
                 largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
-                if not largest > 0 or not (rows.l2_norm[row] > self.factor * largest).any():
+                if not largest > 0:
                     continue
                 sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
                 due = np.flatnonzero(sizes > self.factor * largest).tolist()
@@ -210,10 +208,8 @@ class SecondMomentDrop(Rule):
             last_norms, when = self._norms.values_for(names), self._when.values_for(names)
             for row, step in enumerate(rows.steps.tolist()):
                 norms = rows.l2_norm[row]
-                due: list[int] = []
-                if (norms < self.factor * last_norms).any():
-                    dropped = norms < self.factor * decay ** (step - when) * last_norms
-                    due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
+                dropped = norms < self.factor * decay ** (step - when) * last_norms
+                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
                 fresh = [i for i in due if self._episodes.record(names[i], step)]
                 if fresh:
                     i = min(fresh, key=lambda i: norms[i] / last_norms[i])

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
 from gradstat.monitor.rows import Floats, Window
-from gradstat.monitor.rules.base import Episodes, Rule
+from gradstat.monitor.rules.base import Episodes, Rule, series
 
 # Number of values that define the initial level.
 _BEGINNING = 20
@@ -85,7 +85,6 @@ class LevelRule(Rule):
             at = len(levels) - count + block + 1
             if at < self.before + self.fresh:
                 continue
-            # The usual case: the last ones do not all exceed those before but one.
             older, now = levels[at - self.fresh - self.before : at - self.fresh], levels[at - self.fresh : at]
             if min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]:
                 continue
@@ -149,8 +148,7 @@ class NormLevelRule(LevelRule):
         """As `shifts`, of the norms of ``window``, with the same ``sign``."""
         rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
         if rows is not None:
-            counts = [len(rows.names)] if rows.is_plain else rows.present.sum(1).tolist()
-            for step, count in zip(rows.steps.tolist(), counts, strict=False):
+            for step, count in zip(rows.steps.tolist(), rows.present.sum(1).tolist(), strict=True):
                 if count != self._present:
                     self._present = count
                     self._changes.append(step)
@@ -212,46 +210,12 @@ class SpikeRule(LevelRule):
         self._high = self._beyond = math.inf
         self._episodes = Episodes(quiet)
 
-    def calm_below(self) -> float:
-        """A value up to here is no finding, before the next `set_limits`; -Inf if not known."""
-        is_known = len(self._values) > max(_FEW, self.window // 2) and len(self._first) == _BEGINNING
-        return min(self._high, self._beyond) if is_known and self.single_factor > 0 else -math.inf
-
-    def not_calm(self, window: Window, name: str) -> Iterator[tuple[int, int, float]]:
-        """Rows, steps and values of the scalar ``name`` in ``window`` that need a look; adds the others itself."""
-        column = window.scalars.get(name, np.empty(0))
-        steps, values = window.steps.tolist(), column.tolist()
-        row = 0
-        while row < len(values):
-            block = column[row : row + _EVERY - self._new]
-            calm, highest = self.calm_below(), float(block.max())
-            count = len(block)
-            if not highest <= calm:
-                count = int((block <= calm).argmin())
-                highest = float(block[:count].max(initial=-math.inf))
-            if count and self.single_factor * highest > self._beyond:
-                # Growth so steady that each value may raise the limit, as in `detect_jump`: the last of them tells.
-                least = min(*values[row : row + count], *self._values[-self.within_steps :])
-                if highest <= self.factor * least:
-                    self._beyond = self.single_factor * highest
-                else:
-                    count = int((self.single_factor * block > self._beyond).argmax())
-            self._values += values[row : row + count]
-            self._new += count
-            row += count
-            if self._new == _EVERY:
-                self._new = 0
-                self.set_limits()
-            elif row < len(values):
-                yield row, steps[row], values[row]
-                row += 1
-
     def in_order(
         self, window: Window, name: str, shifts: Iterable[Shift]
     ) -> Iterator[tuple[int, int, float, Shift | None]]:
-        """As `not_calm` of ``window`` and ``name``, with ``shifts`` between, when they showed, beside three zeros."""
+        """Rows, steps and values of the scalar ``name``; ``shifts`` between, when they showed, beside three zeros."""
         waiting = deque(shifts)
-        for row, step, value in self.not_calm(window, name):
+        for row, (step, value) in enumerate(series(window, name)):
             while waiting and waiting[0].step < step:
                 yield 0, 0, 0.0, waiting.popleft()
             yield row, step, value, None

@@ -81,13 +81,6 @@ class LossSpike(SpikeRule):
                 # The standard error of a mean of 20 values. A square of 1e200 would raise.
                 self._error = math.hypot(*(value - mean for value in self._values)) / math.sqrt(20 * count)
 
-    def calm_below(self) -> float:
-        calm = super().calm_below()
-        if not 0 < self._lowest < math.inf:
-            return calm
-        lowest = self.climb * self._lowest * (1 - 1e-9)  # no mean of such values has climbed
-        return min(calm, lowest) if max(self._values[-19:], default=math.inf) <= lowest else -math.inf
-
     def bands(self) -> Mapping[str, Band]:
         return {"loss": (-math.inf, min(self._high, self._beyond))}
 
@@ -216,6 +209,7 @@ class LearningRateJump(Rule):
         if first is None:
             return
         yield from self._faded(window.steps, first)
+        is_known = any(window.scalar(signal) is not None for signal in _SIGNALS)
         for name in dict.fromkeys(["lr", *self._before, *(name for name in window.scalars if name.startswith("lr["))]):
             rates = window.scalars.get(name, first)
             if name != "lr":
@@ -224,17 +218,8 @@ class LearningRateJump(Rule):
             before = self._before.get(name, before_first)
             self._largest.setdefault(name, 0.0)
             self._before[name] = listed[-1]
-            low, high = (min(listed), max(listed)) if not math.isnan(sum(listed)) else (math.nan, math.nan)
-            # All of them and the one before are so close together that none can be a jump, or have always been 0.
-            is_steady = high <= self.up * min(low, before) and low >= max(high, before) / self.down
-            if is_steady and (low > 0 or not self._largest[name]):
-                self._zero_for[name] = 0
-                self._largest[name] = max(self._largest[name], high)
-            else:
-                previous = [before, *listed[:-1]]
-                is_known = any(window.scalar(signal) is not None for signal in _SIGNALS)
-                rates_of = zip(window.steps.tolist(), previous, listed, strict=True)
-                yield from self._review_one(name, rates_of, is_known)
+            rates_of = zip(window.steps.tolist(), [before, *listed[:-1]], listed, strict=True)
+            yield from self._review_one(name, rates_of, is_known)
             change = listed[-1] - (listed[-2] if len(listed) > 1 else before)
             self._change[name] = change if math.isfinite(change) else 0.0
         yield from self._followed(window)

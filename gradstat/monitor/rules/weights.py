@@ -53,15 +53,6 @@ class GradientWeightRatio(Rule):
         zero = self._zero.values_for(names)
         zero += size == 0
         judged = parameters.tensors.matrices & (zero == 0)
-        if parameters.is_plain and gradients.by_row is None and gradients.is_ordinary:
-            # The usual case, by squares, which are cheaper; a factor of two is far more than their rounding.
-            squares = parameters.field("sq_sum")[-1]
-            varied = squares - parameters.field("sum")[-1] ** 2 / parameters.values
-            is_odd = gradients.most("sq_sum") > self.std_ratio**2 / 2 * varied
-            is_odd |= gradients.least("sq_sum") < 2 * self.norm_ratio**2 * squares
-            if not (is_odd & judged).any():
-                self._high_for.values_for(names)[:] = self._low_for.values_for(names)[:] = 0
-                return
         spread = parameters.std[-1]
         spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
         smallest = np.where(judged, self.norm_ratio * size, 0.0)
@@ -73,14 +64,16 @@ class GradientWeightRatio(Rule):
             last_finite = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
             typical = np.sort(ratios, axis=1)[np.arange(len(ratios)), last_finite // 2]  # NaN are sorted to the end
             high = ratios > self.std_ratio * np.maximum(1, typical)[:, None]
-        low = norms < smallest
-        if low.any():
-            low &= norms > 0
+        low = (norms < smallest) & (norms > 0)
         for condition, state, needed, measure in (
             (high, self._high_for, self.in_a_row, "standard deviation"),
             (low, self._low_for, self.long, "norm"),
         ):
-            lengths_of = run_lengths(condition, state.values_for(gradients.names))
+            lasts_for = state.values_for(names)
+            if not condition.any():  # nearly always
+                lasts_for[:] = 0
+                continue
+            lengths_of = run_lengths(condition, lasts_for)
             is_due = (lengths_of >= needed) & (lengths_of > gradients.steps[:, None] + 1 - parameters.steps[-1])
             for row in np.flatnonzero(is_due.any(1)):
                 step, lengths = int(gradients.steps[row]), lengths_of[row]
@@ -198,17 +191,11 @@ class ParameterJump(Rule):
                     text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
                     evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
                     yield self.found(step, rows.names[i], text, "parameter", **evidence)
-            now = rows.l2_norm[row]
-            if not rows.is_plain:  # norms leave out what is not finite
-                now = np.where(rows.field("nan_count")[row] + rows.field("inf_count")[row] > 0, math.nan, now)
+            now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
             move = np.log(now / norms)
-            size = np.abs(move)
-            changes: list[tuple[str, Bools, tuple[str, ...]]] = []
-            if (size > 0.9 * math.log(min(self.grown, self.shrunk))).any():
-                grown = judged & (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
-                fallen = judged & (self.shrunk * now < norms)
-                changes = [("grows", grown, self.causes), ("falls", fallen, _SHRUNK)]
-            for which, changed, causes in changes:
+            grown = judged & (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
+            fallen = judged & (self.shrunk * now < norms)
+            for which, changed, causes in (("grows", grown, self.causes), ("falls", fallen, _SHRUNK)):
                 if changed.any():
                     i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
                     if self._episodes.record(rows.names[i], step):
@@ -218,7 +205,7 @@ class ParameterJump(Rule):
                         yield self.found(step, rows.names[i], text, "parameter", causes=causes, **evidence)
             is_known = np.isfinite(move)
             moves += is_known
-            np.maximum(usual, size, out=usual, where=is_known)
+            np.maximum(usual, np.abs(move), out=usual, where=is_known)
             for state, values in ((earlier, largest), (norms, now)):
                 np.copyto(state, values, where=np.isfinite(values))
 
@@ -304,9 +291,6 @@ class UnchangedParameter(Rule):
             same = (sums == last_sums) & (squares == last_squares)
             last_sums[:], last_squares[:] = sums, squares
             yield from self._hardly(window, rows, row)
-            if not same.any():  # the usual case
-                counts[:], since[:] = 0, step
-                continue
             enough = 1 if same.all() else self.measurements
             largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
             same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
@@ -399,9 +383,6 @@ class OverwrittenParameter(Rule):
             np.copyto(versions, now)
             self._measured, last = seen.step, self._measured
             is_same, grown = rate == rates, self._grown(window, seen.step)
-            if is_same.all():  # the usual case
-                regular += 1
-                continue
             # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
             more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
             if more.any() and (rate[~more] > 0).any() and not self._waiting:
