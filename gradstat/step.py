@@ -248,9 +248,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
         with announce.change(named.parameters, request.scaler, loss):
             collected = gradients_of(named.parameters)
             gradients, rewrites = collected.tensors, request.rewrites
-            # Without gradients, only the result's device is known.
-            counters = counters_on(optimizer, gradients[0].device) if gradients else None
-            measured = _measure(request, named, collected, counters)
+            measured, counters = _measure(request, named, collected, counts=True)
             if counters is None:
                 counters = counters_on(optimizer, measured.home)
             if not measured.is_counted:
@@ -316,7 +314,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
         named = named_parameters_of(optimizer)
         with announce.change(named.parameters, None, loss):
             gradients = gradients_of(named.parameters)
-            measured = _measure(request, named, gradients)
+            measured, _ = _measure(request, named, gradients, counts=False)
             skip, divisor = measured.on_host() if request.skips else (False, math.nan)
             if skip:
                 raise _NotFiniteError
@@ -342,27 +340,28 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
 
 
 def _measure(
-    request: _Request, named: NamedParameters, gradients: Gradients, counters: StepCounters | None = None
-) -> StepMeasurement:
-    """Measures the gradients of ``named``. The verdict skips what a loss scaler or monitors have found, as well.
+    request: _Request, named: NamedParameters, gradients: Gradients, counts: bool
+) -> tuple[StepMeasurement, StepCounters | None]:
+    """The measurement of the gradients of ``named``. Its verdict skips what a loss scaler or monitors have found, too.
 
-    The step is counted in ``counters`` if nothing else decides about it.
+    If ``counts``, also the counters, unless there are no gradients: the step is counted in them already if nothing else
+    decides about it.
     """
     wish = decision.take(request.optimizer, request.guard) if request.skips else None
     if request.model is not None:
         named = named_by(request.model, named)
     if not gradients.tensors and not _is_awaited(request, named):
-        return StepMeasurement.nothing()
+        return StepMeasurement.nothing(), None
     labels = labels_of(named, gradients)
     if request.clip is not None and gradients.tensors:
         request.clip.require(ToClip(gradients.tensors, gradients.owners(named.parameters), labels.of))
     flags = [] if request.scaler is None else _found_by(request.scaler, request, named, gradients)
     if wish is not None and wish.guard is None:
         flags.append(wish.flag)
+    counters = counters_on(request.optimizer, gradients.tensors[0].device) if counts and gradients.tensors else None
     is_alone = request.skips and request.guard is None and wish is None and not flags
-    step = norms.StepRequest(
-        request.limit, request.loss_scale, counters.tensor if counters is not None and is_alone else None
-    )
+    counted_in = counters.tensor if counters is not None and is_alone else None
+    step = norms.StepRequest(request.limit, request.loss_scale, counted_in)
     try:
         measured = StepMeasurement.of(
             *(gradients.tensors, labels, step, named, request.backend, request.extra_groups),
@@ -376,8 +375,8 @@ def _measure(
         skip = measured.verdict[norms.SKIP]
         skip.add_(to_device(flag, skip.device)).clamp_(max=1.0)
     if wish is not None and wish.guard is not None and wish.reason is not None:
-        return measured.judged(wish.flag, wish.reason)
-    return measured
+        measured = measured.judged(wish.flag, wish.reason)
+    return measured, counters
 
 
 def _is_awaited(request: _Request, named: NamedParameters) -> bool:
