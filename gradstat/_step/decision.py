@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradstat._core import announce
+from gradstat._core import announce, norms
+from gradstat._core.backends import resolve
+from gradstat._core.host_copy import streams_of
 from gradstat._core.tensors import to_device
 from gradstat._step import optimizers
-from gradstat.guard import SpikeGuard
+from gradstat.guard import SpikeGuard, remember_guard
 
 
 class SkipRequest(NamedTuple):
@@ -55,6 +57,20 @@ def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
         step.requests.pop(by, None)
         return
     step.requests[by] = wish
+
+
+@torch.no_grad()
+def judged(
+    guard: SpikeGuard, optimizer: Optimizer, norm: Tensor, flag: Tensor, loss: Any, backend: str | None
+) -> SkipRequest:
+    """What ``guard`` asks for a step whose gradients have this norm, 0-d; ``flag`` is as in `SkipRequest`. No sync."""
+    if loss is not None and not isinstance(loss, Tensor):
+        loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+    given = norms.Decision.unclipped(norm, flag)
+    kernels = resolve(backend, flag.device.type)
+    verdict = guard.decide(kernels, given.scaling, given.verdict, loss, None, streams_of([flag]))
+    remember_guard(optimizer, guard)
+    return SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
 
 
 @contextlib.contextmanager

@@ -65,6 +65,11 @@ class Settings(NamedTuple):
         table = PolicyTable(on_anomaly, [rule.name for rule in listed], policies)
         return cls(listed, table, periods(watch), checked_limit(max_norm), MonitorOptions.of(options))
 
+    def remedies(self) -> set[str]:
+        """Those of `gradstat.monitor.advice` that are in use already."""
+        used = [policy for policy in ("replay", "rollback") if self.policies.uses(policy)]
+        return {*used, *["activations"] * bool(self.periods["activations"]), *["clip"] * (self.limit is not None)}
+
 
 def check_arguments(model: object, optimizer: object) -> None:
     """Raises TypeError if one of them is of another type."""

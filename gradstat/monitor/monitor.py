@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat._core import norms
-from gradstat._core.backends import resolve
 from gradstat._core.compiling import never_traced
 from gradstat._core.engines import engine_of
-from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import Trained
 from gradstat._core.tensors import is_uninitialized
 from gradstat._step import decision, torch_calls
@@ -27,7 +24,7 @@ from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
 from gradstat._version import __version__
 from gradstat.adaptive import AdaptiveClip
-from gradstat.guard import SpikeGuard, remember_guard
+from gradstat.guard import SpikeGuard
 from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
 from gradstat.monitor.advice import causes_and_advice, fitted
@@ -42,8 +39,8 @@ from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import AnomalyError, Policies, Policy, Warner
 from gradstat.monitor.recording.recording import Recording
 from gradstat.monitor.replay.culprit import Culprit
-from gradstat.monitor.replay.rerun import CLEAN, Replayer, find_culprit
-from gradstat.monitor.reporting import not_replacing, warn, warning_of_failure
+from gradstat.monitor.replay.rerun import Replayer
+from gradstat.monitor.reporting import QUIET, not_replacing, warn, warning_of_failure
 from gradstat.monitor.rows import Observation, RunSettings
 from gradstat.monitor.rules import Rule
 from gradstat.monitor.rules.runner import RuleRunner
@@ -54,19 +51,11 @@ from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# For this many steps after an incident, states are not measured again and no further file is written.
-_QUIET = 20
-
 # Policies that act on a running training: at its end they warn.
 _OF_RUNNING_TRAINING = ("raise", "stop", "rollback", "replay")
 
 # Seconds to wait at the end of the program for a thread that is inside of a monitor.
 _PATIENCE = 10.0
-
-_NO_SAVED_STATE = (
-    "no state of the step was saved, so the replay used the current parameters, buffers and random state and may miss "
-    "the cause; gradstat.Monitor(..., replay=True) saves it"
-)
 
 
 class Monitor:
@@ -172,11 +161,9 @@ class Monitor:
         self._unwatched = Unwatched(self.findings)
         self.should_stop = False
         self.steps = self.nonfinite_steps = 0
-        self.culprit: Culprit | None = None
-        self._replayed, self._replayed_step = "", -1
         self._pending: deque[Pending] = deque()
-        self._last_state_check = [-_QUIET, -_QUIET]  # last steps with a finite loss, and with another
-        self._saved = self._last_replay = -_QUIET
+        self._last_state_check = [-QUIET, -QUIET]  # last steps with a finite loss, and with another
+        self._saved = -QUIET
         self._paused = self._is_detached = self._has_warned = False
         self.guard = guard
         skips = self._policies.uses("skip") or guard is not None
@@ -189,26 +176,24 @@ class Monitor:
         self._skips = skips
         # Remedies that the run cannot use or uses already, so that advice leaves them out; skips are known later.
         self._not_usable = {"replay"} if engine is not None else set()
-        in_use = self.connection.in_use
-        in_use |= {policy for policy in ("replay", "rollback") if self._policies.uses(policy)}
-        in_use |= {"activations"} if self._periods["activations"] else set()
-        in_use |= {"clip"} if limit is not None else set()
+        self.connection.in_use |= settings.remedies()
         if skips and optimizer is not None:
             decision.request(optimizer, self, None)  # a closure may make the first request within a step
         self._skip_flag: Tensor | None = None  # of the newest step
         self._snapshots = Snapshots(self._trained, optimizer, scaler) if self._policies.uses("rollback") else None
-        self._replayer: Replayer | None = None
         if self._policies.uses("replay"):
             self._lag = 0  # the next step would overwrite what a replay needs
-        if replay:
-            step_fn = replay if callable(replay) else None
-            self._replayer = Replayer(model, optimizer, scaler, step_fn)
+        self._replayer = Replayer(self._model, optimizer, scaler, replay)
         self._lock = threading.RLock()  # protects everything but the acting on findings, which calls users' functions
         self._is_open = True
         endings.remember(self)
         self._seeks_scaler = scaler is None and engine is None
         if self._seeks_scaler:
             torch_calls.seek_scaler(self)
+
+    @property
+    def culprit(self) -> Culprit | None:
+        return self._replayer.culprit
 
     @property
     def scaler(self) -> Any:
@@ -247,7 +232,7 @@ class Monitor:
         """
         if self._paused:
             return self._not_watched("step")
-        if self._replayer is not None:
+        if self._replayer.keeps_state:
             self._replayer.require_batch()
         if self._seeks_scaler:
             self._find_scaler()
@@ -266,8 +251,8 @@ class Monitor:
         scalars = self._collector.scalars(loss, lr)
         try:
             pending = self._collector.collect(self.steps, *scalars)
-            if self._replayer is not None:
-                self._replayer.end_step(list(self._model.parameters()))
+            if self._replayer.keeps_state:
+                self._replayer.end_step()
         except PROPAGATED_ERRORS:
             raise
         except Exception:
@@ -311,21 +296,13 @@ class Monitor:
         flag, guard = measured.flag, self.guard
         if flag is None or (self.scaler is not None and self.scaler.is_enabled()):
             return None
-        wish = SkipRequest(flag)
         if guard is None:
-            return wish
-        with self._unwatched.suppress_errors(self.steps - 1, "the guard could not judge a step"), torch.no_grad():
-            if loss is not None and not isinstance(loss, Tensor):
-                loss = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+            return SkipRequest(flag)
+        with self._unwatched.suppress_errors(self.steps - 1, "the guard could not judge a step"):
             assert measured.norm is not None
-            scaling = norms.Scaling(torch.stack([torch.ones_like(measured.norm), measured.norm]))
-            verdict = torch.stack([flag, torch.ones_like(flag), torch.ones_like(flag)])
-            kernels = resolve(self.options.backend, flag.device.type)
-            verdict = guard.decide(kernels, scaling, verdict, loss, None, streams_of([flag]))
-            wish = SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
             assert self._optimizer is not None
-            remember_guard(self._optimizer, guard)
-        return wish
+            return decision.judged(guard, self._optimizer, measured.norm, flag, loss, self.options.backend)
+        return SkipRequest(flag)
 
     @never_traced
     def batch(self, batch: Any) -> list[Finding]:
@@ -351,8 +328,7 @@ class Monitor:
             return self._not_watched("batch")
         with self._lock:
             first_new = len(self.findings)
-            if self._replayer is not None:
-                self._replayer.keep_batch(batch)
+            self._replayer.keep_batch(batch)
             seen: list[Observation] = []
             with self._unwatched.suppress_errors(self.steps, "a batch could not be inspected"):
                 seen = self._collector.inspect_batch(self.steps, batch)
@@ -412,24 +388,12 @@ class Monitor:
             RuntimeError: The parameters have changed since the step whose state was kept.
             TypeError: No function was given, or one that takes a batch, which `batch` did not get.
         """
-        if self._replayer is None and step_fn is None:
-            raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
-        if self._replayer is None:
-            warn(f"replay: {_NO_SAVED_STATE}", RuntimeWarning)
         paused, self._paused = self._paused, True  # step_fn may call this monitor
         try:
-            if self._replayer is not None:
-                was_skipped = self._skip_flag is not None and bool(self._skip_flag.item())
-                self.culprit = self._replayer.run(step_fn, was_skipped)
-            elif step_fn is not None:
-                self.culprit = find_culprit(self._model, step_fn, optimizer=self._optimizer, scaler=self.scaler)
+            was_skipped = self._skip_flag is not None and bool(self._skip_flag.item())
+            return self._replayer.run(self.steps - 1, step_fn, was_skipped)
         finally:
             self._paused = paused
-        self._replayed_step = self.steps - 1
-        self._replayed = f"replay of step {self._replayed_step}: {CLEAN if self.culprit is None else self.culprit}"
-        if self._replayer is None:
-            self._replayed += f"\n{_NO_SAVED_STATE}"
-        return self.culprit
 
     # From numbers to findings ----------------------------------------------------------------------------
 
@@ -457,7 +421,7 @@ class Monitor:
             lost = "loss_nonfinite" in pending.scalars
             # Measure parameters, buffers and optimizer states, if they are still those of the step.
             is_current = pending.step + 1 == self.steps
-            if is_out_of_band and is_current and pending.step - self._last_state_check[lost] >= _QUIET:
+            if is_out_of_band and is_current and pending.step - self._last_state_check[lost] >= QUIET:
                 self._last_state_check[lost] = pending.step
                 with self._unwatched.suppress_errors(
                     pending.step, "parameters, buffers or states could not be measured"
@@ -490,7 +454,7 @@ class Monitor:
         raising = [finding for finding in self._take_findings() if self._act_on(finding)]  # all, before one raises
         if raising:
             first = raising[0]
-            replayed = f"\n{self._replayed}" if self._replayed and self._replayed_step == self.steps - 1 else ""
+            replayed = f"\n{self._replayer.text}" if 0 <= self._replayer.step == self.steps - 1 else ""
             raise AnomalyError(f"{first}{replayed}\n{causes_and_advice(first)}", first)
 
     def _run_rules_safely(self) -> None:
@@ -547,9 +511,9 @@ class Monitor:
                 self._file.write(lambda: self._recording(str(finding)), self._file.beside(finding))
             elif policy == "rollback":
                 self._roll_back(finding)
-            elif policy == "replay":
-                self._replay_once(finding)
-        if finding.severity == "error" and finding.step - self._saved >= _QUIET and not is_over:
+            elif policy == "replay" and finding.step + 1 == self.steps:
+                self._replayer.run_once(finding.step, self.replay)
+        if finding.severity == "error" and finding.step - self._saved >= QUIET and not is_over:
             self._saved = finding.step
             self._write(str(finding))
         return raising
@@ -558,18 +522,6 @@ class Monitor:
         """Writes the recording, if there is a place for it; warns if it had to go elsewhere."""
         if self._file.path is not None:
             self._file.write(lambda: self._recording(why), self._file.path)
-
-    def _replay_once(self, finding: Finding) -> None:
-        """Replays the step of ``finding``, once per incident, and warns with the result."""
-        if finding.step + 1 != self.steps or finding.step - self._last_replay < _QUIET:
-            return
-        self._last_replay = finding.step
-        try:
-            self.replay()
-        except Exception as error:  # monitoring must not end the training
-            self.culprit, self._replayed_step = None, finding.step
-            self._replayed = f"the replay of step {finding.step} failed: {type(error).__name__}: {error}"
-        warn(self._replayed)
 
     def _roll_back(self, finding: Finding) -> None:
         assert self._snapshots is not None
@@ -610,7 +562,7 @@ class Monitor:
             "steps": self.steps,
             "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"),
             "why": why,
-            "culprit": self._replayed,
+            "culprit": self._replayer.text,
         }
         return recording
 
@@ -628,7 +580,7 @@ class Monitor:
     def diagnose(self) -> Diagnosis:
         """All findings so far, ordered from cause to effect, to be printed. Waits for the device."""
         self.flush()
-        return Diagnosis.of(self.recording(), self._replayed, "" if self.steps else self.connection.why_nothing())
+        return Diagnosis.of(self.recording(), self._replayer.text, "" if self.steps else self.connection.why_nothing())
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
         """Writes the `recording` to one file, for ``python -m gradstat view``; replaces an existing file atomically.
@@ -692,12 +644,12 @@ class Monitor:
             self._pending.clear()
             self._log.clear()
             self._to_act_on = []
-            self.culprit, self._replayed, self._replayed_step = None, "", -1
+            self._replayer.forget()
             if self._snapshots is not None:
                 self._snapshots.clear()
             self._warner = Warner()
-            self._last_state_check = [-_QUIET, -_QUIET]
-            self._saved = self._last_replay = -_QUIET
+            self._last_state_check = [-QUIET, -QUIET]
+            self._saved = -QUIET
             self.steps, self.should_stop = state["steps"], state["should_stop"]
             self.nonfinite_steps = state["nonfinite_steps"]
             self.findings[:] = history.findings
@@ -729,8 +681,7 @@ class Monitor:
             self._collector.remove()
             if self._skips and self._optimizer is not None:
                 decision.request(self._optimizer, self, None)
-            if self._replayer is not None:
-                self._replayer.remove()
+            self._replayer.remove()
             self._end(why)
 
     def _end(self, why: str) -> None:

@@ -13,6 +13,9 @@ from gradstat._core.warn import warn_user
 
 _logger = logging.getLogger("gradstat")
 
+QUIET = 20
+"""For this many steps after an incident, another is not measured, written or replayed again."""
+
 
 class AnomalyWarning(UserWarning):
     """Warns of a finding of a monitor."""

@@ -23,10 +23,17 @@ from gradstat.monitor.replay.nonfinite_mode import LeafHooks, NonfiniteMode
 from gradstat.monitor.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replays
 from gradstat.monitor.replay.taint import Origin, first, is_nonfinite, looks_like_mask
 from gradstat.monitor.replay.undo import Undo
+from gradstat.monitor.reporting import QUIET, warn
 
 CLEAN = (
     "the same step gave finite values this time. The fault depends on state that was not restored (an iterator, other "
     "state of your own), or is not a bug in the program: hardware, or a race"
+)
+
+
+_NO_SAVED_STATE = (
+    "no state of the step was saved, so the replay used the current parameters, buffers and random state and may miss "
+    "the cause; gradstat.Monitor(..., replay=True) saves it"
 )
 
 
@@ -198,17 +205,30 @@ def _binds(step_fn: Callable[..., Any], *arguments: Any) -> bool:
 
 
 class Replayer:
-    """Keeps what a replay of the newest step needs, including the batch if the function takes one."""
+    """Runs the newest step again. With ``replay``, the function for it or True, it keeps the step's state and batch.
 
-    def __init__(
-        self, model: Module, optimizer: Optimizer | None, scaler: Any, step_fn: Callable[..., Any] | None
-    ) -> None:
+    Attributes:
+        keeps_state: Whether it does.
+        culprit: Result of the last replay.
+        step: The step that it ran.
+        text: Its result in words, or why it failed; empty before the first.
+    """
+
+    def __init__(self, model: Module, optimizer: Optimizer | None, scaler: Any, replay: Callable[..., Any] | bool):
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
-        self._step_fn = step_fn
-        self._keeps_batch = step_fn is None or takes_batch(step_fn)
-        self._states = StepStateKeeper(model)
+        self._step_fn = replay if callable(replay) else None
+        self.keeps_state = bool(replay)
+        self._keeps_batch = self.keeps_state and (self._step_fn is None or takes_batch(self._step_fn))
+        self._states = StepStateKeeper(model) if replay else None
         self._batch: Any = None
         self._versions: list[int] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the results, as for another run."""
+        self.culprit: Culprit | None = None
+        self.step, self.text = -1, ""
+        self._last_incident = -QUIET
 
     def keep_batch(self, batch: Any) -> None:
         """Keeps the batch of the coming step, if a function may take it."""
@@ -224,31 +244,53 @@ class Replayer:
                 "before each forward pass"
             )
 
-    def end_step(self, parameters: list[Tensor]) -> None:
+    def end_step(self) -> None:
         """Marks a step as complete: its gradients are there, and the optimizer has not stepped."""
-        self._versions = [parameter._version for parameter in parameters]
-        self._states.end_step()
+        if self._states is not None:
+            self._versions = [parameter._version for parameter in self._model.parameters()]
+            self._states.end_step()
 
-    def run(self, step_fn: Callable[..., Any] | None, was_skipped: bool) -> Culprit | None:
-        """Runs the newest step again; see `gradstat.Monitor.replay`."""
+    def run(self, step: int, step_fn: Callable[..., Any] | None, was_skipped: bool) -> Culprit | None:
+        """Runs ``step``, the newest, again; see `gradstat.Monitor.replay`."""
         chosen = step_fn or self._step_fn
         if chosen is None:
             raise TypeError("no function to run: monitor.replay(step_fn), or gradstat.Monitor(..., replay=step_fn)")
-        now = [parameter._version for parameter in self._model.parameters()]
-        # A fused optimizer increments versions even if it was told to skip.
-        if self._versions and now != self._versions and not was_skipped:
-            raise RuntimeError(
-                "the parameters have changed since that step, so it cannot be replayed. Call replay() "
-                "before optimizer.step(); or let on_anomaly='replay' do it; or skip such steps: on_anomaly='skip'"
-            )
-        batch = self._batch if takes_batch(chosen) else None
-        self.require_batch(chosen)
-        states = self._states.states
-        return find_culprit(
+        states = batch = None
+        if self._states is None:
+            warn(f"replay: {_NO_SAVED_STATE}", RuntimeWarning)
+        else:
+            now = [parameter._version for parameter in self._model.parameters()]
+            # A fused optimizer increments versions even if it was told to skip.
+            if self._versions and now != self._versions and not was_skipped:
+                raise RuntimeError(
+                    "the parameters have changed since that step, so it cannot be replayed. Call replay() "
+                    "before optimizer.step(); or let on_anomaly='replay' do it; or skip such steps: on_anomaly='skip'"
+                )
+            batch = self._batch if takes_batch(chosen) else None
+            self.require_batch(chosen)
+            states = self._states.states
+        self.culprit = find_culprit(
             self._model, chosen, state=states, batch=batch, optimizer=self._optimizer, scaler=self.scaler
         )
+        self.step, self.text = step, f"replay of step {step}: {CLEAN if self.culprit is None else self.culprit}"
+        if states is None:
+            self.text += f"\n{_NO_SAVED_STATE}"
+        return self.culprit
+
+    def run_once(self, step: int, run: Callable[[], object]) -> None:
+        """Calls ``run``, once per incident, and warns of the result, whatever it is: the training must not end."""
+        if step - self._last_incident < QUIET:
+            return
+        self._last_incident = step
+        try:
+            run()
+        except Exception as error:
+            self.culprit, self.step = None, step
+            self.text = f"the replay of step {step} failed: {type(error).__name__}: {error}"
+        warn(self.text)
 
     def remove(self) -> None:
         """Removes the hook from the model and drops everything kept."""
-        self._states.detach()
+        if self._states is not None:
+            self._states.detach()
         self._batch = None
