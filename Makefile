@@ -104,9 +104,7 @@ bench-ranks: $(VENV)/.for-test $(BUILT) ## Time distributed clips and DDP steps,
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/ddp_step.py
 
 bench-frameworks: $(VENV)/.for-test $(BUILT) ## Time the integrations and what the frameworks offer themselves
-	$(BIN)/python benchmarks/lightning_step.py
-	$(BIN)/python benchmarks/trainer_step.py
-	$(BIN)/python benchmarks/wandb_watch.py
+	$(BIN)/python benchmarks/frameworks.py
 
 # JOBS: processes.
 bench-detection: $(VENV)/.for-test $(BUILT) ## Break small trainings on purpose and count what the monitor and other tools find; record it (JOBS=1: about an hour)
