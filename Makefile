@@ -75,10 +75,9 @@ format: $(VENV)/.for-lint ## Rewrite the sources in the enforced style
 	$(BIN)/clang-format -i $(CXX_FILES)
 
 # RECORD=--record appends the results to benchmarks/results, from which docs/testing.md is rendered.
-fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, 500 random programs under a monitor, and all tests of kernels on PTX
+fuzz: $(VENV)/.for-test $(BUILT) ## A million random tensors through every operation, and 500 random programs under a monitor
 	GRADSTAT_LONG=1 $(BIN)/python -m pytest -q tests/life/test_life_monitor.py
 	$(BIN)/python tools/fuzz.py $(RECORD)
-	$(BIN)/python tools/ptx/check.py --all
 
 sanitize: $(VENV)/.for-test ## The C++ code under AddressSanitizer, UBSan and ThreadSanitizer, in the tests that reach it
 	$(BIN)/python tools/sanitize.py
@@ -143,10 +142,6 @@ gpu-code: $(VENV)/.for-bench $(VENV)/.for-triton $(VENV)/.triton-$(OLDER_TRITON)
 	$(BIN)/python tools/gpu_gates/check_cuda.py
 	$(BIN)/python tools/gpu_gates/check_triton.py
 	PYTHONPATH=$(VENV)/triton-$(OLDER_TRITON) $(BIN)/python tools/gpu_gates/check_triton.py 80 90
-
-.PHONY: ptx
-ptx: $(VENV)/.for-test $(BUILT) ## Run the PTX that nvcc and Triton generate on the CPU, with race detection, in part of the tests of kernels
-	$(BIN)/python tools/ptx/check.py
 
 # Where archives of GPU runs are kept until they are merged; may name a variable of the machine with the GPU, as in
 # RESULTS='$$NAME'. $(value) and single quotes keep make and the shell here from expanding it.

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from browser import offline_chromium
-from helpers.devices import BACKENDS, DEVICES, HAS_CUDA, PTX, TRITON_ON_CPU
+from helpers.devices import BACKENDS, DEVICES, HAS_CUDA, INTERPRETED
 
 if TYPE_CHECKING:
     from helpers.cuda_on_cpu import EmulatedKernels
     from helpers.processes_forked import Forks
     from helpers.ranks import Ranks
-    from ptx.on_triton import TritonDevice
 
     from gradstat._core.backends import Kernels
 
@@ -32,16 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Counts the launches of kernels from PTX, for tools/ptx/check.py."""
-    if PTX:
-        from ptx.device import Device
-
-        for device in Device.every:
-            for kernel, launches in device.launches.items():
-                terminalreporter.write_line(f"PTX: sm_{device.architecture} {kernel} {launches}")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -82,7 +71,7 @@ def _stop_watching() -> Iterator[None]:
 def where(request: pytest.FixtureRequest) -> tuple[str, str]:
     """A backend and the device to run it on: the one way for a test to ask for a backend that not every device has."""
     backend: tuple[str, str] = request.param
-    fixtures = {("emulated", "cpu"): "emulated", ("dispatched", "cpu"): "dispatched", TRITON_ON_CPU: "short_chunks"}
+    fixtures = {("emulated", "cpu"): "emulated", ("dispatched", "cpu"): "dispatched", INTERPRETED: "short_chunks"}
     if backend in fixtures:
         request.getfixturevalue(fixtures[backend])
     return backend
@@ -103,7 +92,7 @@ def _builtin_names(package: Any) -> list[str]:
 
 
 @pytest.fixture
-def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> Iterator[None]:
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shortens the chunks of Triton's kernels in the interpreter, to a quarter (16 KB)."""
     import triton.language as tl
     from triton.runtime import interpreter
@@ -113,7 +102,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> It
     vectors = 2 * stats.UNROLL.value * stats.LANES.value
     assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS  # a chunk is one tile before and after
     _table._kept_table.cache_clear()
-    if not HAS_CUDA and not PTX:  # constants of compiled kernels cannot be changed
+    if not HAS_CUDA:  # constants of compiled kernels cannot be changed
         for module, name, value in (
             *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
             *((module, "CHUNK_VECTORS", tl.constexpr(vectors)) for module in (stats, scale)),
@@ -132,25 +121,11 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch, triton_from_ptx: object) -> It
 
 
 @pytest.fixture(scope="session")
-def triton_from_ptx() -> TritonDevice | None:
-    """If GRADSTAT_PTX asks for it, runs Triton's kernels on the CPU from the PTX that Triton generates."""
-    if not PTX:
-        return None
-    from ptx.on_triton import TritonDevice
-
-    return TritonDevice(PTX)
-
-
-@pytest.fixture(scope="session")
 def emulated_kernels(kernels_on_host: ctypes.CDLL) -> EmulatedKernels:
-    """The CUDA kernels on the CPU; if GRADSTAT_PTX asks for it, from the PTX that nvcc generates."""
+    """The CUDA kernels on the CPU."""
     from helpers.cuda_on_cpu import EmulatedKernels
 
-    if not PTX:
-        return EmulatedKernels(kernels_on_host)
-    from ptx.device import CudaDevice
-
-    return EmulatedKernels(kernels_on_host, device=CudaDevice(kernels_on_host, PTX))
+    return EmulatedKernels(kernels_on_host)
 
 
 def _registered(name: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:

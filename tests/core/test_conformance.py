@@ -1,6 +1,8 @@
 """One suite for every backend: a table of cases, each compared with exact statistics of the same tensors."""
 
+import ctypes
 import math
+import mmap
 from collections.abc import Callable
 
 import pytest
@@ -218,6 +220,25 @@ def test_every_length(dtype: torch.dtype, where: tuple[str, str]) -> None:
             bad[(0, -1, size // 2)[size % 3]] = math.nan
         tensors += [x.to(dtype).to(device), bad.to(dtype).to(device)]
     assert_rows_match(gradstat.stats(tensors, backend=backend), tensors)
+
+
+@pytest.mark.parametrize("where", [("native", "cpu"), ("emulated", "cpu")], indirect=True, ids="-".join)
+def test_nothing_beside_a_tensor_is_read(where: tuple[str, str], kernels: backends.Kernels) -> None:
+    """At both ends of memory, before and after which an access ends the process."""
+    page, pages = mmap.PAGESIZE, 10
+    memory = mmap.mmap(-1, (pages + 2) * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for beside in (address, address + (pages + 1) * page):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(beside), ctypes.c_size_t(page), 0) == 0
+    between = torch.frombuffer(memory, dtype=torch.uint8, count=pages * page, offset=page)
+    for dtype in (*REAL, *COMPLEX, *FLOAT8):
+        for size in (1, 5, 300, 3000 // dtype.itemsize, pages * page // dtype.itemsize):
+            for start in (0, pages * page - size * dtype.itemsize):
+                between.fill_(0x3B)
+                x = between[start:][: size * dtype.itemsize].view(dtype)
+                assert_rows_match(gradstat.stats([x], backend=where[0]), [x])
+                kernels.scale_each_([x], torch.tensor([1.5], dtype=torch.float64))
+                assert_rows_match(kernels.unscale_([x], torch.tensor(0.5)), [x])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

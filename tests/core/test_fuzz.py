@@ -1,6 +1,5 @@
 """Random bits in random layouts through every operation: a fixed set here, a million tensors in `make fuzz`."""
 
-import os
 import random
 from fractions import Fraction
 
@@ -9,7 +8,7 @@ import pytest
 import tables
 import torch
 from fuzz import as_rows, run
-from helpers.devices import INTERPRETED, PTX
+from helpers.devices import INTERPRETED
 from helpers.exact import WrongError, assert_rows, square_root
 from helpers.fuzz import Batch, Recipe, drawn_recipe
 from helpers.fuzz_operations import OPERATIONS, judge_stats
@@ -56,10 +55,6 @@ def test_the_judge_notices_what_is_written_beside_tensors(monkeypatch: pytest.Mo
         judge_stats(batch, random.Random(0), "native")
 
 
-# Batches of each operation and backend: more in `make fuzz`, where PTX runs as well, and fewer in `make ptx`.
-NUMBER = (150 if os.environ.get("GRADSTAT_LONG") else 15) if PTX else 40
-
-
 # The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -67,7 +62,7 @@ def test_any_tensors(operation: str, where: tuple[str, str]) -> None:
     """The same tensors in every run: a test that fails at random would tell nothing about a change."""
     backend, device = where
     is_slow = where == INTERPRETED
-    for seed in range(4 if is_slow else NUMBER):
+    for seed in range(4 if is_slow else 40):
         largest = 500 if is_slow else 20_000
         batch = Batch.drawn(seed, seed % (4 if is_slow else 9), device, apart=seed % 2 == 1, largest=largest)
         if is_slow:  # the interpreter truncates bfloat16 and stores its subnormal numbers wrongly

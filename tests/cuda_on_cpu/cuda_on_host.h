@@ -1,7 +1,6 @@
 // Lets g++ compile the device code of kernels and runs it on the CPU: one block after another, with threads as
-// coroutines that switch only at barriers and warp exchanges. It therefore does not detect races between
-// threads that do not synchronize. It does detect wrong results, mismatched barriers of the kinds below, and
-// errors with tickets.
+// coroutines that switch only at barriers and warp exchanges, in a random order. A missing barrier gives wrong
+// results in some orders. Threads that wait forever, and addresses that are not aligned, are errors.
 #pragma once
 
 #include <setjmp.h>
@@ -16,7 +15,9 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -29,7 +30,7 @@ using std::fma;  // the overloads for double and float, as in CUDA
 #define __grid_constant__
 #define __shared__ static
 
-struct uint4 {
+struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 struct dim3 {
@@ -44,8 +45,8 @@ constexpr int kMaxSeconds = 60;  // CPU time for one launch
 
 // A barrier: all threads wait until the last one arrives.
 struct Barrier {
-  int expected = 0, arrived = 0;
-  uint64_t generation = 0;
+  size_t expected = 0;
+  std::vector<int> waiting = {};
 };
 
 class Block {
@@ -56,19 +57,29 @@ class Block {
     exchange_.resize(2 * threads);
   }
 
-  // Runs body() in every thread, starting with thread `first`.
+  // Runs body() in every thread.
   template <class Body>
-  void run(const Body& body, int first) {
+  void run(const Body& body, uint32_t seed) {
     body_ = [](const void* b) { (*static_cast<const Body*>(b))(); };
     argument_ = &body;
+    random_.seed(seed);
+    window_ = size_t{1} << random_() % 9;
     std::fill(started_.begin(), started_.end(), false);
-    alive_.assign(threads_, true);
     left_ = threads_;
-    idle_ = 0;
-    all_ = {threads_, 0, 0};
-    for (Barrier& warp : warps_) warp = {kWarpSize, 0, 0};
+    all_ = {static_cast<size_t>(threads_)};
+    for (Barrier& warp : warps_) warp = {kWarpSize};
     std::fill(parity_, parity_ + kMaxThreads, 0);
-    if (_setjmp(home_) == 0) enter(first);
+    ready_.resize(threads_);
+    std::iota(ready_.begin(), ready_.end(), 0);
+    std::shuffle(ready_.begin(), ready_.end(), random_);
+    if (_setjmp(home_) == 0) enter(next());
+    if (error_ != nullptr) throw std::runtime_error(std::exchange(error_, nullptr));
+  }
+
+  // Abandons all threads, and makes `run` throw.
+  [[noreturn]] void fail(const char* what) {
+    error_ = what;
+    _longjmp(home_, 1);
   }
 
   void block_barrier() { wait_at(all_); }
@@ -93,28 +104,21 @@ class Block {
   static constexpr int kMaxThreads = 1024;
 
   void wait_at(Barrier& barrier) {
-    const uint64_t generation = barrier.generation;
-    idle_ = 0;
-    if (++barrier.arrived == barrier.expected) {
-      barrier.arrived = 0;
-      ++barrier.generation;
-      return;
+    barrier.waiting.push_back(current_);
+    if (barrier.waiting.size() == barrier.expected) {
+      ready_.insert(ready_.end(), barrier.waiting.begin(), barrier.waiting.end());
+      barrier.waiting.clear();
     }
-    while (barrier.generation == generation) {
-      if (++idle_ > 2 * threads_) {
-        std::fprintf(stderr, "threads of a block wait at different barriers\n");
-        std::abort();
-      }
-      if (_setjmp(jumps_[current_]) == 0) enter(next());
-    }
-    idle_ = 0;
+    if (_setjmp(jumps_[current_]) == 0) enter(next());
   }
 
-  int next() const {
-    int thread = current_;
-    do {
-      thread = (thread + 1) % threads_;
-    } while (!alive_[thread]);
+  // One of the last threads that became ready. With a narrow window, a warp runs far ahead of the others.
+  int next() {
+    if (ready_.empty()) fail("threads of a block wait at different barriers");
+    const size_t back = random_() % std::min(ready_.size(), window_);
+    std::swap(ready_[ready_.size() - 1 - back], ready_.back());
+    const int thread = ready_.back();
+    ready_.pop_back();
     return thread;
   }
 
@@ -134,9 +138,10 @@ class Block {
 
   static void start();
 
-  int threads_, current_ = 0, left_ = 0, idle_ = 0;
+  int threads_, current_ = 0, left_ = 0;
   void (*body_)(const void*) = nullptr;
   const void* argument_ = nullptr;
+  const char* error_ = nullptr;
   jmp_buf home_;
   struct Jump {
     jmp_buf buffer;
@@ -147,7 +152,10 @@ class Block {
     std::vector<Jump> all;
   } jumps_;
   std::vector<ucontext_t> contexts_;
-  std::vector<char> started_, alive_;
+  std::vector<char> started_;
+  std::vector<int> ready_;  // threads that can run, except the current one
+  std::minstd_rand random_;
+  size_t window_ = 1;
   std::vector<std::unique_ptr<char[]>> stacks_;
   std::vector<Barrier> warps_;
   Barrier all_;
@@ -160,22 +168,25 @@ inline Block* block = nullptr;
 inline void Block::start() {
   Block& self = *block;
   self.body_(self.argument_);
-  self.alive_[self.current_] = false;
-  self.idle_ = 0;
   if (--self.left_ == 0) _longjmp(self.home_, 1);
   self.enter(self.next());
 }
 
-inline void limit_time(int seconds) {
-  const itimerval limit = {{0, 0}, {seconds, 0}};
-  setitimer(ITIMER_VIRTUAL, &limit, nullptr);
-}
+// Terminates the process if a kernel never ends, instead of blocking the tests.
+struct TimeLimit {
+  TimeLimit() { set(kMaxSeconds); }
+  ~TimeLimit() { set(0); }
+  static void set(int seconds) {
+    const itimerval limit = {{0, 0}, {seconds, 0}};
+    setitimer(ITIMER_VIRTUAL, &limit, nullptr);
+  }
+};
 
 // Runs kernel() for every block, in a random order given by `seed`.
 template <class Kernel>
 void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   if (threads != 256) std::abort();
-  limit_time(kMaxSeconds);  // terminates the process if a kernel never ends, instead of blocking the tests
+  const TimeLimit limit;
   static Block runner(256);
   block = &runner;
   gridDim = {blocks};
@@ -185,12 +196,18 @@ void launch(uint32_t blocks, int threads, uint32_t seed, const Kernel& kernel) {
   std::shuffle(order.begin(), order.end(), random);
   for (const uint32_t number : order) {
     blockIdx.x = number;
-    runner.run(kernel, static_cast<int>(random() % 256));
+    runner.run(kernel, random());
   }
-  limit_time(0);
 }
 
 }  // namespace cuda_on_host
+
+#if !defined(__SANITIZE_ADDRESS__)  // where UBSan reports it
+// What -fsanitize=alignment calls.
+extern "C" void __ubsan_handle_type_mismatch_v1(void*, void*) {
+  cuda_on_host::block->fail("an address is not aligned");
+}
+#endif
 
 inline void __syncthreads() { cuda_on_host::block->block_barrier(); }
 inline void __syncwarp() { cuda_on_host::block->warp_barrier(); }

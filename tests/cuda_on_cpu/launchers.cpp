@@ -48,14 +48,10 @@ template <class Launch>
 int32_t start(FakeStream* stream, int64_t bytes, const Launch& launch) {
   return translating_exceptions([&] {
     void* memory = std::memset(std::malloc(bytes > 0 ? bytes : 1), 0xff, bytes);
-    fake.memory[memory] = bytes;
     const bool owned = !stream->capturing;
     launch(memory);
     if (owned) {
-      stream->add([=] {
-        fake.memory.erase(memory);
-        std::free(memory);
-      });
+      stream->add([=] { std::free(memory); });
     }
   });
 }
@@ -72,7 +68,9 @@ FakeStream* new_stream() {
   static unsigned long long ids = 0;
   return new FakeStream{++ids, {}, {}};
 }
-void synchronize(FakeStream* stream) { stream->synchronize(); }
+int32_t synchronize(FakeStream* stream) {
+  return translating_exceptions([&] { stream->synchronize(); });
+}
 void begin_capture(FakeStream* stream) {
   stream->capturing = true;
   ++fake.capturing;
@@ -91,17 +89,6 @@ int32_t table_capacity() { return kParameterEntries; }
 
 void set_blocks_that_fit(int32_t count) { fake.blocks_that_fit = count; }
 void run_kernels(int32_t value) { fake.runs_kernels = value != 0; }
-// From now on, kernels are run by this function instead; see FakeRuntime.
-void set_launcher(decltype(fake.launcher) launcher) { fake.launcher = launcher; }
-// Counts the pieces of memory that were allocated, and writes their addresses and sizes unless these are null.
-int64_t memory(uint64_t* addresses, uint64_t* sizes) {
-  for (const auto& [address, bytes] : fake.memory) {
-    if (addresses == nullptr) break;
-    *addresses++ = reinterpret_cast<uint64_t>(address);
-    *sizes++ = bytes;
-  }
-  return static_cast<int64_t>(fake.memory.size());
-}
 uint32_t last_blocks() { return fake.last_blocks; }
 int64_t bytes_allocated() { return fake.bytes; }
 int64_t stats_bytes(TENSORS) { return stats_workspace_bytes(ENTRIES, 0); }

@@ -47,7 +47,7 @@ class Stream:
         self.pending: list[object] = []  # memory that pending work will read and write
 
     def synchronize(self) -> None:
-        self.library.synchronize(self.handle)
+        self.check(self.library.synchronize(self.handle))
         self.pending.clear()
 
     def stats(self, tensors: list[np.ndarray]) -> Result:

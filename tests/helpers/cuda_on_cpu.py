@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor
 from gradstat import _fields
 from gradstat._core.backends import Kernels, _require_numbers
 
-if TYPE_CHECKING:
-    from ptx.device import CudaDevice
-
 DTYPES = {dtype: number for number, dtype in enumerate([*REAL, *FLOAT8])}
 
 
@@ -25,11 +22,9 @@ def arrays(tensors: Sequence[Tensor]) -> list[Any]:
     """The arguments that describe dense tensors to the library's functions; complex elements are pairs."""
     kinds = [DTYPES[tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype] for tensor in tensors]
     addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
-    listed = Pointer(addresses.ctypes.data)
-    listed.memory, listed.owner = [*map(span_of, tensors)], addresses
     return [
         ctypes.c_int64(len(tensors)),
-        listed,
+        pointer(addresses),
         pointer(np.array([tensor.numel() for tensor in tensors], dtype=np.int64)),
         pointer(np.array(kinds, dtype=np.int32)),
         pointer(np.array([tensor.is_complex() for tensor in tensors], dtype=np.uint8)),
@@ -40,46 +35,22 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-class Pointer(ctypes.c_void_p):
-    """A pointer that knows the memory that kernels may access through it, as pairs of address and bytes."""
-
-    memory: Sequence[tuple[int, int]] = ()
-    owner: object = None
-
-
-def at(tensor: Tensor | None) -> Pointer:
-    found = Pointer(None if tensor is None else tensor.data_ptr())
-    found.memory = [] if tensor is None else [span_of(tensor)]
-    return found
-
-
-def span_of(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+def at(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 class EmulatedKernels(Kernels):
-    """Work is done when a call returns, unless it is captured. Blocks of each launch run in a different order.
+    """Work is done when a call returns, unless it is captured. Blocks of each launch run in a different order."""
 
-    With a ``device``, what runs is not this code but the PTX that nvcc generates (tools/ptx).
-    """
-
-    def __init__(
-        self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None, device: CudaDevice | None = None
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, stream: ctypes.c_void_p | None = None) -> None:
         super().__init__(self.measured, self._scale)
         self.library, self.stream = library, stream or ctypes.c_void_p(library.new_stream())
-        self.device = device
         self.decide_clip_, self.guard_ = self._decide, self._guard
         self._devices = itertools.cycle(range(4))  # in turn: products do not depend on the device
 
     def start(self, name: str, *arguments: Any) -> None:
-        if self.device is not None:
-            self.device.memory = [span for argument in arguments for span in getattr(argument, "memory", ())]
-        if getattr(self.library, f"start_{name}")(self.stream, *arguments):
+        if getattr(self.library, f"start_{name}")(self.stream, *arguments) or self.library.synchronize(self.stream):
             raise RuntimeError(self.library.error_text().decode())
-        self.library.synchronize(self.stream)
-        if self.device is not None:
-            self.device.check()
 
     def measured(
         self,

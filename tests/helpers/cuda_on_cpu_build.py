@@ -23,18 +23,17 @@ def loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.new_stream.restype = library.end_capture.restype = ctypes.c_void_p
     library.bytes_allocated.restype = library.stats_bytes.restype = library.scale_bytes.restype = ctypes.c_int64
-    library.memory.restype = ctypes.c_int64
     library.error_text.restype = ctypes.c_char_p
     return library
 
 
-def compiled(source: str, folder: Path) -> Path:
-    """Compiles a file of tests/cuda_on_cpu to a shared library."""
+def compiled(source: str, folder: Path, csrc: Path = ROOT / "csrc") -> Path:
+    """Compiles a file of tests/cuda_on_cpu, or one elsewhere, to a shared library."""
     target = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     flags += ["-Wno-uninitialized"]  # a Share is initialized by its first vector, which g++ does not see
-    flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique"]
-    flags += [f"-I{path}" for path in (SOURCES / "runtime", ROOT / "csrc", SOURCES)]
+    flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique", "-fsanitize=alignment"]
+    flags += [f"-I{path}" for path in (SOURCES / "runtime", csrc, SOURCES)]
     # Flags for sanitizers and coverage, as in setup.py.
     flags += os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
     subprocess.run(["g++", *flags, str(SOURCES / source), "-o", str(target)], check=True)

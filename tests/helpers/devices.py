@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 HAS_CUDA = torch.cuda.is_available()
-# An architecture, such as 90: on the CPU, kernels then run from the PTX that nvcc and Triton generate for it.
-PTX = int(os.environ.get("GRADSTAT_PTX", "0"))
-if not HAS_CUDA and not PTX:
+if not HAS_CUDA:
     # Triton reads this when the kernels are first imported, so it is set before any test module is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 # With shared cores, threads would wait for each other longer than they work. Set here and for child processes.
@@ -23,12 +21,11 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
 DEVICES = ["cpu", *(["cuda"] if HAS_CUDA else [])]
-TRITON_ON_CPU = ("triton", "cpu")
 # Triton's interpreter: about 30 ms per tensor, and bfloat16 is truncated.
-INTERPRETED = None if PTX else TRITON_ON_CPU
+INTERPRETED = ("triton", "cpu")
 # Every way to compute the statistics on this machine, as (backend, device). None of them may be missing.
 BACKENDS = [("reference", "cpu"), ("native", "cpu"), ("emulated", "cpu")] + (
-    [("reference", "cuda"), ("native", "cuda"), ("triton", "cuda")] if HAS_CUDA else [TRITON_ON_CPU]
+    [("reference", "cuda"), ("native", "cuda"), ("triton", "cuda")] if HAS_CUDA else [INTERPRETED]
 )
 
 

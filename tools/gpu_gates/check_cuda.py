@@ -1,8 +1,8 @@
 """Compiles the CUDA kernels for every architecture and checks the machine code; needs nvcc, no GPU.
 
-Fails if a kernel spills registers or has a stack frame, or if it does not read and write 16 bytes at a time for every
-element type. Prints registers, shared memory, the threads per multiprocessor that registers allow, the size of the
-code, and the length of the hot loops.
+Fails if a kernel spills registers or has a stack frame, if it does not read and write 16 bytes at a time for every
+element type, or if its tickets do not order the accesses of blocks. Prints registers, shared memory, the threads per
+multiprocessor that registers allow, the size of the code, and the length of the hot loops.
 """
 
 import argparse
@@ -31,6 +31,8 @@ EXPECTED = {
     "decide_clip": {},
     "guard": {},
 }
+# What makes an atomic a ticket: writes are visible to other blocks before it, and L1 is discarded after it.
+ORDERED_ATOMIC = r"MEMBAR\.\w+\.GPU", r"ATOMG", r"CCTL\.IVALL"
 THREADS = 256
 # Per multiprocessor: registers, and the maximum of threads.
 REGISTERS = 65536
@@ -44,6 +46,7 @@ class Kernel:
     shared_bytes: int = 0
     stack_and_spills: list[int] = field(default_factory=list)
     wide: dict[str, int] = field(default_factory=dict)
+    tickets: list[int] = field(default_factory=list)
     loops: list[int] = field(default_factory=list)
     code_bytes: int = 0
 
@@ -114,6 +117,7 @@ def compile_and_read(nvcc: str, nvdisasm: str, source: Path, architecture: str, 
             lines = section.splitlines()
             for name in ("LDG", "STG"):
                 kernels[mangled].wide[name] = sum(bool(re.search(rf"{name}\S*\.128", line)) for line in lines)
+            kernels[mangled].tickets = [len(re.findall(pattern, section)) for pattern in ORDERED_ATOMIC]
             kernels[mangled].loops = hot_loops(lines)
             kernels[mangled].code_bytes = 16 * sum(bool(re.search(r"/\*[0-9a-f]{4,}\*/ ", line)) for line in lines)
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
@@ -126,6 +130,8 @@ def problems_of(kernel: Kernel) -> list[str]:
     for instruction, count in EXPECTED[kernel.name.split("/")[0]].items():
         if kernel.wide.get(instruction, 0) < count:
             problems.append(f"{kernel.wide.get(instruction, 0)} {instruction}.128, expected {count}")
+    if len(set(kernel.tickets)) != 1:
+        problems.append("memory barriers, atomics and invalidations of L1: {} {} {}".format(*kernel.tickets))
     return problems
 
 

@@ -3,8 +3,9 @@
     python tools/gpu_gates/check_triton.py            # four architectures, about 40 seconds
 
 For every kernel and architecture it prints registers, spills and shared memory, and fails if anything is
-spilled, if the main loop of any element type does not load (and, for scaling, store) 16 bytes at a time, or
-if scaling bfloat16 does not round to nearest. Needs torch and Triton with its NVIDIA tools; no GPU.
+spilled, if the main loop of any element type does not load (and, for scaling, store) 16 bytes at a time, if
+tickets do not order accesses, or if scaling bfloat16 does not round to nearest. Needs torch and Triton with its
+NVIDIA tools; no GPU.
 """
 
 import argparse
@@ -157,6 +158,8 @@ def check(gate: Gate, architecture: int) -> list[str]:
     narrow = sorted({a for a in loads if not WIDE_LOAD.match(a)} | {a for a in stores if not WIDE_STORE.match(a)})
     if narrow:
         problems.append(f"accesses less than 16 bytes in a main loop: {', '.join(narrow)}")
+    if unordered := [a for a in re.findall(r"\batom\.\S+", ptx) if "acq_rel" not in a]:
+        problems.append(f"tickets that order nothing: {', '.join(unordered)}")
     if gate.kernel is scale.scale_kernel:
         if len(stores) < expected:
             problems.append(f"expected {expected} stores in the main loops, found {len(stores)}")

@@ -3,13 +3,10 @@
 // graph instead. Counts allocations, copies, fills and launches.
 #pragma once
 
-#include <dlfcn.h>
-
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -56,10 +53,6 @@ struct FakeRuntime {
   bool runs_kernels = true;                                  // else launches are only counted
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;  // of the only thread
   std::set<const void*> loaded;                              // loaded kernels
-  std::map<const void*, size_t> memory;                      // what kernels may access besides tensors
-  // Runs a kernel, given its symbol, instead of the code compiled here (tools/ptx).
-  void (*launcher)(const char* symbol, uint32_t blocks, uint32_t threads, const void* arguments,
-                   uint64_t bytes) = nullptr;
 
   bool refuses_unsafe_calls() const { return capturing > 0 && mode != cudaStreamCaptureModeRelaxed; }
 };
@@ -95,7 +88,6 @@ inline cudaError_t fake_allocate(void** memory, size_t bytes, int64_t& counter) 
   ++counter;
   fake.bytes += static_cast<int64_t>(bytes);
   *memory = std::memset(std::aligned_alloc(256, (bytes + 255) / 256 * 256), 0xa5, bytes);
-  fake.memory[*memory] = bytes;
   return cudaSuccess;
 }
 inline cudaError_t cudaMalloc(void** memory, size_t bytes) {
@@ -150,19 +142,6 @@ auto bound(void (*kernel)(Arguments...), void** pointers, std::index_sequence<kP
   };
 }
 
-// The arguments as a kernel's parameters lie in memory.
-template <class... Arguments, size_t... kPlaces>
-std::vector<char> packed(void (*)(Arguments...), void** pointers, std::index_sequence<kPlaces...>) {
-  std::vector<char> bytes;
-  const auto add = [&](const void* argument, size_t size, size_t alignment) {
-    bytes.resize((bytes.size() + alignment - 1) / alignment * alignment);
-    const char* const begin = static_cast<const char*>(argument);
-    bytes.insert(bytes.end(), begin, begin + size);
-  };
-  (add(pointers[kPlaces], sizeof(Arguments), alignof(Arguments)), ...);
-  return bytes;
-}
-
 template <class... Arguments>
 cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Arguments...), void** pointers) {
   FakeStream* const stream = config->stream;
@@ -172,16 +151,8 @@ cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Argumen
   fake.last_blocks = config->gridDim.x;
   const uint32_t blocks = config->gridDim.x;
   const int threads = static_cast<int>(config->blockDim.x);
-  constexpr std::index_sequence_for<Arguments...> kPlaces{};
   if (!fake.runs_kernels) return cudaSuccess;
-  if (fake.launcher != nullptr) {
-    Dl_info info;
-    dladdr(reinterpret_cast<void*>(kernel), &info);
-    const auto arguments = packed(kernel, pointers, kPlaces);
-    stream->add([=] { fake.launcher(info.dli_sname, blocks, threads, arguments.data(), arguments.size()); });
-    return cudaSuccess;
-  }
-  const auto run = bound(kernel, pointers, kPlaces);
+  const auto run = bound(kernel, pointers, std::index_sequence_for<Arguments...>{});
   stream->add([=] { cuda_on_host::launch(blocks, threads, static_cast<uint32_t>(fake.seed++), run); });
   return cudaSuccess;
 }
