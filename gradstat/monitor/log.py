@@ -109,7 +109,7 @@ class StepLog:
     def read(self, pending: Pending) -> bool:
         """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
         numbers, scalars = pending.numbers[0], pending.scalars
-        sums = numbers.total_of_first()
+        sums = numbers.sums_of_first()
         norm = float(l2_norm_of(np.array(sums))) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         is_nonfinite = sums[_NAN] != 0 or sums[_INF] != 0
         if pending.on_device:
@@ -141,7 +141,7 @@ class StepLog:
                 parts = numbers.segments, numbers.infos, self._parts_of(numbers)
                 names |= {segment.kind: segment.names for segment, _, _ in parts[2]}
             of_tables.append(parts[2])
-        if any(self._names.get(kind, of_kind) != of_kind for kind, of_kind in names.items()):
+        if names | self._names != self._names | names:  # of a kind that is in both
             review()
         self._parts, self._names = parts, self._names | names
         self.newest = pending

@@ -184,13 +184,16 @@ class KeptGradients:
     It looks at one parameter. A gradient that a step has used is the same tensor when the next one is added to it, and
     its version is higher by exactly one: another tensor takes its place after it was set to None, and ``zero_()`` or
     any other change raises the version once more.
+
+    Attributes:
+        was_kept: Whether the last step used gradients that contain those of an earlier one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._follows: weakref.ref[Tensor] | None = None
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
-        self._was_kept = False
+        self.was_kept = False
         self._steps = self._version = 0  # of the optimizer; of the parameter
         self._handles: list[Any] = []
         self.remove = removed_with(self, self._handles)
@@ -212,7 +215,7 @@ class KeptGradients:
         self._steps += 1
         parameter = None if self._follows is None else self._follows()
         gradient = None if parameter is None else parameter.grad
-        self._was_kept = self._has_used and self._has_new
+        self.was_kept = self._has_used and self._has_new
         self._has_used, self._has_new = gradient is not None, False
         self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
@@ -230,11 +233,6 @@ class KeptGradients:
         steps, version = self._steps, self._version
         self._steps, self._version = 0, version if parameter is None else parameter._version
         return steps, self._version - version
-
-    def take(self) -> bool:
-        """Whether the last step used gradients that contain those of an earlier one. False on a second call."""
-        was_kept, self._was_kept = self._was_kept, False
-        return was_kept
 
 
 class _Switched:
@@ -259,26 +257,23 @@ class _PassRows:
     """Rows of tensors by name, each merged over the passes of a step in which it was measured."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._seen)
+        self.seen: dict[str, tuple[Tensor, TensorInfo]] = {}
 
     def add(self, name: str, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Adds the rows of the ``tensors`` that one pass had under this name."""
         info, numel = TensorInfo.of(tensors[0]), sum(tensor.numel() for tensor in tensors)
-        earlier = self._seen.get(name)
+        earlier = self.seen.get(name)
         if earlier is not None and earlier[0].device == rows.device:
             rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
         if len(rows) > 1:
             rows = _fields.merge(torch, rows)[None]
             rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
             info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
-        self._seen[name] = rows, info
+        self.seen[name] = rows, info
 
     def take(self, place: Callable[[str], int] | None = None) -> tuple[tuple[str, ...], Measurement]:
         """The names, sorted by ``place``, and their rows since the last call."""
-        seen, self._seen = self._seen, {}
+        seen, self.seen = self.seen, {}
         names = tuple(sorted(seen, key=place))
         return names, Measurement.joined([seen[name][0] for name in names], [seen[name][1] for name in names])
 
@@ -308,6 +303,9 @@ class Inputs(_Switched):
     """Keeps the floating inputs of a model's last forward pass in training, while ``on``, until they are taken.
 
     Those of earlier passes of a step are measured when the next pass begins, and only their rows are kept.
+
+    Attributes:
+        earlier: The rows of earlier passes.
     """
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
@@ -319,17 +317,18 @@ class Inputs(_Switched):
         self._versions: list[int] = []
         self._integers: list[tuple[str, Tensor]] = []  # of the last pass, such as tokens; not measured
         self._has_others = False  # whether it got tensors of other kinds
-        self._earlier = _PassRows()
+        self.earlier = _PassRows()
         self._passes = 0
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying() or _in_transform():
             return
-        self._passes += 1
-        if self._passes > _MOST_PASSES:
+        passes = self._passes + 1
+        if passes > _MOST_PASSES:
             return
         if self._tensors:
             self._merge()
+        self._passes = passes
         if not keywords and len(arguments) == 1 and isinstance(arguments[0], Tensor):  # the usual case
             found = [(_FIRST, arguments[0])]
         else:
@@ -349,10 +348,10 @@ class Inputs(_Switched):
             self._segment = Segment("input", tuple(names))
         self._tensors, self._versions = tensors, versions
 
-    def _take_last(self) -> tuple[Segment, list[Tensor]]:
-        """What the last pass got, without tensors that were changed in place since."""
+    def take(self) -> tuple[Segment, list[Tensor]]:
+        """What the last pass since the last call got, without tensors that were changed in place in the meantime."""
         segment, tensors, versions = self._segment, self._tensors, self._versions
-        self._tensors, self._versions = [], []
+        self._tensors, self._versions, self._integers, self._passes = [], [], [], 0
         if list(map(_version_of, tensors)) == versions:
             return segment, tensors
         same = [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
@@ -361,22 +360,19 @@ class Inputs(_Switched):
 
     def _merge(self) -> None:
         """Measures what is kept, and merges its rows with those of earlier passes."""
-        segment, tensors = self._take_last()
+        segment, tensors = self.take()
         if not tensors:
             return
         with torch.no_grad():
             rows = stats(tensors, backend=self._backend)
             for path, tensor, row in zip(segment.names, tensors, rows.split(1), strict=True):
-                self._earlier.add(path, row, [tensor])
+                self.earlier.add(path, row, [tensor])
 
-    def take(self) -> tuple[Segment, list[Tensor], Measurement | None]:
-        """The inputs since the last call: tensors of a single pass, or without tensors measured rows of several."""
-        self._passes, self._integers = 0, []
-        if not self._earlier:
-            return *self._take_last(), None
+    def take_merged(self) -> tuple[Segment, Measurement]:
+        """The rows of the inputs of all passes since the last call; afterwards there is nothing to `take`."""
         self._merge()
-        names, measured = self._earlier.take()
-        return Segment("input", names), [], measured
+        names, measured = self.earlier.take()
+        return Segment("input", names), measured
 
     def integers(self) -> list[tuple[str, Tensor]]:
         """The integer inputs of the last pass, such as tokens and masks, and their names; without labels.
@@ -391,7 +387,7 @@ class Inputs(_Switched):
         return inputs if all(map(_has_samples, every)) else []
 
     def forget(self) -> None:
-        self._tensors, self._versions, self._integers, self._earlier, self._passes = [], [], [], _PassRows(), 0
+        self._tensors, self._versions, self._integers, self.earlier, self._passes = [], [], [], _PassRows(), 0
 
 
 def is_plain(tensor: Tensor) -> bool:
