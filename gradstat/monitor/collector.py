@@ -84,7 +84,7 @@ class Collector:
         inner = model if named.engine is None else named.engine.module
         self.backward_order: tuple[str, ...] = ()
         self._order_recorder: observers.BackwardOrder | None = _order_of(named)
-        self._buffers, self._states = observers.Buffers(inner), observers.States()
+        self._inner = inner
         self._outputs = observers.Outputs(observers.called(inner)) if periods["outputs"] else None
         entered = observers.called(inner if named.engine else model)
         self._inputs = observers.Inputs(entered, options.backend) if periods["batch"] else None
@@ -409,11 +409,11 @@ class Collector:
         if includes("parameters") and parameters:
             yield Segment("parameter", names), parameters
         if includes("buffers"):
-            segment, buffers = self._buffers.take(names)
+            segment, buffers = observers.buffers_of(self._inner)
             if buffers:
                 yield segment, buffers
         if includes("optimizer") and self._optimizer is not None:
-            yield from self._states.take(self._optimizer, parameters, names)
+            yield from observers.states_of(self._optimizer, parameters, names)
 
     def measure_state(self, step: int, measured: set[str]) -> list[PendingRows]:
         """Measures parameters, buffers and optimizer states now, except the kinds in ``measured``; no collectives."""

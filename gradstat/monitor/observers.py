@@ -32,63 +32,26 @@ def measurable(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and why_not_measured("", tensor) is None
 
 
-class Buffers:
-    """The measurable buffers of a model, cached so that the model is not walked each time."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._for: tuple[str, ...] | None = None
-        self._count = 0
-        self._dictionaries: list[dict[str, Tensor | None]] = []
-        self._places: list[tuple[dict[str, Tensor | None], str, str]] = []
-
-    def take(self, names: tuple[str, ...]) -> tuple[Segment, list[Tensor]]:
-        """The current buffers; ``names`` are those of the parameters, another tuple after a change of the model."""
-        if names is not self._for or sum(map(len, self._dictionaries)) != self._count:
-            modules = dict(self._model.named_modules())
-            self._for, self._dictionaries = names, [module._buffers for module in modules.values()]
-            self._count = sum(map(len, self._dictionaries))
-            self._places = [
-                (module._buffers, key, f"{name}.{key}" if name else key)
-                for name, module in modules.items()
-                for key in module._buffers
-            ]
-        current = [(name, buffers.get(key)) for buffers, key, name in self._places]
-        named = [(name, buffer) for name, buffer in current if buffer is not None and measurable(buffer)]
-        return Segment("buffer", tuple(name for name, _ in named)), [buffer for _, buffer in named]
+def buffers_of(model: nn.Module) -> tuple[Segment, list[Tensor]]:
+    """The measurable buffers of a model."""
+    named = [(name, buffer) for name, buffer in model.named_buffers() if measurable(buffer)]
+    return Segment("buffer", tuple(name for name, _ in named)), [buffer for _, buffer in named]
 
 
-class States:
-    """The tensors in an optimizer's state that have the shape of their parameter; their places are remembered."""
-
-    def __init__(self) -> None:
-        # What the places depend on: no references to states, which may be large and replaced.
-        self._for: tuple[tuple[str, ...], list[int], int] | None = None
-        self._places: dict[str, tuple[Segment, list[int]]] = {}  # by key: whose, and positions among all states
-
-    def take(
-        self, optimizer: Optimizer, parameters: Sequence[Tensor], names: tuple[str, ...]
-    ) -> list[tuple[Segment, list[Tensor]]]:
-        """The current ones, a segment for each state key."""
-        states = list(optimizer.state.values())
-        current = names, list(map(id, states)), sum(map(len, states))
-        if current == self._for:
-            taken = [(one, [states[at].get(key) for at in places]) for key, (one, places) in self._places.items()]
-            if all(PLAIN_TYPES.issuperset(map(type, tensors)) for _, tensors in taken):
-                return taken
-        # Keyed by id, because hashing a tensor is slow.
-        at_of = {id(parameter): at for at, parameter in enumerate(optimizer.state)}
-        by_key: dict[str, tuple[list[str], list[int]]] = {}
-        for name, parameter in zip(names, parameters, strict=True):
-            at = at_of.get(id(parameter), -1)
-            for key, value in states[at].items() if at >= 0 else ():
-                if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                    of_key, places = by_key.setdefault(key, ([], []))
-                    of_key.append(name)
-                    places.append(at)
-        self._for = current
-        self._places = {key: (Segment(name_of_state(key), tuple(n)), places) for key, (n, places) in by_key.items()}
-        return [(one, [states[at][key] for at in places]) for key, (one, places) in self._places.items()]
+def states_of(
+    optimizer: Optimizer, parameters: Sequence[Tensor], names: tuple[str, ...]
+) -> list[tuple[Segment, list[Tensor]]]:
+    """The tensors in an optimizer's state that have the shape of their parameter, a segment for each state key."""
+    # Keyed by id, because hashing a tensor is slow.
+    states = {id(parameter): state for parameter, state in optimizer.state.items()}
+    by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in states.get(id(parameter), {}).items():
+            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                of_key, tensors = by_key.setdefault(key, ([], []))
+                of_key.append(name)
+                tensors.append(value)
+    return [(Segment(name_of_state(key), tuple(of_key)), tensors) for key, (of_key, tensors) in by_key.items()]
 
 
 # All watched optimizers, since several may share a model.
@@ -329,10 +292,7 @@ class Inputs(_Switched):
         if self._tensors:
             self._merge()
         self._passes = passes
-        if not keywords and len(arguments) == 1 and isinstance(arguments[0], Tensor):  # the usual case
-            found = [(_FIRST, arguments[0])]
-        else:
-            found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
+        found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
         names, tensors, versions, self._integers, self._has_others = [], [], [], [], False
         for path, tensor in found:
             # What another model has computed is no data.
@@ -396,7 +356,7 @@ def is_plain(tensor: Tensor) -> bool:
     return is_dense and tensor.dtype in _MEASURABLE and tensor.numel() > 0
 
 
-_FIRST, _LABELS = "input[0]", "input['labels']"  # as models of transformers call them, which compute the loss
+_LABELS = "input['labels']"  # as models of transformers call them, which compute the loss
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 _version_of = operator.attrgetter("_version")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.
