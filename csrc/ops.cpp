@@ -64,7 +64,6 @@ PyMODINIT_FUNC PyInit__C() {
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},
                                   {"holds_exactly", holds_exactly, METH_VARARGS, nullptr},
                                   {"gradients_of", gradients_of, METH_O, nullptr},
-                                  {"total_of", total_of, METH_VARARGS, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
   return make_module<Cpu>("_C", methods);
 }

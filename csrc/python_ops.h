@@ -205,34 +205,6 @@ inline TypedView ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   return view;
 }
 
-// total_of(table, n) -> tuple | None: the first n rows of a float64 table in host memory, merged. For every
-// step of a monitor: numpy takes a fifth of a check longer, mostly because its code is not in the cache.
-inline PyObject* total_of(PyObject*, PyObject* arguments) {
-  PyObject* table = nullptr;
-  Py_ssize_t count = 0;
-  if (!PyArg_ParseTuple(arguments, "On", &table, &count)) return nullptr;
-  return translating_exceptions([&]() -> PyObject* {
-    if (exchange().api == nullptr) throw UseDispatcher();
-    const TypedView view = ordinary_view(table, kDLCPU);
-    if (view.type.code != kDLFloat || view.type.bits != 64 || view.dims != 2 || view.strides[1] != 1) {
-      throw UseDispatcher();
-    }
-    if (view.sizes[0] < count || view.sizes[1] < kFields) throw UseDispatcher();
-    const double* rows = static_cast<const double*>(view.data);
-    Row total = identity_row();
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      merge_into(total, *reinterpret_cast<const Row*>(rows + i * view.strides[0]));
-    }
-    double values[kFields];
-    std::memcpy(values, &total, sizeof(total));
-    Ref result = owned(PyTuple_New(kFields));
-    for (int field = 0; field < kFields; ++field) {
-      PyTuple_SetItem(result.get(), field, owned(PyFloat_FromDouble(values[field])).release());
-    }
-    return result.release();
-  });
-}
-
 // A device that releases the GIL while it works.
 template <class Device>
 struct ReleasingGil : Device {

@@ -284,17 +284,8 @@ def checked_value(name: str, value: Any) -> Tensor:
     return value
 
 
-_guards: weakref.WeakKeyDictionary[Optimizer, SpikeGuard] = weakref.WeakKeyDictionary()
-
-
-def guard_of(optimizer: Optimizer | None) -> SpikeGuard | None:
-    """The guard of ``optimizer``'s last guarded step, or None."""
-    return None if optimizer is None else _guards.get(optimizer)
-
-
-def remember_guard(optimizer: Optimizer, guard: SpikeGuard) -> None:
-    """Records the guard that `guard_of` returns."""
-    _guards[optimizer] = guard
+# By optimizer, the guard of its last guarded step.
+last_guards: weakref.WeakKeyDictionary[Optimizer, SpikeGuard] = weakref.WeakKeyDictionary()
 
 
 def _judge(

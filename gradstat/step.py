@@ -26,7 +26,7 @@ from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.adaptive._base import ToClip, checked_limit
 from gradstat.check import PendingReport
 from gradstat.counters import StepCounters, counters_on
-from gradstat.guard import SpikeGuard, checked_value, remember_guard
+from gradstat.guard import SpikeGuard, checked_value, last_guards
 
 
 class StepResult:
@@ -274,7 +274,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
 def _counted(request: _Request, measured: StepMeasurement, counters: StepCounters) -> StepMeasurement:
     """The measurement with the verdict of the guard, if there is one; counts the step."""
     if request.guard is not None and measured.home is not None and measured.before_guard is None:
-        remember_guard(request.optimizer, request.guard)
+        last_guards[request.optimizer] = request.guard
         return measured.guarded(request.guard, request.loss, counters.tensor)
     norms.count_step(counters.tensor, _skipped(request, measured))
     return measured

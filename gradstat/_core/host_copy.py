@@ -45,9 +45,13 @@ def refuse_capture(device: torch.device, what: str) -> None:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to pinned host memory, enqueued behind the kernel that fills the tensor."""
+    """An asynchronous copy of a tensor to pinned host memory, enqueued behind the kernel that fills the tensor.
 
-    __slots__ = ("_event", "_host")
+    Attributes:
+        needs_copy: Whether there is a copy to wait for: False on the CPU and during graph capture.
+    """
+
+    __slots__ = ("_event", "_host", "needs_copy")
 
     def __init__(self, tensor: Tensor) -> None:
         """Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values."""
@@ -57,7 +61,8 @@ class HostCopy:
                 "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
             )
         self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+        self.needs_copy = tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+        if self.needs_copy:
             # torch's caching host allocator reuses pinned blocks, so this allocates nothing in steady state, and it
             # keeps the block until the copy is done.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -70,25 +75,16 @@ class HostCopy:
             # after a replay.
             self._host = tensor
 
-    @property
-    def needs_copy(self) -> bool:
-        """Whether there is a copy to wait for: False on the CPU and during graph capture."""
-        return self._event is not None
-
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""
         return self._event is None or self._event.query()
 
-    def on_host(self) -> Tensor:
-        """The values as a tensor on the host; waits for the copy."""
+    def wait(self) -> Any:
+        """The values as a NumPy array; waits for the copy."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         # Without a pinned copy, .cpu() waits for the device.
-        return self._host if self._host.is_cpu else self._host.cpu()
-
-    def wait(self) -> Any:
-        """`on_host` as a NumPy array."""
-        return self.on_host().numpy()
+        return (self._host if self._host.is_cpu else self._host.cpu()).numpy()
 
 
 class DeviceState:

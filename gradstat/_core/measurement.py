@@ -96,7 +96,7 @@ class HostRows:
     def table(self) -> Any:
         """The rows in the order of the tensors; waits for the copies, once per device."""
         if self._order is None and len(self._copies) == 1:
-            return self._copies[0].on_host().numpy()
+            return self._copies[0].wait()
         if not self._copies:
             return np.empty((0, _fields.COUNT))
         joined = np.concatenate([copy.wait() for copy in self._copies])

@@ -24,7 +24,7 @@ from gradstat._core.backends import resolve
 from gradstat._core.host_copy import streams_of
 from gradstat._core.tensors import to_device
 from gradstat._step import optimizers
-from gradstat.guard import SpikeGuard, remember_guard
+from gradstat.guard import SpikeGuard, last_guards
 
 
 class SkipRequest(NamedTuple):
@@ -69,7 +69,7 @@ def judged(
     given = norms.Decision.unclipped(norm, flag)
     kernels = resolve(backend, flag.device.type)
     verdict = guard.decide(kernels, given.scaling, given.verdict, loss, None, streams_of([flag]))
-    remember_guard(optimizer, guard)
+    last_guards[optimizer] = guard
     return SkipRequest(verdict[norms.SKIP], guard, verdict[norms.REASON])
 
 

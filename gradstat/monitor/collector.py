@@ -23,7 +23,7 @@ from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
 from gradstat._step.optimizers import unwrapped
 from gradstat.check import check_tensors
-from gradstat.guard import guard_of
+from gradstat.guard import last_guards
 from gradstat.monitor import observers
 from gradstat.monitor.connection import Connection
 from gradstat.monitor.options import MonitorOptions
@@ -84,7 +84,7 @@ class Collector:
         inner = model if named.engine is None else named.engine.module
         self.backward_order: tuple[str, ...] = ()
         self._order_recorder: observers.BackwardOrder | None = _order_of(named)
-        self._buffers, self._states = observers.Buffers(inner), observers.States()
+        self._inner = inner
         self._outputs = observers.Outputs(observers.called(inner)) if periods["outputs"] else None
         entered = observers.called(inner if named.engine else model)
         self._inputs = observers.Inputs(entered, options.backend) if periods["batch"] else None
@@ -131,14 +131,15 @@ class Collector:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
         others: list[PendingRows] = []
-        if self._kept is not None and self._kept.take():
-            scalars["not_zeroed"] = 1.0
+        if self._kept is not None and self._kept.was_kept:
+            scalars["not_zeroed"], self._kept.was_kept = 1.0, False
+        is_sampled = step % self._sampled == 0 or step in _EARLY
         if self._inputs is not None:
             try:
-                segments, tensors = self._take_inputs(step, segments, tensors, others)
+                is_due = is_sampled and self.is_due("parameters", step)
+                segments, tensors = self._take_inputs(is_due, segments, tensors, others)
             except Exception:
                 self._unwatched.report_failure(step, "the inputs of the model could not be measured")
-        is_sampled = step % self._sampled == 0 or step in _EARLY
         if self._batch or self._old_parameters is not None or is_sampled:
             segments, tensors = [*segments], [*tensors]
             # Gradients are measured even if this fails: other ranks wait in their collectives.
@@ -275,7 +276,7 @@ class Collector:
             scale = getattr(self.scaler, "_scale", None)
             if scale is not None:
                 on_device["loss_scale"] = scale
-        guard = guard_of(self._optimizer)
+        guard = None if self._optimizer is None else last_guards.get(self._optimizer)
         if guard is not None and guard.reason is not None:
             on_device["refused"] = guard.reason
         return on_host, on_device
@@ -305,16 +306,19 @@ class Collector:
         return observations
 
     def _take_inputs(
-        self, step: int, segments: list[Segment], tensors: list[Tensor], others: list[PendingRows]
+        self, is_due: bool, segments: list[Segment], tensors: list[Tensor], others: list[PendingRows]
     ) -> tuple[list[Segment], list[Tensor]]:
-        """Segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows."""
+        """Segments and tensors with the model's inputs, except those of the batch; ``others`` gets measured rows.
+
+        ``is_due``: parameters are measured in this step, so that constant features are looked for.
+        """
         assert self._inputs is not None
-        is_due = self.is_due("parameters", step)
         integers = self._inputs.integers() if is_due else []
-        segment, inputs, measured = self._inputs.take()
-        if measured is not None:
+        if self._inputs.earlier.seen:
+            segment, measured = self._inputs.take_merged()
             others.append(PendingRows([segment], measured))
             integers = []  # it is not known whether the other inputs were the same in all samples
+        segment, inputs = self._inputs.take()
         if not inputs and not integers:
             return segments, tensors
         if not self._batch and not is_due:  # the usual case
@@ -405,11 +409,11 @@ class Collector:
         if includes("parameters") and parameters:
             yield Segment("parameter", names), parameters
         if includes("buffers"):
-            segment, buffers = self._buffers.take(names)
+            segment, buffers = observers.buffers_of(self._inner)
             if buffers:
                 yield segment, buffers
         if includes("optimizer") and self._optimizer is not None:
-            yield from self._states.take(self._optimizer, parameters, names)
+            yield from observers.states_of(self._optimizer, parameters, names)
 
     def measure_state(self, step: int, measured: set[str]) -> list[PendingRows]:
         """Measures parameters, buffers and optimizer states now, except the kinds in ``measured``; no collectives."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,6 @@ _MIN, _MAX = _fields.INDEX["min"], _fields.INDEX["max"]
 # Scalars that are 0 in steps without them: counts, and scalars that only steps with NaN or Inf have.
 _COUNTS = {"nonfinite": 0.0, "missing": 0.0}
 _ABSENT = {**_COUNTS, "loss_nonfinite": 0.0}
-
-_Parts: TypeAlias = list[tuple[Segment, slice, TensorSet]]
-"""The segments of a table that have rows of their own: where they are, and of which tensors."""
 
 
 class LatestStep(NamedTuple):
@@ -93,11 +90,10 @@ class StepLog:
         self._begin()
 
     def _begin(self) -> None:
-        self._steps: list[tuple[Pending, list[_Parts]]] = []  # with the parts of its tables
+        self._steps: list[Pending] = []
         self.observations: list[Observation] = []
         self._names: dict[str, tuple[str, ...]] = {}  # by kind, of the tensors in these steps
-        # Segments that were measured together last and the infos of their tensors, and what follows from both.
-        self._parts: tuple[list[Segment], Sequence[TensorInfo], _Parts] = ([], (), [])
+        self._segments: list[Segment] = []  # of the last table
 
     @property
     def is_empty(self) -> bool:
@@ -109,7 +105,7 @@ class StepLog:
     def read(self, pending: Pending) -> bool:
         """Waits for a step's numbers and adds scalars to it; returns whether a gradient or the loss is not finite."""
         numbers, scalars = pending.numbers[0], pending.scalars
-        sums = numbers.total_of_first()
+        sums = numbers.sums_of_first()
         norm = float(l2_norm_of(np.array(sums))) if sums[_LARGE] or sums[_SMALL] else math.sqrt(sums[_SQ])
         is_nonfinite = sums[_NAN] != 0 or sums[_INF] != 0
         if pending.on_device:
@@ -117,8 +113,9 @@ class StepLog:
             rows, first = numbers.table(), numbers.segments[0].measured
             if len(numbers.segments) == 1:
                 rows, first = pending.numbers[1].table(), 0
-            for i, name in enumerate(pending.on_device, first):
-                scalars[name] = _value(rows[i].tolist())
+            for name, row in zip(pending.on_device, rows[first:].tolist(), strict=False):
+                # The sum of one element is the element; the counts tell whether it is NaN or Inf.
+                scalars[name] = math.nan if row[_NAN] else math.inf if row[_INF] else row[_SUM]
         if pending.is_scaled:
             # A scale of 0 made every gradient 0, whatever it was.
             norm = norm / scalars["loss_scale"] if scalars["loss_scale"] else math.nan
@@ -134,24 +131,24 @@ class StepLog:
 
     def take(self, pending: Pending, review: Callable[[], None]) -> None:
         """Adds a step that was read. If its tensors are not those held, ``review`` is called first, to `close` them."""
-        parts, of_tables = self._parts, []
+        segments = self._segments
         names: dict[str, tuple[str, ...]] = {}
         for numbers in pending.numbers:
-            if numbers.segments is not parts[0] or numbers.infos is not parts[1]:
-                parts = numbers.segments, numbers.infos, self._parts_of(numbers)
-                names |= {segment.kind: segment.names for segment, _, _ in parts[2]}
-            of_tables.append(parts[2])
-        if any(self._names.get(kind, of_kind) != of_kind for kind, of_kind in names.items()):
+            if numbers.segments is not segments:  # mostly it is the same list
+                segments = numbers.segments
+                names |= {segment.kind: segment.names for segment in segments if segment.kind != "scalars"}
+        if self._names | names != names | self._names:  # a kind has other tensors
             review()
-        self._parts, self._names = parts, self._names | names
+        self._segments, self._names = segments, self._names | names
         self.newest = pending
-        self._steps.append((pending, of_tables))
+        self._steps.append(pending)
         if pending.observations:
             self.observations += pending.observations
         if pending.origin is not None and "nonfinite" in pending.scalars:
             self.observations.append(Observation("origin", pending.step, pending.origin()))
 
-    def _parts_of(self, numbers: PendingRows) -> _Parts:
+    def _parts_of(self, numbers: PendingRows) -> list[tuple[Segment, slice, TensorSet]]:
+        """The segments of a table that have rows of their own: where they are, and of which tensors."""
         parts, start = [], 0
         for segment in numbers.segments:
             at = slice(start, start + segment.measured)
@@ -182,8 +179,11 @@ class StepLog:
         closed, seen = self._steps, self.observations
         self._begin()
         rows: dict[str, list[tuple[int, TensorSet, Floats]]] = {}
-        for one, of_tables in closed:
-            for numbers, parts in zip(one.numbers, of_tables, strict=True):
+        last: PendingRows | None = None
+        for one in closed:
+            for numbers in one.numbers:
+                if last is None or numbers.segments is not last.segments or numbers.infos is not last.infos:
+                    last, parts = numbers, self._parts_of(numbers)
                 table = numbers.table()
                 for segment, at, tensors in parts:
                     kind, measured = segment.kind, table[at, : _fields.COUNT]  # distributed tensors have one more
@@ -197,8 +197,8 @@ class StepLog:
                         present, measured = measured, np.full((len(segment.names), _fields.COUNT), math.nan)
                         measured[segment.positions] = present
                     rows.setdefault(kind, []).append((one.step, tensors, measured))
-        steps = np.array([one.step for one, _ in closed], dtype=np.int64)
-        columns = _columns([one.scalars for one, _ in closed])
+        steps = np.array([one.step for one in closed], dtype=np.int64)
+        columns = _columns([one.scalars for one in closed])
         stacked = {kind: _stacked(*zip(*of_kind, strict=True)) for kind, of_kind in rows.items()}
         self._keep(steps, columns, stacked)
         return Window(steps, columns, stacked, run, seen, self.latest)
@@ -263,10 +263,3 @@ def _columns(steps: Sequence[dict[str, float]]) -> dict[str, Floats]:
         fill = _ABSENT.get(name, math.nan)
         columns[name] = np.array([one.get(name, fill) for one in steps])
     return columns
-
-
-def _value(row: list[float]) -> float:
-    # The sum of one element is the element; the counts tell whether it is NaN or Inf.
-    if row[_NAN] or row[_INF]:
-        return math.nan if row[_NAN] else math.inf
-    return row[_SUM]

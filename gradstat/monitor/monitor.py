@@ -240,10 +240,7 @@ class Monitor:
             first_new = len(self.findings)
             self._is_open = True
             leaving = self._measure(loss, lr)
-            is_found = self._read_until_found(leaving)
-        if is_found:
-            self._act()
-            self._read(leaving)
+        self._read(leaving)
         return self.findings[first_new:]
 
     def _measure(self, loss: Tensor | float | None, lr: float | Tensor | None) -> int:
@@ -401,16 +398,11 @@ class Monitor:
         """Reads the measured steps except the last ``leaving``, and acts on what is found in one before the next."""
         while True:
             with self._lock:
-                is_found = self._read_until_found(leaving)
-            if not is_found:
-                return
+                while len(self._pending) > leaving and not self._to_act_on:
+                    self._read_one(self._pending.popleft())
+                if not self._to_act_on:
+                    return
             self._act()
-
-    def _read_until_found(self, leaving: int) -> bool:
-        """As `_read`, until something is found that is to be acted on; returns whether it is."""
-        while len(self._pending) > leaving and not self._to_act_on:
-            self._read_one(self._pending.popleft())
-        return bool(self._to_act_on)
 
     def _read_one(self, pending: Pending) -> None:
         """Reads a step, and runs the rules if it is out of band or a review is due."""
@@ -433,7 +425,7 @@ class Monitor:
         except Exception:
             self._unwatched.report_failure(pending.step, "the numbers of a step could not be read")
             return
-        if is_out_of_band or self._to_act_on or self._rules.is_due(pending.step):
+        if is_out_of_band or self._to_act_on or pending.step + 1 >= self._rules.next_review:
             self._run_rules_safely()
         if self._snapshots is not None and not is_out_of_band:
             self._snapshots.confirm(pending.step)

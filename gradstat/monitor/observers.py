@@ -32,63 +32,26 @@ def measurable(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype in _MEASURABLE and why_not_measured("", tensor) is None
 
 
-class Buffers:
-    """The measurable buffers of a model, cached so that the model is not walked each time."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._for: tuple[str, ...] | None = None
-        self._count = 0
-        self._dictionaries: list[dict[str, Tensor | None]] = []
-        self._places: list[tuple[dict[str, Tensor | None], str, str]] = []
-
-    def take(self, names: tuple[str, ...]) -> tuple[Segment, list[Tensor]]:
-        """The current buffers; ``names`` are those of the parameters, another tuple after a change of the model."""
-        if names is not self._for or sum(map(len, self._dictionaries)) != self._count:
-            modules = dict(self._model.named_modules())
-            self._for, self._dictionaries = names, [module._buffers for module in modules.values()]
-            self._count = sum(map(len, self._dictionaries))
-            self._places = [
-                (module._buffers, key, f"{name}.{key}" if name else key)
-                for name, module in modules.items()
-                for key in module._buffers
-            ]
-        current = [(name, buffers.get(key)) for buffers, key, name in self._places]
-        named = [(name, buffer) for name, buffer in current if buffer is not None and measurable(buffer)]
-        return Segment("buffer", tuple(name for name, _ in named)), [buffer for _, buffer in named]
+def buffers_of(model: nn.Module) -> tuple[Segment, list[Tensor]]:
+    """The measurable buffers of a model."""
+    named = [(name, buffer) for name, buffer in model.named_buffers() if measurable(buffer)]
+    return Segment("buffer", tuple(name for name, _ in named)), [buffer for _, buffer in named]
 
 
-class States:
-    """The tensors in an optimizer's state that have the shape of their parameter; their places are remembered."""
-
-    def __init__(self) -> None:
-        # What the places depend on: no references to states, which may be large and replaced.
-        self._for: tuple[tuple[str, ...], list[int], int] | None = None
-        self._places: dict[str, tuple[Segment, list[int]]] = {}  # by key: whose, and positions among all states
-
-    def take(
-        self, optimizer: Optimizer, parameters: Sequence[Tensor], names: tuple[str, ...]
-    ) -> list[tuple[Segment, list[Tensor]]]:
-        """The current ones, a segment for each state key."""
-        states = list(optimizer.state.values())
-        current = names, list(map(id, states)), sum(map(len, states))
-        if current == self._for:
-            taken = [(one, [states[at].get(key) for at in places]) for key, (one, places) in self._places.items()]
-            if all(PLAIN_TYPES.issuperset(map(type, tensors)) for _, tensors in taken):
-                return taken
-        # Keyed by id, because hashing a tensor is slow.
-        at_of = {id(parameter): at for at, parameter in enumerate(optimizer.state)}
-        by_key: dict[str, tuple[list[str], list[int]]] = {}
-        for name, parameter in zip(names, parameters, strict=True):
-            at = at_of.get(id(parameter), -1)
-            for key, value in states[at].items() if at >= 0 else ():
-                if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                    of_key, places = by_key.setdefault(key, ([], []))
-                    of_key.append(name)
-                    places.append(at)
-        self._for = current
-        self._places = {key: (Segment(name_of_state(key), tuple(n)), places) for key, (n, places) in by_key.items()}
-        return [(one, [states[at][key] for at in places]) for key, (one, places) in self._places.items()]
+def states_of(
+    optimizer: Optimizer, parameters: Sequence[Tensor], names: tuple[str, ...]
+) -> list[tuple[Segment, list[Tensor]]]:
+    """The tensors in an optimizer's state that have the shape of their parameter, a segment for each state key."""
+    # Keyed by id, because hashing a tensor is slow.
+    states = {id(parameter): state for parameter, state in optimizer.state.items()}
+    by_key: dict[str, tuple[list[str], list[Tensor]]] = {}
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in states.get(id(parameter), {}).items():
+            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                of_key, tensors = by_key.setdefault(key, ([], []))
+                of_key.append(name)
+                tensors.append(value)
+    return [(Segment(name_of_state(key), tuple(of_key)), tensors) for key, (of_key, tensors) in by_key.items()]
 
 
 # All watched optimizers, since several may share a model.
@@ -184,13 +147,16 @@ class KeptGradients:
     It looks at one parameter. A gradient that a step has used is the same tensor when the next one is added to it, and
     its version is higher by exactly one: another tensor takes its place after it was set to None, and ``zero_()`` or
     any other change raises the version once more.
+
+    Attributes:
+        was_kept: Whether the last step used gradients that contain those of an earlier one.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._follows: weakref.ref[Tensor] | None = None
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
-        self._was_kept = False
+        self.was_kept = False
         self._steps = self._version = 0  # of the optimizer; of the parameter
         self._handles: list[Any] = []
         self.remove = removed_with(self, self._handles)
@@ -212,7 +178,7 @@ class KeptGradients:
         self._steps += 1
         parameter = None if self._follows is None else self._follows()
         gradient = None if parameter is None else parameter.grad
-        self._was_kept = self._has_used and self._has_new
+        self.was_kept = self._has_used and self._has_new
         self._has_used, self._has_new = gradient is not None, False
         self._last = None if gradient is None else (weakref.ref(gradient), gradient._version)
 
@@ -230,11 +196,6 @@ class KeptGradients:
         steps, version = self._steps, self._version
         self._steps, self._version = 0, version if parameter is None else parameter._version
         return steps, self._version - version
-
-    def take(self) -> bool:
-        """Whether the last step used gradients that contain those of an earlier one. False on a second call."""
-        was_kept, self._was_kept = self._was_kept, False
-        return was_kept
 
 
 class _Switched:
@@ -259,26 +220,23 @@ class _PassRows:
     """Rows of tensors by name, each merged over the passes of a step in which it was measured."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Tensor, TensorInfo]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._seen)
+        self.seen: dict[str, tuple[Tensor, TensorInfo]] = {}
 
     def add(self, name: str, rows: Tensor, tensors: Sequence[Tensor]) -> None:
         """Adds the rows of the ``tensors`` that one pass had under this name."""
         info, numel = TensorInfo.of(tensors[0]), sum(tensor.numel() for tensor in tensors)
-        earlier = self._seen.get(name)
+        earlier = self.seen.get(name)
         if earlier is not None and earlier[0].device == rows.device:
             rows, numel = torch.cat([earlier[0], rows]), earlier[1].shape.numel() + numel
         if len(rows) > 1:
             rows = _fields.merge(torch, rows)[None]
             rows[:, _fields.INDEX["first_nonfinite"]] = torch.inf  # it would not say in which of them
             info = TensorInfo(torch.Size([numel]), info.dtype, info.device, None)
-        self._seen[name] = rows, info
+        self.seen[name] = rows, info
 
     def take(self, place: Callable[[str], int] | None = None) -> tuple[tuple[str, ...], Measurement]:
         """The names, sorted by ``place``, and their rows since the last call."""
-        seen, self._seen = self._seen, {}
+        seen, self.seen = self.seen, {}
         names = tuple(sorted(seen, key=place))
         return names, Measurement.joined([seen[name][0] for name in names], [seen[name][1] for name in names])
 
@@ -308,6 +266,9 @@ class Inputs(_Switched):
     """Keeps the floating inputs of a model's last forward pass in training, while ``on``, until they are taken.
 
     Those of earlier passes of a step are measured when the next pass begins, and only their rows are kept.
+
+    Attributes:
+        earlier: The rows of earlier passes.
     """
 
     def __init__(self, model: nn.Module, backend: str | None) -> None:
@@ -319,21 +280,19 @@ class Inputs(_Switched):
         self._versions: list[int] = []
         self._integers: list[tuple[str, Tensor]] = []  # of the last pass, such as tokens; not measured
         self._has_others = False  # whether it got tensors of other kinds
-        self._earlier = _PassRows()
+        self.earlier = _PassRows()
         self._passes = 0
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying() or _in_transform():
             return
-        self._passes += 1
-        if self._passes > _MOST_PASSES:
+        passes = self._passes + 1
+        if passes > _MOST_PASSES:
             return
         if self._tensors:
             self._merge()
-        if not keywords and len(arguments) == 1 and isinstance(arguments[0], Tensor):  # the usual case
-            found = [(_FIRST, arguments[0])]
-        else:
-            found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
+        self._passes = passes
+        found = [*tensors_in(arguments, "input"), *tensors_in(keywords, "input")]
         names, tensors, versions, self._integers, self._has_others = [], [], [], [], False
         for path, tensor in found:
             # What another model has computed is no data.
@@ -349,10 +308,10 @@ class Inputs(_Switched):
             self._segment = Segment("input", tuple(names))
         self._tensors, self._versions = tensors, versions
 
-    def _take_last(self) -> tuple[Segment, list[Tensor]]:
-        """What the last pass got, without tensors that were changed in place since."""
+    def take(self) -> tuple[Segment, list[Tensor]]:
+        """What the last pass since the last call got, without tensors that were changed in place in the meantime."""
         segment, tensors, versions = self._segment, self._tensors, self._versions
-        self._tensors, self._versions = [], []
+        self._tensors, self._versions, self._integers, self._passes = [], [], [], 0
         if list(map(_version_of, tensors)) == versions:
             return segment, tensors
         same = [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
@@ -361,22 +320,19 @@ class Inputs(_Switched):
 
     def _merge(self) -> None:
         """Measures what is kept, and merges its rows with those of earlier passes."""
-        segment, tensors = self._take_last()
+        segment, tensors = self.take()
         if not tensors:
             return
         with torch.no_grad():
             rows = stats(tensors, backend=self._backend)
             for path, tensor, row in zip(segment.names, tensors, rows.split(1), strict=True):
-                self._earlier.add(path, row, [tensor])
+                self.earlier.add(path, row, [tensor])
 
-    def take(self) -> tuple[Segment, list[Tensor], Measurement | None]:
-        """The inputs since the last call: tensors of a single pass, or without tensors measured rows of several."""
-        self._passes, self._integers = 0, []
-        if not self._earlier:
-            return *self._take_last(), None
+    def take_merged(self) -> tuple[Segment, Measurement]:
+        """The rows of the inputs of all passes since the last call; afterwards there is nothing to `take`."""
         self._merge()
-        names, measured = self._earlier.take()
-        return Segment("input", names), [], measured
+        names, measured = self.earlier.take()
+        return Segment("input", names), measured
 
     def integers(self) -> list[tuple[str, Tensor]]:
         """The integer inputs of the last pass, such as tokens and masks, and their names; without labels.
@@ -391,7 +347,7 @@ class Inputs(_Switched):
         return inputs if all(map(_has_samples, every)) else []
 
     def forget(self) -> None:
-        self._tensors, self._versions, self._integers, self._earlier, self._passes = [], [], [], _PassRows(), 0
+        self._tensors, self._versions, self._integers, self.earlier, self._passes = [], [], [], _PassRows(), 0
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -400,7 +356,7 @@ def is_plain(tensor: Tensor) -> bool:
     return is_dense and tensor.dtype in _MEASURABLE and tensor.numel() > 0
 
 
-_FIRST, _LABELS = "input[0]", "input['labels']"  # as models of transformers call them, which compute the loss
+_LABELS = "input['labels']"  # as models of transformers call them, which compute the loss
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 _version_of = operator.attrgetter("_version")
 # More forward passes than this in one step are not measured, because so many cannot be micro-batches.

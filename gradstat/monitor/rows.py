@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.recording.recording import COLUMNS, Series
@@ -35,15 +34,13 @@ class TensorSet(NamedTuple):
     numel: npt.NDArray[np.int64]
     values: Floats  # count of real numbers: a complex element is two
     matrices: Bools  # which tensors have two or more dimensions, and are no vectors shaped for broadcasting
-    dtypes: frozenset[torch.dtype]
 
     @classmethod
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> TensorSet:
         numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
         matrices = np.array([info is not None and _is_matrix(info.shape) for info in infos], dtype=bool)
-        dtypes = frozenset(info.dtype for info in infos if info is not None)
-        return cls(tuple(names), tuple(infos), numel, numel * parts, matrices, dtypes)
+        return cls(tuple(names), tuple(infos), numel, numel * parts, matrices)
 
 
 class Rows(RowValues):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradstat import _fields
-from gradstat._core import native, norms
+from gradstat._core import norms
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
@@ -50,18 +50,12 @@ class PendingRows(HostRows):
             self.flag = norms.any_nonfinite(first).to(torch.float32)
             self.norm = norms.total_norm(first, 2.0) if reduce_to == "norm" else None
 
-    def total_of_first(self) -> Sequence[float]:
-        """The merged rows of the first segment, on all ranks; waits, and raises if another rank failed."""
-        total = self.total()
-        if total is not None:
-            merged: list[float] = total.tolist()
-            return merged
-        count, helpers = self.segments[0].measured, native.helpers()
-        if helpers is not None and self._order is None and len(self._copies) == 1:
-            direct = helpers.total_of(self._copies[0].on_host(), count)
-            if direct is not None:
-                return direct
-        return _fields.merge(np, self.table()[:count]).tolist() if count else _fields.IDENTITY
+    def sums_of_first(self) -> list[float]:
+        """The summed fields of the first segment, on all ranks; waits, and raises if another rank failed."""
+        rows = self.table()[: self.segments[0].measured] if self._total is None else self.total()[None]
+        with np.errstate(over="ignore"):  # of elements near the largest float64
+            sums: list[float] = rows[:, _fields.SUMMED].sum(0).tolist()
+        return sums
 
 
 def _first(count: int, measured: Measurement) -> Tensor:

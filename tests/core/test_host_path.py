@@ -1,7 +1,6 @@
 """The direct path from Python to the kernels: taken for ordinary tensors, and for nothing that it would misread."""
 
 import gc
-import math
 import sys
 import threading
 import weakref
@@ -271,7 +270,6 @@ def test_references_are_balanced() -> None:
         HELPERS.unscale_(gradients, factor)  # type: ignore[arg-type]
         HELPERS.scale_each_(gradients, multipliers)  # type: ignore[arg-type]
         HELPERS.scale_each_(gradients, factor)  # type: ignore[arg-type]
-        HELPERS.total_of(table, 3)
 
     step()
     before = [sys.getrefcount(o) for o in watched]
@@ -280,35 +278,6 @@ def test_references_are_balanced() -> None:
     after = [sys.getrefcount(o) for o in watched]
     # None is shared by the whole interpreter, so its count varies a little.
     assert all(abs(a - b) < 100 for a, b in zip(before, after, strict=True))
-
-
-def test_rows_of_host_tables_are_merged() -> None:
-    values = [[1.5, -2.0], [math.nan, 0.0, 4.0], [math.inf], [1e200], [1e-200], [], [3.0] * 5]
-    table = gradstat.stats([torch.tensor(v, dtype=torch.float64) for v in values])
-    wider = torch.cat([table, torch.full((len(table), 1), 7.0)], 1)  # as of distributed tensors
-    for rows in (table, wider, wider[:, :-1]):
-        for count in range(len(values) + 1):
-            merged = _fields.merge(torch, rows[:count]) if count else torch.tensor(_fields.IDENTITY)
-            assert HELPERS.total_of(rows, count) == tuple(merged[: _fields.COUNT].tolist())
-
-
-def test_tables_of_other_kinds_are_left_to_numpy() -> None:
-    table = gradstat.stats([torch.ones(2)] * 3)
-    others: list[Any] = [
-        None,
-        1,
-        table.numpy(),
-        table.float(),
-        table[0],
-        table[:, 1:],
-        table.t(),
-        table[:2],
-        table[None],
-    ]
-    for other in others:
-        assert HELPERS.total_of(other, 3) is None
-    with pytest.raises(TypeError):
-        HELPERS.total_of(table)  # type: ignore[call-arg]
 
 
 def test_helpers_refuse_what_are_no_lists_and_no_references() -> None:

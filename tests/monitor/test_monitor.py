@@ -136,7 +136,7 @@ def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
 ) -> None:
     """On a CPU they are read at once, whatever the lag."""
     asked: set[PendingRows] = set()
-    for name in ("total_of_first", "table"):
+    for name in ("sums_of_first", "table"):
         read = getattr(PendingRows, name)
         monkeypatch.setattr(PendingRows, name, lambda self, read=read: (asked.add(self), read(self))[1])
     monkeypatch.setattr(PendingRows, "needs_copy", needs_copy)

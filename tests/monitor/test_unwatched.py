@@ -230,8 +230,8 @@ def out_of_memory(*_: object, **__: object) -> Any:
     [
         ("gradstat.monitor.collector.Collector", "_notice_change", "a step could not be measured"),
         ("gradstat.monitor.collector", "measure_segments", "a step could not be measured"),
-        ("gradstat.monitor.observers.States", "take", "buffers or optimizer states could not be measured"),
-        ("gradstat.monitor.observers.Buffers", "take", "buffers or optimizer states could not be measured"),
+        ("gradstat.monitor.observers", "states_of", "buffers or optimizer states could not be measured"),
+        ("gradstat.monitor.observers", "buffers_of", "buffers or optimizer states could not be measured"),
         ("torch", "_foreach_sub", "the last update could not be measured"),
         ("gradstat.monitor.log.StepLog", "read", "could not be read"),
         ("gradstat.monitor.log.StepLog", "close", "the rules could not review the last steps"),

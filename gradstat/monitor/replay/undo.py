@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradstat._step.torch_calls import with_subclasses
 from gradstat.counters import _counters
-from gradstat.guard import SpikeGuard, _guards
+from gradstat.guard import SpikeGuard, last_guards
 from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_version
 
 
@@ -138,10 +138,9 @@ class Undo:
         counts = dict(_counters)  # of guarded steps, updated by kernels before any hook of an optimizer
         for counters in counts.values():
             self.copy(counters.tensor)
-        guards = dict(_guards)
-        for guard in guards.values():
+        for guard in last_guards.values():
             self.copy(guard.state.tensor)
-        self._on_restore.callback(_forget_guards, guards)
+        self._on_restore.callback(_forget_guards, dict(last_guards))
         self._on_restore.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
@@ -156,9 +155,9 @@ class Undo:
 
 def _forget_guards(remembered: dict[Optimizer, SpikeGuard]) -> None:
     """Resets guards that were first used in the meantime."""
-    for guard in {*_guards.values()} - {*remembered.values()}:
+    for guard in {*last_guards.values()} - {*remembered.values()}:
         guard.state.load_(torch.zeros_like(guard.state.tensor))
-    _set_contents(_guards, remembered)
+    _set_contents(last_guards, remembered)
 
 
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

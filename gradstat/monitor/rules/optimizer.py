@@ -21,11 +21,7 @@ def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows,
     for kind in kinds:
         rows = window.rows(kind)
         if rows is not None:
-            yield kind, rows, _unique_names(kind, rows.names)
-
-
-def _unique_names(kind: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{kind} {name}" for name in names)
+            yield kind, rows, tuple(f"{kind} {name}" for name in rows.names)
 
 
 class GradientsNotZeroed(Rule):

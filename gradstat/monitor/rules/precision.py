@@ -10,7 +10,7 @@ import torch
 
 from gradstat.monitor.advice import replay
 from gradstat.monitor.findings import Finding, Severity
-from gradstat.monitor.rows import Floats, Rows, Window
+from gradstat.monitor.rows import Window
 from gradstat.monitor.rules.base import Episodes, LastingRule, Rule
 
 # The smallest normal numbers of the dtypes in which gradients underflow.
@@ -45,9 +45,12 @@ class Underflow(LastingRule):
         rows = window.rows("gradient")
         if rows is None:
             return
-        if not window.run.is_scaled and rows.tensors.dtypes.isdisjoint(_FLOORS):
-            return
-        floor, scale = self._floors(rows, window)
+        floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.tensors.infos]
+        floor, scale = np.array(floors), np.ones((1, 1))
+        scales = window.scalars.get("loss_scale")
+        if window.run.is_scaled and scales is not None:
+            at = np.searchsorted(window.steps, rows.steps)
+            floor, scale = np.full(len(floors), _FLOORS[torch.float16]), np.nan_to_num(scales[at], nan=1.0)[:, None]
         if not floor.any():
             return
         left = rows.rms * scale / np.sqrt(1 - rows.zero_fraction)
@@ -59,15 +62,6 @@ class Underflow(LastingRule):
             text = f"{zeros:.0%} of the gradient of {name} is zero, and the rest is near the smallest normal number"
             evidence = {"zero_fraction": zeros, "rms_of_the_rest": rest, "parameters": len(fresh)}
             yield self.found(since[worst], name, f"{text} (rms {rest:.2g})", about="gradient", **evidence)
-
-    @staticmethod
-    def _floors(rows: Rows, window: Window) -> tuple[Floats, Floats]:
-        scales = window.scalars.get("loss_scale")
-        if window.run.is_scaled and scales is not None:
-            at = np.searchsorted(window.steps, rows.steps)
-            return np.full(len(rows.names), _FLOORS[torch.float16]), np.nan_to_num(scales[at], nan=1.0)[:, None]
-        floors = [0.0 if info is None else _FLOORS.get(info.dtype, 0.0) for info in rows.tensors.infos]
-        return np.array(floors), np.ones((1, 1))
 
 
 class LossScale(Rule):

@@ -23,6 +23,9 @@ class RuleRunner:
 
     Reviews come right after a step whose number is a multiple of ``weights``, in which parameters are measured, so that
     these numbers do not wait; 0 if they never are.
+
+    Attributes:
+        next_review: The number of steps after which the next review is due.
     """
 
     def __init__(self, rules: Sequence[Rule], every: int, weights: int = 0) -> None:
@@ -32,12 +35,8 @@ class RuleRunner:
         self._failed: set[int] = set()
         self._rates: list[float] = []
         self._bands: list[tuple[str, float, float]] = []
-        self._next = 1
+        self.next_review = 1
         self.refresh(0)
-
-    def is_due(self, step: int) -> bool:
-        """Whether a review is due after ``step``."""
-        return step + 1 >= self._next
 
     def is_out_of_band(self, scalars: Mapping[str, float]) -> bool:
         """Whether one of ``scalars`` is outside of a rule's band, so that the step is reviewed at once."""
@@ -114,7 +113,7 @@ class RuleRunner:
             if self._weights:
                 measured = (due - 1) // self._weights * self._weights + 1
                 due = measured if measured > steps else due
-            self._next = self._next if steps < self._next < due else due
+            self.next_review = self.next_review if steps < self.next_review < due else due
 
     def _switch_off(self, rule: Rule) -> None:
         """Monitoring must not end the training: after the exception being handled, ``rule`` does not run again."""

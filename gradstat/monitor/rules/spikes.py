@@ -72,8 +72,7 @@ class LevelRule(Rule):
     def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
         """Adds the ``values`` of ``steps``; yields when their level has risen (``sign`` 1) or fallen (-1)."""
         is_finite = np.isfinite(values)
-        if not is_finite.all():
-            steps, values = steps[is_finite], values[is_finite]
+        steps, values = steps[: len(values)][is_finite], values[is_finite]
         recent, recent_steps = self._recent + values.tolist(), self._recent_steps + steps.tolist()
         first = len(self._recent) - self._rest
         count, self._rest = divmod(self._rest + len(values), _BLOCK)
@@ -154,9 +153,8 @@ class NormLevelRule(LevelRule):
                     self._changes.append(step)
         rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
         self._rate = rates[-1]
-        if not max(rates) <= 1.5 * min(rates):
-            pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
-            self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
+        pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
+        self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
         for shift in self.shifts(window.steps, np.log(norms), sign):
             is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
             if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):

@@ -227,18 +227,14 @@ class LearningRateJump(Rule):
     def _faded(self, steps: npt.NDArray[np.int64], rates: Floats) -> Iterable[Finding]:
         """Reports a rate that falls to nearly nothing in a few steps."""
         every = [*self._course, *rates.tolist()]
-        self._course = every[-(self.within + self.lasts - 1) :]
-        if not math.isfinite(sum(self._course)):
-            self._course = list(filter(math.isfinite, self._course))
-        if min(every) >= self.fades * max(every):
-            return
+        self._course = list(filter(math.isfinite, every[-(self.within + self.lasts - 1) :]))
         course = np.array(every)
         padded = np.concatenate([np.zeros(self.within), np.nan_to_num(course)])
         highest = np.lib.stride_tricks.sliding_window_view(padded, self.within + 1).max(1)
         ends = slice(-(len(rates) + self.lasts - 1), None)  # so that the last of each run is one of the new rates
         now, before = course[ends], highest[ends]
         is_low = (now > 0) & (now < self.fades * before)
-        if is_low.any() and len(is_low) >= self.lasts:
+        if len(is_low) >= self.lasts:
             lasting = np.lib.stride_tricks.sliding_window_view(is_low, self.lasts).all(1)
             for row in np.flatnonzero(lasting)[:1].tolist():
                 step = int(steps[row + self.lasts - 1 - len(now)])
@@ -259,15 +255,11 @@ class LearningRateJump(Rule):
 
     def _followed(self, window: Window) -> Iterable[Finding]:
         """Reports growths that something followed."""
-        # Without growths that wait only the last steps are of interest.
-        some = slice(None) if self._waiting else slice(-16, None)
-        columns = [window.scalars.get(name, np.zeros(len(window.steps)))[some] for name in _SIGNALS]
+        columns = [window.scalars.get(name, np.zeros(len(window.steps))) for name in _SIGNALS]
         # What is not finite is above everything, and a state may not hold it.
         huge = [np.fmax(np.fmin(column, _HUGE), -_HUGE).tolist() for column in columns]
-        self._signals += itertools.chain.from_iterable(zip(window.steps[some].tolist(), *huge, strict=True))
+        self._signals += itertools.chain.from_iterable(zip(window.steps.tolist(), *huge, strict=True))
         del self._signals[: -3 * (2 * 16 + self.follows + 64)]
-        if not self._waiting:
-            return
         waiting, self._waiting = np.array(self._waiting).reshape(-1, 4), []
         signals = np.array(self._signals).reshape(-1, 3)
         for group, step, before, rate in waiting.tolist():
@@ -478,7 +470,8 @@ class OptimizerCoverage(Rule):
         for seen in window.observed("coverage"):
             yield from self._replaced(seen)
             rows, left_out = window.rows("gradient"), seen.value.left_out
-            sums = _sums(window) if left_out or self._before else {}
+            parameters = window.latest.get("parameter")
+            sums = {} if parameters is None else dict(zip(parameters.names, parameters.field("sum")[-1], strict=True))
             # It may be one of many that have a parameter each, as for steps in the backward pass: the next look tells.
             self._first_look = seen.step if self._first_look < 0 else self._first_look
             if seen.step == self._first_look and rows is not None and len(rows.names) - len(left_out) == 1:
@@ -513,9 +506,3 @@ class OptimizerCoverage(Rule):
             self._told["replaced"] = seen.step
             text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)
-
-
-def _sums(window: Window) -> dict[str, float]:
-    """The sum of each parameter, when last measured."""
-    rows = window.latest.get("parameter")
-    return {} if rows is None else dict(zip(rows.names, rows.field("sum")[-1].tolist(), strict=True))

@@ -69,11 +69,7 @@ class GradientWeightRatio(Rule):
             (high, self._high_for, self.in_a_row, "standard deviation"),
             (low, self._low_for, self.long, "norm"),
         ):
-            lasts_for = state.values_for(names)
-            if not condition.any():  # nearly always
-                lasts_for[:] = 0
-                continue
-            lengths_of = run_lengths(condition, lasts_for)
+            lengths_of = run_lengths(condition, state.values_for(names))
             is_due = (lengths_of >= needed) & (lengths_of > gradients.steps[:, None] + 1 - parameters.steps[-1])
             for row in np.flatnonzero(is_due.any(1)):
                 step, lengths = int(gradients.steps[row]), lengths_of[row]
