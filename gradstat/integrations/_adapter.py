@@ -25,7 +25,7 @@ from gradstat.monitor.kinds import asked_for
 from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import not_replacing
 from gradstat.monitor.unwatched import Unwatched
-from gradstat.patch import Layer, lock
+from gradstat.patch import Layer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -214,14 +214,12 @@ class Adapter:
             below = layer.below
             return below(*args, **kwargs) if is_replaying() else replacement(below, *args, **kwargs)
 
-        with lock:
-            self._patches.append(Layer(owner, name, unless_replaying))
+        self._patches.append(Layer(owner, name, unless_replaying))
 
     def _detach(self) -> None:
         """Restores the methods of the framework. May be called twice."""
         while self._patches:
-            with lock:
-                self._patches.pop().remove()
+            self._patches.pop().remove()
 
     def remove(self) -> None:
         """Ends the watching: restores the methods of the framework. The monitors stay readable."""

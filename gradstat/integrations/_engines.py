@@ -27,10 +27,10 @@ _REFUSED = {
     "clip_grad_norm_, and gradstat on another device",
 }
 
-_PARTLY_VISIBLE = {
-    "FSDP 1": "FSDP version 1 gives each rank a shard of flattened parameters, so statistics are those of this rank's "
-    "shard, under flattened names; the total norm is FSDP's own. Use FSDP version 2 (fully_shard) for whole parameters",
-}
+_FSDP_1 = (
+    "FSDP version 1 gives each rank a shard of flattened parameters, so statistics are those of this rank's shard, "
+    "under flattened names; the total norm is FSDP's own. Use FSDP version 2 (fully_shard) for whole parameters"
+)
 
 _POLICIES = {
     "DeepSpeed": ({"skip", "rollback", "replay"}, "whose engine runs the optimizer step itself"),
@@ -68,6 +68,6 @@ def engine_clips(
         )
     if max_norm is not None:
         raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
-    if engine in _PARTLY_VISIBLE:
-        warn(_PARTLY_VISIBLE[engine], UserWarning)
+    if engine == "FSDP 1":
+        warn(_FSDP_1, UserWarning)
     return True

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from gradstat.monitor.replay import RngState
-from gradstat.patch import Layer, lock
+from gradstat.patch import Layer
 
 
 class StepReplay:
@@ -42,14 +43,20 @@ class StepReplay:
 
     def __call__(self) -> list[Any]:
         """Runs the step again; returns its scaled losses."""
-        module, plugin = self._module, self._trainer.precision_plugin
+        module, plugin, strategy = self._module, self._trainer.precision_plugin, self._trainer.strategy
+        run = module.training_step
+        if strategy.model is not module:
+            # Lightning calls training_step of a wrapped module through forward(), so that hooks run; do the same here.
+            run = functools.partial(strategy._forward_redirection, module, module, "training_step")
         scaler = getattr(plugin, "scaler", None)
         losses = []
-        with _silenced(module):
+        with contextlib.ExitStack() as afterwards:
+            for name in ("log", "log_dict"):
+                afterwards.callback(Layer(module, name, lambda *_, **__: None).remove)
             for batch, batch_idx, rng in self._noted:
                 rng.restore()
                 with plugin.train_step_context():
-                    output = self._run(*((batch, batch_idx) if self._takes_index else (batch,)))
+                    output = run(*((batch, batch_idx) if self._takes_index else (batch,)))
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if not isinstance(loss, Tensor):
                     continue  # training_step skipped this micro-batch
@@ -59,23 +66,3 @@ class StepReplay:
                 losses.append(loss)
                 module.backward(loss)
         return losses
-
-    def _run(self, *arguments: Any) -> Any:
-        module, strategy = self._module, self._trainer.strategy
-        if strategy.model is module:
-            return module.training_step(*arguments)
-        # Lightning calls training_step of a wrapped module through forward(), so that hooks run; do the same here.
-        return strategy._forward_redirection(module, module, "training_step", *arguments)
-
-
-@contextlib.contextmanager
-def _silenced(module: Any) -> Iterator[None]:
-    """Inside the context the module logs nothing."""
-    with lock:
-        layers = [Layer(module, name, lambda *_, **__: None) for name in ("log", "log_dict")]
-    try:
-        yield
-    finally:
-        with lock:
-            for layer in layers:
-                layer.remove()

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,24 +44,23 @@ class JsonlWriter:
         Raises:
             TypeError, ValueError: A value is no number, or its name is ``step``; nothing is written.
         """
-        numbers = self._numbers(values).items()
-        line = {"step": int(step), **{name: value if math.isfinite(value) else None for name, value in numbers}}
-        data = b"\n" * self._is_broken + json.dumps(line, allow_nan=False).encode() + b"\n"
-        written = self._file.write(data)
-        self._is_broken = written < len(data) if written else self._is_broken
-        if written < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-
-    def _numbers(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """``values`` as numbers of Python. Raises TypeError or ValueError."""
+        line: dict[str, float | None] = {"step": int(step)}
         for name, value in values.items():
             if not isinstance(value, Real):
                 raise TypeError(
                     f"values[{name!r}] is a {type(value).__name__}; expected a number, such as float(value)"
                 )
-        if "step" in values:
-            raise ValueError(f"values has the name 'step', under which {self.path} has the argument step; rename it")
-        return {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+            if name == "step":
+                raise ValueError(
+                    f"values has the name 'step', under which {self.path} has the argument step; rename it"
+                )
+            number = value if isinstance(value, int) else float(value)
+            line[name] = number if math.isfinite(number) else None
+        data = b"\n" * self._is_broken + json.dumps(line, allow_nan=False).encode() + b"\n"
+        written = self._file.write(data)
+        self._is_broken = written < len(data) if written else self._is_broken
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         """Closes the file; may be called twice."""

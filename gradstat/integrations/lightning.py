@@ -231,7 +231,9 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         attachment = next((one for one in self.attachments if one.optimizer is optimizer), None)
         attachment = attachment or self._watch(trainer, pl_module, optimizer)
         attachment.measure()  # does nothing if a scaler has announced that it unscales
-        self._logged_at[id(attachment), attachment.monitor.steps - 1] = _logging_step(trainer)
+        loop = getattr(trainer.fit_loop, "epoch_loop", None)  # knows the step at which Lightning would log now
+        now = int(getattr(loop, "_batches_that_stepped", trainer.global_step))
+        self._logged_at[id(attachment), attachment.monitor.steps - 1] = now
         while len(self._logged_at) > 8 * len(self.attachments):  # older steps have been read
             self._logged_at.pop(next(iter(self._logged_at)))
         if attachment.should_stop:
@@ -280,9 +282,3 @@ def _is_norm(algorithm: Any) -> bool:
 
 def _scaler_of(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
-
-
-def _logging_step(trainer: Any) -> int:
-    """The step at which Lightning itself would log now."""
-    loop = getattr(trainer.fit_loop, "epoch_loop", None)
-    return int(getattr(loop, "_batches_that_stepped", trainer.global_step))

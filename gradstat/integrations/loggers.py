@@ -47,7 +47,9 @@ class Choice(NamedTuple):
         out = {self.prefix + name: totals[name] for name in self.aggregates}
         if self.per_tensor:
             table = report.to_numpy()
-            rows = np.arange(len(table)) if self.top is None else _worst(table, self.top)
+            rows = np.arange(len(table))
+            if self.top is not None:  # those with most NaN and Inf first, then by norm
+                rows = np.lexsort((-table["l2_norm"], -(table["nan_count"] + table["inf_count"])))[: self.top]
             names = [report.names[i] for i in rows]
             for column in self.per_tensor:
                 values = table[column][rows].astype(np.float64).tolist()
@@ -203,12 +205,6 @@ def _newest_values(source: object, choice: Choice) -> tuple[int | None, Report, 
     values[f"{choice.prefix}findings"] = float(len(source.findings))
     values[f"{choice.prefix}nonfinite_steps"] = float(source.nonfinite_steps)
     return newest.step, newest.report, values
-
-
-def _worst(table: Any, top: int) -> Any:
-    """The rows that stand out most: NaN and Inf first, then by norm."""
-    nonfinite = table["nan_count"] + table["inf_count"]
-    return np.lexsort((-table["l2_norm"], -nonfinite))[:top]
 
 
 def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:
