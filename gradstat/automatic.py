@@ -68,7 +68,6 @@ class AutoHandle:
         torch_calls.leave(self)
 
     def _take(self, loss: Any) -> None:
-        """Lets the monitor take the step."""
         self.monitor.step(loss)
 
     def _is_complete(self) -> bool:
@@ -83,8 +82,6 @@ class AutoHandle:
     ) -> AbstractContextManager[None]:
         """Turns gradstat's own errors inside into one warning that begins with ``what``; those of policies pass."""
         return self._unwatched.suppress_errors(self.monitor.steps, what)
-
-    # What is announced -----------------------------------------------------------------------------------
 
     def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any) -> None:
         """Measures the complete gradients of ``parameters``, unless it has, before ``scaler`` or a clip changes them.
@@ -159,8 +156,6 @@ class AutoHandle:
             f"step() of the watched {name} has not been called{others}. Pass auto() the optimizer that steps, after it "
             "was made for the final (wrapped, moved) model"
         )
-
-    # What is done about it -------------------------------------------------------------------------------
 
     def holds(self, parameters: Sequence[object]) -> bool:
         """Whether any of ``parameters`` is watched."""

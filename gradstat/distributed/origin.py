@@ -121,8 +121,6 @@ _relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.We
 
 
 class _Seen(NamedTuple):
-    """The measurement of some gradients of one micro-batch."""
-
     micro_batch: int
     positions: list[int]  # positions of their parameters
     table: Tensor
@@ -229,17 +227,13 @@ class OriginTracker:
         self._handles = []
         self.reset()
 
-    # Measuring -------------------------------------------------------------------------------------------
-
-    def _measure_bucket(self, bucket: Any) -> None:
-        """Measures a ``dist.GradBucket`` that is about to be reduced."""
+    def _measure_bucket(self, bucket: dist.GradBucket) -> None:
         buffer = bucket.buffer()
         gradients = [buffer] if buffer.is_sparse else bucket.gradients()
         self._measure(gradients, bucket.parameters(), is_last=bucket.is_last())
 
     @never_traced
     def _measure_accumulated(self, *_: object) -> None:
-        """Measures gradients that were accumulated but not reduced."""
         if self._unmeasured:
             having = [p for p in self._parameters if p.grad is not None]
             self._measure([p.grad for p in having if p.grad is not None], having, is_last=True)

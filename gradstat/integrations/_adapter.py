@@ -80,8 +80,6 @@ class Adapter:
         self._patches: list[Layer] = []
         self._unwatched = Unwatched([])  # warns of failures of the adapter itself
 
-    # What attachments ask --------------------------------------------------------------------------------
-
     def is_complete(self, attachment: Attachment) -> bool:
         """Whether the gradients of ``attachment`` are complete now, and what is about to change them concerns it."""
         return True
@@ -95,8 +93,6 @@ class Adapter:
 
     def save_checkpoint(self) -> None:
         """Carries out the policy ``"checkpoint"``, on all ranks."""
-
-    # What all integrations do ----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"

@@ -7,17 +7,12 @@ from collections.abc import Set as AbstractSet
 from gradstat.adaptive._base import Limit
 from gradstat.monitor.reporting import warn
 
-# Keyed by the class name of a Lightning strategy, or by an Accelerate distributed type.
+# The class names of their Lightning strategies, and their Accelerate distributed types.
 _NAMES = {
-    "DeepSpeedStrategy": "DeepSpeed",
-    "FSDPStrategy": "FSDP 1",
-    "XLAStrategy": "XLA",
-    "SingleDeviceXLAStrategy": "XLA",
-    "XLAFSDPStrategy": "XLA",
-    "DEEPSPEED": "DeepSpeed",
-    "FSDP": "FSDP 1",
-    "XLA": "XLA",
-    "MEGATRON_LM": "Megatron-LM",
+    "DeepSpeed": ("DeepSpeedStrategy", "DEEPSPEED"),
+    "FSDP 1": ("FSDPStrategy", "FSDP"),
+    "XLA": ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy", "XLA"),
+    "Megatron-LM": ("MEGATRON_LM",),
 }
 
 _REFUSED = {
@@ -41,7 +36,7 @@ _POLICIES = {
 def engine_name_of(strategy: object) -> str | None:
     """The engine behind a strategy or a distributed type; None if gradients are left to torch."""
     kinds = [strategy] if isinstance(strategy, str) else [kind.__name__ for kind in type(strategy).__mro__]
-    return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
+    return next((engine for kind in kinds for engine, names in _NAMES.items() if kind in names), None)
 
 
 def engine_clips(

@@ -198,7 +198,6 @@ class AccelerateHandle(Adapter):
         return int(self._accelerator.gradient_accumulation_steps)
 
     def _takes_several(self) -> bool:
-        """Whether a step takes several micro-batches."""
         return self.divisor() > 1
 
     def _in_clip(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._version import __version__
-from gradstat.monitor.findings import Finding, in_words
+from gradstat.monitor.findings import in_words
 from gradstat.monitor.kinds import GRADIENT, in_order
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, headline, nonfinite_cells, scalar_rows
@@ -49,7 +49,14 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         "scalars": _scalars(recording, steps),
         "tables": [_table(kind, recording.tables[kind], steps) for kind in kinds],
         "columns": list(COLUMNS),
-        "findings": [_finding(finding, steps) for finding in recording.findings],
+        "findings": [
+            {
+                **finding.to_dict(),
+                "at": _place(steps, finding.step) if len(steps) else -1,
+                "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
+            }
+            for finding in recording.findings
+        ],
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,
@@ -61,7 +68,6 @@ def _place(steps: npt.NDArray[np.int64], step: int) -> int:
 
 
 def _steps_to_show(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt.NDArray[np.int64]:
-    """The steps to show: all of them if there are few enough."""
     width = max(1, sum(len(s.names) for s in recording.tables.values()))
     room = max(100, cells // width)
     if len(steps) <= room:
@@ -108,14 +114,6 @@ def _packed(values: npt.NDArray[Any]) -> str:
     """Deflated bytes as base64: the first bytes of all numbers, then the second ones and so on, to compress better."""
     planes = np.ascontiguousarray(values.reshape(-1).view(np.uint8).reshape(-1, values.dtype.itemsize).T)
     return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode("ascii")
-
-
-def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
-    return {
-        **finding.to_dict(),
-        "at": _place(steps, finding.step) if len(steps) else -1,
-        "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
-    }
 
 
 def _formatted(value: Any) -> str:
