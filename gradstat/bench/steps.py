@@ -61,20 +61,23 @@ class Variant:
         inspect: The added call.
         anomaly: The ``check_nan`` of anomaly mode; None leaves it off.
         takes_step: Whether ``inspect`` takes the optimizer's step itself.
+        own: The step it runs, which something is attached to, in place of the one that is given.
     """
 
     name: str
     inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
     anomaly: bool | None = None
     takes_step: bool = False
+    own: Step | None = None
 
     @property
     def adds_a_call(self) -> bool:
         """Whether ``inspect`` is all that is added to the plain step."""
-        return self.anomaly is None and not self.takes_step
+        return self.anomaly is None and not self.takes_step and self.own is None
 
     def run(self, step: Step) -> float:
         """Runs one training step; returns the seconds that the call of ``inspect`` took."""
+        step = self.own or step
         with torch.autograd.set_detect_anomaly(self.anomaly is not None, bool(self.anomaly)):
             step.optimizer.zero_grad()
             loss = step.loss()

@@ -227,7 +227,7 @@ class OriginTracker:
         self._handles = []
         self.reset()
 
-    def _measure_bucket(self, bucket: dist.GradBucket) -> None:
+    def _measure_bucket(self, bucket: Any) -> None:
         buffer = bucket.buffer()
         gradients = [buffer] if buffer.is_sparse else bucket.gradients()
         self._measure(gradients, bucket.parameters(), is_last=bucket.is_last())

@@ -106,7 +106,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []
         self._trainer: Any = None
-        self._step_replay: _StepReplay | None = None
+        self._step_replay: StepReplay | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
         self._logged_at: dict[tuple[int, int], int] = {}
@@ -123,7 +123,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             for name in ("_save_topk_checkpoint", "_save_last_checkpoint"):  # they also delete old files
                 if hasattr(callback, name):
                     self._patch(callback, name, self._in_save)
-        self._step_replay = _StepReplay(trainer, pl_module) if self._runs_steps else None
+        self._step_replay = StepReplay(trainer, pl_module) if self._runs_steps else None
 
     def _in_save(self, original: Any, *args: Any, **kwargs: Any) -> None:
         """Replaces the saving methods of ``ModelCheckpoint``: saves nothing while a checkpoint is withheld."""
@@ -288,7 +288,7 @@ def _scaler_of(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-class _StepReplay:
+class StepReplay:
     """Runs ``training_step`` and the backward pass of the newest step again, accumulated micro-batches included.
 
     This rank runs alone, outside of DDP: a NaN of another rank is found by the replay there. Nothing is logged

@@ -165,8 +165,9 @@ class JsonlWriter:
             TypeError, ValueError: A value is no number, or its name is ``step``; nothing is written.
         """
         line: dict[str, float | None] = {"step": int(step)}
-        for name, value in values.items():
-            if not isinstance(value, Real):
+        given: Mapping[str, Any] = values  # by a user, who may pass anything
+        for name, value in given.items():
+            if not isinstance(value, int | Real):
                 raise TypeError(
                     f"values[{name!r}] is a {type(value).__name__}; expected a number, such as float(value)"
                 )

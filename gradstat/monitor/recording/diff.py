@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.text import lines_of, plain_fields, printable, steps_in_words
+from gradstat._core.text import lines_of, printable, steps_in_words
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
 from gradstat.monitor.recording.archive import encoded
@@ -92,9 +92,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
-        divergences = [plain_fields(divergence) for divergence in self.divergences]
-        values = {"same": self.same, "comparable": self.comparable, **plain_fields(self), "divergences": divergences}
-        return dict(encoded(values, strict=True))
+        return dict(encoded({"same": self.same, "comparable": self.comparable, **asdict(self)}, strict=True))
 
     def __str__(self) -> str:
         lines = [self._headline()]

@@ -33,9 +33,9 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     """
     every = [recording.steps, *(series.steps for series in recording.tables.values())]
     steps = np.unique(np.concatenate(every)).astype(np.int64)
-    shown = _steps_to_show(recording, steps, cells)
-    left_out = len(steps) - len(shown)
-    steps = shown
+    count = len(steps)
+    steps = _steps_to_show(recording, steps, cells)
+    is_shown = np.isin(recording.steps, steps)
     level, sentence, incident = headline(recording)
     # Gradients first, which the page opens with, then the others in the order of computation.
     kinds = sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
@@ -43,10 +43,14 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         "level": level,
         "headline": sentence,
         "steps": steps.tolist(),
-        "leftOut": left_out,
+        "leftOut": count - len(steps),
         # For an incident before the kept steps, the oldest kept step.
         "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
-        "scalars": _scalars(recording, steps),
+        "scalars": {
+            "names": list(recording.scalars),
+            "at": np.searchsorted(steps, recording.steps[is_shown]).tolist(),
+            "data": _packed(scalar_rows(recording, recording.scalars)[:, is_shown].astype("<f8")),
+        },
         "tables": [_table(kind, recording.tables[kind], steps) for kind in kinds],
         "columns": list(COLUMNS),
         "findings": [
@@ -80,13 +84,6 @@ def _steps_to_show(recording: Recording, steps: npt.NDArray[np.int64], cells: in
         chosen = np.concatenate([chosen.min(keepdims=True), chosen[:: len(chosen) // (room // 2) + 1]])
     evenly = steps[np.linspace(0, len(steps) - 1, room // 2).astype(int)]
     return np.intersect1d(steps, np.concatenate([chosen, evenly]))
-
-
-def _scalars(recording: Recording, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
-    is_shown = np.isin(recording.steps, steps)
-    rows = scalar_rows(recording, recording.scalars)
-    at = np.searchsorted(steps, recording.steps[is_shown])
-    return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, is_shown].astype("<f8"))}
 
 
 def _table(kind: str, series: Series, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
