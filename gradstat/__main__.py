@@ -57,20 +57,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     for name, (_, _, what) in COMMANDS.items():
         commands.add_parser(name, help=f"{what} (--help for options)", add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    if options.command in COMMANDS:
-        return _run_command(options.command, rest)
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    collected = collect_info()
-    print(json.dumps(collected, indent=2) if options.json else format_info(collected))
-    return 0
-
-
-def _run_command(name: str, arguments: Sequence[str]) -> int:
-    """A command's exit status: 2 after an expected error, which is printed without a traceback, 130 if interrupted."""
-    module, function, _ = COMMANDS[name]
+    if options.command not in COMMANDS:
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        collected = collect_info()
+        print(json.dumps(collected, indent=2) if options.json else format_info(collected))
+        return 0
+    module, function, _ = COMMANDS[options.command]
     try:
-        status: int = getattr(importlib.import_module(module), function)(arguments)
+        status: int = getattr(importlib.import_module(module), function)(rest)
         return status
     except BrokenPipeError:
         raise  # the output was closed; this is no error about a file
@@ -82,7 +77,8 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
         reason = printable(f"{error.filename}: {error.strerror}" if has_reason else str(error))
     except (UsageError, ImportError) as error:  # ImportError: of an optional package
         reason = str(error)
-    print("\n".join(map(printable, f"gradstat {name}: {reason}".splitlines())), file=sys.stderr)
+    # An expected error has no traceback.
+    print("\n".join(map(printable, f"gradstat {options.command}: {reason}".splitlines())), file=sys.stderr)
     return 2
 
 

@@ -68,7 +68,6 @@ class AutoHandle:
         torch_calls.leave(self)
 
     def _take(self, loss: Any) -> None:
-        """Lets the monitor take the step."""
         self.monitor.step(loss)
 
     def _is_complete(self) -> bool:
@@ -84,8 +83,6 @@ class AutoHandle:
         """Turns gradstat's own errors inside into one warning that begins with ``what``; those of policies pass."""
         return self._unwatched.suppress_errors(self.monitor.steps, what)
 
-    # What is announced -----------------------------------------------------------------------------------
-
     def before_change(self, parameters: Sequence[Tensor], scaler: Any, loss: Any) -> None:
         """Measures the complete gradients of ``parameters``, unless it has, before ``scaler`` or a clip changes them.
 
@@ -94,22 +91,33 @@ class AutoHandle:
         if not (self.holds(parameters) and self._is_complete()):
             return
         self._measure(scaler, loss)
-        if scaler is None:
-            self._warn_if_scaled()
+        used, is_scaled = self.monitor.scaler, False
+        if scaler is None and used is not None:  # a clip
+            with self._contained():
+                is_scaled = used.is_enabled() and is_still_scaled(used, self.optimizer)
+        if is_scaled and not self._has_warned:
+            self._has_warned = True
+            text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
+            warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
         if self.holds(parameters) and self._is_complete():
-            self._note_gradients()
+            with self._contained():
+                gradient = self._first_gradient()
+                self._measured = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """Measures and clips before ``optimizer`` steps, or in its closure, which computes the gradients."""
-        if not self._is_ours(optimizer):
+        if optimizer is self.optimizer:
+            self._steps_itself = True
+        elif not self._steps_in_place(optimizer):
             return closure
         if closure is None:
             if self._measured is None:
                 self._measure()
-            self._clip(optimizer)
+            if self._max_norm is not None:
+                _clip(optimizer, self._max_norm)
             return None
         # The gradients of the closure's first call are the step's.
         self.after_step(optimizer)
@@ -121,25 +129,19 @@ class AutoHandle:
                 self._measure(None, loss)
             self._is_over = True
             # An adaptive clip would take each evaluation for a step.
-            if is_first or not isinstance(self._max_norm, AdaptiveClip):
-                self._clip(optimizer)
+            if self._max_norm is not None and (is_first or not isinstance(self._max_norm, AdaptiveClip)):
+                _clip(optimizer, self._max_norm)
             return loss
 
         return evaluated
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Marks the coming step of ``optimizer`` as not measured yet."""
-        if optimizer is self.optimizer or self._is_ours(optimizer):
+        if optimizer is self.optimizer or self._steps_in_place(optimizer):
             self._measured, self._is_over = None, False
 
-    def _is_ours(self, optimizer: Optimizer) -> bool:
-        """Whether a step of ``optimizer`` is one of the training that is watched.
-
-        An optimizer may leave the step to another one that it made for the same parameters, as SAM does.
-        """
-        if optimizer is self.optimizer:
-            self._steps_itself = True
-            return True
+    def _steps_in_place(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""
         if self._steps_itself or any(handle.optimizer is optimizer for handle in _handles):
             return False
         if not self.holds(named_parameters_of(optimizer).parameters):
@@ -154,13 +156,6 @@ class AutoHandle:
             f"step() of the watched {name} has not been called{others}. Pass auto() the optimizer that steps, after it "
             "was made for the final (wrapped, moved) model"
         )
-
-    # What is done about it -------------------------------------------------------------------------------
-
-    def _clip(self, optimizer: Optimizer) -> None:
-        if self._max_norm is not None:
-            decision.carry_out(optimizer)
-            clip_before_step(optimizer, self._max_norm)
 
     def holds(self, parameters: Sequence[object]) -> bool:
         """Whether any of ``parameters`` is watched."""
@@ -186,8 +181,10 @@ class AutoHandle:
                 # On the last one's device: parts of a model may have losses on different devices.
                 loss = torch.stack([one.to(losses[-1].device).float() for one in losses]).sum() if losses else None
         if not is_measured:
+            # A closure may return anything.
+            is_loss = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
             try:
-                self._take(_as_loss(loss))
+                self._take(loss if is_loss else None)
             finally:  # a program may catch the error of a policy
                 self._measured = self._connection.first_gradient
 
@@ -199,25 +196,9 @@ class AutoHandle:
         is_same = reference is not None and reference() is gradient
         return gradient is None or (is_same and gradient._version == version)
 
-    def _note_gradients(self) -> None:
-        """Remembers the current gradients, either measured or changed since by a clip or scaler that notified us."""
-        with self._contained():
-            gradient = self._first_gradient()
-            self._measured = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
-
     def _first_gradient(self) -> Tensor | None:
         gradients = (parameter.grad for parameter in self._connection.trained.named_parameters().parameters)
         return next((gradient for gradient in gradients if gradient is not None), None)
-
-    def _warn_if_scaled(self) -> None:
-        """Warns once if gradients are clipped that still carry the loss scale."""
-        scaler, is_scaled = self.monitor.scaler, False
-        with self._contained():
-            is_scaled = scaler is not None and scaler.is_enabled() and is_still_scaled(scaler, self.optimizer)
-        if is_scaled and not self._has_warned:
-            self._has_warned = True
-            text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
-            warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
 
     def remove(self) -> None:
         """Detaches the monitor from the optimizer and closes it. The findings remain."""
@@ -232,10 +213,9 @@ class AutoHandle:
             self.remove()
 
 
-def _as_loss(value: Any) -> Any:
-    """``value`` if it can be a loss, else None: a closure may return anything."""
-    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    return value if is_number else None
+def _clip(optimizer: Optimizer, limit: Limit) -> None:
+    decision.carry_out(optimizer)  # a skipped step is not clipped
+    clip_before_step(optimizer, limit)
 
 
 def auto(

@@ -22,7 +22,7 @@ from gradstat.clip_value import clip_grad_value_
 _Function = Callable[..., Any]
 
 # Layers are added and removed, also from the middle of a stack, under this lock.
-lock = threading.Lock()
+lock = threading.RLock()
 _layers: weakref.WeakSet[Layer] = weakref.WeakSet()  # each is alive as long as its function is in place
 
 
@@ -41,9 +41,8 @@ class TorchPatch:
         Warns:
             UserWarning: Other code has replaced a function since. It is left in place. The message names it.
         """
-        with lock:
-            replaced = [layer.place for layer in self._layers if not layer.remove()]
-            self._layers = []
+        layers, self._layers = self._layers, []
+        replaced = [layer.place for layer in layers if not layer.remove()]
         if replaced:
             warn_user(
                 f"replaced by other code after gradstat.patch_torch(), and not restored: {', '.join(replaced)}. The "
@@ -84,10 +83,9 @@ def patch_torch() -> TorchPatch:
     Patches may be nested and removed in any order, from several threads. Removing the last one restores exactly the
     state before the first one. Calls in progress in other threads are not interrupted.
     """
-    with lock:
-        return TorchPatch(
-            [Layer(module, name, replacement) for module, name, replacement in _PLACES if hasattr(module, name)]
-        )
+    return TorchPatch(
+        [Layer(module, name, replacement) for module, name, replacement in _PLACES if hasattr(module, name)]
+    )
 
 
 class Layer:
@@ -101,21 +99,20 @@ class Layer:
 
         ``replacement`` gets the layer as its first argument.
         """
-        self._owner, self._name = owner, name
-        self.below: _Function = getattr(owner, name)
-        self._hides = name not in vars(owner)  # the method of an object's class
-        self._removed = False
+        self._owner, self._name, self._removed = owner, name, False
 
-        @functools.wraps(self.below)
         def function(*args: Any, **kwargs: Any) -> Any:
             return self.below(*args, **kwargs) if self._removed else replacement(self, *args, **kwargs)
 
-        self._function: Any = function
-        if not isinstance(owner, ModuleType | type):
-            # A bound method, because torch's schedulers expect an optimizer's `step` to be one.
-            self._function = MethodType(lambda _owner, *args, **kwargs: function(*args, **kwargs), owner)
-        setattr(owner, name, self._function)
-        _layers.add(self)
+        with lock:
+            self.below: _Function = getattr(owner, name)
+            self._hides = name not in vars(owner)  # the method of an object's class
+            self._function: Any = functools.update_wrapper(function, self.below)
+            if not isinstance(owner, ModuleType | type):
+                # A bound method, because torch's schedulers expect an optimizer's `step` to be one.
+                self._function = MethodType(lambda _owner, *args, **kwargs: function(*args, **kwargs), owner)
+            setattr(owner, name, self._function)
+            _layers.add(self)
 
     @property
     def place(self) -> str:
@@ -123,18 +120,19 @@ class Layer:
 
     def remove(self) -> bool:
         """Undoes the replacement. Returns False, and leaves it, if other code has put its own function on top."""
-        _layers.remove(self)
-        self._removed = True
-        above = next((layer for layer in _layers if layer.below is self._function), None)
-        if above is not None:
-            above.below, above._hides = self.below, self._hides
-        elif getattr(self._owner, self._name) is not self._function:
-            return False
-        elif self._hides:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self.below)
-        return True
+        with lock:
+            _layers.remove(self)
+            self._removed = True
+            above = next((layer for layer in _layers if layer.below is self._function), None)
+            if above is not None:
+                above.below, above._hides = self.below, self._hides
+            elif getattr(self._owner, self._name) is not self._function:
+                return False
+            elif self._hides:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self.below)
+            return True
 
     def choose(self, ours: _Function, tensors: Iterable[object], norm_type: object = 2.0) -> _Function:
         """The function to call for ``tensors``: ours, or the one below."""

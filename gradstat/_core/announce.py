@@ -58,7 +58,7 @@ def discard(listener: Listener) -> None:
 
 def listeners() -> list[Any]:
     """All listeners, in the order of their `add`."""
-    return [listener for reference in list(_listeners) if (listener := reference()) is not None]
+    return [listener for reference in tuple(_listeners) if (listener := reference()) is not None]
 
 
 def change(parameters: Sequence[Tensor], scaler: Any = None, loss: Any = None) -> AbstractContextManager[None]:
@@ -86,12 +86,14 @@ def _announced(parameters: Sequence[Tensor], scaler: Any, loss: Any) -> Iterator
 
 def step_begins(optimizer: Optimizer, closure: Closure | None) -> Closure | None:
     """Announces ``optimizer.step``; returns the closure to call, as `Listener.before_step`."""
-    for listener in listeners() if _listeners else ():
-        closure = listener.before_step(optimizer, closure)
+    for reference in tuple(_listeners):  # one that is collected meanwhile leaves the list
+        if (listener := reference()) is not None:
+            closure = listener.before_step(optimizer, closure)
     return closure
 
 
 def step_ended(optimizer: Optimizer) -> None:
     """Announces the end of a step, also of one that was skipped and so never called ``optimizer.step``."""
-    for listener in listeners() if _listeners else ():
-        listener.after_step(optimizer)
+    for reference in tuple(_listeners):
+        if (listener := reference()) is not None:
+            listener.after_step(optimizer)

@@ -28,16 +28,11 @@ def device_name(device: torch.device) -> str:
         described = Path("/proc/cpuinfo").read_text()
     except OSError:
         described = ""
-    return _processor_name(described) or platform.processor() or platform.machine()
-
-
-def _processor_name(cpuinfo: str) -> str:
-    """The processor's name in ``cpuinfo``, or ``""``; with family and model if the name itself has no number."""
-    entries = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*?)\s*$", cpuinfo, re.MULTILINE))
+    entries = dict(re.findall(r"^(model name|cpu family|model)\s*:\s*(.*?)\s*$", described, re.MULTILINE))
     name: str = entries.get("model name", "")
-    if not name or re.search(r"\d", name.partition("@")[0]) or not {"cpu family", "model"} <= entries.keys():
-        return name
-    return f"{name} (family {entries['cpu family']} model {entries['model']})"
+    if name and not re.search(r"\d", name.partition("@")[0]) and {"cpu family", "model"} <= entries.keys():
+        return f"{name} (family {entries['cpu family']} model {entries['model']})"
+    return name or platform.processor() or platform.machine()
 
 
 @cache

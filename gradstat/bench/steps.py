@@ -102,25 +102,16 @@ def naive_loop(gradients: Iterable[Tensor | None]) -> tuple[int, float, float, f
     return nonfinite, math.sqrt(squares), low, high
 
 
-def _checked_async() -> Callable[[Step, Tensor], object]:
-    """Reads the report of the previous step after launching the next check, as a training loop would."""
+def variants(device: torch.device) -> list[Variant]:
+    """All variants, the plain step first; on a GPU also what people do there that waits for it."""
     pending: deque[gradstat.PendingReport] = deque()
 
-    def inspect(step: Step, loss: Tensor) -> bool:
+    # Reads the report of the previous step after launching the next check, as a training loop would.
+    def check_async(step: Step, loss: Tensor) -> bool:
         pending.append(gradstat.check_async(step.model))
         return len(pending) == 1 or pending.popleft().result().ok
 
-    return inspect
-
-
-def _monitored() -> Callable[[Step, Tensor], object]:
-    """A monitor with default options that only records, made on the first step."""
     monitor = functools.cache(lambda step: gradstat.Monitor(step.model, step.optimizer, on_anomaly="record"))
-    return lambda step, loss: monitor(step).step(loss)
-
-
-def variants(device: torch.device) -> list[Variant]:
-    """All variants, the plain step first; on a GPU also what people do there that waits for it."""
 
     def torch_clip(step: Step, loss: Tensor) -> Tensor:
         return nn.utils.clip_grad_norm_(step.model.parameters(), MAX_NORM)
@@ -132,8 +123,8 @@ def variants(device: torch.device) -> list[Variant]:
     return [
         Variant(PLAIN),
         Variant(CHECK, lambda step, loss: gradstat.check(step.model).ok),
-        Variant(CHECK_ASYNC, _checked_async()),
-        Variant(MONITOR, _monitored()),
+        Variant(CHECK_ASYNC, check_async),
+        Variant(MONITOR, lambda step, loss: monitor(step).step(loss)),
         Variant(CLIP, lambda step, loss: gradstat.clip_grad_norm_(step.model.parameters(), MAX_NORM)),
         Variant(GUARDED, lambda step, loss: gradstat.guarded_step(step.optimizer, MAX_NORM), takes_step=True),
         Variant(TORCH_CLIP, torch_clip),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.hub import tqdm  # type: ignore[attr-defined]  # a simple substitute if tqdm is not installed
 
@@ -43,9 +43,7 @@ class Quartiles(NamedTuple):
 
 def quartiles(values: Sequence[float]) -> Quartiles:
     """The quartiles of one or more values."""
-    if len(values) == 1:
-        return Quartiles(values[0], values[0], values[0])
-    return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+    return Quartiles(*np.quantile(values, (0.25, 0.5, 0.75)).tolist())
 
 
 def progress_bar(total: int, what: str) -> Any:

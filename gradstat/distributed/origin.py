@@ -86,14 +86,12 @@ def track_origin(
         )
     relay = _relays.get(ddp_model)
     if relay is None:
-        relay = _Relay(ddp_model, hook, state)
-        _relays[ddp_model] = relay
-    elif relay.tracker is not None:
+        relay = _relays[ddp_model] = _Relay(ddp_model, hook, state)
+    elif relay.measure is not None:
         raise RuntimeError("this model is already tracked; call remove() on the handle of the first track_origin()")
     elif hook is not None and hook is not relay.hook:
         raise RuntimeError("DDP never drops a communication hook; this model was first tracked with another one")
-    relay.tracker = OriginTracker(ddp_model, relay, per_micro_batch, backend)
-    return relay.tracker
+    return OriginTracker(ddp_model, relay, per_micro_batch, backend)
 
 
 class _Relay:
@@ -106,14 +104,14 @@ class _Relay:
                 "track_origin(ddp_model, hook, state) instead of registering it"
             )
         self.hook = hook
-        self.tracker: OriginTracker | None = None
+        self.measure: Callable[[Any], None] | None = None  # of the current tracker
         # Without a hook DDP reduces over its own group, which has to be passed to allreduce_hook.
         reduce: _Hook = allreduce_hook if hook is None else hook
         its_state = ddp_model.process_group if hook is None else state
 
         def relayed(_: object, bucket):  # type: ignore[no-untyped-def]  # DDP rejects annotations that are strings
-            if self.tracker is not None:
-                self.tracker._measure_bucket(bucket)
+            if self.measure is not None:
+                self.measure(bucket)
             return reduce(its_state, bucket)
 
         ddp_model.register_comm_hook(None, relayed)
@@ -122,20 +120,7 @@ class _Relay:
 _relays: weakref.WeakKeyDictionary[DistributedDataParallel, _Relay] = weakref.WeakKeyDictionary()
 
 
-def _unmeasured_hook(tracker: OriginTracker) -> Callable[[Tensor], None]:
-    # Weak, since the garbage collector cannot see what a parameter's hook references, and the tracker has them.
-    reference = weakref.ref(tracker)
-
-    def note(_: Tensor) -> None:
-        if (alive := reference()) is not None:
-            alive._has_unmeasured = True
-
-    return note
-
-
 class _Seen(NamedTuple):
-    """The measurement of some gradients of one micro-batch."""
-
     micro_batch: int
     positions: list[int]  # positions of their parameters
     table: Tensor
@@ -157,10 +142,15 @@ class OriginTracker:
         self._parameters = [parameter for _, parameter in named]
         self._position = {id(parameter): i for i, parameter in enumerate(self._parameters)}
         self._group, self._relay, self._backend = ddp_model.process_group, relay, backend
+        self._unmeasured: set[int] = set()  # ids of parameters whose gradients were accumulated and not measured yet
         self.reset()
+        relay.measure = self._measure_bucket
         self._handles: list[Any] = []
         if per_micro_batch:
-            self._handles = [p.register_post_accumulate_grad_hook(_unmeasured_hook(self)) for p in self._parameters]
+            # Not a method of the tracker: the garbage collector cannot see what a parameter's hook references.
+            noted = self._unmeasured
+            hook = lambda parameter: noted.add(id(parameter))  # noqa: E731
+            self._handles = [p.register_post_accumulate_grad_hook(hook) for p in self._parameters]
             self._handles.append(ddp_model.register_forward_pre_hook(self._measure_accumulated))
 
     def __repr__(self) -> str:
@@ -226,29 +216,25 @@ class OriginTracker:
         """Discards the measurements since the last `result`, for a step that is abandoned."""
         self._seen: list[_Seen] = []
         self._micro_batch = 0
-        self._has_unmeasured = False  # whether gradients were accumulated and not measured yet
+        self._unmeasured.clear()
 
     def remove(self) -> None:
         """Ends the tracking. The hook stays registered, as DDP keeps hooks permanently, and only passes buckets on."""
-        if self._relay.tracker is self:
-            self._relay.tracker = None
+        if self._relay.measure == self._measure_bucket:
+            self._relay.measure = None
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self.reset()
 
-    # Measuring -------------------------------------------------------------------------------------------
-
     def _measure_bucket(self, bucket: Any) -> None:
-        """Measures a ``dist.GradBucket`` that is about to be reduced."""
         buffer = bucket.buffer()
         gradients = [buffer] if buffer.is_sparse else bucket.gradients()
         self._measure(gradients, bucket.parameters(), is_last=bucket.is_last())
 
     @never_traced
     def _measure_accumulated(self, *_: object) -> None:
-        """Measures gradients that were accumulated but not reduced."""
-        if self._has_unmeasured:
+        if self._unmeasured:
             having = [p for p in self._parameters if p.grad is not None]
             self._measure([p.grad for p in having if p.grad is not None], having, is_last=True)
 
@@ -257,7 +243,7 @@ class OriginTracker:
         self._seen.append(_Seen(self._micro_batch, positions, stats(gradients, backend=self._backend)))
         if is_last:
             self._micro_batch += 1
-            self._has_unmeasured = False
+            self._unmeasured.clear()
 
 
 class NonfiniteOrigin(NamedTuple):
@@ -354,17 +340,13 @@ class OriginReport(Judged):
             group = together[micro_batch, ranks]
             count = count_of(len(group), "gradient")
             when = f" in {place_in_step(micro_batch, self.micro_batches)}" if self.micro_batches > 1 else ""
-            lines.append(f"caused by {self._who(ranks)}{when}: {count}")
+            who = f"{format_ranks(ranks)}{' alone' * (len(ranks) == 1)} (of {len(self.ranks)})"
+            if ranks == self.ranks and len(ranks) > 1:
+                who = f"ALL {len(ranks)} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
+            lines.append(f"caused by {who}{when}: {count}")
             lines += lines_of(group, left, lambda one: f"  {printable(one.name)}: {_counts(one)}")
             left = max(0, left - len(group))
         return lines
-
-    def _who(self, ranks: tuple[int, ...]) -> str:
-        if len(ranks) == 1:
-            return f"{format_ranks(ranks)} alone (of {len(self.ranks)})"
-        if ranks == self.ranks:
-            return f"ALL {len(ranks)} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
-        return f"{format_ranks(ranks)} (of {len(self.ranks)})"
 
 
 def _counts(origin: NonfiniteOrigin) -> str:

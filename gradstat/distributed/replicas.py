@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,8 +25,7 @@ _CALLER = "verify_replicas"
 _NAMED_IN_ERROR = 5
 _NAMED_IN_TEXT = 20
 _MISSING = "missing"  # the layout that stands for a gradient that is None
-
-_Named = Iterable[tuple[str, Tensor | None]]
+_KNOWN = ("gradients", "parameters", "buffers", "state")
 
 
 class Drift(NamedTuple):
@@ -179,7 +178,7 @@ def _count_if_equal(
     # are two numbers, whatever tensors a rank has.
     listed = of_text("\n".join(f"{tensor.kind} {tensor.name} {tensor.layout}" for tensor in tensors))
     plain = [i for i, tensor in enumerate(compared) if tensor.over is None]
-    both = torch.stack([torch.tensor(listed, device=numbers.device), combined(_chosen(numbers, plain))])
+    both = torch.stack([torch.tensor(listed, device=numbers.device), combined(numbers[plain])])
     if not bool(_equal(both, groups).item()):
         return None
     by_dimension: dict[tuple[DeviceMesh, int], list[int]] = {}
@@ -192,7 +191,7 @@ def _count_if_equal(
         return len(compared)
     # Tensors equal along every dimension are equal everywhere, so no group over several dimensions is needed.
     are_equal = [
-        _equal(combined(_chosen(numbers, chosen)).reshape(1), [mesh.get_group(dimension)])
+        _equal(combined(numbers[chosen]).reshape(1), [mesh.get_group(dimension)])
         for (mesh, dimension), chosen in by_dimension.items()
     ]
     # Which tensors are compared here: with several meshes, ranks compare different ones.
@@ -201,10 +200,6 @@ def _count_if_equal(
     flags = torch.cat([differs.reshape(1), here]).to(torch.int64)
     is_different, *is_compared = reduce_(flags, dist.ReduceOp.MAX, groups, _CALLER).tolist()
     return None if is_different else sum(is_compared)
-
-
-def _chosen(numbers: Tensor, positions: list[int]) -> Tensor:
-    return numbers.index_select(0, torch.tensor(positions, dtype=torch.int64, device=numbers.device))
 
 
 def _equal(numbers: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
@@ -229,7 +224,10 @@ def _drifts(seen_by: Mapping[int, Mapping[tuple[str, str], _Seen]]) -> Iterator[
         for replicas in sorted({each.replicas for each in having.values()}):
             checksum_of = {rank: having[rank].checksum for rank in replicas if rank in having}
             if apart := _minority(checksum_of):
-                yield Drift(kind=kind, name=name, ranks=apart, how=_difference(apart, replicas))
+                how = f"bits on {format_ranks(apart)} differ from those on the other {len(replicas) - len(apart)}"
+                if len(apart) == len(replicas):
+                    how = f"bits differ between {format_ranks(apart)}, with no majority"
+                yield Drift(kind=kind, name=name, ranks=apart, how=how)
 
 
 def _minority(value_of: Mapping[int, object]) -> tuple[int, ...]:
@@ -239,12 +237,6 @@ def _minority(value_of: Mapping[int, object]) -> tuple[int, ...]:
         return ()
     tied = others[0][1] == most
     return tuple(rank for rank, value in value_of.items() if tied or value != first)
-
-
-def _difference(apart: tuple[int, ...], replicas: tuple[int, ...]) -> str:
-    if len(apart) == len(replicas):
-        return f"bits differ between {format_ranks(apart)}, with no majority"
-    return f"bits on {format_ranks(apart)} differ from those on the other {len(replicas) - len(apart)}"
 
 
 class _Replicated(NamedTuple):
@@ -263,50 +255,36 @@ class _Replicated(NamedTuple):
 def _replicated(target: Any, what: Sequence[str], ranks: tuple[int, ...]) -> list[_Replicated]:
     """The tensors of ``target``, sorted by kind and name, since the order of optimizer state may differ by rank."""
     wanted = {what} if isinstance(what, str) else set(what)
-    unknown = sorted(wanted - _FINDERS.keys())
+    unknown = sorted(wanted.difference(_KNOWN))
     if unknown or not wanted:
-        raise ValueError(f"cannot compare {', '.join(unknown) or 'nothing'}; known: {', '.join(_FINDERS)}")
+        raise ValueError(f"cannot compare {', '.join(unknown) or 'nothing'}; known: {', '.join(_KNOWN)}")
     described: dict[tuple[str, str], _Replicated] = {}
     for each in wanted:
         kind = each.removesuffix("s")
-        for name, tensor in _FINDERS[each](target):
+        for name, tensor in _tensors_of(target, each):
             if (kind, name) in described:
                 raise ValueError(f"two tensors are named {name!r}; ranks match tensors by name")
             described[kind, name] = _described(kind, name, tensor, ranks)
     return [described[key] for key in sorted(described)]
 
 
-def _parameters(target: Any) -> Iterable[tuple[str, Tensor]]:
-    named = named_parameters_of(target)
-    return zip(named.names(), named.parameters, strict=True)
-
-
-def _gradients(target: Any) -> _Named:
-    return [(name, p.grad) for name, p in _parameters(target) if p.requires_grad or p.grad is not None]
-
-
-def _buffers(target: Any) -> _Named:
-    if not isinstance(target, Module):
-        raise TypeError(f"buffers: expected a torch.nn.Module, got {type(target).__name__}")
-    return target.named_buffers()
-
-
-def _state(target: Any) -> _Named:
-    if not isinstance(target, Optimizer):
+def _tensors_of(target: Any, what: str) -> Iterable[tuple[str, Tensor | None]]:
+    if what == "buffers":
+        if not isinstance(target, Module):
+            raise TypeError(f"buffers: expected a torch.nn.Module, got {type(target).__name__}")
+        return target.named_buffers()
+    if what == "state" and not isinstance(target, Optimizer):
         raise TypeError(f"state: expected a torch.optim.Optimizer, got {type(target).__name__}")
-    states = ((name, target.state.get(parameter, {})) for name, parameter in _parameters(target))
+    named = named_parameters_of(target)
+    parameters: list[tuple[str, Any]] = list(zip(named.names(), named.parameters, strict=True))
+    if what == "parameters":
+        return parameters
+    if what == "gradients":
+        return [(name, p.grad) for name, p in parameters if p.requires_grad or p.grad is not None]
+    states = ((name, target.state.get(parameter, {})) for name, parameter in parameters)
     return [
         (f"{name}.{key}", value) for name, state in states for key, value in state.items() if torch.is_tensor(value)
     ]
-
-
-# The finder for each value of ``what``.
-_FINDERS: dict[str, Callable[[Any], _Named]] = {
-    "gradients": _gradients,
-    "parameters": _parameters,
-    "buffers": _buffers,
-    "state": _state,
-}
 
 
 def _described(kind: str, name: str, tensor: Tensor | None, ranks: tuple[int, ...]) -> _Replicated:

@@ -25,7 +25,7 @@ from gradstat.monitor.kinds import asked_for
 from gradstat.monitor.replay.step_state import is_replaying
 from gradstat.monitor.reporting import not_replacing
 from gradstat.monitor.unwatched import Unwatched
-from gradstat.patch import Layer, lock
+from gradstat.patch import Layer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,8 +80,6 @@ class Adapter:
         self._patches: list[Layer] = []
         self._unwatched = Unwatched([])  # warns of failures of the adapter itself
 
-    # What attachments ask --------------------------------------------------------------------------------
-
     def is_complete(self, attachment: Attachment) -> bool:
         """Whether the gradients of ``attachment`` are complete now, and what is about to change them concerns it."""
         return True
@@ -95,8 +93,6 @@ class Adapter:
 
     def save_checkpoint(self) -> None:
         """Carries out the policy ``"checkpoint"``, on all ranks."""
-
-    # What all integrations do ----------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.monitors)) or 'nothing watched yet'})"
@@ -214,14 +210,12 @@ class Adapter:
             below = layer.below
             return below(*args, **kwargs) if is_replaying() else replacement(below, *args, **kwargs)
 
-        with lock:
-            self._patches.append(Layer(owner, name, unless_replaying))
+        self._patches.append(Layer(owner, name, unless_replaying))
 
     def _detach(self) -> None:
         """Restores the methods of the framework. May be called twice."""
         while self._patches:
-            with lock:
-                self._patches.pop().remove()
+            self._patches.pop().remove()
 
     def remove(self) -> None:
         """Ends the watching: restores the methods of the framework. The monitors stay readable."""

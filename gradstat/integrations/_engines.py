@@ -7,17 +7,12 @@ from collections.abc import Set as AbstractSet
 from gradstat.adaptive._base import Limit
 from gradstat.monitor.reporting import warn
 
-# Keyed by the class name of a Lightning strategy, or by an Accelerate distributed type.
+# The class names of their Lightning strategies, and their Accelerate distributed types.
 _NAMES = {
-    "DeepSpeedStrategy": "DeepSpeed",
-    "FSDPStrategy": "FSDP 1",
-    "XLAStrategy": "XLA",
-    "SingleDeviceXLAStrategy": "XLA",
-    "XLAFSDPStrategy": "XLA",
-    "DEEPSPEED": "DeepSpeed",
-    "FSDP": "FSDP 1",
-    "XLA": "XLA",
-    "MEGATRON_LM": "Megatron-LM",
+    "DeepSpeed": ("DeepSpeedStrategy", "DEEPSPEED"),
+    "FSDP 1": ("FSDPStrategy", "FSDP"),
+    "XLA": ("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy", "XLA"),
+    "Megatron-LM": ("MEGATRON_LM",),
 }
 
 _REFUSED = {
@@ -27,10 +22,10 @@ _REFUSED = {
     "clip_grad_norm_, and gradstat on another device",
 }
 
-_PARTLY_VISIBLE = {
-    "FSDP 1": "FSDP version 1 gives each rank a shard of flattened parameters, so statistics are those of this rank's "
-    "shard, under flattened names; the total norm is FSDP's own. Use FSDP version 2 (fully_shard) for whole parameters",
-}
+_FSDP_1 = (
+    "FSDP version 1 gives each rank a shard of flattened parameters, so statistics are those of this rank's shard, "
+    "under flattened names; the total norm is FSDP's own. Use FSDP version 2 (fully_shard) for whole parameters"
+)
 
 _POLICIES = {
     "DeepSpeed": ({"skip", "rollback", "replay"}, "whose engine runs the optimizer step itself"),
@@ -41,7 +36,7 @@ _POLICIES = {
 def engine_name_of(strategy: object) -> str | None:
     """The engine behind a strategy or a distributed type; None if gradients are left to torch."""
     kinds = [strategy] if isinstance(strategy, str) else [kind.__name__ for kind in type(strategy).__mro__]
-    return next((_NAMES[kind] for kind in kinds if kind in _NAMES), None)
+    return next((engine for kind in kinds for engine, names in _NAMES.items() if kind in names), None)
 
 
 def engine_clips(
@@ -68,6 +63,6 @@ def engine_clips(
         )
     if max_norm is not None:
         raise NotImplementedError(f"max_norm={max_norm!r}: expected None under {engine}, which clips itself; {setting}")
-    if engine in _PARTLY_VISIBLE:
-        warn(_PARTLY_VISIBLE[engine], UserWarning)
+    if engine == "FSDP 1":
+        warn(_FSDP_1, UserWarning)
     return True

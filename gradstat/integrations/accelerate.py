@@ -198,7 +198,6 @@ class AccelerateHandle(Adapter):
         return int(self._accelerator.gradient_accumulation_steps)
 
     def _takes_several(self) -> bool:
-        """Whether a step takes several micro-batches."""
         return self.divisor() > 1
 
     def _in_clip(
@@ -207,7 +206,12 @@ class AccelerateHandle(Adapter):
         """Clips as the accelerator does; it unscales all optimizers, also those of models that it does not clip."""
         listed = as_list(parameters)
         if name == "clip_grad_norm_":
-            self._refuse_another_limit(args[0] if args else kwargs.get("max_norm"), name)
+            asked = args[0] if args else kwargs.get("max_norm")
+            if self.max_norm is not None and asked is not None and float(asked) not in (self.max_norm, math.inf):
+                raise ValueError(
+                    f"clip configured twice: install(..., max_norm={self.max_norm!r}), and {name} is called with "
+                    f"{float(asked)!r}. Leave max_norm out of install(), or pass float('inf') to {name}"
+                )
         those = [attachment for attachment in self.attachments if attachment.holds(listed)]
         if not self._accelerator.sync_gradients:
             self._warn_once(
@@ -230,14 +234,6 @@ class AccelerateHandle(Adapter):
             return original(listed, *args, **kwargs)
         finally:
             self._aside = []
-
-    def _refuse_another_limit(self, asked: Any, caller: str) -> None:
-        """ValueError if ``caller``, the accelerator's clip, clips to another limit than ``max_norm``."""
-        if self.max_norm is not None and asked is not None and float(asked) not in (self.max_norm, math.inf):
-            raise ValueError(
-                f"clip configured twice: install(..., max_norm={self.max_norm!r}), and {caller} is called with "
-                f"{float(asked)!r}. Leave max_norm out of install(), or pass float('inf') to {caller}"
-            )
 
     def _warn_once(self, key: str, text: str, category: type[UserWarning] = UserWarning) -> None:
         if key not in self._warned:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +22,10 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._adapter import Adapter, require_framework
 from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_name_of
-from gradstat.integrations._lightning_step import StepReplay
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
+from gradstat.monitor.replay import RngState
+from gradstat.patch import Layer
 
 __all__ = ["GradstatCallback"]
 
@@ -231,7 +235,9 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         attachment = next((one for one in self.attachments if one.optimizer is optimizer), None)
         attachment = attachment or self._watch(trainer, pl_module, optimizer)
         attachment.measure()  # does nothing if a scaler has announced that it unscales
-        self._logged_at[id(attachment), attachment.monitor.steps - 1] = _logging_step(trainer)
+        loop = getattr(trainer.fit_loop, "epoch_loop", None)  # knows the step at which Lightning would log now
+        now = int(getattr(loop, "_batches_that_stepped", trainer.global_step))
+        self._logged_at[id(attachment), attachment.monitor.steps - 1] = now
         while len(self._logged_at) > 8 * len(self.attachments):  # older steps have been read
             self._logged_at.pop(next(iter(self._logged_at)))
         if attachment.should_stop:
@@ -282,7 +288,55 @@ def _scaler_of(trainer: Any) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def _logging_step(trainer: Any) -> int:
-    """The step at which Lightning itself would log now."""
-    loop = getattr(trainer.fit_loop, "epoch_loop", None)
-    return int(getattr(loop, "_batches_that_stepped", trainer.global_step))
+class StepReplay:
+    """Runs ``training_step`` and the backward pass of the newest step again, accumulated micro-batches included.
+
+    This rank runs alone, outside of DDP: a NaN of another rank is found by the replay there. Nothing is logged
+    meanwhile; metrics that ``training_step`` updates are updated once more.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._trainer, self._module = trainer, module
+        self._noted: list[tuple[Any, int, RngState]] = []
+        parameters = inspect.signature(module.training_step).parameters
+        if "dataloader_iter" in parameters:
+            raise ValueError(
+                "on_anomaly='replay' needs training_step(batch, batch_idx); this module's takes dataloader_iter, which "
+                "cannot be rewound"
+            )
+        positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._takes_index = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+
+    def note(self, batch: Any, batch_idx: int) -> None:
+        """Keeps a micro-batch that is about to run."""
+        self._noted.append((batch, batch_idx, RngState.capture()))
+
+    def forget(self) -> None:
+        """Drops the kept micro-batches, as the step is over."""
+        self._noted = []
+
+    def __call__(self) -> list[Any]:
+        """Runs the step again; returns its scaled losses."""
+        module, plugin, strategy = self._module, self._trainer.precision_plugin, self._trainer.strategy
+        run = module.training_step
+        if strategy.model is not module:
+            # Lightning calls training_step of a wrapped module through forward(), so that hooks run; do the same here.
+            run = functools.partial(strategy._forward_redirection, module, module, "training_step")
+        scaler = _scaler_of(self._trainer)
+        losses = []
+        with contextlib.ExitStack() as afterwards:
+            for name in ("log", "log_dict"):
+                afterwards.callback(Layer(module, name, lambda *_, **__: None).remove)
+            for batch, batch_idx, rng in self._noted:
+                rng.restore()
+                with plugin.train_step_context():
+                    output = run(*((batch, batch_idx) if self._takes_index else (batch,)))
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if not isinstance(loss, Tensor):
+                    continue  # training_step skipped this micro-batch
+                loss = loss / self._trainer.accumulate_grad_batches
+                if scaler is not None:
+                    loss = scaler.scale(loss)
+                losses.append(loss)
+                module.backward(loss)
+        return losses

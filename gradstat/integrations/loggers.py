@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import json
+import math
+import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from gradstat.integrations._writers import JsonlWriter
 from gradstat.monitor import Monitor
 from gradstat.report import Report
 
@@ -47,7 +53,9 @@ class Choice(NamedTuple):
         out = {self.prefix + name: totals[name] for name in self.aggregates}
         if self.per_tensor:
             table = report.to_numpy()
-            rows = np.arange(len(table)) if self.top is None else _worst(table, self.top)
+            rows = np.arange(len(table))
+            if self.top is not None:  # those with most NaN and Inf first, then by norm
+                rows = np.lexsort((-table["l2_norm"], -(table["nan_count"] + table["inf_count"])))[: self.top]
             names = [report.names[i] for i in rows]
             for column in self.per_tensor:
                 values = table[column][rows].astype(np.float64).tolist()
@@ -127,6 +135,65 @@ def log_scalars(target: Any, values: Mapping[str, float], step: int) -> None:
         put(dict(values), step)
 
 
+@final
+class JsonlWriter:
+    """Appends one JSON object for each step to a file. NaN and infinities, which JSON lacks, become null.
+
+    A line that a crash or a full disk has cut short is ended before the next one, so only that line is lost.
+
+    Args:
+        path: The file. It is created with its folders if it does not exist, and appended to otherwise.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size:
+            with self.path.open("rb+") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+        # Unbuffered, so each line is one system call, and lines of several writers do not mix.
+        self._file = self.path.open("ab", buffering=0)
+        self._is_broken = False  # whether the last line was cut short
+        self._close = weakref.finalize(self, self._file.close)  # closes the file if nobody else does
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Appends the line ``{"step": step, ...}`` for ``values``, floats by name, in one system call.
+
+        Raises:
+            TypeError, ValueError: A value is no number, or its name is ``step``; nothing is written.
+        """
+        line: dict[str, float | None] = {"step": int(step)}
+        given: Mapping[str, Any] = values  # by a user, who may pass anything
+        for name, value in given.items():
+            if not isinstance(value, int | Real):
+                raise TypeError(
+                    f"values[{name!r}] is a {type(value).__name__}; expected a number, such as float(value)"
+                )
+            if name == "step":
+                raise ValueError(
+                    f"values has the name 'step', under which {self.path} has the argument step; rename it"
+                )
+            number = value if isinstance(value, int) else float(value)
+            line[name] = number if math.isfinite(number) else None
+        data = b"\n" * self._is_broken + json.dumps(line, allow_nan=False).encode() + b"\n"
+        written = self._file.write(data)
+        self._is_broken = written < len(data) if written else self._is_broken
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        self._close()
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class ReportLogger:
     """Calls `log_report` every ``every`` steps; the target's type is examined once. ::
 
@@ -180,7 +247,10 @@ class ReportLogger:
         for put, writer in self._targets:
             put(values, at)
             if self._histogram and writer is not None:
-                _put_histogram(writer, self._choice.prefix + "log10_norms", report, at)
+                norms = report.to_numpy()["l2_norm"]
+                logs = np.log10(norms[(norms > 0) & np.isfinite(norms)])
+                if len(logs):
+                    writer.add_histogram(self._choice.prefix + "log10_norms", logs, at, bins=30)
         return values
 
 
@@ -203,12 +273,6 @@ def _newest_values(source: object, choice: Choice) -> tuple[int | None, Report, 
     values[f"{choice.prefix}findings"] = float(len(source.findings))
     values[f"{choice.prefix}nonfinite_steps"] = float(source.nonfinite_steps)
     return newest.step, newest.report, values
-
-
-def _worst(table: Any, top: int) -> Any:
-    """The rows that stand out most: NaN and Inf first, then by norm."""
-    nonfinite = table["nan_count"] + table["inf_count"]
-    return np.lexsort((-table["l2_norm"], -nonfinite))[:top]
 
 
 def _targets_of(target: Any) -> list[tuple[Callable[[dict[str, float], int], object], Any]]:
@@ -249,23 +313,3 @@ def _put_summary(writer: Any, values: Mapping[str, float], step: int) -> None:
     # Values are written as float32, so finite numbers beyond its range become infinite.
     entries = [Summary.Value(tag=name, simple_value=ctypes.c_float(value).value) for name, value in values.items()]
     file.add_summary(Summary(value=entries), step)
-
-
-def _put_histogram(writer: Any, tag: str, report: Report, step: int) -> None:
-    """Writes a histogram of the tensors' log10 norms."""
-    norms = report.to_numpy()["l2_norm"]
-    logs = np.log10(norms[(norms > 0) & np.isfinite(norms)])
-    if not len(logs):
-        return
-    counts, edges = np.histogram(logs, bins=30)
-    writer.add_histogram_raw(
-        tag,
-        min=float(logs.min()),
-        max=float(logs.max()),
-        num=len(logs),
-        sum=float(logs.sum()),
-        sum_squares=float(logs @ logs),
-        bucket_limits=edges[1:].tolist(),
-        bucket_counts=counts.tolist(),
-        global_step=step,
-    )

@@ -162,7 +162,13 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
             resume = get_last_checkpoint(args.output_dir)
         saved = Path(str(resume)) / STATE_FILE
         if resume and saved.is_file():
-            self.load_state_dict(_loaded(saved))
+            try:
+                loaded = torch.load(saved, map_location="cpu", weights_only=True)  # executes no pickled code
+            except Exception as error:  # damaged bytes may raise anything
+                raise RuntimeError(
+                    f"{saved} is damaged, or not the state of a monitor. Delete it to resume with a new monitor"
+                ) from error
+            self.load_state_dict(loaded)
         elif not self.monitor.steps:
             self.monitor.steps = int(state.global_step)  # so that findings count steps as the Trainer does
 
@@ -267,13 +273,3 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
         if self in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self)
         self._inputs = []
-
-
-def _loaded(saved: Path) -> Any:
-    """The monitor's state from a checkpoint: tensors and plain values, without executing pickled code."""
-    try:
-        return torch.load(saved, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes may raise anything
-        raise RuntimeError(
-            f"{saved} is damaged, or not the state of a monitor. Delete it to resume with a new monitor"
-        ) from error

@@ -8,19 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import final
 
 from gradstat._core.parameters import NamedParameters
 from gradstat._core.tensors import is_uninitialized
 from gradstat._core.text import printable
 from gradstat.monitor.findings import Finding
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._core.parameters`
 
 
+@final
 class Remedy(str):
     """An advice to use something.
 
@@ -34,7 +32,7 @@ class Remedy(str):
     where_run: str
     otherwise: str
 
-    def __new__(cls, text: str, uses: str, where_run: str = "", otherwise: str = "") -> Self:
+    def __new__(cls, text: str, uses: str, where_run: str = "", otherwise: str = "") -> Remedy:
         made = super().__new__(cls, text)
         made.uses, made.where_run, made.otherwise = uses, where_run or text, otherwise
         return made

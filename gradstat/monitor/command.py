@@ -20,6 +20,10 @@ from gradstat.monitor.recording.golden import Golden
 from gradstat.monitor.recording.recording import Recording, extent_of, headline
 from gradstat.monitor.recording.view import write_page
 
+# The option that all commands with results share.
+_JSON = argparse.ArgumentParser(add_help=False)
+_JSON.add_argument("--json", action="store_true", help="print JSON instead of text")
+
 
 def describe(recording: Recording) -> str:
     """A recording as text for a terminal: its headline, its steps and tensors, and the diagnosis."""
@@ -39,7 +43,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
         description="Print a summary of a recording and write it as one self-contained HTML page.",
         epilog='The page needs plotly: pip install "gradstat[view]". Exit status: 0, or 2 if a file cannot be read or '
         "written.",
-        parents=[_with_json()],
+        parents=[_JSON],
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a recording, usually *.gradstat")
     parser.add_argument(
@@ -93,7 +97,7 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
         "first.",
         epilog="Exit status: 0 if nothing differs by more than the tolerance, 1 if something does, 2 if the recordings "
         "cannot be read or have no step in common.",
-        parents=[_with_json()],
+        parents=[_JSON],
     )
     parser.add_argument("first", type=Path, metavar="A", help="a recording")
     parser.add_argument("second", type=Path, metavar="B", help="another recording, of the same steps")
@@ -129,41 +133,28 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
         "runs", type=Path, nargs="+", metavar="RUN", help="recordings of healthy runs: three, better five"
     )
     make.add_argument("-o", "--output", type=Path, default=Path("golden.gradstat"), help="default: %(default)s")
-    check = actions.add_parser("check", help="compare a run with golden runs", parents=[_with_json()])
+    check = actions.add_parser("check", help="compare a run with golden runs", parents=[_JSON])
     check.add_argument("run", type=Path, metavar="RUN", help="the recording of a run")
     check.add_argument("golden", type=Path, metavar="GOLDEN", help="the file of golden runs")
     options = parser.parse_args(arguments)
     try:
-        return _make_golden(options) if options.action == "make" else _check_golden(options)
+        if options.action == "make":
+            golden = Golden.of(map(load, options.runs))
+            golden.save(options.output)
+            print(f"{golden.runs} golden runs, steps 0 to {golden.steps - 1}: {printable(str(options.output))}")
+            if golden.left_out:
+                print(f"left out as rounding noise: {listed(golden.left_out, 5)}")
+            return 0
+        comparison = Golden.load(options.golden).compare(load(options.run))
     except UsageError:
         raise
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _make_golden(options: argparse.Namespace) -> int:
-    golden = Golden.of(map(load, options.runs))
-    golden.save(options.output)
-    print(f"{golden.runs} golden runs, steps 0 to {golden.steps - 1}: {printable(str(options.output))}")
-    if golden.left_out:
-        print(f"left out as rounding noise: {listed(golden.left_out, 5)}")
-    return 0
-
-
-def _check_golden(options: argparse.Namespace) -> int:
-    comparison = Golden.load(options.golden).compare(load(options.run))
     if options.json:
         _print_json({"ok": comparison.ok, **asdict(comparison)})
     else:
         print(comparison)
     return 0 if comparison.ok else 1
-
-
-def _with_json() -> argparse.ArgumentParser:
-    """The option that all commands with results share."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
 
 
 def _tolerance(text: str) -> float:

@@ -122,7 +122,12 @@ class Diagnosis(Judged):
                 lines += ["", f"incident {i + 1}, {steps_in_words((incident.first, incident.last))}"]
             for finding in incident.findings:
                 number += 1
-                lines += ["", *_entry(number, finding)]
+                lines += ["", f"{number}. {finding.rule} ({finding.severity}), since step {finding.step}"]
+                lines.append(f"   {finding.text}")
+                evidence = ", ".join(f"{key} {_formatted(value)}" for key, value in in_words(finding.evidence))
+                lines += [f"   evidence: {evidence}"] if finding.evidence else []
+                for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
+                    lines += [f"   {title}:", *(f"     - {item}" for item in items)] if items else []
         infos = self._infos()
         if infos:
             lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
@@ -160,18 +165,6 @@ class Diagnosis(Judged):
         return "".join(out) + "</div>"
 
     _repr_html_ = to_html
-
-
-def _entry(number: int, finding: Finding) -> list[str]:
-    lines = [f"{number}. {finding.rule} ({finding.severity}), since step {finding.step}", f"   {finding.text}"]
-    if finding.evidence:
-        lines.append(
-            f"   evidence: {', '.join(f'{key} {_formatted(value)}' for key, value in in_words(finding.evidence))}"
-        )
-    for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
-        if items:
-            lines += [f"   {title}:", *(f"     - {item}" for item in items)]
-    return lines
 
 
 def _formatted(value: Any) -> str:

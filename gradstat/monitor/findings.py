@@ -84,8 +84,8 @@ class Finding:
         """
         require(values, FINDING, "finding")
         fields: dict[str, Any] = {name: values[name] for name in FINDING}
-        copies = {"evidence": dict(values["evidence"]), "causes": tuple(values["causes"])}
-        return cls(**{**fields, **copies, "advice": tuple(values["advice"])})
+        lists = {name: tuple(values[name]) for name in ("causes", "advice")}
+        return cls(**{**fields, **lists, "evidence": dict(values["evidence"])})
 
     def __str__(self) -> str:
         return printable(f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}")

@@ -2,8 +2,7 @@
 
 from gradstat.monitor.recording.diff import TOLERANCE, Comparison, Divergence, compare
 from gradstat.monitor.recording.file import LIMIT, SUFFIX, VERSION, RecordingFileError, load, save
-from gradstat.monitor.recording.golden import Golden
-from gradstat.monitor.recording.golden_comparison import Deviation, GoldenComparison
+from gradstat.monitor.recording.golden import Deviation, Golden, GoldenComparison
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series
 from gradstat.monitor.recording.view import ViewerMissingError, write_page
 

@@ -55,8 +55,6 @@ def unwrapped(recording: Recording) -> Recording:
 
 def _bare_names(recording: Recording) -> Callable[[str], str]:
     def bare(name: str) -> str:
-        if not any(map(name.__contains__, _WRAPPERS)):  # nearly always
-            return name
         return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
     of_parameters = [s.names for kind, s in recording.tables.items() if kind_of(kind).names == "parameter"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.text import lines_of, plain_fields, printable, steps_in_words
+from gradstat._core.text import lines_of, printable, steps_in_words
 from gradstat.monitor.findings import Finding
 from gradstat.monitor.recording.alignment import Measured, measured_of, unwrapped
 from gradstat.monitor.recording.archive import encoded
@@ -92,14 +92,17 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; NaN and Inf as text."""
-        divergences = [plain_fields(divergence) for divergence in self.divergences]
-        values = {"same": self.same, "comparable": self.comparable, **plain_fields(self), "divergences": divergences}
-        return dict(encoded(values, strict=True))
+        return dict(encoded({"same": self.same, "comparable": self.comparable, **asdict(self)}, strict=True))
 
     def __str__(self) -> str:
         lines = [self._headline()]
         if self.comparable:
-            lines += [f"  {line}" for line in self._what_diverges()]
+            at = self.first or tuple(p for p in self.divergences if p.exact_step == self.exact_step)
+            lines += lines_of(at, _SHOWN, "  {}".format, "  ... and {} more in this step")
+            if self.backward_first is not None:
+                lines.append(f"  the first of these gradients in the backward pass: {printable(self.backward_first)}")
+            later = [p for p in self.divergences if self.step is not None and p.step not in (None, self.step)]
+            lines += [f"  later, in step {divergence.step}: {divergence}" for divergence in later[:3]]
         lines += [printable(f"Structure: {line}") for line in self.structure]
         for which, findings in (("first", self.findings_a), ("second", self.findings_b)):
             rest = f"... and {{}} more findings only in the {which}"
@@ -129,14 +132,6 @@ class Comparison:
         end = "" if self.structure else "."
         return f"The runs do not diverge: bitwise equal in the {steps} that both have{end}"
 
-    def _what_diverges(self) -> list[str]:
-        at = self.first or tuple(p for p in self.divergences if p.exact_step == self.exact_step)
-        lines = lines_of(at, _SHOWN, str, "... and {} more in this step")
-        if self.backward_first is not None:
-            lines.append(f"the first of these gradients in the backward pass: {printable(self.backward_first)}")
-        later = [p for p in self.divergences if self.step is not None and p.step not in (None, self.step)]
-        return lines + [f"later, in step {divergence.step}: {divergence}" for divergence in later[:3]]
-
 
 def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Comparison:
     """Finds where two runs diverge.
@@ -163,6 +158,10 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     divergences.sort(key=lambda p: (p.step is None, p.exact_step if p.step is None else p.step))
     step = min((p.step for p in divergences if p.step is not None), default=None)
     common = np.intersect1d(a.steps, b.steps)
+    tensors = [p for p in divergences if step is not None and p.step == step and p.kind != "series"]
+    # Only where several tensors, gradients first, diverge does the order of the backward pass tell something.
+    is_backward = len(tensors) > 1 and tensors[0].kind == "gradient"
+    gradients = {p.name for p in tensors if is_backward and p.kind == "gradient"}
     return Comparison(
         tolerance,
         extent_of(a),
@@ -174,7 +173,7 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
         structure,
         _only_in(a, b, common),
         _only_in(b, a, common),
-        _backward_first(divergences, step, a.backward_order or b.backward_order),
+        next((name for name in a.backward_order or b.backward_order if name in gradients), None),
     )
 
 
@@ -196,7 +195,11 @@ def _divergences(measured: Measured, tolerance: float) -> list[Divergence]:
         exact = int(np.argmax(any_bit[:, j]))
         at = int(np.argmax(any_matter[:, j])) if any_matter[:, j].any() else None
         i = exact if at is None else at
-        c = _column_to_report(measured.columns, (differs if at is None else matters)[i, j], excess[i, j])
+        # The column to name: one with an infinite difference, else the norm if it differs, else what differs most.
+        of = (differs if at is None else matters)[i, j]
+        c = int(np.argmax(np.where(of, excess[i, j], -1)))
+        norm = measured.columns.index("l2_norm") if "l2_norm" in measured.columns else c
+        c = norm if of[norm] and np.isfinite(excess[i, j, c]) else c
         divergences.append(
             Divergence(
                 measured.kind,
@@ -211,24 +214,8 @@ def _divergences(measured: Measured, tolerance: float) -> list[Divergence]:
     return divergences
 
 
-def _column_to_report(columns: tuple[str, ...], of: npt.NDArray[np.bool_], excess: npt.NDArray[np.float64]) -> int:
-    """The column to name: one with an infinite difference, else the norm if it differs, else what differs most."""
-    c = int(np.argmax(np.where(of, excess, -1)))
-    norm = columns.index("l2_norm") if "l2_norm" in columns else c
-    return norm if of[norm] and np.isfinite(excess[c]) else c
-
-
 def _only_in(one: Recording, other: Recording, common: npt.NDArray[np.int64]) -> tuple[Finding, ...]:
     """Findings in the common steps that the other recording lacks; evidence is not compared."""
     shared = set(common.tolist())
     others = {(finding.rule, finding.step, finding.name, finding.about) for finding in other.findings}
     return tuple(f for f in one.findings if f.step in shared and (f.rule, f.step, f.name, f.about) not in others)
-
-
-def _backward_first(divergences: list[Divergence], step: int | None, order: tuple[str, ...]) -> str | None:
-    """If gradients diverge first, the gradient that was complete first among them; None if not known."""
-    tensors = [p for p in divergences if step is not None and p.step == step and p.kind != "series"]
-    if len(tensors) < 2 or tensors[0].kind != "gradient":
-        return None
-    names = {p.name for p in tensors if p.kind == "gradient"}
-    return next((name for name in order if name in names), None)

@@ -46,7 +46,7 @@ def save(recording: Recording, path: str | os.PathLike[str]) -> Path:
         OSError: The file cannot be written; nothing is left behind.
     """
     header, arrays = parts_of(recording)
-    return write(path, FORMAT, VERSION, header, arrays)
+    return write(path, FORMAT, header, arrays)
 
 
 def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
@@ -62,24 +62,18 @@ def load(path: str | os.PathLike[str], *, limit: int = LIMIT) -> Recording:
         RecordingFileError: The file is not a recording, is damaged, exceeds ``limit``, or has another version.
         OSError: The file cannot be opened.
     """
-    return opened(path, FORMAT, VERSION, limit, lambda reader, header: from_parts(header, reader.array, archive.HEADER))
+    return opened(path, FORMAT, lambda reader, header: from_parts(header, reader.array, archive.HEADER), limit)
 
 
-def write(
-    path: str | os.PathLike[str], form: str, version: int, header: Mapping[str, Any], arrays: Mapping[str, Any]
-) -> Path:
+def write(path: str | os.PathLike[str], form: str, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:
     """Writes a file of the given form, for `opened`; raises as `save`."""
     with replacing(path) as file:
-        archive.write(file, {"format": form, "version": version, "gradstat": __version__, **header}, arrays)
+        archive.write(file, {"format": form, "version": VERSION, "gradstat": __version__, **header}, arrays)
     return Path(path)
 
 
 def opened(
-    path: str | os.PathLike[str],
-    form: str,
-    version: int,
-    limit: int,
-    read: Callable[[archive.Reader, dict[str, Any]], _T],
+    path: str | os.PathLike[str], form: str, read: Callable[[archive.Reader, dict[str, Any]], _T], limit: int = LIMIT
 ) -> _T:
     """What ``read`` makes of the file and its header, of which form and version are checked; raises as `load`."""
     with open(path, "rb") as file:
@@ -87,7 +81,7 @@ def opened(
             reader = archive.Reader(file, limit)
             header = reader.header()
             require(header, {"format": exactly(form)}, archive.HEADER)
-            require_version(header, version, archive.HEADER)
+            require_version(header, VERSION, archive.HEADER)
             return read(reader, header)
         except Exception as error:
             # Hostile bytes may raise any exception in zipfile, zlib, json, ast and numpy; callers get one kind.

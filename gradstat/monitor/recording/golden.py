@@ -1,10 +1,10 @@
-"""`Golden`: the statistics of a few healthy runs, and how another run deviates from them."""
+"""`Golden`: the statistics of a few healthy runs. `GoldenComparison`: how another run deviates from them."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import COUNT, TEXT, require, whole
-from gradstat._core.text import steps_in_words
+from gradstat._core.text import lines_of, listed, printable, steps_in_words
 from gradstat.monitor.kinds import place_of, place_of_series, plural_of
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording import golden_statistics as statistics
 from gradstat.monitor.recording.alignment import differing_sizes, one_sided, unwrapped
 from gradstat.monitor.recording.explanation import Residuals, explained
-from gradstat.monitor.recording.file import LIMIT, VERSION, opened, write
-from gradstat.monitor.recording.golden_comparison import Deviation, GoldenComparison
+from gradstat.monitor.recording.file import opened, write
 from gradstat.monitor.recording.golden_statistics import Interval, Key, Sizes
 from gradstat.monitor.recording.recording import Recording, extent_of
 
@@ -33,6 +32,85 @@ _HEADER = {
     "sizes": {str: {str: COUNT}},
     "intervals": [[TEXT]],
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Where one tensor or series is first unlike the golden runs.
+
+    Attributes:
+        kind: As in `Recording.tables`, or ``"series"``.
+        name: Name of the tensor or series, without the prefixes of wrappers.
+        feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
+            (over the root mean square), ``"value"`` of a series, or ``"absent"``: only the golden runs have it.
+        step, last: The first and last step of the window over which it is averaged.
+        value: The average of the feature over that window; infinite if absent.
+        expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
+        excess: The distance of the value from the middle of the interval over half of its width; infinite if absent.
+    """
+
+    kind: str
+    name: str
+    feature: str
+    step: int
+    last: int
+    value: float
+    expected: float
+    low: float
+    high: float
+    excess: float
+
+    def __str__(self) -> str:
+        what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
+        what += f", {self.feature}" if self.feature not in ("value", "absent") else ""
+        if self.feature == "absent":
+            return printable(f"{what}: absent, and present in all golden runs")
+        numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
+        return printable(f"{what}: {numbers}")
+
+
+@dataclass(frozen=True)
+class GoldenComparison:
+    """How a run compares with golden runs.
+
+    Attributes:
+        runs: Number of golden runs.
+        steps: First and last step that were compared.
+        findings: What is unlike: the earliest first, then what is nearest to the cause.
+        where: The place in words: ``"everywhere"``, a module, or a kind of modules.
+        what: What kind of change it is, in words; empty if not known.
+        structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
+        left_out: Parameters that are not compared, because their gradients are rounding noise.
+    """
+
+    runs: int
+    steps: tuple[int, int]
+    findings: tuple[Deviation, ...]
+    where: str
+    what: str
+    structure: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run is like the golden ones in all that both have."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        lines = [printable(f"Structure: {line}") for line in self.structure]
+        if self.ok:
+            lines.append(f"Like the {self.runs} golden runs in {steps_in_words(self.steps)}")
+        else:
+            at = self.findings[0]
+            when = steps_in_words((at.step, at.last))
+            lines.append(printable(f"Unlike the {self.runs} golden runs since {when}, {self.where}: {self.what}"))
+            first = [deviation for deviation in self.findings if deviation.step == at.step]
+            later = [f"  later, in step {deviation.step}: {deviation}" for deviation in self.findings[len(first) :]]
+            lines += lines_of(first, 8, "  {}".format, "  ... and {} more in these steps")
+            lines += lines_of(later, 3, str, "  ... and {} more later")
+        if self.left_out:
+            lines.append(f"Left out as rounding noise: {listed(self.left_out, 5)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -120,6 +198,12 @@ class Golden:
                 key = keys[int(np.nanargmax(each[:, window, j]))]
                 findings.append(self._deviation(key, names[j], window, j, float(values[key][window, j])))
         findings.sort(key=_order)
+        structure: list[str] = []
+        for kind, expected in self._sizes.items():
+            if kind in run.tables:
+                sizes = run.tables[kind].sizes
+                structure += one_sided(plural_of(kind), expected, sizes, ("golden runs", "run"))
+                structure += differing_sizes(kind, expected, sizes)
         where, what = "", ""
         if findings:
             where, what = explained(residuals, int(np.searchsorted(self._starts, findings[0].step)))
@@ -129,7 +213,7 @@ class Golden:
             tuple(findings),
             where,
             what,
-            tuple(self._structure(run)),
+            tuple(structure),
             self.left_out,
         )
 
@@ -148,14 +232,6 @@ class Golden:
             statistics.told(feature, middle + half),
             abs(value - middle) / half,
         )
-
-    def _structure(self, run: Recording) -> Iterator[str]:
-        """Sentences about tensors that only one side has, or that have another size."""
-        for kind, expected in self._sizes.items():
-            if kind in run.tables:
-                sizes = run.tables[kind].sizes
-                yield from one_sided(plural_of(kind), expected, sizes, ("golden runs", "run"))
-                yield from differing_sizes(kind, expected, sizes)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes what a comparison needs as one file; replaces an existing file atomically.
@@ -180,7 +256,7 @@ class Golden:
             str(i): np.array([interval.mean.T, interval.half.T], "<f8")  # windows in sequence compress better
             for i, interval in enumerate(self._intervals.values())
         }
-        return write(path, FORMAT, VERSION, header, arrays)
+        return write(path, FORMAT, header, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Golden:
@@ -193,7 +269,7 @@ class Golden:
             RecordingFileError: The file holds no golden runs, is damaged, or has another version.
             OSError: The file cannot be opened.
         """
-        return opened(path, FORMAT, VERSION, LIMIT, cls._read)
+        return opened(path, FORMAT, cls._read)
 
     @classmethod
     def _read(cls, reader: archive.Reader, header: dict[str, Any]) -> Golden:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._version import __version__
-from gradstat.monitor.findings import Finding, in_words
+from gradstat.monitor.findings import in_words
 from gradstat.monitor.kinds import GRADIENT, in_order
 from gradstat.monitor.recording import archive
 from gradstat.monitor.recording.recording import COLUMNS, Recording, Series, headline, nonfinite_cells, scalar_rows
@@ -33,9 +33,9 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     """
     every = [recording.steps, *(series.steps for series in recording.tables.values())]
     steps = np.unique(np.concatenate(every)).astype(np.int64)
-    shown = _steps_to_show(recording, steps, cells)
-    left_out = len(steps) - len(shown)
-    steps = shown
+    count = len(steps)
+    steps = _steps_to_show(recording, steps, cells)
+    is_shown = np.isin(recording.steps, steps)
     level, sentence, incident = headline(recording)
     # Gradients first, which the page opens with, then the others in the order of computation.
     kinds = sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
@@ -43,13 +43,24 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         "level": level,
         "headline": sentence,
         "steps": steps.tolist(),
-        "leftOut": left_out,
+        "leftOut": count - len(steps),
         # For an incident before the kept steps, the oldest kept step.
         "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
-        "scalars": _scalars(recording, steps),
+        "scalars": {
+            "names": list(recording.scalars),
+            "at": np.searchsorted(steps, recording.steps[is_shown]).tolist(),
+            "data": _packed(scalar_rows(recording, recording.scalars)[:, is_shown].astype("<f8")),
+        },
         "tables": [_table(kind, recording.tables[kind], steps) for kind in kinds],
         "columns": list(COLUMNS),
-        "findings": [_finding(finding, steps) for finding in recording.findings],
+        "findings": [
+            {
+                **finding.to_dict(),
+                "at": _place(steps, finding.step) if len(steps) else -1,
+                "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
+            }
+            for finding in recording.findings
+        ],
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,
@@ -61,7 +72,6 @@ def _place(steps: npt.NDArray[np.int64], step: int) -> int:
 
 
 def _steps_to_show(recording: Recording, steps: npt.NDArray[np.int64], cells: int) -> npt.NDArray[np.int64]:
-    """The steps to show: all of them if there are few enough."""
     width = max(1, sum(len(s.names) for s in recording.tables.values()))
     room = max(100, cells // width)
     if len(steps) <= room:
@@ -74,13 +84,6 @@ def _steps_to_show(recording: Recording, steps: npt.NDArray[np.int64], cells: in
         chosen = np.concatenate([chosen.min(keepdims=True), chosen[:: len(chosen) // (room // 2) + 1]])
     evenly = steps[np.linspace(0, len(steps) - 1, room // 2).astype(int)]
     return np.intersect1d(steps, np.concatenate([chosen, evenly]))
-
-
-def _scalars(recording: Recording, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
-    is_shown = np.isin(recording.steps, steps)
-    rows = scalar_rows(recording, recording.scalars)
-    at = np.searchsorted(steps, recording.steps[is_shown])
-    return {"names": list(recording.scalars), "at": at.tolist(), "data": _packed(rows[:, is_shown].astype("<f8"))}
 
 
 def _table(kind: str, series: Series, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
@@ -108,14 +111,6 @@ def _packed(values: npt.NDArray[Any]) -> str:
     """Deflated bytes as base64: the first bytes of all numbers, then the second ones and so on, to compress better."""
     planes = np.ascontiguousarray(values.reshape(-1).view(np.uint8).reshape(-1, values.dtype.itemsize).T)
     return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode("ascii")
-
-
-def _finding(finding: Finding, steps: npt.NDArray[np.int64]) -> dict[str, Any]:
-    return {
-        **finding.to_dict(),
-        "at": _place(steps, finding.step) if len(steps) else -1,
-        "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
-    }
 
 
 def _formatted(value: Any) -> str:

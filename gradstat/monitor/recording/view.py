@@ -47,16 +47,7 @@ def write_page(
         OSError: The page cannot be written.
     """
     diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
-    page = _page_of(recording, title or "Flight recording", diagnosis + (diagnosis_html or ""))
-    with replacing(path) as file:
-        # Names may contain lone surrogates, which UTF-8 cannot encode.
-        file.write(page.encode("utf-8", "replace"))
-    return Path(path)
-
-
-def _page_of(recording: Recording, title: str, diagnosis: str) -> str:
-    """The page; ``diagnosis`` is HTML."""
-    plotly = _plotly()
+    title, plotly = html.escape(title or "Flight recording"), _plotly()
     code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     code = f'(() => {{\n"use strict";\n{code}\n}})();'
     # The content security policy allows these two scripts only, and no requests, so that a name that got past the
@@ -67,10 +58,10 @@ def _page_of(recording: Recording, title: str, diagnosis: str) -> str:
     data = json.dumps(page_data(recording), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "@POLICY@": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
-        "@TITLE@": html.escape(title),
+        "@TITLE@": title,
         "@STYLE@": (_FOLDER / "page.css").read_text(encoding="utf-8"),
-        "@RUN@": html.escape(title),
-        "@DIAGNOSIS@": diagnosis,
+        "@RUN@": title,
+        "@DIAGNOSIS@": diagnosis + (diagnosis_html or ""),
         "@DATA@": data,
         "@PLOTLY@": plotly,
         "@CODE@": code,
@@ -80,7 +71,10 @@ def _page_of(recording: Recording, title: str, diagnosis: str) -> str:
     for mark, content in parts.items():  # in order, so that a mark in a name is not taken for one of the template
         before, _, page = page.partition(mark)
         pieces += [before, content]
-    return "".join([*pieces, page])
+    with replacing(path) as file:
+        # Names may contain lone surrogates, which UTF-8 cannot encode.
+        file.write("".join([*pieces, page]).encode("utf-8", "replace"))
+    return Path(path)
 
 
 def _plotly() -> str:

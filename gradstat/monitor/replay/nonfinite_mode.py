@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradstat.monitor.replay import frames
 from gradstat.monitor.replay.culprit import Culprit
 from gradstat.monitor.replay.module_tracker import ModuleTracker
-from gradstat.monitor.replay.operator_call import Argument, Call, is_leaf_node, node_name
+from gradstat.monitor.replay.operator_call import Call, is_leaf_node, node_name
 from gradstat.monitor.replay.taint import (
     Origin,
     Taint,
@@ -59,24 +59,13 @@ class NonfiniteMode(TorchDispatchMode):
         self._nodes: set[Any] = set()  # autograd nodes with hooks among `_handles`
         self._handles: list[Any] = []
         self.before_write = before_write
-        self._local = threading.local()
-
-    # Used by hooks ----------------------------------------------------------------------------------------
+        self.local = threading.local()  # `hook_on`: the parameter whose hook runs; `done`: the node that is done
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Operations of this thread inside are not observed."""
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             yield
-
-    @contextlib.contextmanager
-    def in_hook_on(self, name: str) -> Iterator[None]:
-        """Marks that a hook of the parameter ``name`` runs on this thread."""
-        self._local.hook_on = name
-        try:
-            yield
-        finally:
-            self._local.hook_on = None
 
     def is_new(self, tensor: Tensor | None) -> bool:
         """Whether ``tensor`` is not finite and has no known origin."""
@@ -107,8 +96,6 @@ class NonfiniteMode(TorchDispatchMode):
         origin.complete(tensor)
         return origin
 
-    # The operations ---------------------------------------------------------------------------------------
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -126,16 +113,15 @@ class NonfiniteMode(TorchDispatchMode):
         if node is None and starts and is_nonfinite(args[0]):
             self.reached.append(self.origin_of(args[0]))
         self.backward_ran |= starts or node is not None
-        inputs = [self._input_before(argument) for argument in call.arguments if argument.read]
+        inputs = []
+        for name, tensor, written, read in call.arguments:
+            if read:
+                values = tensor.clone() if written and not tensor.is_sparse else tensor
+                inputs.append(_Input(name, tensor, values, list(self.taint.of(tensor))))
         result = func(*args, **kwargs)
         if not call.is_view:
             self._trace_results(call, inputs, result)
         return result
-
-    def _input_before(self, argument: Argument) -> _Input:
-        keeps = argument.written and not argument.tensor.is_sparse
-        values = argument.tensor.clone() if keeps else argument.tensor
-        return _Input(argument.name, argument.tensor, values, list(self.taint.of(argument.tensor)))
 
     def _trace_results(self, call: Call, inputs: list[_Input], result: Any) -> None:
         written = {id(argument.tensor) for argument in call.arguments if argument.written}
@@ -180,7 +166,6 @@ class NonfiniteMode(TorchDispatchMode):
         went_in = report_of({name: values for name, _, values, _ in inputs})
         return self.add(result, intended=intended, inputs=went_in, **self._location(call))
 
-    # The graphs of backward passes ------------------------------------------------------------------------
     # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and values
     # that are not finite because a hook produced them or a kernel wrote them without torch's knowledge.
 
@@ -207,7 +192,7 @@ class NonfiniteMode(TorchDispatchMode):
         self._nodes.clear()
 
     def _before_node(self, node: Any, grad_outputs: Any) -> None:
-        self._local.done = None
+        self.local.done = None
         with self.paused():
             for gradient in filter(self.is_new, grad_outputs):
                 self.add(gradient, called="gradient", **{**self._node_location(node), "phase": "hook", "op": None})
@@ -218,17 +203,15 @@ class NonfiniteMode(TorchDispatchMode):
                 inputs = {f"grad_outputs[{i}]": g for i, g in enumerate(grad_outputs) if g is not None}
                 self.add(gradient, inputs=report_of(inputs), **self._node_location(node))
             edges = zip(grad_inputs, node.next_functions, strict=False)
-            self._local.done = node, [(_address(g), next_node) for g, (next_node, _) in edges if g is not None]
+            self.local.done = node, [(_address(g), next_node) for g, (next_node, _) in edges if g is not None]
 
     def _accumulates_into(self, node: Any, tensors: list[Tensor]) -> Any | None:
         """The node whose gradients are being accumulated, if ``node`` is done; None while it runs."""
-        done, edges = getattr(self._local, "done", None) or (None, [])
+        done, edges = getattr(self.local, "done", None) or (None, [])
         if done is not node:
             return None
         addresses = {_address(tensor) for tensor in tensors}
         return next((next_node for address, next_node in edges if address in addresses), node)
-
-    # Locations --------------------------------------------------------------------------------------------
 
     def _location(self, call: Call) -> dict[str, Any]:
         """Phase, module, operation, source line and name: the fields of a `Culprit` other than statistics."""
@@ -249,7 +232,7 @@ class NonfiniteMode(TorchDispatchMode):
             return {**here, **place}
         if frames.is_torch(inside[-1], "autograd", "function.py"):
             return {**here, "phase": "backward", **place}
-        return {**here, "phase": "hook", "name": getattr(self._local, "hook_on", None), **place}
+        return {**here, "phase": "hook", "name": getattr(self.local, "hook_on", None), **place}
 
     def _location_in_node(self, node: Any, tensors: list[Tensor]) -> dict[str, Any]:
         """As `_location`, inside of the engine and of torch's own derivatives."""
@@ -302,8 +285,11 @@ class LeafHooks:
 
     def _run(self, hook: Any, name: str, gradient_of: Callable[[Any, Any], Tensor | None], argument: Any) -> Any:
         """Runs a hook of the user, and attributes what is not finite in its result to it, if that is new."""
-        with self._watch.in_hook_on(name):
+        self._watch.local.hook_on = name
+        try:
             result = hook(argument)
+        finally:
+            self._watch.local.hook_on = None
         with self._watch.paused():
             gradient = gradient_of(argument, result)
             if gradient is not None and self._watch.is_new(gradient):

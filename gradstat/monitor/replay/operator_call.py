@@ -43,11 +43,6 @@ def _accesses(func: Any) -> dict[str, tuple[bool, bool]]:
     return accesses
 
 
-@functools.cache
-def _returns_alias(func: Any) -> bool:
-    return any(returned.alias_info is not None for returned in func._schema.returns)
-
-
 class Call:
     """An operation and its arguments."""
 
@@ -71,7 +66,7 @@ class Call:
         """Whether it only returns views."""
         if self.is_constant or any(argument.written for argument in self.arguments):
             return False
-        return _returns_alias(self._func)
+        return any(returned.alias_info is not None for returned in self._func._schema.returns)
 
     @property
     def has_infinite_number(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -100,18 +99,15 @@ class Schedule:
         if self._inside:
             raise RuntimeError("this Schedule is already active; enter it once per step, and do not nest steps")
         if self.active:
-            mode = torch.autograd.set_detect_anomaly(True, self.check_nan)
-            mode.__enter__()
-            self._mode = mode
+            self._mode = torch.autograd.set_detect_anomaly(True, self.check_nan)
+            self._mode.__enter__()
             self.active_steps += 1
         self._inside = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._mode is not None:
-            self._mode.__exit__(kind, error, traceback)
+            self._mode.__exit__(kind, *rest)
             if kind is not None and issubclass(kind, Exception):
                 self.catches += 1
                 self.reset()

@@ -76,8 +76,13 @@ class StepState:
     @classmethod
     def capture(cls, model: Module, previous: StepState | None = None) -> StepState:
         """The state of ``model`` now. Copies of large buffers not changed since ``previous`` are shared with it."""
-        earlier = {} if previous is None else previous._buffers
-        return cls(RngState.capture(), {name: _copied(b, earlier.get(name)) for name, b in model.named_buffers()})
+        buffers = {}
+        for name, buffer in model.named_buffers():
+            saved = None if previous is None else previous._buffers.get(name)
+            if saved is None or not saved.is_valid_for(buffer):
+                saved = _Buffer(weakref.ref(buffer), _version(buffer), buffer.detach().clone())
+            buffers[name] = saved
+        return cls(RngState.capture(), buffers)
 
     def restore(self, model: Module, before_write: Callable[[Tensor], None] = lambda buffer: None) -> None:
         """Restores random states and the buffers of ``model``, the latter in place and without new versions.
@@ -95,12 +100,6 @@ class StepState:
                 with same_version(buffer):
                     buffer.copy_(saved.copy)
         self.rng.restore()
-
-
-def _copied(buffer: Tensor, earlier: _Buffer | None) -> _Buffer:
-    if earlier is not None and earlier.is_valid_for(buffer):
-        return earlier
-    return _Buffer(weakref.ref(buffer), _version(buffer), buffer.detach().clone())
 
 
 def _version(tensor: Tensor) -> int:
@@ -141,8 +140,7 @@ class StepStateKeeper:
         hook: Any = Hook(self._before_forward)
         if getattr(model, "_compiled_call_impl", None) is not None:
             hook = torch.compiler.disable(hook)  # ``model.compile()`` compiles hooks, too
-        handle = hook_forward(model, hook, before=True, prepend=True)
-        self._remove = removed_with(self, [handle])
+        self._remove = removed_with(self, [hook_forward(model, hook, before=True, prepend=True)])
 
     def _before_forward(self, model: Module, _inputs: Any) -> None:
         if in_backward() or is_replaying() or is_evaluation(model):

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradstat._step.torch_calls import with_subclasses
 from gradstat.counters import _counters
-from gradstat.guard import SpikeGuard, last_guards
+from gradstat.guard import last_guards
 from gradstat.monitor.replay.step_state import ALWAYS_COPIED, RngState, same_version
 
 
@@ -53,8 +53,6 @@ class Undo:
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad(), same_version(tensor):
                     tensor.copy_(copy)
 
-    # What a training step changes -------------------------------------------------------------------------
-
     def rng(self) -> None:
         self._on_restore.callback(RngState.capture().restore)
 
@@ -84,7 +82,7 @@ class Undo:
         leaf.grad = None
 
     def attribute(self, owner: Any, name: str) -> None:
-        self._on_restore.callback(_set_attribute, owner, name, getattr(owner, name))
+        self._on_restore.callback(setattr, owner, name, getattr(owner, name))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """State, hyperparameters and other attributes."""
@@ -128,8 +126,6 @@ class Undo:
         else:
             self.protect(tensor)
 
-    # What is prevented ------------------------------------------------------------------------------------
-
     def no_steps(self, optimizers: Iterable[Optimizer]) -> None:
         """Until restored, ``step`` of ``optimizers`` does nothing except call its closure.
 
@@ -138,9 +134,16 @@ class Undo:
         counts = dict(_counters)  # of guarded steps, updated by kernels before any hook of an optimizer
         for counters in counts.values():
             self.copy(counters.tensor)
-        for guard in last_guards.values():
+        guards = dict(last_guards)
+        for guard in guards.values():
             self.copy(guard.state.tensor)
-        self._on_restore.callback(_forget_guards, dict(last_guards))
+
+        def forget_guards() -> None:
+            for guard in {*last_guards.values()} - {*guards.values()}:  # first used in the meantime
+                guard.state.load_(torch.zeros_like(guard.state.tensor))
+            _set_contents(last_guards, guards)
+
+        self._on_restore.callback(forget_guards)
         self._on_restore.callback(_set_contents, _counters, counts)
         for optimizer in optimizers:
             self.optimizer(optimizer)
@@ -153,23 +156,11 @@ class Undo:
                 schedule.step = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
-def _forget_guards(remembered: dict[Optimizer, SpikeGuard]) -> None:
-    """Resets guards that were first used in the meantime."""
-    for guard in {*last_guards.values()} - {*remembered.values()}:
-        guard.state.load_(torch.zeros_like(guard.state.tensor))
-    _set_contents(last_guards, remembered)
-
-
 def _no_step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _set_attribute(owner: Any, name: str, value: Any) -> None:
-    if getattr(owner, name) is not value:
-        setattr(owner, name, value)
 
 
 def _set_contents(mapping: MutableMapping[Any, Any], contents: dict[Any, Any]) -> None:

@@ -110,6 +110,7 @@ const FIRST = ["loss", "norm", "lr", "loss_scale"];
 
 // Draws the scalars of the run: a chart for each that changes, a sentence about the others.
 function drawScalars(data, onStep) {
+  const norm = data.scalars.find(({ name }) => name === "norm")?.values;
   const notFinite = data.scalars.find(({ name }) => name === "loss_nonfinite");
   const place = ({ name }) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   const series = [...data.scalars].sort((a, b) => place(a) - place(b));
@@ -126,17 +127,12 @@ function drawScalars(data, onStep) {
       if (here.length) constant.push(`${label}: NaN or not given`);
     } else if (!marks.length && here.every((x) => x === here[0])) {
       constant.push(`${label} ${short(here[0])}`);
-    } else if (!(name === "finite_norm" && sameWhereFinite(data, values))) {
+    } else if (name !== "finite_norm" || !norm || values.some((x, i) => Number.isFinite(norm[i]) && norm[i] !== x)) {
+      // The norm of the finite elements is drawn only where it is another one.
       const box = element("div");
       byId("series").append(box);
       drawSeries(box, { name, label, steps: data.steps, values, missing, marks, onStep });
     }
   }
   byId("constant").textContent = constant.length ? `The same in every step: ${constant.join(" \u00b7 ")}.` : "";
-}
-
-// Whether the values equal the norm wherever that is finite, so that one chart is enough.
-function sameWhereFinite(data, values) {
-  const norm = data.scalars.find((s) => s.name === "norm");
-  return norm && values.every((x, i) => !Number.isFinite(norm.values[i]) || norm.values[i] === x);
 }

@@ -11,9 +11,8 @@ const DIVERGING = {
 const COUNTING = { light: ["#f0eee8", "#e58a8f", "#c81e2c"], dark: ["#22262b", "#8c343c", "#ff6470"] };
 const MOST_COLUMNS = 900;
 
-const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 const scale = (colors) => {
-  const list = colors[isDark() ? "dark" : "light"];
+  const list = colors[matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"];
   return list.map((c, i) => [i / (list.length - 1), c]);
 };
 
@@ -82,7 +81,8 @@ class HeatMap {
     const narrow = window.innerWidth < 720;
     const length = narrow ? 18 : 34;
     const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
-    const rows = this.rowTicks(height - 48);
+    const every = Math.max(1, Math.ceil((table.n * 13) / (height - 48)));
+    const rows = Array.from({ length: Math.ceil(table.n / every) }, (_, r) => r * every);
     this.plot.style.height = this.profile.style.height = `${height}px`;
     this.margin = { t: 6, b: 42 };
     const left = Math.max(40, Math.min(narrow ? 136 : 250, 14 + 7 * Math.max(0, ...rows.map((j) => Math.min(length, table.names[j].length)))));
@@ -148,11 +148,6 @@ class HeatMap {
       absent.push(nones);
     }
     return { z, nonfinite, absent };
-  }
-
-  rowTicks(height) {
-    const every = Math.max(1, Math.ceil((this.table.n * 13) / height));
-    return Array.from({ length: Math.ceil(this.table.n / every) }, (_, r) => r * every);
   }
 
   stepTicks() {
