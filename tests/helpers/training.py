@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradstat.monitor import Monitor
+from gradstat.monitor import Finding, Monitor
 
 CLASSES = 4
 TOKENS = 32
@@ -83,6 +83,30 @@ class Training:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+
+def trained(monitor: Monitor, loss: Callable[[int], Tensor], steps: int) -> Monitor:
+    """Trains a monitor's model on the loss of each step, with its optimizer if it has one; returns the monitor."""
+    for step in range(steps):
+        monitor._model.zero_grad()
+        value = loss(step)
+        value.backward()
+        monitor.step(value)
+        if monitor._optimizer is not None:
+            monitor._optimizer.step()
+    monitor.flush()
+    return monitor
+
+
+def fill(model: nn.Module, value: float = 1.0) -> None:
+    """Sets every element of every gradient."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def serious(monitor: Monitor) -> list[Finding]:
+    """The findings above severity info."""
+    return [finding for finding in monitor.findings if finding.severity != "info"]
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
