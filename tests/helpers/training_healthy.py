@@ -20,6 +20,7 @@ from helpers.training import (
     cross_entropy,
     factory,
     mlp,
+    serious,
     train_bag,
     train_cnn,
     train_gpt,
@@ -156,4 +157,4 @@ def serious_findings(healthy: Healthy, seed: int, steps: int) -> tuple[list[Find
     for _ in training.steps(monitor, 0, steps):
         pass
     monitor.detach()
-    return [finding for finding in monitor.findings if finding.severity != "info"], monitor
+    return serious(monitor), monitor
