@@ -189,8 +189,9 @@ def test_rules_beside_a_parameter_that_is_left_out_still_judge_the_others() -> N
 
 
 def test_a_learning_rate_of_numpy_or_none_at_all_is_no_error() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=np.float32(0.5))
-    monitor = gradstat.Monitor(nn.Linear(6, 6), optimizer)
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float32(0.5))
+    monitor = gradstat.Monitor(model, optimizer)
     monitor.step()
     del optimizer.param_groups[0]["lr"]
     monitor.step(np.float32(2.0))
