@@ -46,9 +46,8 @@ from detection_judging import (  # noqa: E402
 )
 from detection_mistakes import SUBJECTS  # noqa: E402
 from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
-from helpers.training import RECORD, Training  # noqa: E402
+from helpers.training import HEALTHY, RECORD, Healthy, Training  # noqa: E402
 from helpers.training_faults import FAULTS  # noqa: E402
-from helpers.training_healthy import HEALTHY, Healthy  # noqa: E402
 from rows import Row, step_rows  # noqa: E402
 from runner import CPU, Job, on_two_ranks, results_of, rows_of_values  # noqa: E402
 from training_programs import PROGRAMS  # noqa: E402

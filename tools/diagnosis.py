@@ -18,7 +18,7 @@ from gradstat.monitor import RULES, Finding, Rule
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from helpers.training_healthy import HEALTHY, serious_findings
+from helpers.training import HEALTHY, serious_findings
 from training_programs import PROGRAMS, run
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "diagnosis.md"

@@ -3,7 +3,7 @@
 import re
 
 import diagnosis
-from helpers.training_healthy import HEALTHY
+from helpers.training import HEALTHY
 from training_programs import PROGRAMS
 
 

@@ -10,8 +10,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.training import RECORD, Clusters, Training, factory, serious, train, train_mlp
-from helpers.training_healthy import HEALTHY, Healthy, serious_findings
+from helpers.training import (
+    HEALTHY,
+    RECORD,
+    Clusters,
+    Healthy,
+    Training,
+    factory,
+    serious,
+    serious_findings,
+    train,
+    train_mlp,
+)
 from training_programs import PROGRAMS, Program, run
 
 from gradstat.monitor import Monitor
