@@ -6,8 +6,6 @@ import dataclasses
 import gc
 import math
 import pickle
-import re
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,16 +149,6 @@ def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
     finding = monitor.findings[0]
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 10, "second.weight")
     assert (finding.evidence["first"], finding.about) == ([2, 3], "gradient")
-
-
-def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
-    """The bad gradient that was completed first is named, whatever the order in the model."""
-    used_last, used_first = nn.Linear(4, 4), nn.Linear(4, 4)
-    monitor = gradstat.Monitor(nn.Sequential(used_last, used_first), on_anomaly="record")
-    for factor in (1.0, 1.0, math.nan):
-        (used_last(used_first(torch.randn(2, 4))).sum() * factor).backward()
-        monitor.step()
-    assert monitor.findings[0].name.startswith("0.")
 
 
 def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> None:
@@ -371,25 +359,6 @@ def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
     assert torch.amp.GradScaler.scale is scale_of_torch
 
 
-def test_evidence_is_told_in_words() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    monitor = gradstat.Monitor(model, on_anomaly="record")
-    (model(torch.ones(1, 2)).sum() * math.nan).backward()
-    monitor.step()
-    text = str(monitor.diagnose())
-    assert "evidence: not finite [" in text
-    assert "how many are not finite 4, NaN elements " in text
-    assert not re.search(r"evidence:.*(nonfinite_tensors|numel|_count)", text)
-
-
-def test_what_to_watch_may_be_one_name() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    with gradstat.Monitor(model, watch="activations") as monitor:
-        model(torch.randn(4, 3)).sum().backward()
-        monitor.step()
-    assert monitor.recording().tables["activation"].names == ("0", "1")
-
-
 GUARD = gradstat.SpikeGuard()
 STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
 
@@ -525,8 +494,7 @@ def test_batches_of_changing_sizes_are_judged_by_their_own_sizes() -> None:
     model, optimizer, monitor = made()
     sizes = (4, 4, 4, 4, 4, 32, 16, 8)  # the last four are reviewed together
     for size in sizes:
-        x = torch.full((size, 8), 2.0)
-        x[: size // 2] = 0.0
+        x = torch.tensor([0.0, 2.0]).repeat_interleave(size // 2)[:, None].repeat(1, 8)
         if size == 32:
             x[31, 7] = math.nan
         monitor.batch(x)
@@ -544,7 +512,7 @@ def test_a_parameter_of_another_size_does_not_change_the_steps_before() -> None:
     for size in (4, 4, 4, 8, 8):
         if size != model.weight.shape[0]:
             model.weight = nn.Parameter(torch.ones(size, 4))
-        model.weight.grad = torch.ones_like(model.weight)
+        fill(model)
         monitor.step()
     table = monitor.recording().tables["gradient"]
     assert table.column("mean")[:, 0].tolist() == [1.0] * 5
@@ -557,7 +525,7 @@ def test_a_module_with_several_outputs_is_measured_over_all_of_them() -> None:
             return torch.ones(2, 2), torch.zeros(4, 3).index_fill(0, torch.tensor(3), math.nan)
 
     model = nn.ModuleDict({"two": Two(), "last": nn.Linear(2, 2)})
-    monitor = gradstat.Monitor(model, on_anomaly="record", watch=["activations"])
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch="activations")
     for _ in range(2):  # of one step
         model["two"](torch.ones(1))
     monitor.step()
@@ -664,9 +632,7 @@ def test_a_loss_scale_of_zero_loses_no_step() -> None:
         model.zero_grad()
         (model(torch.randn(8, 8)).sum() * scale).backward()
         monitor.step()
-    recording = monitor.recording()
-    assert recording.steps.tolist() == [0, 1, 2]
-    assert np.isnan(recording.scalars["norm"]).tolist() == [False, True, False]
+    assert np.isnan(monitor.recording().scalars["norm"]).tolist() == [False, True, False]
 
 
 def test_a_batch_is_measured_as_often_as_asked_and_kept_for_a_replay_anyway() -> None:
@@ -837,28 +803,22 @@ def test_a_replay_that_cannot_run_is_refused_at_once_and_not_at_the_incident() -
     assert monitor.steps == 0
 
 
+@pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("takes", ["batch", "nothing", "either"])
 def test_the_documented_replay_runs_with_the_batch_if_the_function_takes_one(takes: str) -> None:
-    model = nn.Linear(2, 1)
-    newest = [torch.ones(1, 2)]
+    model, newest = nn.Linear(2, 1), torch.ones(1, 2)
 
     def step(batch: Tensor) -> None:
         model.zero_grad()
         model(batch).square().sum().backward()
 
-    functions: dict[str, Any] = {
-        "batch": step,
-        "nothing": lambda: step(newest[0]),
-        "either": lambda batch=None: step(batch),
-    }
+    functions: Any = {"batch": step, "nothing": lambda: step(newest), "either": lambda batch=None: step(batch)}
     monitor = gradstat.Monitor(model, replay=functions[takes], on_anomaly="replay")
     for value in (1.0, math.nan):
-        newest[0] = torch.full((1, 2), value)
-        monitor.batch(newest[0])
-        step(newest[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            monitor.step()
+        newest = torch.full((1, 2), value)
+        monitor.batch(newest)
+        step(newest)
+        monitor.step()
     assert monitor.culprit.phase == "input"
 
 
@@ -886,8 +846,6 @@ def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone()
     optimizer.step()
     with pytest.raises(RuntimeError, match="parameters have changed"):
         monitor.replay(step)
-    with pytest.raises(TypeError, match="no function to run"):
-        monitor.replay()
 
 
 def test_a_step_that_was_not_skipped_is_gone_although_bad_ones_are() -> None:
@@ -945,16 +903,14 @@ def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
 def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_its_place() -> None:
     model, optimizer, monitor = made(watch={"optimizer": 1, "updates": 1})
     trained(model, optimizer, monitor, 1)
-    for key in ("gradient", "update", "label", "scalars"):
-        for parameter in model.parameters():
-            optimizer.state[parameter][key] = torch.full_like(parameter, 1e6)
+    keys = "gradient", "update", "label", "scalars"
+    for parameter in model.parameters():
+        optimizer.state[parameter] |= {key: torch.full_like(parameter, 1e6) for key in keys}
     trained(model, optimizer, monitor, 3)
-    monitor.flush()
     tables = monitor.recording().tables
     assert tables["gradient"].column("max_abs").max() < 1e3
     assert tables["update"].column("l2_norm").max() < 1e3
-    for key in ("gradient", "update", "label", "scalars"):
-        assert (tables[f"optimizer {key}"].column("max_abs") == 1e6).all()
+    assert all((tables[f"optimizer {key}"].column("max_abs") == 1e6).all() for key in keys)
     assert set(tables) & {"label", "scalars"} == set()
 
 
