@@ -8,6 +8,7 @@ calls gradstat as its users would, by `gradstat.auto` or a `gradstat.Monitor`, o
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -291,11 +292,8 @@ class CartPole:
 
 def _returns(length: int) -> Tensor:
     """Normalized discounted returns of a reward of 1 per step."""
-    total, returns = 0.0, []
-    for _ in range(length):
-        total = 1 + 0.99 * total
-        returns.append(total)
-    made = torch.tensor(returns[::-1])
+    returns = itertools.accumulate([1.0] * length, lambda total, reward: reward + 0.99 * total)
+    made = torch.tensor([*returns][::-1])
     return (made - made.mean()) / (made.std() + 1e-7)
 
 
@@ -612,32 +610,25 @@ def nano_gpt(session: Session) -> Outcome:
     return Outcome(curve, [model])
 
 
-class _Experts(nn.Module):
-    """A switch layer that routes each token to one of several MLPs; those without tokens are not computed."""
-
-    def __init__(self, width: int = 16, count: int = 8) -> None:
-        super().__init__()
-        self.route = nn.Linear(width, count)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width))
-                                     for _ in range(count))  # fmt: skip
-        self.balance = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares = self.route(x).softmax(-1)
-        weight, chosen = shares.max(-1)
-        out = torch.zeros_like(x)
-        for i in chosen.unique().tolist():
-            where = chosen == i
-            out[where] = self.experts[i](x[where]) * weight[where][:, None]
-        counts = F.one_hot(chosen, shares.shape[-1]).float()
-        self.balance = shares.shape[-1] * (counts.mean(0) * shares.mean(0)).sum()
-        return x + out
+def _switch(net: Net, x: Tensor) -> Tensor:
+    """Routes each token to one of several MLPs; those without tokens are not computed."""
+    shares = net.route(x).softmax(-1)
+    weight, chosen = shares.max(-1)
+    out = torch.zeros_like(x)
+    for i in chosen.unique().tolist():
+        where = chosen == i
+        out[where] = net.experts[i](x[where]) * weight[where][:, None]
+    counts = F.one_hot(chosen, shares.shape[-1]).float()
+    net.balance = shares.shape[-1] * (counts.mean(0) * shares.mean(0)).sum()
+    return x + out
 
 
 @program("mixture of experts", 150, 700)
 def switch(session: Session) -> Outcome:
     """A mixture of experts with a balancing loss; in many steps some expert has no gradient."""
-    experts = _Experts()
+    route = nn.Linear(16, 8)
+    perceptrons = (nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(8))
+    experts = Net(_switch, route=route, experts=nn.ModuleList(perceptrons))
     model = nn.Sequential(nn.Linear(16, 16), experts, nn.LayerNorm(16), nn.Linear(16, 10))
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -677,48 +668,38 @@ def timm_sgd(session: Session) -> Outcome:
     return session.fit(model, Images(session.seed, 12, 32), loss, optimizer, each=each, kept=[kept])
 
 
-class _ViTBlock(nn.Module):
+def _vit_block(drop: float) -> Net:
     """Attention and an MLP, with layer scale from 1e-5 and stochastic depth."""
 
-    def __init__(self, width: int, drop: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-        self.scale1, self.scale2 = (nn.Parameter(torch.full((width,), 1e-5)) for _ in range(2))
-        self.drop = drop
+    def path(x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1, 1) >= drop) / (1 - drop)
 
-    def _path(self, x: Tensor) -> Tensor:
-        return x * (torch.rand(len(x), 1, 1) >= self.drop) / (1 - self.drop)
+    def block(net: Net, x: Tensor) -> Tensor:
+        y = net.norm1(x)
+        x = x + path(net.scale1 * net.attention(y, y, y, need_weights=False)[0])
+        return x + path(net.scale2 * net.mlp(net.norm2(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        x = x + self._path(self.scale1 * self.attention(y, y, y, need_weights=False)[0])
-        return x + self._path(self.scale2 * self.mlp(self.norm2(x)))
+    parts = {"norm1": nn.LayerNorm(24), "norm2": nn.LayerNorm(24)}
+    parts["attention"] = nn.MultiheadAttention(24, 4, batch_first=True)
+    parts["mlp"] = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+    return Net(block, **parts, **{name: nn.Parameter(torch.full((24,), 1e-5)) for name in ("scale1", "scale2")})
 
 
-class _ViT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, 24, 4, 4)
-        self.places, self.cls = nn.Parameter(torch.randn(1, 10, 24) * 0.02), nn.Parameter(torch.zeros(1, 1, 24))
-        self.blocks = nn.ModuleList(_ViTBlock(24, 0.1 * i) for i in range(3))
-        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 10)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).mT
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.places
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+def _vit(net: Net, x: Tensor) -> Tensor:
+    x = net.patches(x).flatten(2).mT
+    x = torch.cat([net.cls.expand(len(x), -1, -1), x], 1) + net.places
+    return net.head(net.norm(net.blocks(x))[:, 0])
 
 
 @program("timm: ViT, AdamW, stochastic depth", 240, 800, None)
 def timm_vit(session: Session) -> Outcome:
     """AdamW, warm-up stepped per epoch, stochastic depth, layer scale, a head of zeros, mixup, a clip at 1."""
-    model = _ViT()
+    patches, places = nn.Conv2d(1, 24, 4, 4), nn.Parameter(torch.randn(1, 10, 24) * 0.02)
+    blocks, head = nn.Sequential(*(_vit_block(0.1 * i) for i in range(3))), nn.Linear(24, 10)
+    for zeroed in head.parameters():
+        nn.init.zeros_(zeroed)
+    parts = {"patches": patches, "places": places, "cls": nn.Parameter(torch.zeros(1, 1, 24)), "blocks": blocks}
+    model = Net(_vit, **parts, norm=nn.LayerNorm(24), head=head)
     optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
@@ -730,30 +711,24 @@ def timm_vit(session: Session) -> Outcome:
     return session.fit(model, images, loss, optimizer, "monitor", each, clip=1.0, max_norm=1.0)
 
 
-class _Detector(nn.Module):
-    """Convolutions with batch norm; a class per location, and distances as means of distributions (DFL)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16),
-            nn.SiLU(),
-        )  # fmt: skip
-        self.box, self.kind = nn.Conv2d(16, 4 * 8, 1), nn.Conv2d(16, 4, 1)
-        self.dfl = nn.Conv2d(8, 1, 1, bias=False).requires_grad_(False)
-        self.dfl.weight.copy_(torch.arange(8.0).view(1, 8, 1, 1))
-        nn.init.constant_(self.kind.bias, math.log(5 / 4 / 20))  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.trunk(x)
-        shares = self.box(x).view(len(x), 4, 8, -1).transpose(1, 2).softmax(1)
-        return self.dfl(shares)[:, 0], self.kind(x).flatten(2)
+def _detect(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A class per location, and distances as means of distributions (DFL)."""
+    x = net.trunk(x)
+    shares = net.box(x).view(len(x), 4, 8, -1).transpose(1, 2).softmax(1)
+    return net.dfl(shares)[:, 0], net.kind(x).flatten(2)
 
 
 @program("YOLO: constant convolution, warm-up of biases", 200, 1000)
 def yolo(session: Session) -> Outcome:
     """A constant convolution held by the optimizer, and warm-up per group: downwards for biases, and of momentum."""
-    model = _Detector()
+    trunk = nn.Sequential(
+        nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.SiLU(),
+        nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(),
+    )  # fmt: skip
+    box, kind, dfl = nn.Conv2d(16, 4 * 8, 1), nn.Conv2d(16, 4, 1), nn.Conv2d(8, 1, 1, bias=False).requires_grad_(False)
+    dfl.weight.copy_(torch.arange(8.0).view(1, 8, 1, 1))
+    nn.init.constant_(kind.bias, math.log(5 / 4 / 20))
+    model = Net(_detect, trunk=trunk, box=box, kind=kind, dfl=dfl)
     biases = [p for p in model.parameters() if p.dim() < 2]
     weights = [p for p in model.parameters() if p.dim() > 1]
     optimizer = torch.optim.SGD(biases, lr=0.01, momentum=0.937, nesterov=True)
