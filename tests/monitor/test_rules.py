@@ -963,33 +963,29 @@ def test_a_weight_that_began_at_zero_may_be_small_beside_its_gradient() -> None:
     assert hits(new("gradient-weight-ratio"), story.windows(4)) == []
 
 
-def test_the_decay_of_a_second_moment_is_found_under_whatever_name() -> None:
-    weight = [nn.Parameter(torch.ones(2))]
-    for optimizer, decay in (
-        (torch.optim.Adadelta(weight, rho=0.9), 0.9),
-        (torch.optim.RMSprop(weight, alpha=0.8), 0.8),
-        (torch.optim.Adam([{"params": weight, "betas": (0.9, 0.95, 0.7)}]), 0.7),
-        (torch.optim.SGD(weight, lr=0.1), 0.0),
-        (None, 0.0),
-    ):
-        assert optimizer_settings(optimizer)["second_moment_decay"] == decay
+WEIGHT, OTHER = ([nn.Parameter(torch.ones(2))] for _ in range(2))
 
 
-def test_a_momentum_that_never_forgets_is_told_once() -> None:
-    weight = [nn.Parameter(torch.ones(2))]
-    betas, other = {"params": weight, "betas": (0.9999, 0.99)}, {"params": [nn.Parameter(torch.ones(2))]}
-    for optimizer, momentum, steps in (
-        (torch.optim.SGD(weight, 0.1, momentum=0.9999), 0.9999, [8]),
-        (torch.optim.Adam([other, betas]), 0.9999, [8]),
-        (torch.optim.SGD(weight, 0.1, momentum=0.999), 0.999, []),
-        (torch.optim.Adagrad(weight), 0.0, []),
-        (None, 0.0, []),
-    ):
-        story = series("loss", [1.0] * 40)
-        settings = optimizer_settings(optimizer)
-        assert settings["momentum"] == momentum
-        story.run = RunSettings(**settings)
-        assert [step for _, step, _ in hits(new("momentum-drift"), story.windows(9))] == steps
+@pytest.mark.parametrize(
+    ("optimizer", "decay", "momentum", "is_told"),
+    [
+        (torch.optim.Adadelta(WEIGHT, rho=0.9), 0.9, 0.0, False),
+        (torch.optim.RMSprop(WEIGHT, alpha=0.8), 0.8, 0.0, False),
+        (torch.optim.Adam([{"params": WEIGHT, "betas": (0.9, 0.95, 0.7)}]), 0.7, 0.9, False),
+        (torch.optim.Adam([{"params": OTHER}, {"params": WEIGHT, "betas": (0.9999, 0.99)}]), 0.99, 0.9999, True),
+        (torch.optim.SGD(WEIGHT, 0.1, momentum=0.9999), 0.0, 0.9999, True),
+        (torch.optim.SGD(WEIGHT, 0.1, momentum=0.999), 0.0, 0.999, False),
+        (torch.optim.Adagrad(WEIGHT), 0.0, 0.0, False),
+        (None, 0.0, 0.0, False),
+    ],
+)
+def test_decays_are_found_under_whatever_name_and_a_momentum_that_never_forgets_is_told_once(
+    optimizer: Any, decay: float, momentum: float, is_told: bool
+) -> None:
+    settings = optimizer_settings(optimizer)
+    assert (settings["second_moment_decay"], settings["momentum"]) == (decay, momentum)
+    story = series("loss", [1.0] * 40, run=RunSettings(**settings))
+    assert [step for _, step, _ in hits(new("momentum-drift"), story.windows(9))] == [8] * is_told
 
 
 @pytest.mark.parametrize(("last", "is_classifier"), [("b.base", True), ("a.base", False)])
