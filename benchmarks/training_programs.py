@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from helpers.training import GPT, RECORD, TOKENS, Optimize, Sentences, factory
+from helpers.training import GPT, RECORD, TOKENS, Optimize, Sentences, factory, serious
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.optim import Adam, AdamW, Optimizer
@@ -134,8 +134,7 @@ def run(program: Program, seed: int, steps: int, on: bool = True) -> tuple[Outco
     outcome = program.train(session)
     for monitor in session.monitors:
         monitor.detach()
-    found = [finding for monitor in session.monitors for finding in monitor.findings if finding.severity != "info"]
-    return outcome, found, session.monitors
+    return outcome, [finding for monitor in session.monitors for finding in serious(monitor)], session.monitors
 
 
 def train_step(optimizer: Optimizer, loss: Tensor, monitor: Monitor | None = None, clip: float | None = None) -> float:

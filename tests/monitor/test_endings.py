@@ -7,7 +7,6 @@ import os
 import stat
 import tempfile
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -389,12 +388,8 @@ def test_what_a_policy_calls_may_use_the_monitor_in_any_thread(tmp_path: Path) -
     seen: list[int] = []
 
     def respond(monitor: gradstat.Monitor, finding: Finding) -> None:
-        def elsewhere() -> None:
-            monitor.save(tmp_path / "run.gradstat")
-            monitor.step(1.0)
-            seen.append(len(monitor.diagnose().findings))
-
-        within_time(elsewhere)
+        within_time(lambda: (monitor.save(tmp_path / "run.gradstat"), monitor.step(1.0)))
+        seen.append(within_time(lambda: len(monitor.diagnose().findings)))
         monitor.flush()
 
     monitor = made(on_anomaly=respond)
@@ -403,6 +398,7 @@ def test_what_a_policy_calls_may_use_the_monitor_in_any_thread(tmp_path: Path) -
     assert seen == [len(monitor.findings)]
 
 
+@pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("policy", ["replay", "record"])
 def test_hooks_in_a_replay_may_use_the_monitor_in_any_thread(policy: str) -> None:
     """As those of a backward pass on a GPU, which run in threads of the device."""
@@ -418,17 +414,8 @@ def test_hooks_in_a_replay_may_use_the_monitor_in_any_thread(policy: str) -> Non
         (model(torch.ones(2, 3)) * math.inf).sum().backward()
 
     monitor = gradstat.Monitor(model, on_anomaly=policy, replay=step)
-
     fill(model, math.nan)
-
-    def work() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AnomalyWarning)
-            monitor.step()
-            if policy == "record":
-                monitor.replay()
-
-    within_time(work)
+    within_time(lambda: (monitor.step(), policy == "record" and monitor.replay()))
     assert seen
     assert monitor.culprit is not None
     assert monitor.recording().steps.tolist() == [0]

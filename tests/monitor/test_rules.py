@@ -882,7 +882,7 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
 
 @pytest.mark.parametrize("size", [1, 9, 100, 600])
 @pytest.mark.parametrize("what", TOLD)
-def test_it_is_told_as_what_it_is(what: str, size: int) -> None:
+def test_each_story_is_told_with_its_severity_step_and_name(what: str, size: int) -> None:
     name, story, told = TOLD[what]
     assert [(found.severity, found.step, found.name) for found in findings(new(name), story.windows(size))] == told
 
