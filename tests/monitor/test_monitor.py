@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import math
 import pickle
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,16 @@ def test_numbers_that_need_a_copy_are_read_so_many_steps_later(
     finding = monitor.findings[0]
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 10, "second.weight")
     assert (finding.evidence["first"], finding.about) == ([2, 3], "gradient")
+
+
+def test_names_in_the_order_in_which_the_backward_pass_met_them() -> None:
+    """The bad gradient that was completed first is named, whatever the order in the model."""
+    used_last, used_first = nn.Linear(4, 4), nn.Linear(4, 4)
+    monitor = gradstat.Monitor(nn.Sequential(used_last, used_first), on_anomaly="record")
+    for factor in (1.0, 1.0, math.nan):
+        (used_last(used_first(torch.randn(2, 4))).sum() * factor).backward()
+        monitor.step()
+    assert monitor.findings[0].name.startswith("0.")
 
 
 def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> None:
@@ -348,6 +359,17 @@ def test_a_loss_scaler_that_was_not_given_is_found_in_the_first_step() -> None:
     assert torch.amp.GradScaler.scale is not scale_of_torch
     del monitor
     assert torch.amp.GradScaler.scale is scale_of_torch
+
+
+def test_evidence_is_told_in_words() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    monitor = gradstat.Monitor(model, on_anomaly="record")
+    (model(torch.ones(1, 2)).sum() * math.nan).backward()
+    monitor.step()
+    text = str(monitor.diagnose())
+    assert "evidence: not finite [" in text
+    assert "how many are not finite 4, NaN elements " in text
+    assert not re.search(r"evidence:.*(nonfinite_tensors|numel|_count)", text)
 
 
 GUARD = gradstat.SpikeGuard()
