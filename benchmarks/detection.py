@@ -31,6 +31,7 @@ import detection_mistakes  # noqa: E402
 import detection_published  # noqa: E402
 import detection_tables  # noqa: E402
 import runner  # noqa: E402
+import training_programs  # noqa: E402
 from detection_cases import ONSET, Case  # noqa: E402
 from detection_judging import (  # noqa: E402
     STEPS,
@@ -45,13 +46,11 @@ from detection_judging import (  # noqa: E402
 )
 from detection_mistakes import SUBJECTS  # noqa: E402
 from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
-from helpers import training_programs  # noqa: E402
-from helpers.training import RECORD, Training  # noqa: E402
+from helpers.training import HEALTHY, RECORD, Healthy, Training  # noqa: E402
 from helpers.training_faults import FAULTS  # noqa: E402
-from helpers.training_healthy import HEALTHY, Healthy  # noqa: E402
-from helpers.training_programs import PROGRAMS  # noqa: E402
 from rows import Row, step_rows  # noqa: E402
 from runner import CPU, Job, on_two_ranks, results_of, rows_of_values  # noqa: E402
+from training_programs import PROGRAMS  # noqa: E402
 
 from gradstat.bench.timing import interleaved  # noqa: E402
 from gradstat.monitor import Golden  # noqa: E402

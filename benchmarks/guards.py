@@ -26,8 +26,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import runner  # noqa: E402
 import tables  # noqa: E402
-from helpers.training import CLASSES, GPT, TOKENS, Clusters, Sentences, Training, cnn, factory, mlp, train  # noqa: E402
-from helpers.training_healthy import HEALTHY  # noqa: E402
+from helpers.training import (  # noqa: E402
+    CLASSES,
+    GPT,
+    HEALTHY,
+    TOKENS,
+    Clusters,
+    Sentences,
+    Training,
+    cnn,
+    factory,
+    mlp,
+    train,
+)
 from rows import Row  # noqa: E402
 from runner import rows_of_values  # noqa: E402
 

@@ -17,8 +17,9 @@ import torch
 from gradstat.monitor import RULES, Finding, Rule
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from helpers.training_healthy import HEALTHY, serious_findings
-from helpers.training_programs import PROGRAMS, run
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+from helpers.training import HEALTHY, serious_findings
+from training_programs import PROGRAMS, run
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "diagnosis.md"
 MARKED = re.compile(

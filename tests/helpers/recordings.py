@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from gradstat.monitor import Finding, Recording, Series
 from gradstat.monitor.recording import COLUMNS
@@ -103,12 +104,17 @@ def recording(
 
 def bits(value: object) -> object:
     """A value that is equal only if all items of ``value`` are equal, in order, and arrays are equal bitwise."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), raw
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, (Recording, Series)):
         return bits(vars(value))
     if isinstance(value, dict):
         return [(key, bits(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [bits(item) for item in value]
     return repr(value)  # NaN is not equal to itself, but its repr is
 
 

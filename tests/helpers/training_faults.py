@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -59,8 +59,7 @@ class Fault:
     policy: Any = field(default_factory=lambda: RECORD)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The findings of a monitor, and the diagnosis's first one unless it is ok."""
 
     findings: list[Finding]
@@ -80,10 +79,9 @@ def _inject(number: int) -> Outcome:
     torch.set_num_threads(1)
     fault = FAULTS[number]
     training = fault.training(0)
-    rank = torch.distributed.get_rank()
     training.model = DistributedDataParallel(training.model)
-    if rank not in fault.broken_ranks:
-        fault = replace(fault, breaks=lambda training: None)
+    if torch.distributed.get_rank() not in fault.broken_ranks:
+        fault = replace(fault, breaks=_unbroken)
     return _injected(fault, training)
 
 
@@ -101,6 +99,10 @@ def _injected(fault: Fault, training: Training) -> Outcome:
 
 
 # Ways to break a training -------------------------------------------------------------------------------------
+
+
+def _unbroken(training: Training) -> None:
+    """The training itself has the fault."""
 
 
 def every_batch(spoil: Callable[[Batch], Batch], count: float = math.inf) -> Callable[[Training], None]:
@@ -135,10 +137,7 @@ def _poke(tensor: Tensor, value: float, index: int = 7) -> None:
 def weight(name: str, value: float, index: int = 7) -> Callable[[Training], None]:
     """Overwrites one element of a parameter or buffer."""
 
-    def breaks(training: Training) -> None:
-        _poke(training.model.state_dict()[name], value, index)
-
-    return breaks
+    return lambda training: _poke(training.model.state_dict()[name], value, index)
 
 
 def multiplied(name: str, factor: float) -> Callable[[Training], None]:
@@ -219,19 +218,13 @@ def _fixed_scale(model: nn.Module, batch: Batch) -> Tensor:
     return (unscaled - unscaled.detach()) * 2.0**24 + unscaled.detach()  # the value that the monitor sees is unscaled
 
 
-class _Alternating:
+SIGNS = itertools.cycle((-1.0, 1.0))
+
+
+def _alternating(model: nn.Module, batch: Batch) -> Tensor:
     """Adds a square root of 0 in one micro-batch and subtracts it in the next."""
-
-    def __init__(self) -> None:
-        self.sign = 1.0
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        self.sign = -self.sign
-        gain = model[2].bias[0]  # type: ignore[index]
-        return cross_entropy(model, batch) + self.sign * torch.sqrt(gain - gain.detach())
-
-
-# Batches with a fault -----------------------------------------------------------------------------------------
+    gain = model[2].bias[0]  # type: ignore[index]
+    return cross_entropy(model, batch) + next(SIGNS) * torch.sqrt(gain - gain.detach())
 
 
 def _with_nan(batch: Batch) -> Batch:
@@ -244,35 +237,28 @@ def _with_nan(batch: Batch) -> Batch:
 
 def _half_model(seed: int, loss_scale: float = 1.0) -> Training:
     """A model with float16 parameters, without a scaler."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0].half()), batch[1]) * loss_scale
-
-    return train_mlp(seed, model=lambda: mlp().half(), optimize=factory(torch.optim.SGD, 0.05), loss=loss, shown=False)
+    return _in_dtype(seed, 0.05, torch.float16, lambda logits, y: F.cross_entropy(logits, y) * loss_scale)
 
 
-def _scaled(seed: int, **options: Any) -> Training:
-    return train_mlp(
-        seed,
-        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=100),
-        autocast=torch.float16,
-        shown=False,
-        **options,
-    )
+def _stalled(seed: int, lr: float = 1e-6) -> Training:
+    """A model with bfloat16 parameters, which such an update does not change."""
+    return _in_dtype(seed, lr, torch.bfloat16, lambda logits, y: F.cross_entropy(logits.float(), y))
+
+
+def _in_dtype(seed: int, lr: float, dtype: torch.dtype, loss: Callable[[Tensor, Tensor], Tensor]) -> Training:
+    made = train_mlp(seed, model=lambda: mlp().to(dtype), optimize=factory(torch.optim.SGD, lr), shown=False)
+    made.loss = lambda model, batch: loss(model(batch[0].to(dtype)), batch[1])
+    return made
+
+
+def _scaled(seed: int) -> Training:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=100)
+    return train_mlp(seed, scaler=scaler, autocast=torch.float16, shown=False)
 
 
 def _deep_sigmoid() -> nn.Module:
     layers = [layer for _ in range(10) for layer in (nn.Linear(16, 16), nn.Sigmoid())]
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
-
-
-def _stalled(seed: int, lr: float = 1e-6) -> Training:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
-
-    return train_mlp(
-        seed, model=lambda: mlp().bfloat16(), optimize=factory(torch.optim.SGD, lr), loss=loss, shown=False
-    )
 
 
 def _two_rates(seed: int) -> Training:
@@ -327,7 +313,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("NaN in exp_avg_sq of AdamW", "MLP", "nonfinite-optimizer-state", "2.weight",
           state("2.weight", "exp_avg_sq", lambda s: _poke(s, math.nan)), late=1),
     Fault("a hook on a parameter returns NaN", "GPT", "nonfinite-gradient", "blocks.1.up.weight", _hooked, train_gpt),
-    Fault("accumulated gradients are Inf - Inf", "MLP", "nonfinite-gradient", "2.bias", loss(_Alternating()),
+    Fault("accumulated gradients are Inf - Inf", "MLP", "nonfinite-gradient", "2.bias", loss(_alternating),
           lambda seed: train_mlp(seed, accumulate=2)),
     Fault("log of a negative output of a module", "MLP", "nonfinite-activation", "2",
           replaced_forward("2", lambda module, out: out.log()), watch={"activations": 1}),
@@ -341,14 +327,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("an infinite derivative: the scaler skips every step", "MLP, autocast", "loss-scale", "loss_scale",
           loss(_with_hidden_infinity), _scaled),
     Fault("float16 gradients underflow, without a scaler", "MLP in float16", "underflow", "0.weight",
-          lambda training: None, lambda seed: _half_model(seed, 1e-5), _half_model, step=0, further=40),
+          _unbroken, lambda seed: _half_model(seed, 1e-5), _half_model, step=0, further=40),
     # Size
     Fault("learning rate times 1000", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: lr * 1000)),
     Fault("zero_grad is not called any more", "MLP", "gradients-not-zeroed", "gradients", _never_zeroed),
     Fault("learning rate is negative", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: -lr)),
     Fault("learning rate is 0", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: 0.0), further=60),
     Fault("one group of parameters with learning rate 1", "MLP", "update-weight-ratio", "4.weight",
-          lambda training: None, _two_rates, train_mlp, step=0, late=1, further=40,
+          _unbroken, _two_rates, train_mlp, step=0, late=1, further=40,
           watch={"updates": 1, "parameters": 1}),
     Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight",
           state("2.weight", "exp_avg", lambda s: _poke(s, -1e6)), step=120, late=1, also=("parameter-jump",)),
@@ -363,7 +349,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("recurrent weights times 5", "RNN with ReLU", "loss-spike", "loss", multiplied("cells.weight_hh_l0", 5.0),
           lambda seed: train_recurrent(seed, nn.RNN, settings={"nonlinearity": "relu"}), also=("exploding-gradient",)),
     Fault("ten sigmoid layers, default initialization", "deep MLP", "vanishing-gradient", "0.weight",
-          lambda training: None,
+          _unbroken,
           lambda seed: train_mlp(seed, model=_deep_sigmoid, optimize=factory(torch.optim.SGD, 0.1)),
           lambda seed: train_mlp(seed, optimize=factory(torch.optim.SGD, 0.1)), step=0, late=5, further=40),
     Fault("a weight initialised 10 million times too small", "MLP", "gradient-weight-ratio", "2.weight",
@@ -374,7 +360,7 @@ FAULTS: tuple[Fault, ...] = (
           lambda training: nn.init.constant_(training.model[2].bias, -1e3), further=60),
     Fault("a hidden layer is detached", "MLP", "missing-gradient", "0.bias", loss(_without_branch), further=40),
     Fault("weights in bfloat16 and updates below their precision", "MLP in bfloat16", "unchanged-parameter",
-          "0.weight", lambda training: None, _stalled, lambda seed: _stalled(seed, 0.05), step=0, further=120),
+          "0.weight", _unbroken, _stalled, lambda seed: _stalled(seed, 0.05), step=0, further=120),
     # The course of training
     Fault("labels are permuted from now on", "MLP", "loss-spike", "loss",
           every_batch(lambda batch: (batch[0], (batch[1] + 1) % CLASSES)), step=150, late=1, further=12),
@@ -403,7 +389,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a weight is changed on one rank only", "MLP, DDP on 2 ranks", "replica-mismatch", "module.0.weight",
           multiplied("module.0.weight", 1.0001), lambda seed: train_mlp(seed, shown=False), step=12, late=8, further=12,
           ranks=2, watch={"replicas": 10}),
-    Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", lambda training: None,
+    Fault("the same batches on all ranks", "MLP, DDP on 2 ranks", "repeated-batch", "batch", _unbroken,
           step=0, ranks=2, watch={"batches": 10}),
     # Data
     Fault("labels start at 1 instead of 0", "MLP", "label-out-of-range", "batch[1]",
@@ -420,14 +406,3 @@ FAULTS: tuple[Fault, ...] = (
     Fault("every batch repeats a single sample", "MLP", "constant-feature", "batch[0]",
           every_batch(lambda batch: (batch[0][:1].expand_as(batch[0]), batch[1])), late=50, further=200, step=10),
 )  # fmt: skip
-
-
-def is_found(fault: Fault, outcome: Outcome) -> bool:
-    """Whether the expected finding comes first, and the other expected rules are among the findings."""
-    first = outcome.first
-    return (
-        first is not None
-        and (first.rule, first.name) == (fault.rule, fault.name)
-        and 0 <= first.step - fault.step <= fault.late
-        and {finding.rule for finding in outcome.findings} >= set(fault.also)
-    )

@@ -13,10 +13,7 @@ import stat
 import threading
 import time
 import tracemalloc
-import warnings
 import zipfile
-from collections import Counter
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -125,10 +122,7 @@ def spoiled(numel: int, steps: list[int], values: tuple[int, ...]) -> dict[str, 
         ({"steps": np.array([3, 3, 4])}, "steps must be at least 0 and strictly increasing"),
         ({"steps": np.array([-1, 3, 4])}, "steps must be at least 0 and strictly increasing"),
         ({"steps": np.array([0.5, 1, 2])}, "must be a list of integers"),
-        (
-            {"scalars": {"loss": np.zeros(2)}},
-            r"scalars\['loss'\] has shape \(2,\); expected \(3,\)",
-        ),
+        ({"scalars": {"loss": np.zeros(2)}}, r"scalars\['loss'\] has shape \(2,\); expected \(3,\)"),
         (spoiled(1, [0, 1, 2], (3, 2, 8)), "values has shape"),
         (spoiled(2, [0, 1, 2], (3, 1, 8)), r"numel has shape \(2,\); expected \(1,\)"),
         (spoiled(1, [1, 0], (2, 1, 8)), "strictly increasing"),
@@ -153,10 +147,8 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(saved: Path, m
         patched.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             save(recording(), saved)
-    cyclic: dict[str, object] = {}
-    cyclic["self"] = cyclic
     made = recording()
-    made.meta = cyclic
+    made.meta["self"] = made.meta
     with pytest.raises(ValueError, match="nested in more than 100 levels"):
         save(made, saved)
     assert saved.read_bytes() == before
@@ -178,47 +170,37 @@ def test_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"format": "something else"},
-        {"version": None},
-        {"columns": [*COLUMNS, "more"]},
-        {"scalars": ["loss"] * 7},
-        {"tables": [{"kind": "gradient", "names": ["w"]}]},
-        {"findings": [{"rule": "x"}]},
-        {"meta": 3},
-    ],
-    ids=str,
+HEADERS: tuple[dict[str, object], ...] = (
+    {"format": "something else"},
+    {"version": None},
+    {"columns": [*COLUMNS, "more"]},
+    {"scalars": ["loss"] * 7},
+    {"tables": [{"kind": "gradient", "names": ["w"]}]},
+    {"findings": [{"rule": "x"}]},
+    {"meta": 3},
 )
-def test_a_header_that_does_not_fit_is_refused(changed: dict[str, object], saved: Path) -> None:
-    with pytest.raises(RecordingFileError, match=r"rewritten\.gradstat cannot be read as a gradstat recording"):
+MEMBERS = (
+    *(("header.json", text) for text in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"9" * 5000)),
+    *(("steps.npy", npy(np.arange(12).astype(kind))) for kind in ("int32", ">i8")),
+    *(("steps.npy", npy(steps)) for steps in (np.arange(12)[::-1].copy(), np.arange(-1, 11), np.array([{}] * 12))),
+    ("steps.npy", npy(np.zeros((12, 1), np.int64))),
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        *((changed, r"rewritten\.gradstat cannot be read as a gradstat recording") for changed in HEADERS),
+        *(({"members": {name: data}}, r"rewritten\.gradstat cannot be read") for name, data in MEMBERS),
+        *(({"method": method}, "compressed by method") for method in (zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2)),
+    ],
+    ids=lambda changed: str(changed)[:40],
+)
+def test_headers_members_and_compressions_that_do_not_fit_are_refused(
+    changed: dict[str, Any], told: str, saved: Path
+) -> None:
+    with pytest.raises(RecordingFileError, match=told):
         load(rewritten(saved, **changed))
-
-
-UNFIT: dict[str, dict[str, bytes]] = {
-    **{
-        f"header {text[:9]!r}": {"header.json": text}
-        for text in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"9" * 5000)
-    },
-    **{
-        f"steps {steps.dtype} {steps.shape} {steps.flat[0]}": {"steps.npy": npy(steps)}
-        for steps in (
-            np.arange(12, dtype=np.int32),
-            np.arange(12).astype(">i8"),
-            np.arange(12)[::-1].copy(),
-            np.arange(-1, 11),
-            np.zeros((12, 1), np.int64),
-            np.array([{}] * 12, object),
-        )
-    },
-}
-
-
-@pytest.mark.parametrize("members", UNFIT.values(), ids=UNFIT)
-def test_members_that_do_not_fit_are_refused(members: dict[str, bytes], saved: Path) -> None:
-    with pytest.raises(RecordingFileError):
-        load(rewritten(saved, members))
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(saved: Path) -> None:
@@ -248,12 +230,6 @@ def test_a_declared_size_that_deflate_cannot_reach_is_refused(saved: Path) -> No
         load(saved, limit=8 << 30)
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
-def test_other_compressions_are_refused(saved: Path, method: int) -> None:
-    with pytest.raises(RecordingFileError, match="compressed by method"):
-        load(rewritten(saved, method=method))
-
-
 def test_a_recording_that_is_cut_at_any_byte_or_of_which_a_block_never_reached_the_disk_is_refused(tiny: Path) -> None:
     data = tiny.read_bytes()
     assert 500 < len(data) < 5000
@@ -267,17 +243,16 @@ def test_a_recording_that_is_cut_at_any_byte_or_of_which_a_block_never_reached_t
 
 def test_a_bit_that_is_flipped_anywhere_is_noticed_or_without_effect(tiny: Path) -> None:
     data, whole = bytearray(tiny.read_bytes()), load(tiny)
-    harmless = 0
+    refused = 0
     for i in range(len(data)):
         data[i] ^= 1 << i % 8
         tiny.write_bytes(data)
         data[i] ^= 1 << i % 8
         try:
             assert_same(load(tiny), whole)
-            harmless += 1
         except RecordingFileError:
-            pass
-    assert harmless < len(data) / 2  # dates, versions of tools and attributes, which are not read
+            refused += 1
+    assert refused > len(data) / 2  # the others are dates, versions of tools and attributes, which are not read
 
 
 def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,35 +265,30 @@ def test_meta_may_be_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         capsys.readouterr()
 
 
-def killed(program: Callable[[Callable[[str], None]], None], after: float = 0.0) -> None:
-    """Runs ``program`` in a child process, and kills it ``after`` seconds after its first message."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about fork in a process with threads
-        process = context.Process(target=program, args=(theirs.send,), daemon=True)
-        process.start()
-    assert ours.poll(30)
-    time.sleep(after)
-    process.kill()
-    process.join(30)
-    assert process.exitcode == -signal.SIGKILL
-
-
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about fork in a process with threads
 def test_killed_at_any_time_what_was_written_is_whole(tmp_path: Path) -> None:
     made = [recording(40, 20, seed=seed) for seed in (1, 2)]
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
 
-    def write_for_ever(say: Callable[[str], None]) -> None:
+    def write_for_ever() -> None:
         log = JsonlWriter(tmp_path / "log.jsonl")
         for step in range(10**9):
             save(made[step % 2], tmp_path / "run.gradstat")
             for _ in range(50):
                 log.write({"loss": 0.5, "norm": 2.0}, step)
             if step == 3:
-                say("going")
+                theirs.send("going")
 
     for after in (0.01, 0.05, 0.1):
-        killed(write_for_ever, after)
+        process = context.Process(target=write_for_ever, daemon=True)
+        process.start()
+        assert ours.poll(30)
+        ours.recv()
+        time.sleep(after)
+        process.kill()
+        process.join(30)
+        assert process.exitcode == -signal.SIGKILL
         there = load(tmp_path / "run.gradstat")
         assert_same(there, made[int(there.scalars["norm"][0] != made[0].scalars["norm"][0])])
         *lines, last = (tmp_path / "log.jsonl").read_text().split("\n")
@@ -411,22 +381,20 @@ def test_pipes_and_devices_are_written_to_and_not_replaced(tmp_path: Path) -> No
 
 
 class _Elements(HTMLParser):
-    """Counts a page's elements and attributes, and collects its text."""
+    """Lists a page's elements with the names of their attributes, and collects its text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.elements: Counter[str] = Counter()
-        self.attributes: set[str] = set()
-        self.text: list[str] = []
+        self.elements: list[Any] = []
+        self.text = ""
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements[tag] += 1
-        self.attributes |= {name for name, _ in attrs}
+        self.elements.append((tag, [name for name, _ in attrs]))
 
     def handle_data(self, data: str) -> None:
-        self.text.append(data)
+        self.text += data
 
 
 def named(names: tuple[str, ...]) -> Recording:
@@ -482,10 +450,8 @@ def test_names_that_mean_harm_reach_no_terminal(name: str) -> None:
         return loss
 
     model = Rooted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(
-        model, optimizer, on_anomaly={"error": ("warn", "raise"), "warning": "record"}, replay=step
-    )
+    policy = {"error": ("warn", "raise"), "warning": "record"}
+    monitor = gradstat.Monitor(model, torch.optim.SGD(model.parameters()), on_anomaly=policy, replay=step)
     texts = [str(gradstat.check(model))]  # it has no gradient yet
     with gradstat.MicroBatches(model) as micro_batches:
         step()
@@ -501,7 +467,6 @@ def test_names_that_mean_harm_reach_no_terminal(name: str) -> None:
     with pytest.raises(KeyError) as unknown:
         gradstat.check(model)[name + "x"]
     texts += [str(unknown.value), str(monitor.replay())]
-    optimizer.zero_grad()
     assert all(name in finding.name for finding in monitor.findings)  # as it is, to look it up
     diagnosis = monitor.diagnose()
     texts += [str(diagnosis), diagnosis.headline(), repr(diagnosis), *map(str, diagnosis.findings)]
@@ -527,9 +492,8 @@ def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None
 
     for made in (page, diagnosis, report):
         hostile, harmless = _Elements(made(NAMES)), _Elements(made(HARMLESS))
-        assert hostile.elements == harmless.elements
-        assert hostile.attributes == harmless.attributes
-    assert "<img src=x" in "".join(_Elements(diagnosis(NAMES)).text)  # shown as text
+        assert sorted(hostile.elements) == sorted(harmless.elements)
+    assert "<img src=x" in _Elements(diagnosis(NAMES)).text  # shown as text
 
 
 def test_logs_keep_one_line_for_each_step_whatever_the_names(tmp_path: Path) -> None:
@@ -546,13 +510,9 @@ def test_a_rule_of_any_name_has_its_snapshot_in_the_folder(tmp_path: Path) -> No
         return [self.found(0, "w", "always")]
 
     rules = [gradstat.monitor.rule(name, severity="error")(always) for name in ("../../evil", "a/b\0c", "r" * 500)]
-    model = nn.Linear(2, 2)
     path = tmp_path / "in" / "run.gradstat"
-    monitor = gradstat.Monitor(model, rules=[made() for made in rules], on_anomaly="snapshot", save_to=path)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    monitor.step(1.0)
-    monitor.detach()
+    with gradstat.Monitor(nn.Linear(2, 2), rules=[made() for made in rules], on_anomaly="snapshot", save_to=path) as it:
+        it.step(1.0)
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
     assert len(written) == 4
     assert all(path.startswith("in/run") for path in written)
@@ -573,27 +533,26 @@ def test_files_and_states_of_another_version_name_both_versions_and_the_remedy(
         monitor.load_state_dict({**monitor.state_dict(), "version": version, "gradstat": "99.1"})
 
 
+@dataclasses.dataclass
 class _Payload:
     """Makes a folder when it is unpickled."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
+    path: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self._path,)
+        return os.mkdir, (self.path,)
 
 
 def test_loading_never_unpickles(tiny: Path, tmp_path: Path) -> None:
     harmed = tmp_path / "harmed"
-    payload = _Payload(harmed)
-    objects = npy(np.array([payload], dtype=object))
-    as_torch = io.BytesIO()
+    payload, as_torch = _Payload(str(harmed)), io.BytesIO()
     torch.save(payload, as_torch)
-    hostile = [pickle.dumps(payload), as_torch.getvalue(), objects]
+    members = pickle.dumps(payload), npy(np.array([payload], dtype=object))
+    hostile = [*members, as_torch.getvalue()]
     with zipfile.ZipFile(tiny) as archive:
         names = archive.namelist()
     for name in names:
-        for content in (pickle.dumps(payload), objects):
+        for content in members:
             hostile.append(rewritten(tiny, {name: content}, method=zipfile.ZIP_STORED).read_bytes())
     for content in hostile:
         tiny.write_bytes(content)

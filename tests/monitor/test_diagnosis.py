@@ -3,8 +3,8 @@
 import re
 
 import diagnosis
-from helpers.training_healthy import HEALTHY
-from helpers.training_programs import PROGRAMS
+from helpers.training import HEALTHY
+from training_programs import PROGRAMS
 
 
 def test_the_rules_are_rendered_from_the_code() -> None:

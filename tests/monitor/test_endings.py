@@ -7,7 +7,6 @@ import os
 import stat
 import tempfile
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.processes_forked import Forks
+from helpers.training import fill, trained
 from torch import nn
 
 import gradstat
@@ -40,11 +40,17 @@ def made(**options: Any) -> gradstat.Monitor:
     return gradstat.Monitor(nn.Linear(3, 2), **{"on_anomaly": "record", **options})
 
 
-def stepped(monitor: gradstat.Monitor, steps: int = 7, loss: float = 1.0) -> None:
-    for parameter in monitor._model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+def stepped(monitor: gradstat.Monitor, steps: int = 7) -> gradstat.Monitor:
+    fill(monitor._model)
     for _ in range(steps):
-        monitor.step(loss)
+        monitor.step(1.0)
+    return monitor
+
+
+def obstructed(folder: Path) -> None:
+    """Replaces an empty folder by a file, so that nothing can be made below it."""
+    folder.rmdir()
+    folder.touch()
 
 
 @pytest.fixture
@@ -80,19 +86,12 @@ def test_an_impossible_place_is_refused_before_anything_is_watched(
     (tmp_path / "file").touch()
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    make: Any = (
-        gradstat.Monitor if way == "Monitor" else lambda model, *rest, **more: gradstat.auto(*rest, model, **more)
-    )
+    make: Any = gradstat.Monitor if way == "Monitor" else gradstat.auto
     with pytest.raises(ValueError, match=rf"save_to: no file can be made at .*({reason}).*Choose a file"):
         make(model, optimizer, save_to=place, watch=["outputs"])
     assert not model._forward_hooks
     assert not model.weight._post_accumulate_grad_hooks
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "file"}
-
-
-def test_a_place_is_a_path() -> None:
-    with pytest.raises(TypeError, match="save_to: expected a path or None, got int"):
-        made(save_to=5)
 
 
 def test_a_full_disk_does_not_keep_a_monitor_from_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +102,7 @@ def test_a_full_disk_does_not_keep_a_monitor_from_being_made(tmp_path: Path, mon
         patch.setattr("gradstat.monitor.flight_file.try_replacing", full)
         with pytest.warns(RuntimeWarning, match=r"save_to: no file can be made at .*No space left"):
             monitor = made(save_to=tmp_path / "run.gradstat")
-    stepped(monitor)
-    monitor.detach()
+    stepped(monitor).detach()
     assert len(load(tmp_path / "run.gradstat").steps) == 7
 
 
@@ -115,29 +113,25 @@ def test_a_place_is_tried_without_leaving_anything_but_its_folder(tmp_path: Path
     assert load(tmp_path / "deep" / "er" / "run.gradstat").steps.size == 0
 
 
-ENDS: dict[str, Callable[[gradstat.Monitor, Any], None]] = {
-    "detach": lambda monitor, handle: monitor.detach(),
-    "with": lambda monitor, handle: monitor.__exit__(None, None, None),
-    "remove": lambda monitor, handle: handle.remove(),
-    "with auto": lambda monitor, handle: handle.__exit__(None, None, None),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda handle: handle.monitor.detach(),
+        lambda handle: handle.monitor.__exit__(None, None, None),
+        lambda handle: handle.remove(),
+        lambda handle: handle.__exit__(None, None, None),
+    ],
+)
 def test_a_place_that_is_gone_at_the_end_costs_a_warning_that_says_where_the_recording_is(
-    end: str, folders: Path
+    end: Any, folders: Path
 ) -> None:
-    model = nn.Linear(3, 2)
-    handle = gradstat.auto(
-        torch.optim.SGD(model.parameters()), model, save_to=folders / "gone" / "run.gradstat", on_anomaly="record"
-    )
+    model, path = nn.Linear(3, 2), folders / "gone" / "run.gradstat"
+    handle = gradstat.auto(torch.optim.SGD(model.parameters()), model, save_to=path, on_anomaly="record")
     stepped(handle.monitor)
-    (folders / "gone").rmdir()
-    (folders / "gone").touch()  # nothing can be made below it
-    with pytest.warns(
-        RuntimeWarning, match=r"gone/run\.gradstat could not be saved: .*\. It is in .*/here/run-"
-    ) as told:
-        ENDS[end](handle.monitor, handle)
+    obstructed(path.parent)
+    expected = r"gone/run\.gradstat could not be saved: .*\. It is in .*/here/run-"
+    with pytest.warns(RuntimeWarning, match=expected) as told:
+        end(handle)
     (spare,) = (folders / "here").iterdir()
     assert str(spare) in str(told[0].message)
     assert len(load(spare).steps) == 7
@@ -150,8 +144,7 @@ def test_a_place_that_is_gone_in_the_middle_is_replaced_by_one_file_and_used_aga
 ) -> None:
     path = folders / "gone" / "run.gradstat"
     monitor = made(save_to=path)
-    (folders / "gone").rmdir()
-    (folders / "gone").touch()
+    obstructed(path.parent)
     for _ in range(3):
         with pytest.warns(RuntimeWarning, match="could not be saved"):
             monitor.step(math.nan)
@@ -172,10 +165,8 @@ def test_without_a_current_folder_the_temporary_one_is_used_and_without_it_a_war
         monitor.step(math.nan)
     (spare,) = (folders / "temporary").glob("full-*.gradstat")
     assert load(spare).findings
-    monkeypatch.setattr(tempfile, "tempdir", "/proc/nope")
     spare.unlink()
-    (folders / "temporary").rmdir()
-    (folders / "temporary").touch()
+    obstructed(folders / "temporary")
     with pytest.warns(RuntimeWarning, match="nor in the current or the temporary folder"):
         monitor.detach()
 
@@ -184,8 +175,7 @@ def test_a_recording_that_cannot_be_made_costs_a_warning(tmp_path: Path, monkeyp
     def fails(_self: object) -> None:
         raise MemoryError("no memory left")
 
-    monitor = made(save_to=tmp_path / "run.gradstat")
-    stepped(monitor)
+    monitor = stepped(made(save_to=tmp_path / "run.gradstat"))
     monkeypatch.setattr("gradstat.monitor.log.StepLog.recording", fails)
     with pytest.warns(RuntimeWarning, match=r"could not be saved: MemoryError: no memory left"):
         monitor.detach()
@@ -195,16 +185,11 @@ def test_a_recording_that_cannot_be_made_costs_a_warning(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("way", ["Monitor", "auto"])
 def test_the_exception_that_ends_a_block_is_not_replaced(way: str, policy: Any, folders: Path) -> None:
     model = nn.Linear(3, 2)
+    make: Any = gradstat.Monitor if way == "Monitor" else gradstat.auto
     options = {"rules": [late()], "on_anomaly": policy, "save_to": folders / "gone" / "run.gradstat"}
-    watched: Any = (
-        gradstat.Monitor(model, **options)
-        if way == "Monitor"
-        else gradstat.auto(torch.optim.SGD(model.parameters()), model, **options)
-    )
-    monitor = watched if way == "Monitor" else watched.monitor
-    stepped(monitor, 6)
-    (folders / "gone").rmdir()
-    (folders / "gone").touch()
+    watched = make(model, torch.optim.SGD(model.parameters()), **options)
+    stepped(watched if way == "Monitor" else watched.monitor, 6)
+    obstructed(folders / "gone")
 
     def block() -> None:
         with watched:
@@ -254,8 +239,7 @@ def test_a_monitor_that_goes_out_of_scope_warns_of_its_last_steps_and_writes_its
 ) -> None:
     gc.collect()
     path = tmp_path / "run.gradstat"
-    monitor = made(rules=[late()], on_anomaly={"error": ("raise", "rollback")}, save_to=path)
-    stepped(monitor)
+    monitor = stepped(made(rules=[late()], on_anomaly={"error": ("raise", "rollback")}, save_to=path))
     model = weakref.ref(monitor._model)
     if in_a_cycle:
         monitor._model.watched_by = [monitor]
@@ -276,14 +260,11 @@ def test_steps_whose_numbers_are_still_in_transit_are_read_as_well(
 ) -> None:
     """Without asking other ranks, which may have ended."""
     monkeypatch.setattr(PendingRows, "needs_copy", True)
-    monitor = made(save_to=tmp_path / "run.gradstat", options={"lag": 3})
-    stepped(monitor)
+    monitor = stepped(made(save_to=tmp_path / "run.gradstat", options={"lag": 3}))
     monitor.step(math.nan)
     assert len(monitor._pending) == 3
     monitor._pending = deque(pending._replace(origin=pytest.fail) for pending in monitor._pending)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AnomalyWarning)
-        del monitor
+    del monitor
     recording = load(tmp_path / "run.gradstat")
     assert recording.steps.tolist() == list(range(8))
     assert recording.findings[0].rule == "nonfinite-loss"
@@ -291,9 +272,7 @@ def test_steps_whose_numbers_are_still_in_transit_are_read_as_well(
 
 def test_a_monitor_without_steps_does_not_overwrite_the_recording_of_an_earlier_run(tmp_path: Path) -> None:
     path = tmp_path / "run.gradstat"
-    with made(save_to=path) as monitor:
-        stepped(monitor)
-    del monitor
+    stepped(made(save_to=path)).detach()
     made(save_to=path)
     gc.collect()
     assert len(load(path).steps) == 7
@@ -301,8 +280,7 @@ def test_a_monitor_without_steps_does_not_overwrite_the_recording_of_an_earlier_
 
 def test_a_detached_monitor_ends_once_and_says_once_that_it_watches_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.gradstat"
-    monitor = made(save_to=path)
-    stepped(monitor)
+    monitor = stepped(made(save_to=path))
     monitor.detach()
     path.unlink()
     said = r"step\(\) of a monitor that was detached at step 7 watches nothing"
@@ -325,11 +303,8 @@ def late(self, window):
     return [self.found(5, "loss", "there it was")] if 5 in window.steps else []
 
 def watched(name, policy):
-    model = torch.nn.Linear(2, 2)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
     rule = gradstat.monitor.rule(name, severity="error")(late)
-    monitor = gradstat.Monitor(model, rules=[rule()], on_anomaly=policy)
+    monitor = gradstat.Monitor(torch.nn.Linear(2, 2), rules=[rule()], on_anomaly=policy)
     for _ in range(7):
         monitor.step(1.0)
     return monitor
@@ -342,10 +317,8 @@ if sys.argv[1] == "fork":
     if child:
         os.waitpid(child, 0)
         os._exit(0)  # only the child ends as programs do
-if sys.argv[1] == "ignore":
-    warnings.simplefilter("ignore")
-if sys.argv[1] == "error":
-    warnings.simplefilter("error")
+elif sys.argv[1] != "default":
+    warnings.simplefilter(sys.argv[1])
 """
 
 
@@ -363,8 +336,7 @@ def test_the_errors_of_the_last_steps_are_shown_when_a_program_ends(way: str, fo
 
 def test_the_end_of_a_program_does_not_wait_for_ever_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradstat.monitor.monitor._PATIENCE", 0.05)
-    monitor = made()
-    stepped(monitor)
+    monitor = stepped(made())
     with ThreadPool(1) as pool:
         pool.apply(monitor._lock.acquire)
         with pytest.warns(RuntimeWarning, match="another thread is inside of the monitor"):
@@ -383,16 +355,9 @@ def within_time(work: Callable[[], Any]) -> Any:
 
 def test_threads_may_share_a_monitor(tmp_path: Path) -> None:
     threads, steps = 4, 150
-    model = nn.Linear(3, 2)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
     seen: list[int] = []
-    monitor = gradstat.Monitor(
-        model,
-        on_anomaly={"error": lambda m, finding: seen.append(finding.step), "warning": "record"},
-        watch={"parameters": 3},
-        options={"review_every": 5},
-    )
+    policy = {"error": lambda m, finding: seen.append(finding.step), "warning": "record"}
+    monitor = stepped(made(on_anomaly=policy, watch={"parameters": 3}, options={"review_every": 5}), 0)
     begin = threading.Barrier(threads)
 
     def work(number: int) -> None:
@@ -414,10 +379,8 @@ def test_threads_may_share_a_monitor(tmp_path: Path) -> None:
     assert [losses.count(float(number)) for number in range(threads)] == [steps - 1, steps, steps, steps]
     errors = [finding.step for finding in monitor.findings if finding.severity == "error"]
     assert seen == errors == [losses.index(next(loss for loss in losses if math.isnan(loss)))]
-    # Parameters are measured after an error as well.
-    assert set(recording.tables["parameter"].steps.tolist()) - set(seen) == set(range(0, threads * steps, 3)) - set(
-        seen
-    )
+    measured = set(recording.tables["parameter"].steps.tolist())  # also after an error
+    assert measured - {*seen} == {*range(0, threads * steps, 3)} - {*seen}
 
 
 def test_what_a_policy_calls_may_use_the_monitor_in_any_thread(tmp_path: Path) -> None:
@@ -425,12 +388,8 @@ def test_what_a_policy_calls_may_use_the_monitor_in_any_thread(tmp_path: Path) -
     seen: list[int] = []
 
     def respond(monitor: gradstat.Monitor, finding: Finding) -> None:
-        def elsewhere() -> None:
-            monitor.save(tmp_path / "run.gradstat")
-            monitor.step(1.0)
-            seen.append(len(monitor.diagnose().findings))
-
-        within_time(elsewhere)
+        within_time(lambda: (monitor.save(tmp_path / "run.gradstat"), monitor.step(1.0)))
+        seen.append(within_time(lambda: len(monitor.diagnose().findings)))
         monitor.flush()
 
     monitor = made(on_anomaly=respond)
@@ -439,6 +398,7 @@ def test_what_a_policy_calls_may_use_the_monitor_in_any_thread(tmp_path: Path) -
     assert seen == [len(monitor.findings)]
 
 
+@pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("policy", ["replay", "record"])
 def test_hooks_in_a_replay_may_use_the_monitor_in_any_thread(policy: str) -> None:
     """As those of a backward pass on a GPU, which run in threads of the device."""
@@ -454,17 +414,8 @@ def test_hooks_in_a_replay_may_use_the_monitor_in_any_thread(policy: str) -> Non
         (model(torch.ones(2, 3)) * math.inf).sum().backward()
 
     monitor = gradstat.Monitor(model, on_anomaly=policy, replay=step)
-
-    def work() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AnomalyWarning)
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, math.nan)
-            monitor.step()
-            if policy == "record":
-                monitor.replay()
-
-    within_time(work)
+    fill(model, math.nan)
+    within_time(lambda: (monitor.step(), policy == "record" and monitor.replay()))
     assert seen
     assert monitor.culprit is not None
     assert monitor.recording().steps.tolist() == [0]
@@ -485,10 +436,9 @@ def test_a_model_with_lazy_modules_is_watched_once_it_has_shapes(way: str) -> No
     assert monitor.recording().meta["parameters"] == 10
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model(torch.randn(8, 3)).square().sum()
-        loss.backward()
+        model(torch.randn(8, 3)).square().sum().backward()
         if way == "Monitor":
-            monitor.step(loss)
+            monitor.step()
         optimizer.step()
     recording = monitor.recording()
     assert recording.steps.tolist() == [0, 1, 2]
@@ -502,11 +452,9 @@ def test_a_model_with_lazy_modules_is_watched_once_it_has_shapes(way: str) -> No
 def test_a_module_that_never_gets_its_shape_is_left_out() -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "lazy": nn.LazyLinear(3)})
     monitor = gradstat.Monitor(model, on_anomaly="record", watch=["parameters"])
-    model["used"](torch.ones(1, 2)).sum().backward()
-    with pytest.warns(UserWarning, match=r"not watched: the parameter 'lazy\.weight'.*has no shape yet"):
-        monitor.step()
-    model["used"](torch.ones(1, 2)).sum().backward()
-    monitor.step()
+    with pytest.warns(UserWarning, match=r"not watched: the parameter 'lazy\.weight'.*has no shape yet") as told:
+        trained(monitor, lambda step: model["used"](torch.ones(1, 2)).sum(), 2)
+    assert len(told) == 1
     assert monitor.recording().tables["parameter"].names == ("used.weight", "used.bias")
     assert set(monitor.recording().backward_order) == {"used.weight", "used.bias"}
 

@@ -10,9 +10,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.training import RECORD, Clusters, Training, factory, train, train_mlp
-from helpers.training_healthy import HEALTHY, Healthy, serious_findings
-from helpers.training_programs import PROGRAMS, Program, run
+from helpers.training import (
+    HEALTHY,
+    RECORD,
+    Clusters,
+    Healthy,
+    Training,
+    factory,
+    serious,
+    serious_findings,
+    train,
+    train_mlp,
+)
+from training_programs import PROGRAMS, Program, run
 
 from gradstat.monitor import Monitor
 
@@ -38,10 +48,10 @@ def test_the_monitor_is_silent(healthy: Healthy, seed: int) -> None:
 def test_programs_of_others_are_neither_accused_nor_changed(program: Program, seed: int) -> None:
     steps = program.steps if LONG else program.short
     watched, found, monitors = run(program, seed, steps)
-    drawn = torch.get_rng_state(), random.getstate()
+    drawn = torch.get_rng_state().tolist(), random.getstate()
     assert found == []
-    assert all(monitor.steps for monitor in monitors)
     assert monitors
+    assert all(monitor.steps for monitor in monitors)
     assert all(map(math.isfinite, watched.curve))
     first, last = watched.ends()
     assert program.falls is None or last < program.falls * first
@@ -49,12 +59,15 @@ def test_programs_of_others_are_neither_accused_nor_changed(program: Program, se
     assert nobody == []
     assert watched.curve == alone.curve
     assert watched.bits() == alone.bits()
-    assert torch.equal(drawn[0], torch.get_rng_state())
-    assert drawn[1] == random.getstate()
+    assert drawn == (torch.get_rng_state().tolist(), random.getstate())
 
 
-def trained(
-    training: Training, each: Callable[[int], object], steps: int, removed: int = 0, resumed: int = -1
+def rules_in(
+    training: Training,
+    steps: int,
+    each: Callable[[int], object] = lambda step: None,
+    removed: int = 0,
+    resumed: int = -1,
 ) -> list[str]:
     """The rules of serious findings; ``each`` is called before every step, and the first gradients may be removed.
 
@@ -76,39 +89,30 @@ def trained(
         monitor.step(loss)
         training.optimizer.step()
     monitor.detach()
-    return [finding.rule for finding in monitor.findings if finding.severity != "info"]
+    return [finding.rule for finding in serious(monitor)]
 
 
-def by_sgd(lr: float = 0.1) -> Training:
-    return train_mlp(0, optimize=factory(torch.optim.SGD, lr, momentum=0.9))
+RATES = {
+    "a cycle": lambda step: 1e-4 + 0.0999 * (1 - abs(step % 40 - 20) / 20),
+    "a warm-up by epochs": lambda step: 1e-5 + 0.04 * min(step // 30, 5),
+    "a warm-up by longer epochs": lambda step: 1e-5 + 0.04 * min(step // 50, 5),
+}
 
 
-def test_a_cycle_of_rates_is_no_jump() -> None:
-    training = by_sgd()
-    schedule = torch.optim.lr_scheduler.CyclicLR(training.optimizer, 1e-4, 0.1, step_size_up=20)
-    assert trained(training, lambda step: schedule.step() if step else None, 300) == []
+@pytest.mark.parametrize("rate", RATES)
+def test_a_schedule_is_no_jump(rate: str) -> None:
+    training = train_mlp(0, optimize=factory(torch.optim.SGD, 0.1, momentum=0.9))
+    assert rules_in(training, 300, lambda step: training.optimizer.param_groups[0].update(lr=RATES[rate](step))) == []
 
 
-@pytest.mark.parametrize("epoch", [30, 50])
-def test_a_warm_up_by_epochs_is_no_jump(epoch: int) -> None:
-    training = by_sgd()
-
-    def warm_up(step: int) -> None:
-        training.optimizer.param_groups[0]["lr"] = 1e-5 + 0.04 * min(step // epoch, 5)
-
-    assert trained(training, warm_up, 300) == []
-
-
-def test_a_group_that_rests_is_no_fault() -> None:
+def test_a_group_that_rests_layers_that_are_frozen_and_gradients_that_are_removed_are_no_faults() -> None:
     training = train_mlp(0)
     first, *others = training.model.parameters()
     training.optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.0}, {"params": others, "lr": 1e-3}])
-    assert trained(training, lambda step: None, 200) == []
-
-
-def test_layers_may_be_frozen_during_the_run() -> None:
+    assert rules_in(training, 200) == []
     training = train_mlp(0)
-    assert trained(training, lambda step: training.model[0].requires_grad_(step < 100), 300) == []
+    assert rules_in(training, 300, lambda step: training.model[0].requires_grad_(step < 100)) == []
+    assert rules_in(train_mlp(0), 150, removed=60) == []
 
 
 @pytest.mark.parametrize(
@@ -124,28 +128,16 @@ def test_a_callback_may_make_weights_smaller_but_not_far_larger(
     change: Callable[[torch.Tensor], object], told: list[str]
 ) -> None:
     training = train_mlp(0)
-
-    @torch.no_grad()
-    def write(step: int) -> None:
-        if step == 160:
-            change(training.model[2].weight)
-
-    assert trained(training, write, 300) == told
-
-
-def test_gradients_may_be_removed_at_first() -> None:
-    assert trained(train_mlp(0), lambda step: None, 150, removed=60) == []
+    write = torch.no_grad()(lambda step: step == 160 and change(training.model[2].weight))
+    assert rules_in(training, 300, write) == told
 
 
 @pytest.mark.parametrize("resumed", [-1, 250])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_range_test_may_end_in_divergence(kind: type[torch.optim.Optimizer], resumed: int) -> None:
     training = train_mlp(0, optimize=factory(kind, 1e-6))
-
-    def rise(step: int) -> None:
-        training.optimizer.param_groups[0]["lr"] = 1e-6 * 10 ** (step * 8 / 300)
-
-    assert trained(training, rise, 300, resumed=resumed) == []
+    rise = lambda step: training.optimizer.param_groups[0].update(lr=1e-6 * 10 ** (step * 8 / 300))  # noqa: E731
+    assert rules_in(training, 300, rise, resumed=resumed) == []
 
 
 def test_a_shift_shaped_for_broadcasting_is_no_weight() -> None:
@@ -161,8 +153,7 @@ def test_a_shift_shaped_for_broadcasting_is_no_weight() -> None:
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return (model(batch[0]) - batch[0]).square().sum()
 
-    adam = factory(torch.optim.Adam, 1e-7)
-    assert trained(train(0, Shift, adam, Clusters(0, 4, 8, 8), loss=loss), lambda step: None, 60) == []
+    assert rules_in(train(0, Shift, factory(torch.optim.Adam, 1e-7), Clusters(0, 4, 8, 8), loss=loss), 60) == []
 
 
 def test_each_parameter_may_have_an_optimizer() -> None:
@@ -177,4 +168,4 @@ def test_each_parameter_may_have_an_optimizer() -> None:
         for optimizer in optimizers:
             optimizer.step()
     monitor.detach()
-    assert [finding for finding in monitor.findings if finding.severity != "info"] == []
+    assert serious(monitor) == []

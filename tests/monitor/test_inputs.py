@@ -1,22 +1,21 @@
 """What a monitor sees by hooks: inputs and outputs of the model, and whether anybody zeroes gradients."""
 
-import copy
 import gc
 import io
 import itertools
 import json
 import math
-import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.cuda_counts import NoSync
 from helpers.ranks import on_ranks
+from helpers.training import RECORD, trained
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss, nll_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -25,8 +24,8 @@ import gradstat
 from gradstat.monitor import Finding, default_rules, observers
 from gradstat.monitor.observers import Outputs
 
-RECORD = {"error": "record", "warning": "record"}
 Batch = Callable[[int], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def mlp() -> nn.Module:
@@ -81,20 +80,12 @@ def with_nan(x: Tensor) -> Tensor:
     return x
 
 
-class Nested:
-    """Tensors as attributes of a class, as DETR's NestedTensor."""
-
-    def __init__(self, tensors: Tensor) -> None:
-        self.tensors, self.name = tensors, "batch"
-
-
 def test_tensors_in_an_object_are_measured() -> None:
+    """As in DETR's NestedTensor."""
     model = mlp()
     monitor = gradstat.Monitor(model, on_anomaly=RECORD)
     model.register_forward_pre_hook(lambda _module, inputs: (inputs[0].tensors,))
-    for step in range(2):
-        model(Nested(with_nan(normal(step)))).sum().backward()
-        monitor.step()
+    trained(monitor, lambda step: model(SimpleNamespace(tensors=with_nan(normal(step)), name="batch")).sum(), 2)
     (found,) = of_rules(monitor, "nonfinite-batch")
     assert (found.name, found.step) == ("input[0].tensors", 0)
 
@@ -125,11 +116,16 @@ def test_inputs_that_change_in_the_middle_of_a_run_are_told(change: Callable[[Te
     assert found.text.startswith(told)
 
 
-def test_inputs_that_are_zero_from_the_beginning_and_samples_that_repeat_are_told() -> None:
-    (found,) = of_rules(run(lambda step: torch.zeros(16, 6)), *INPUT_RULES)
-    assert (found.rule, found.step, found.name) == ("batch-range", 0, "input[0]")
-    (found,) = of_rules(run(lambda step: normal(step)[:1].repeat(16, 1)), *INPUT_RULES)
-    assert (found.rule, found.step, found.name) == ("constant-feature", 0, "input[0]")
+@pytest.mark.parametrize(
+    ("batch", "rule"),
+    [
+        (lambda step: torch.zeros(16, 6), "batch-range"),
+        (lambda step: normal(step)[:1].repeat(16, 1), "constant-feature"),
+    ],
+)
+def test_inputs_that_are_zero_or_repeat_a_sample_from_the_beginning_are_told(batch: Batch, rule: str) -> None:
+    (found,) = of_rules(run(batch), *INPUT_RULES)
+    assert (found.rule, found.step, found.name) == (rule, 0, "input[0]")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +153,10 @@ def words(step: int) -> Tensor:
     return torch.randint(60, (8, 4), generator=torch.Generator().manual_seed(step))
 
 
+def watched(model: nn.Module, lr: float = 0.1, **options: Any) -> gradstat.Monitor:
+    return gradstat.Monitor(model, torch.optim.SGD(model.parameters(), lr), on_anomaly=RECORD, **options)
+
+
 @pytest.mark.parametrize(
     ("batch", "is_told"),
     [
@@ -170,15 +170,7 @@ def words(step: int) -> Tensor:
 def test_tokens_that_repeat_are_told_by_the_gradient_of_their_embedding(batch: Batch, is_told: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(60, 6), nn.Linear(6, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
-    for step in range(120):
-        optimizer.zero_grad()
-        loss = (model(batch(step)) - normal(step)[0, 0]).square().mean()
-        loss.backward()
-        monitor.step(loss)
-        optimizer.step()
-    monitor.flush()
+    monitor = trained(watched(model), lambda step: (model(batch(step)) - normal(step)[0, 0]).square().mean(), 120)
     found = of_rules(monitor, "repeated-batch")
     assert [(each.step, each.name) for each in found] == [(60, "0.weight")] * is_told
 
@@ -219,16 +211,12 @@ def test_tokens_are_told_if_all_samples_are_the_same(
 ) -> None:
     torch.manual_seed(0)
     model = Words()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
-    for step in range(60):
-        optimizer.zero_grad()
-        for _ in range(passes):
-            loss = (model(*batch(step), **labels) - normal(step)[0, 0]).square().mean()
-            loss.backward()
-        monitor.step(loss)
-        optimizer.step()
-    monitor.flush()
+
+    def loss(step: int) -> Tensor:
+        losses = [(model(*batch(step), **labels) - normal(step)[0, 0]).square().mean() for _ in range(passes)]
+        return sum(losses, torch.zeros(()))
+
+    monitor = trained(watched(model), loss, 60)
     found = [(each.step, each.name) for each in of_rules(monitor, *INPUT_RULES, "not-watched")]
     assert found[:1] == [(0, "input[0]")] * is_told
 
@@ -237,14 +225,8 @@ def test_dead_units_are_no_tokens() -> None:
     """Their number changes at first, in a model without floating inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer, watch={"batch": 0}, on_anomaly=RECORD)
-    for step in range(120):
-        optimizer.zero_grad()
-        loss = model(normal(min(step, 60))[:2]).square().mean()
-        loss.backward()
-        monitor.step(loss)
-    monitor.flush()
+    monitor = watched(model, lr=0.0, watch={"batch": 0})
+    trained(monitor, lambda step: model(normal(min(step, 60))[:2]).square().mean(), 120)
     assert of_rules(monitor, "repeated-batch") == []
 
 
@@ -252,28 +234,21 @@ def test_dead_units_are_no_tokens() -> None:
 
 
 def classify(
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Loss,
     *last: nn.Module,
-    labels: Callable[[int], Tensor] = lambda step: (normal(step)[:, :4] + normal(step)[:, 2:]).argmax(1),
+    labels: Batch = lambda step: (normal(step)[:, :4] + normal(step)[:, 2:]).argmax(1),
     steps: int = 310,
     lr: float = 1e-3,
 ) -> list[str]:
     """Trains a classifier that ends with ``last``; returns what `no-learning` finds in its outputs and labels."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4), *last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
-    for step in range(steps):
-        optimizer.zero_grad()
-        value = loss(model(normal(step)), labels(step))
-        value.backward()
-        monitor.step(value.float())
-        optimizer.step()
-    monitor.flush()
+    monitor = gradstat.Monitor(model, torch.optim.AdamW(model.parameters(), lr=lr), on_anomaly=RECORD)
+    trained(monitor, lambda step: loss(model(normal(step)), labels(step)).float(), steps)
     return [found.text for found in of_rules(monitor, "no-learning") if found.name == "logits"]
 
 
-def one_hot(loss: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def one_hot(loss: Callable[..., Tensor], **options: Any) -> Loss:
     return lambda outputs, labels: loss(outputs, torch.nn.functional.one_hot(labels, 4).float(), **options)
 
 
@@ -321,10 +296,8 @@ def test_a_softmax_over_the_samples_is_told() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
-    model, labels = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).to(dtype), torch.tensor([0, 2, 2, 1])
-    outputs = Outputs(model)
-    outputs.switch(True)
-    predicted = model(torch.randn(4, 4, dtype=dtype))
+    model, outputs = looked_at(nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).to(dtype))
+    labels, predicted = torch.tensor([0, 2, 2, 1]), model(torch.randn(4, 4, dtype=dtype))
     cross_entropy(predicted, labels).backward()
     seen = {name: value.item() for name, value in outputs.take().items()}
     right = (predicted.argmax(1) == labels).float().mean().item()
@@ -351,13 +324,11 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
         (cross_entropy, [Scaled()]),  # equal outputs, as those of a head that begins at zero
     ],
 )
-def test_outputs_that_fit_to_their_loss_are_not_told(
-    loss: Callable[[Tensor, Tensor], Tensor], last: list[nn.Module]
-) -> None:
+def test_outputs_that_fit_to_their_loss_are_not_told(loss: Loss, last: list[nn.Module]) -> None:
     assert classify(loss, *last) == []
 
 
-def drawn(share: float) -> Callable[[int], Tensor]:
+def drawn(share: float) -> Batch:
     """Labels of which ``share`` are 0, the others 1."""
     return lambda step: (torch.rand(16, generator=torch.Generator().manual_seed(step)) >= share).long()
 
@@ -365,32 +336,21 @@ def drawn(share: float) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        (lambda step: torch.full((16,), 2), "7 batches looked at, all labels are of the same class"),
-        (lambda step: torch.full((16,), step // 20 % 4), "7 batches looked at, all labels are of one class"),
+        (lambda step: torch.full((16,), 2), ["the same class"]),
+        (lambda step: torch.full((16,), step // 20 % 4), ["one class"]),
+        *((drawn(share), []) for share in (0.5, 0.8, 0.95)),
+        (lambda step: torch.tensor([step % 3] * 2 + [-100] * 14), []),  # ignored labels are of no class
     ],
 )
-def test_batches_of_one_class_are_told(labels: Callable[[int], Tensor], told: str) -> None:
-    assert classify(cross_entropy, labels=labels) == [f"in each of {told}"]
-
-
-@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
-def test_classes_that_are_rare_are_not_told(share: float) -> None:
-    assert classify(cross_entropy, labels=drawn(share)) == []
-
-
-def test_labels_that_are_ignored_are_of_no_class() -> None:
-    def labels(step: int) -> Tensor:
-        given = torch.full((16,), -100)
-        given[:2] = step % 3
-        return given
-
-    assert classify(cross_entropy, labels=labels, steps=120) == []
+def test_batches_of_one_class_are_told_and_rare_classes_are_not(labels: Batch, told: list[str]) -> None:
+    expected = [f"in each of 7 batches looked at, all labels are of {each}" for each in told]
+    assert classify(cross_entropy, labels=labels) == expected
 
 
 # Large outputs, of which a sample is read -----------------------------------------------------------------------------
 
 
-def of_rows(loss: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def of_rows(loss: Callable[..., Tensor], **options: Any) -> Loss:
     return lambda outputs, labels: loss(outputs.flatten(0, -2).float(), labels.flatten(), **options)
 
 
@@ -398,13 +358,19 @@ def few_labelled(labels: Tensor) -> Tensor:
     return torch.where(torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.15, labels, -100)
 
 
-def seen_in(
-    outputs: Tensor, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor], last: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, float], Tensor]:
-    """What is seen of a model that returns ``last(outputs)``, and the gradient of its input."""
-    model = nn.Identity()
+def looked_at(model: nn.Module | None = None) -> tuple[nn.Module, Outputs]:
+    """A model, by default the identity, and what looks at its outputs."""
+    model = nn.Identity() if model is None else model
     watch = Outputs(model)
     watch.switch(True)
+    return model, watch
+
+
+def seen_in(
+    outputs: Tensor, labels: Tensor, loss: Loss, last: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, float], Tensor]:
+    """What is seen of a model that returns ``last(outputs)``, and the gradient of its input."""
+    model, watch = looked_at()
     outputs = outputs.clone(memory_format=torch.preserve_format).requires_grad_()
     with NoSync():
         (gradient,) = torch.autograd.grad(loss(model(last(outputs)), labels), outputs)
@@ -434,21 +400,16 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         (lambda x: 1 * x, lambda x, labels: of_rows(cross_entropy)(x, torch.full_like(labels, 7)), 0.0),
         (lambda x: 1 * x, lambda x, labels: nll_loss(x.flatten(0, -2).float().log_softmax(0), labels.flatten()), 4.0),
         (lambda x: 1 * x, lambda x, labels: x.square().mean(), 0.0),
-        (
-            lambda x: 1 * x,
-            lambda x, labels: (x[..., 37] - 1).square().mean(),
-            0.0,
-        ),  # of few columns, which do not cancel
+        (lambda x: 1 * x, lambda x, labels: (x[..., 37] - 1).square().mean(), 0.0),  # few columns, that do not cancel
     ],
 )
 def test_a_sample_of_large_outputs_tells_the_same(
     last: Any, loss: Any, activation: float, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    outputs = 3 * torch.randn(24, 250, 40, generator=generator)
-    others = torch.randint(40, (24, 250), generator=generator)
-    labels = torch.where(torch.rand(24, 250, generator=generator) < 0.6, outputs.argmax(-1), others)
-    outputs[..., 3:4] += 12 * (torch.rand(24, 250, 1, generator=generator) < 0.2)
+    torch.manual_seed(0)
+    outputs, others = 3 * torch.randn(24, 250, 40), torch.randint(40, (24, 250))
+    labels = torch.where(torch.rand(24, 250) < 0.6, outputs.argmax(-1), others)
+    outputs[..., 3:4] += 12 * (torch.rand(24, 250, 1) < 0.2)
     if layout == "time first":
         labels = labels.T
     given = LAYOUTS[layout](outputs.to(dtype)), labels, loss, last
@@ -493,16 +454,10 @@ def test_the_sample_is_spread_evenly_over_every_dimension(
 )
 @pytest.mark.parametrize("elements", [2**23, 2**16])
 def test_a_sample_is_all_that_large_outputs_take(
-    outputs: Callable[[torch.dtype], Tensor],
-    elements: int,
-    dtype: torch.dtype,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    outputs: Any, elements: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observers, "_MOST_ELEMENTS", elements)
-    model = nn.Identity()
-    watch = Outputs(model)
-    watch.switch(True)
+    model, watch = looked_at()
     leaf = outputs(dtype).requires_grad_()
     gradient = leaf.detach().clone(memory_format=torch.preserve_format)
     logits = leaf.view_as(leaf)
@@ -528,32 +483,24 @@ def test_columns_of_too_many_rows_are_not_looked_at(monkeypatch: pytest.MonkeyPa
 
 def test_hooks_on_outputs_are_only_there_when_looked_at_and_leave_no_trace() -> None:
     model = nn.Linear(6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer, watch={"outputs": 2}, on_anomaly=RECORD)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(9):
-            output = model(normal(step))
-            assert len(output._backward_hooks or ()) == (step in (0, 1, 2, 4, 6, 8))
-            torch.save(output, io.BytesIO())
-            output.square().sum().backward()
-            monitor.step()
-            optimizer.step()
+
+    def loss(step: int) -> Tensor:
+        output = model(normal(step))
+        assert len(output._backward_hooks or ()) == (step in (0, 1, 2, 4, 6, 8))
+        torch.save(output, io.BytesIO())  # would warn of a hook that cannot be pickled
+        return output.square().sum()
+
+    trained(watched(model, watch={"outputs": 2}), loss, 9)
 
 
-class Masked(nn.Module):
+class Masked(nn.Sequential):
     """Takes a mask of -Inf, and replaces NaN of its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
     def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
-        return self.inner(x.nan_to_num()) + torch.softmax(mask, -1).sum()
+        return super().forward(x.nan_to_num()) + torch.softmax(mask, -1).sum()
 
-    def __call__(self, x: Tensor, **more: Any) -> Any:
-        mask = torch.tensor([0.0, -math.inf])
-        return super().__call__(x, mask=mask)
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(x, mask=torch.tensor([0.0, -math.inf]))
 
 
 def test_what_a_model_handles_is_no_error_and_not_the_cause_of_a_later_one() -> None:
@@ -562,7 +509,7 @@ def test_what_a_model_handles_is_no_error_and_not_the_cause_of_a_later_one() -> 
         if step == 30:
             optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
 
-    monitor = run(lambda step: with_nan(normal(step)), 40, Masked(), spoil)
+    monitor = run(lambda step: with_nan(normal(step)), 40, Masked(*mlp()), spoil)
     found = of_rules(monitor, *INPUT_RULES)
     assert [(f.severity, f.step, f.name) for f in found] == [("info", 0, "input[0]")]
     assert monitor.diagnose().incidents[0].findings[0].rule == "nonfinite-parameter"
@@ -609,32 +556,29 @@ def test_every_micro_batch_is_measured_but_no_evaluation_nor_recomputation() -> 
 def test_inputs_changed_in_place_or_of_torch_func_are_left_out() -> None:
     model = mlp()
     monitor = gradstat.Monitor(model, on_anomaly="raise")
-    x = normal(0)
+    x, parameters, call = normal(0), dict(model.named_parameters()), torch.func.functional_call
     loss = model(x).sum()
     x.zero_()
-    parameters = dict(model.named_parameters())
-    torch.func.vmap(lambda one: torch.func.functional_call(model, parameters, (one[None],)).sum())(normal(1))
-    torch.func.grad(lambda of: torch.func.functional_call(model, of, (normal(2),)).sum())(parameters)
+    torch.func.vmap(lambda one: call(model, parameters, (one[None],)).sum())(normal(1))
+    torch.func.grad(lambda of: call(model, of, (normal(2),)).sum())(parameters)
     monitor.step(loss)
-    recording = monitor.recording()
-    assert "input" not in recording.tables
-    assert not recording.findings
+    assert "input" not in monitor.recording().tables
+    assert not monitor.findings
 
 
 def test_nothing_of_a_batch_is_kept_after_the_step() -> None:
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradstat.Monitor(model, optimizer)
+    monitor = watched(model)
     for passes in (1, 3):
         kept = []
         for _ in range(passes):
             x = normal(0)
-            storage = x.untyped_storage()
-            kept.append(weakref.ref(storage))
+            kept.append(weakref.ref(x.untyped_storage()))
             model(x).sum().backward()
-            del x, storage
+            del x
+        assert kept[-1]() is not None  # until the step
         monitor.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         gc.collect()
         assert [one() for one in kept] == [None] * passes
 
@@ -643,37 +587,20 @@ def test_nothing_of_a_batch_is_kept_after_the_step() -> None:
 def test_a_compiled_model_has_one_graph(how: str) -> None:
     torch._dynamo.reset()
     model, graphs = mlp(), []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    options = {"backend": lambda graph, inputs: (graphs.append(graph), graph.forward)[1], "fullgraph": True}
     compiled: Any = model
     if how == "in place":
-        model.compile(backend=backend, fullgraph=True)
+        model.compile(**options)
     elif how == "model":
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, **options)
     monitor = gradstat.Monitor(compiled)
     if how == "before":
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, **options)
     for step in range(3):
         compiled(normal(step)).sum().backward()
         monitor.step()
     assert len(graphs) == 1
     assert ("input" in monitor.recording().tables) == (how == "model")
-
-
-def test_a_watched_model_is_copied_and_pickled_without_hooks() -> None:
-    model = mlp()
-    monitor = gradstat.Monitor(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not other._forward_pre_hooks
-        assert not other._forward_pre_hooks_with_kwargs
-        other(normal(0)).sum().backward()
-    monitor.detach()
-    assert not model._forward_pre_hooks
-    assert not model._forward_pre_hooks_with_kwargs
-    assert all(p._post_accumulate_grad_hooks in (None, {}) for p in model.parameters())
 
 
 # A module whose children are called instead ---------------------------------------------------------------------------
@@ -693,18 +620,13 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 4), nn.Sigmoid())
 
 
-def held(holder: nn.Module, net: nn.Module, batch: Batch = normal) -> gradstat.Monitor:
-    """Trains ``net``, which ``holder`` has, under a monitor of the holder."""
+def found_in(holder: nn.Module, net: nn.Module) -> list[tuple[str, int]]:
+    """What is found in a training of ``net``, which ``holder`` has, by a monitor of the holder."""
     optimizer = torch.optim.AdamW([p for p in holder.parameters() if p.requires_grad], lr=1e-3)
     monitor = gradstat.Monitor(holder, optimizer, on_anomaly=RECORD)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = cross_entropy(net(batch(step)), normal(step)[:, :4].argmax(1))
-        loss.backward()
-        monitor.step(loss)
-        optimizer.step()
-    monitor.flush()
-    return monitor
+    batch = from_step(3, with_nan)
+    trained(monitor, lambda step: cross_entropy(net(batch(step)), normal(step)[:, :4].argmax(1)), 4)
+    return [(one.name, one.step) for one in of_rules(monitor, "no-learning", "nonfinite-batch")]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -713,11 +635,7 @@ def test_the_only_trained_child_of_a_module_without_forward_is_watched(depth: in
     holder: nn.Module = net
     for _ in range(depth):
         holder = Holder(loss=nn.CrossEntropyLoss(), teacher=teacher, net=holder)
-    found = held(holder, net, from_step(3, with_nan))
-    assert [(one.name, one.step) for one in of_rules(found, "no-learning", "nonfinite-batch")] == [
-        ("logits", 0),
-        ("input[0]", 3),
-    ]
+    assert found_in(holder, net) == [("logits", 0), ("input[0]", 3)]
 
 
 def test_of_several_children_none_is_watched_nor_one_of_a_module_that_has_a_forward() -> None:
@@ -727,8 +645,7 @@ def test_of_several_children_none_is_watched_nor_one_of_a_module_that_has_a_forw
 
     net = classifier()
     for holder in (Holder(net=net, critic=nn.Linear(6, 1)), nn.ModuleList([net, net[0], mlp()]), Called(net=net)):
-        found = held(holder, net, from_step(3, with_nan))
-        assert of_rules(found, "no-learning", "nonfinite-batch") == []
+        assert found_in(holder, net) == []
         assert sum(len(module._forward_pre_hooks) for module in holder.modules() if module is not holder) == 0
 
 
@@ -797,22 +714,20 @@ def test_gradients_that_another_loss_leaves_before_they_are_zeroed_are_not_told(
         assert of_rules(monitor, NOT_ZEROED) == []
 
 
-def test_closures_scalers_auto_and_odd_optimizers() -> None:
+def test_closures_and_scalers_under_auto() -> None:
     model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    handle = gradstat.auto(model, optimizer, on_anomaly=RECORD)
-    for step in range(4):
+    lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    with gradstat.auto(model, lbfgs, on_anomaly=RECORD) as handle:
+        for step in range(4):
 
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(normal(step)).square().mean()
-            loss.backward()
-            return loss
+            def closure(step: int = step) -> Tensor:
+                lbfgs.zero_grad()
+                loss = model(normal(step)).square().mean()
+                loss.backward()
+                return loss
 
-        optimizer.step(closure)
+            lbfgs.step(closure)
     assert of_rules(handle.monitor, NOT_ZEROED) == []
-    handle.remove()
-
     model = mlp()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -826,57 +741,49 @@ def test_closures_scalers_auto_and_odd_optimizers() -> None:
     (found,) = of_rules(handle.monitor, NOT_ZEROED)
     assert found.step == 1
 
+
+def test_an_optimizer_without_hooks_or_defaults_is_watched() -> None:
     class Bare(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
             self.param_groups, self.state, self.defaults = [{"params": list(parameters), "lr": 0.1}], {}, {}
 
-        def step(self, closure: Any = None) -> None:
-            pass
+        def step(self, closure: Any = None) -> None: ...
 
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            pass
+        def zero_grad(self, set_to_none: bool = True) -> None: ...
 
-    monitor = run(normal, 4, optimizer=Bare)
-    assert of_rules(monitor, NOT_ZEROED, "not-watched") == []
+    assert of_rules(run(normal, 4, optimizer=Bare), NOT_ZEROED, "not-watched") == []
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_sparse_gradients_and_a_graph_of_gradients() -> None:
-    for zeroes in (True, False):
-        model = nn.Embedding(5, 2, sparse=True)
-        optimizer = torch.optim.SparseAdam(model.parameters())
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_sparse_gradients_and_a_graph_of_gradients(zeroes: bool) -> None:
+    def found(model: nn.Module, optimizer: Any, loss: Batch, zero: Any, **options: Any) -> int:
         monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
-        for _ in range(6):
-            model(torch.tensor([1, 2])).square().sum().backward()
+        for step in range(6):
+            loss(step).backward(**options)
             monitor.step()
             optimizer.step()
-            if zeroes:
-                optimizer.zero_grad(set_to_none=False)
-        assert len(of_rules(monitor, NOT_ZEROED)) == (not zeroes)
-        dense = mlp()
-        sgd = torch.optim.SGD(dense.parameters(), lr=0.01)
-        monitor = gradstat.Monitor(dense, sgd, on_anomaly=RECORD)
-        for step in range(6):
-            dense(normal(step)).square().mean().backward(create_graph=True)
-            monitor.step()
-            sgd.step()
-            sgd.zero_grad(set_to_none=zeroes)
-        assert of_rules(monitor, NOT_ZEROED) == []
+            zero(optimizer)
+        return len(of_rules(monitor, NOT_ZEROED))
+
+    table, dense = nn.Embedding(5, 2, sparse=True), mlp()
+    adam, sgd = torch.optim.SparseAdam(table.parameters()), torch.optim.SGD(dense.parameters(), lr=0.01)
+    zero = lambda optimizer: zeroes and optimizer.zero_grad(set_to_none=False)  # noqa: E731
+    assert found(table, adam, lambda step: table(torch.tensor([1, 2])).square().sum(), zero) == (not zeroes)
+    zero = lambda optimizer: optimizer.zero_grad(set_to_none=zeroes)  # noqa: E731
+    assert found(dense, sgd, lambda step: dense(normal(step)).square().mean(), zero, create_graph=True) == 0
 
 
 @on_ranks(2)
 def test_under_ddp_missing_zeroing_and_inputs_are_seen() -> None:
-    for as_views in (True, False):
-        for zero in (None, True, False):
-            model = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_views)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
-            for step in range(8):
-                model(normal(step)).square().mean().backward()
-                monitor.step()
-                optimizer.step()
-                if zero is not None:
-                    optimizer.zero_grad(set_to_none=zero)
-            assert len(of_rules(monitor, NOT_ZEROED)) == (zero is None), (as_views, zero)
-            assert monitor.recording().tables["input"].names == ("input[0]",)
-            monitor.detach()
+    for as_views, sets_to_none in itertools.product((True, False), (None, True, False)):
+
+        def zero(optimizer: Any, step: int, how: bool | None = sets_to_none) -> None:
+            if how is not None:
+                optimizer.zero_grad(set_to_none=how)
+
+        model = DistributedDataParallel(mlp(), gradient_as_bucket_view=as_views)
+        monitor = run(normal, 8, model, zero)
+        assert len(of_rules(monitor, NOT_ZEROED)) == (sets_to_none is None), (as_views, sets_to_none)
+        assert monitor.recording().tables["input"].names == ("input[0]",)
+        monitor.detach()

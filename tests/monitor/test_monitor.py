@@ -7,7 +7,6 @@ import gc
 import math
 import pickle
 import re
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.training import RECORD, fill
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
@@ -80,7 +80,6 @@ def test_a_healthy_run_finds_nothing_and_records_what_check_says() -> None:
         rows.append(report.to_numpy())
         monitor.step(loss)
         latest = monitor.latest()
-        assert latest is not None
         assert (latest.step, latest.report.total_norm) == (monitor.steps - 1, report.total_norm)
         optimizer.step()
     assert monitor.findings == []
@@ -100,8 +99,8 @@ def test_a_healthy_run_finds_nothing_and_records_what_check_says() -> None:
 
 
 def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
-    model, optimizer, monitor = made(watch={"parameters": 10, "optimizer": 10, "buffers": 10, "updates": 10,
-                                            "activations": 10, "outputs": 10})  # fmt: skip
+    watch = dict.fromkeys(("parameters", "optimizer", "buffers", "updates", "activations", "outputs"), 10)
+    model, optimizer, monitor = made(watch=watch)
     before = {}
     seen: list[weakref.ref[Tensor]] = []
     model.second.register_forward_hook(lambda _m, _i, output: seen.append(weakref.ref(output)))
@@ -241,8 +240,7 @@ def test_a_guard_keeps_the_optimizer_from_wild_steps(fused: bool) -> None:
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_lost_loss_ends_a_run_only_if_asked_to(stops: bool) -> None:
     model, optimizer, monitor = made(on_anomaly={"error": "record"} | ({"lost-loss": "stop"} if stops else {}))
-    with torch.no_grad():
-        model.last.bias.fill_(math.nan)
+    model.last.bias.data.fill_(math.nan)
     for _ in range(3):
         assert not monitor.should_stop
         trained(model, optimizer, monitor, 1)
@@ -255,9 +253,7 @@ def test_a_state_is_healthy_without_errors_lately_and_with_all_finite() -> None:
     trained(model, optimizer, monitor, 3)
     assert monitor.is_healthy()
     trained(model, optimizer, monitor, 6, bad=3)
-    assert not monitor.is_healthy()
-    assert monitor.is_healthy(within=5)
-    assert not monitor.is_healthy(within=6)
+    assert [monitor.is_healthy(), monitor.is_healthy(within=5), monitor.is_healthy(within=6)] == [False, True, False]
     moment = optimizer.state[model.first.weight]["exp_avg"]
     for tensor, is_healthy in ((model.first.weight, False), (moment, False), (model.norm.running_mean, True)):
         kept = tensor.detach().clone()  # type: ignore[union-attr]
@@ -271,26 +267,23 @@ def test_a_state_is_not_healthy_while_an_error_lasts() -> None:
     """A rule reports it once, when it begins."""
 
     @rule("lasting", severity="error")
-    def lasting(self: Rule, window: Any) -> Iterator[Finding]:
-        for step in window.steps.tolist():
-            if step >= 3 and self._episodes.record("", step):
-                yield self.found(step, "loss", "it lasts")
+    def lasting(self: Rule, window: Any) -> list[Finding]:
+        lasts = [step for step in window.steps.tolist() if step >= 3 and self._episodes.record("", step)]
+        return [self.found(step, "loss", "it lasts") for step in lasts]
 
     model, optimizer, monitor = made(rules=[lasting(), *default_rules()])
     trained(model, optimizer, monitor, 12)
     assert len(monitor.findings) == 1
-    assert not monitor.is_healthy(within=5)
     _, _, again = made(rules=[lasting()])
     again.load_state_dict(monitor.state_dict())
-    assert not again.is_healthy(within=5)
+    assert (monitor.is_healthy(within=5), again.is_healthy(within=5)) == (False, False)
 
 
 def test_a_snapshot_is_confirmed_however_late_numbers_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PendingRows, "needs_copy", True)
     model, optimizer, monitor = made(on_anomaly={"error": "rollback"}, options={"rollback_every": 2, "lag": 5})
     trained(model, optimizer, monitor, 20)
-    with torch.no_grad():
-        model.first.weight[0, 0] = math.inf
+    model.first.weight.data[0, 0] = math.inf
     trained(model, optimizer, monitor, 6)
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -314,11 +307,9 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
 
 
 def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
-    model, optimizer, monitor = made(
-        on_anomaly={"error": "rollback", "warning": "record"}, options={"rollback_every": 1}
-    )
+    model, optimizer, monitor = made(on_anomaly={**RECORD, "error": "rollback"}, options={"rollback_every": 1})
     trained(model, optimizer, monitor, 4)
-    model.second = nn.Linear(model.second.in_features, model.second.out_features, bias=False)
+    model.second = nn.Linear(16, 16, bias=False)
     optimizer.add_param_group({"params": [model.second.weight]})
     before = copy.deepcopy(model.state_dict())
     with pytest.warns(RuntimeWarning, match="no healthy snapshot of this model"):
@@ -327,19 +318,14 @@ def test_a_state_of_another_shape_is_not_gone_back_to() -> None:
     monitor.detach()
 
 
-def test_calls_what_it_is_given_by_severity_or_rule() -> None:
+@pytest.mark.parametrize("calls", [True, False])
+def test_calls_what_a_rule_is_given_and_without_policies_only_records(calls: bool) -> None:
     seen: list[str] = []
-    policies = {"error": "record", "nonfinite-gradient": lambda m, finding: seen.append(f"{m.steps} {finding.rule}")}
-    model, optimizer, monitor = made(on_anomaly=policies)
-    trained(model, optimizer, monitor, 3, bad=2)
-    assert seen == ["3 nonfinite-gradient"]
-
-
-def test_a_rule_without_policies_only_records(recwarn: pytest.WarningsRecorder) -> None:
-    model, optimizer, monitor = made(on_anomaly={"nonfinite-gradient": []})
-    trained(model, optimizer, monitor, 3, bad=2)
+    policies = [lambda m, finding: seen.append(f"{m.steps} {finding.rule}")] * calls
+    model, optimizer, monitor = made(on_anomaly={"nonfinite-gradient": policies})
+    trained(model, optimizer, monitor, 3, bad=2)  # a warning would be an error
+    assert seen == ["3 nonfinite-gradient"] * calls
     assert [finding.rule for finding in monitor.findings] == ["nonfinite-gradient"]
-    assert not [str(warning.message) for warning in recwarn if "nonfinite-gradient" in str(warning.message)]
 
 
 def test_a_loss_that_was_not_finite_is_noted_in_its_step_and_all_others_are_told_apart() -> None:
@@ -386,15 +372,6 @@ def test_evidence_is_told_in_words() -> None:
     assert not re.search(r"evidence:.*(nonfinite_tensors|numel|_count)", text)
 
 
-def test_what_to_watch_may_be_one_name() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-    with gradstat.Monitor(model, watch="activations") as monitor:
-        loss = model(torch.randn(4, 3)).sum()
-        loss.backward()
-        monitor.step(loss)
-    assert monitor.recording().tables["activation"].names == ("0", "1")
-
-
 GUARD = gradstat.SpikeGuard()
 STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
 
@@ -427,20 +404,17 @@ STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
         ({"max_norm": "1"}, TypeError, "max_norm: expected a number, an adaptive clip or None, got str"),
         ({"guard": 6.0}, TypeError, "expected a gradstat.SpikeGuard, got float"),
         ({"guard": GUARD}, TypeError, "a guard needs the optimizer"),
+        ({"save_to": 5}, TypeError, "save_to: expected a path or None, got int"),
         ({"guard": gradstat.SpikeGuard(scale=0.1), **STEPPED}, ValueError, "without scale="),
         ({"guard": GUARD, "scaler": torch.amp.GradScaler("cpu"), **STEPPED}, ValueError, "guarded_step"),
     ],
 )
-def test_arguments_that_make_no_sense(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        gradstat.Monitor(**{"model": Net(), **options})
-
-
-@pytest.mark.parametrize("options", [{"on_anomaly": "skip"}, {"on_anomaly": "replay"}])
-def test_a_monitor_that_was_refused_leaves_no_hook(options: dict[str, Any]) -> None:
+def test_arguments_that_make_no_sense_leave_no_hook(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     model = Net()
-    with pytest.raises(TypeError) as caught:
-        gradstat.Monitor(model, watch=["outputs", "activations"], **options)
+    with pytest.raises(error, match=message) as caught:
+        gradstat.Monitor(**{"model": model, "watch": ["outputs", "activations"], **options})
     assert caught.value.__traceback__ is not None  # holds what the constructor made
     assert not any(module._forward_hooks for module in model.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -449,12 +423,8 @@ def test_a_monitor_that_was_refused_leaves_no_hook(options: dict[str, Any]) -> N
 def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> None:
     model, _, monitor = made()
     model(torch.randn(4, 8)).sum().backward()
-    for loss, error in (
-        (torch.zeros(3), "loss is a tensor of shape"),
-        (torch.zeros((), dtype=torch.long), "loss is a tensor of shape"),
-        ("low", "loss is a str"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=error):
+    for loss in (torch.zeros(3), torch.zeros((), dtype=torch.long), "low"):
+        with pytest.raises((TypeError, ValueError), match=r"loss is a (tensor of shape|str)"):
             monitor.step(loss)  # type: ignore[arg-type]
     monitor.step(1.5)
     model.zero_grad()
@@ -528,8 +498,7 @@ def test_batches_of_changing_sizes_are_judged_by_their_own_sizes() -> None:
     model, optimizer, monitor = made()
     sizes = (4, 4, 4, 4, 4, 32, 16, 8)  # the last four are reviewed together
     for size in sizes:
-        x = torch.full((size, 8), 2.0)
-        x[: size // 2] = 0.0
+        x = torch.tensor([0.0, 2.0]).repeat_interleave(size // 2)[:, None].repeat(1, 8)
         if size == 32:
             x[31, 7] = math.nan
         monitor.batch(x)
@@ -547,7 +516,7 @@ def test_a_parameter_of_another_size_does_not_change_the_steps_before() -> None:
     for size in (4, 4, 4, 8, 8):
         if size != model.weight.shape[0]:
             model.weight = nn.Parameter(torch.ones(size, 4))
-        model.weight.grad = torch.ones_like(model.weight)
+        fill(model)
         monitor.step()
     table = monitor.recording().tables["gradient"]
     assert table.column("mean")[:, 0].tolist() == [1.0] * 5
@@ -560,7 +529,7 @@ def test_a_module_with_several_outputs_is_measured_over_all_of_them() -> None:
             return torch.ones(2, 2), torch.zeros(4, 3).index_fill(0, torch.tensor(3), math.nan)
 
     model = nn.ModuleDict({"two": Two(), "last": nn.Linear(2, 2)})
-    monitor = gradstat.Monitor(model, on_anomaly="record", watch=["activations"])
+    monitor = gradstat.Monitor(model, on_anomaly="record", watch="activations")
     for _ in range(2):  # of one step
         model["two"](torch.ones(1))
     monitor.step()
@@ -595,14 +564,13 @@ def test_state_goes_on_where_it_was(tmp_path: Path) -> None:
 
     def run(split: int | None) -> gradstat.Monitor:
         model, optimizer, monitor = made()
-        generator = torch.Generator().manual_seed(0)
         for i, loss in enumerate(losses):
             if i == split:
                 torch.save(monitor.state_dict(), tmp_path / "state.pt")
                 monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
                 monitor.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
             for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator)
+                p.grad = torch.randn(p.shape)
             monitor.step(loss)
             optimizer.step()
         monitor.flush()
@@ -649,9 +617,7 @@ def test_a_monitor_in_use_goes_back_to_a_state_whole(tmp_path: Path) -> None:
 
 
 def test_no_update_is_measured_across_a_rollback() -> None:
-    model, optimizer, monitor = made(
-        on_anomaly={"error": "rollback"}, options={"rollback_every": 1}, watch={"updates": 1}
-    )
+    model, optimizer, monitor = made(on_anomaly="rollback", options={"rollback_every": 1}, watch={"updates": 1})
     trained(model, optimizer, monitor, 4, bad=3)
     trained(model, optimizer, monitor, 3)
     table = monitor.recording().tables["update"]
@@ -670,9 +636,7 @@ def test_a_loss_scale_of_zero_loses_no_step() -> None:
         model.zero_grad()
         (model(torch.randn(8, 8)).sum() * scale).backward()
         monitor.step()
-    recording = monitor.recording()
-    assert recording.steps.tolist() == [0, 1, 2]
-    assert np.isnan(recording.scalars["norm"]).tolist() == [False, True, False]
+    assert np.isnan(monitor.recording().scalars["norm"]).tolist() == [False, True, False]
 
 
 def test_a_batch_is_measured_as_often_as_asked_and_kept_for_a_replay_anyway() -> None:
@@ -738,14 +702,15 @@ def test_an_anomaly_that_raises_takes_no_step_along(policy: Any) -> None:
 
 def test_the_diagnosis_in_all_its_forms() -> None:
     model, optimizer, monitor = made()
-    assert not monitor.diagnose().ok
-    assert "nothing is known about Net, since monitor.step() has not been called" in str(monitor.diagnose())
-    trained(model, optimizer, monitor, 4)
-    assert monitor.diagnose().ok
-    assert "nothing wrong in 4 steps of Net" in str(monitor.diagnose())
-    trained(model, optimizer, monitor, 6, bad=4)
-    diagnosis = monitor.diagnose()
-    assert not diagnosis.ok
+    for steps, ok, told in (
+        (0, False, "nothing is known about Net, since monitor.step() has not been called"),
+        (4, True, "nothing wrong in 4 steps of Net"),
+        (6, False, "likely causes"),
+    ):
+        trained(model, optimizer, monitor, steps, bad=4)
+        diagnosis = monitor.diagnose()
+        assert diagnosis.ok == ok
+        assert told in str(diagnosis)
     assert diagnosis.to_dict()["findings"][0]["rule"] == "nonfinite-gradient"
     for words in ("second.weight", "likely causes"):
         assert words in str(diagnosis)
@@ -756,21 +721,20 @@ def test_assert_healthy_passes_and_fails(assert_healthy: Any) -> None:
     model, optimizer, _ = made()
     assert assert_healthy is gradstat.monitor.assert_healthy  # the fixture
 
-    def step(detached: bool = False) -> Tensor:
+    def step() -> Tensor:
         x = torch.randn(32, 8)
         optimizer.zero_grad()
-        hidden = relu(model.norm(model.first(x)))
-        logits = model.last(relu(model.second(hidden.detach() if detached else hidden)))
-        loss = cross_entropy(logits, (x[:, 0] > 0).long())
+        loss = cross_entropy(model(x), (x[:, 0] > 0).long())
         loss.backward()
         return loss
 
     def steps() -> Iterator[Tensor]:
         for _ in range(30):
-            yield step(detached=True)
+            yield step()
             optimizer.step()
 
     assert assert_healthy(model, 60, step, optimizer, loss_falls=True).ok
+    model.norm.register_forward_hook(lambda module, inputs, output: output.detach())
     with pytest.raises(gradstat.monitor.UnhealthyTrainingError, match="missing-gradient"):
         assert_healthy(model, steps(), optimizer=optimizer)
     assert_healthy(model, steps(), optimizer=optimizer, allow="missing-gradient")
@@ -819,7 +783,6 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
     with pytest.warns(AnomalyWarning, match="derivative of sqrt"), pytest.raises(AnomalyError, match="sqrt"):
         train()
     culprit = monitor.culprit
-    assert culprit is not None
     assert (culprit.kind, culprit.phase, culprit.op, culprit.module) == ("inf", "backward", "sqrt", "")
     assert culprit.line.endswith("# the root")
     assert 1 < monitor.steps == len(batches)
@@ -842,29 +805,22 @@ def test_a_replay_that_cannot_run_is_refused_at_once_and_not_at_the_incident() -
     assert monitor.steps == 0
 
 
+@pytest.mark.filterwarnings("ignore::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("takes", ["batch", "nothing", "either"])
 def test_the_documented_replay_runs_with_the_batch_if_the_function_takes_one(takes: str) -> None:
-    model = nn.Linear(2, 1)
-    newest = [torch.ones(1, 2)]
+    model, newest = nn.Linear(2, 1), torch.ones(1, 2)
 
     def step(batch: Tensor) -> None:
         model.zero_grad()
         model(batch).square().sum().backward()
 
-    functions: dict[str, Any] = {
-        "batch": step,
-        "nothing": lambda: step(newest[0]),
-        "either": lambda batch=None: step(batch),
-    }
+    functions: Any = {"batch": step, "nothing": lambda: step(newest), "either": lambda batch=None: step(batch)}
     monitor = gradstat.Monitor(model, replay=functions[takes], on_anomaly="replay")
     for value in (1.0, math.nan):
-        newest[0] = torch.full((1, 2), value)
-        monitor.batch(newest[0])
-        step(newest[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            monitor.step()
-    assert monitor.culprit is not None
+        newest = torch.full((1, 2), value)
+        monitor.batch(newest)
+        step(newest)
+        monitor.step()
     assert monitor.culprit.phase == "input"
 
 
@@ -886,16 +842,12 @@ def test_a_replay_on_request_leaves_everything_and_refuses_a_step_that_is_gone()
     step()
     monitor.step()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    culprit = monitor.replay(step)
-    assert culprit is not None
-    assert culprit.kind in ("inf", "nan")
+    assert monitor.replay(step).kind in ("inf", "nan")
     torch.testing.assert_close([p.grad for p in model.parameters()], before, rtol=0, atol=0, equal_nan=True)
     assert monitor.steps == 5
     optimizer.step()
     with pytest.raises(RuntimeError, match="parameters have changed"):
         monitor.replay(step)
-    with pytest.raises(TypeError, match="no function to run"):
-        monitor.replay()
 
 
 def test_a_step_that_was_not_skipped_is_gone_although_bad_ones_are() -> None:
@@ -944,8 +896,7 @@ def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
     model = nn.Linear(4, 4, dtype=torch.float64)
     monitor = gradstat.Monitor(model, on_anomaly="record")
     for step in range(60):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 1e250 if step >= 50 else 1.0)
+        fill(model, 1e250 if step >= 50 else 1.0)
         monitor.step(1.0)
     monitor.flush()
     assert "exploding-gradient" in {finding.rule for finding in monitor.findings}
@@ -954,16 +905,14 @@ def test_gradients_whose_squares_overflow_switch_no_rule_off() -> None:
 def test_a_state_of_an_optimizer_that_is_called_as_something_else_does_not_take_its_place() -> None:
     model, optimizer, monitor = made(watch={"optimizer": 1, "updates": 1})
     trained(model, optimizer, monitor, 1)
-    for key in ("gradient", "update", "label", "scalars"):
-        for parameter in model.parameters():
-            optimizer.state[parameter][key] = torch.full_like(parameter, 1e6)
+    keys = "gradient", "update", "label", "scalars"
+    for parameter in model.parameters():
+        optimizer.state[parameter] |= {key: torch.full_like(parameter, 1e6) for key in keys}
     trained(model, optimizer, monitor, 3)
-    monitor.flush()
     tables = monitor.recording().tables
     assert tables["gradient"].column("max_abs").max() < 1e3
     assert tables["update"].column("l2_norm").max() < 1e3
-    for key in ("gradient", "update", "label", "scalars"):
-        assert (tables[f"optimizer {key}"].column("max_abs") == 1e6).all()
+    assert all((tables[f"optimizer {key}"].column("max_abs") == 1e6).all() for key in keys)
     assert set(tables) & {"label", "scalars"} == set()
 
 
@@ -998,7 +947,6 @@ def test_a_request_after_a_step_that_failed_waits_for_the_next_step(with_closure
     optimizer.fails = False
     before = model.weight.detach().clone()
     backward(math.nan)
-    assert model.weight.grad is not None
     optimizer.step()
     assert torch.equal(model.weight, before)
     backward()

@@ -7,7 +7,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def line_of(mark: str) -> int:
 
 def assert_source(culprit: Culprit, where: str | types.FunctionType) -> None:
     """Checks that it names the line of a mark, or the line of a one-line function."""
-    assert culprit.source is not None
     path, _, number = culprit.source.rpartition(":")
     assert Path(path).resolve() == Path(__file__).resolve()
     assert int(number) == (line_of(where) if isinstance(where, str) else where.__code__.co_firstlineno), culprit
@@ -61,14 +59,16 @@ def culprit_of(model: nn.Module, step: Callable[..., Any], **kwargs: Any) -> Cul
     return culprit
 
 
-def replayed(f: Callable[..., Tensor], x: Tensor | None = None) -> Culprit | None:
+NUMBERS = torch.tensor([0.0, 1.0, 2.0])
+
+
+def replayed(f: Callable[..., Tensor], x: Tensor = NUMBERS) -> Culprit | None:
     """The culprit, if any, of a step whose innermost module, ``1.0``, computes ``f``."""
-    x = torch.tensor([0.0, 1.0, 2.0]) if x is None else x
     model = model_of(f, x.shape[-1])
     return find_culprit(model, lambda x: model(x).sum().backward(), batch=x)
 
 
-def blamed(f: Callable[..., Tensor], x: Tensor | None = None) -> Culprit:
+def blamed(f: Callable[..., Tensor], x: Tensor = NUMBERS) -> Culprit:
     """The culprit of such a step."""
     culprit = replayed(f, x)
     assert culprit is not None
@@ -150,13 +150,9 @@ def test_the_first_bad_operation(phase: str, kind: str, op: str, f: Any, where: 
 def test_what_went_in_is_told_as_it_was_before() -> None:
     for f in (by_log, in_place):
         culprit = blamed(f)
-        assert culprit.inputs is not None
-        assert culprit.inputs.ok
-        assert culprit.inputs["self"].zero_count == 1
-        assert culprit.inputs["self"].max == 2.0
-        assert culprit.output is not None
-        assert culprit.output["output"].inf_count == 1
-        assert culprit.output["output"].first_nonfinite == (0,)
+        given, made = culprit.inputs["self"], culprit.output["output"]
+        assert (culprit.inputs.ok, given.zero_count, given.max) == (True, 1, 2.0)
+        assert (made.inf_count, made.first_nonfinite) == (1, (0,))
 
 
 def test_the_stack_leads_from_the_step_to_the_line() -> None:
@@ -169,8 +165,7 @@ def test_the_stack_leads_from_the_step_to_the_line() -> None:
     assert "went in: self, 3 float32: 0 to 2, 1 zero, all finite" in text
     assert "in the backward pass, by the derivative of sqrt in module '1.0'" in str(blamed(by_sqrt))
     told = json.loads(json.dumps(culprit.to_dict(), allow_nan=False))
-    assert told["op"] == "log"
-    assert told["inputs"][0]["zero_count"] == 1
+    assert (told["op"], told["inputs"][0]["zero_count"]) == ("log", 1)
 
 
 def test_a_loss_outside_of_the_model_has_no_module_and_the_root_is_empty() -> None:
@@ -217,9 +212,7 @@ def test_an_overflow_when_gradients_of_two_uses_are_added(together: bool) -> Non
             loss.backward()
 
     culprit = culprit_of(model, step)
-    assert (culprit.phase, culprit.kind) == ("accumulation", "inf")
-    assert (culprit.name, culprit.module) == ("1.0.weight", "1.0")
-    assert culprit.inputs is not None
+    assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("accumulation", "inf", "1.0.weight", "1.0")
     assert culprit.inputs.ok
     assert "when gradients of '1.0.weight' were added up" in str(culprit)
 
@@ -238,56 +231,45 @@ def test_an_overflow_between_two_uses_of_an_activation_leads_to_where_that_was_m
 # Hooks ------------------------------------------------------------------------------------------------------
 
 
-def bad_hook(gradient: Tensor) -> Tensor:
-    return gradient / 0  # hook
+BAD_HOOK = lambda gradient: gradient / 0  # noqa: E731
+IN_PLACE_HOOK = lambda parameter: parameter.grad.div_(0)  # noqa: E731
+BARE_HOOK = lambda gradient: BAD  # noqa: E731
 
 
-def in_place_hook(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.div_(0)  # post hook
-
-
-def hook_without_operation(gradient: Tensor) -> Tensor:  # bare hook
-    return BAD
-
-
-@pytest.mark.parametrize(
-    ("hook", "mark"), [(bad_hook, "hook"), (in_place_hook, "post hook"), (hook_without_operation, "bare hook")]
-)
-def test_a_hook_on_a_parameter(hook: Callable[..., Any], mark: str) -> None:
+@pytest.mark.parametrize("hook", [BAD_HOOK, IN_PLACE_HOOK, BARE_HOOK])
+def test_a_hook_on_a_parameter(hook: Any) -> None:
     model = model_of(lambda h: h)
     weight = model[1][0].weight
-    if hook is in_place_hook:
-        weight.register_post_accumulate_grad_hook(hook)
-    else:
-        weight.register_hook(hook)
+    (weight.register_post_accumulate_grad_hook if hook is IN_PLACE_HOOK else weight.register_hook)(hook)
     culprit = culprit_of(model, lambda: model(torch.ones(3)).sum().backward())
     assert (culprit.phase, culprit.name, culprit.module) == ("hook", "1.0.weight", "1.0")
-    assert_source(culprit, mark)
+    assert_source(culprit, hook)
     assert "by a hook of '1.0.weight'" in str(culprit)
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     assert list(hooks.values()) == [hook]
 
 
-def test_hooks_on_activations_and_modules() -> None:
-    def hooked(h: Tensor, hook: Forward) -> Tensor:
+@pytest.mark.parametrize(("hook", "kind", "op"), [(BAD_HOOK, "inf", "div"), (BARE_HOOK, "nan", None)])
+def test_a_hook_on_an_activation(hook: Any, kind: str, op: str | None) -> None:
+    def hooked(h: Tensor) -> Tensor:
         h.register_hook(hook)
         return h * 2
 
-    for hook in (bad_hook, hook_without_operation):
-        culprit = blamed(partial(hooked, hook=hook))
-        assert (culprit.phase, culprit.module) == ("hook", "1.0")
-        assert (culprit.kind, culprit.op) == (("inf", "div") if hook is bad_hook else ("nan", None))
-        if hook is bad_hook:
-            assert_source(culprit, "hook")
-    model = model_of(by_sqrt)
-    model[1][0].register_full_backward_hook(lambda m, gi, go: (gi[0] / 0,))  # module hook
+    culprit = blamed(hooked)
+    assert (culprit.phase, culprit.module, culprit.kind, culprit.op) == ("hook", "1.0", kind, op)
+    if op is not None:
+        assert_source(culprit, hook)
+
+
+def test_a_hook_on_a_module() -> None:
+    model, hook = model_of(by_sqrt), lambda m, gi, go: (gi[0] / 0,)
+    model[1][0].register_full_backward_hook(hook)
     x = torch.ones(3, requires_grad=True)
     assert find_culprit(model, lambda: model(x * 1).sum().backward()) is None  # the weight is not affected
     model.insert(0, Inner(lambda h: h))
     culprit = culprit_of(model, lambda: model(x * 1).sum().backward())
     assert culprit.phase == "hook"
-    assert_source(culprit, "module hook")
+    assert_source(culprit, hook)
 
 
 # Input and parameters ---------------------------------------------------------------------------------------
@@ -321,7 +303,6 @@ def test_a_bad_parameter_and_a_bad_buffer() -> None:
     for run in (step, lambda: model[0](torch.ones(4, 3)).sum().backward()):  # this does not use the weight
         culprit = culprit_of(model, run)
         assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
-        assert culprit.output is not None
         assert culprit.output[0].first_nonfinite == (0, 1)
 
 
@@ -357,16 +338,6 @@ def other_ways_to_write_infinity(h: Tensor) -> Tensor:
     return torch.cat([x.softmax(-1)[:, :3] for x in (a, b, c, e, f, g)]).sum(0) + least
 
 
-def masked_transient(h: Tensor) -> Tensor:
-    return torch.where(h < 1, (h.detach() * 100).exp(), 0.0) + h
-
-
-def repaired(h: Tensor) -> Tensor:
-    y = h.detach().log()
-    y.nan_to_num_(neginf=0.0)
-    return h + y
-
-
 def uninitialised_but_written(h: Tensor) -> Tensor:
     out = torch.empty(3, 2)
     out.copy_(torch.ones(3, 2))
@@ -378,7 +349,13 @@ def uninitialised_but_written(h: Tensor) -> Tensor:
 @pytest.mark.usefixtures("_poisoned")
 @pytest.mark.parametrize(
     "f",
-    [attention_with_masks, other_ways_to_write_infinity, masked_transient, repaired, uninitialised_but_written],
+    [
+        attention_with_masks,
+        other_ways_to_write_infinity,
+        lambda h: torch.where(h < 1, (h.detach() * 100).exp(), 0.0) + h,
+        lambda h: h + h.detach().log().nan_to_num_(neginf=0.0),
+        uninitialised_but_written,
+    ],
 )
 def test_a_healthy_step_has_no_culprit_and_beside_it_the_true_one_is_found(f: Forward) -> None:
     assert replayed(f) is None
@@ -405,27 +382,18 @@ def reads_unwritten(h: Tensor) -> Tensor:
 
 def test_memory_that_nobody_wrote() -> None:
     culprit = blamed(reads_unwritten)
-    assert (culprit.op, culprit.kind) == ("empty", "inf")
-    assert culprit.output is not None
-    assert culprit.output["memory"].inf_count == 3
+    assert (culprit.op, culprit.kind, culprit.output["memory"].inf_count) == ("empty", "inf", 3)
     assert_source(culprit, "unwritten")
     assert "torch.empty and was not written" in str(culprit)
 
 
 def test_a_mask_in_a_buffer_or_the_batch_is_no_bad_input() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-            self.register_buffer("mask", torch.triu(torch.full((3, 3), -math.inf), 1))
+    def step(batch: list[Tensor]) -> None:
+        (model(batch[0]) + model.mask + batch[1]).softmax(-1).square().sum().backward()  # attention
 
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return (self.weight * x + self.mask + mask).softmax(-1)  # attention
-
-    model = Attention()
-    mask = torch.tensor([0.0, 0.0, -math.inf])
-    step = lambda batch: model(*batch).square().sum().backward()  # noqa: E731
-    assert find_culprit(model, step, batch=(torch.ones(3), mask)) is None
+    model = Inner(lambda h: h)
+    model.register_buffer("mask", torch.triu(torch.full((3, 3), -math.inf), 1))
+    assert find_culprit(model, step, batch=(torch.ones(3), torch.tensor([0.0, 0.0, -math.inf]))) is None
     culprit = culprit_of(model, step, batch=(torch.ones(3), torch.full((3,), -math.inf)))
     assert (culprit.phase, culprit.op, culprit.kind) == ("forward", "softmax", "nan")
     assert_source(culprit, "attention")
@@ -458,38 +426,37 @@ def test_it_can_be_called_without_gradients_but_not_in_a_backward_pass() -> None
         model(torch.ones(3)).sum().backward()
 
 
-def test_nonsense_is_refused() -> None:
-    model = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match=r"model has to be a torch.nn.Module, .* got function"):
-        find_culprit(lambda: None, model)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"step_fn has to be a function that runs the step; got Tensor"):
-        find_culprit(model, torch.ones(1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"state has to be StepStateKeeper.states or a StepState; got int in it"):
-        find_culprit(model, model, state=[3])  # type: ignore[list-item]
-    with pytest.raises(KeyError, match="unrelated"):
-        find_culprit(model, {}.__getitem__, batch="unrelated")
+LAYER = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"model": lambda: None}, r"model has to be a torch.nn.Module, .* got function"),
+        ({"step_fn": torch.ones(1)}, r"step_fn has to be a function that runs the step; got Tensor"),
+        ({"state": [3]}, r"state has to be StepStateKeeper.states or a StepState; got int in it"),
+        ({"step_fn": {}.__getitem__, "batch": "unrelated"}, "unrelated"),
+    ],
+)
+def test_nonsense_is_refused(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(KeyError if told == "unrelated" else TypeError, match=told):
+        find_culprit(**{"model": LAYER, "step_fn": LAYER, **arguments})
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_block(reentrant: bool) -> None:
-    class Block(nn.Module):
-        def __init__(self, f: Forward) -> None:
-            super().__init__()
-            self.inner = Inner(f)
+@pytest.mark.parametrize(("f", "phase", "mark"), [(by_log, "forward", "log"), (by_sqrt, "backward", "sqrt")])
+def test_a_checkpointed_block(f: Forward, phase: str, mark: str, reentrant: bool) -> None:
+    class Block(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self[0], x, use_reentrant=reentrant)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.inner, x, use_reentrant=reentrant)
-            return out
-
-    for f, phase, mark in ((by_log, "forward", "log"), (by_sqrt, "backward", "sqrt")):
-        model = Block(f)
-        keeper = StepStateKeeper(model)
-        x = torch.tensor([0.0, 1.0, 2.0], requires_grad=True)
-        model(x).sum().backward()
-        assert len(keeper.states) == 1
-        culprit = culprit_of(model, lambda: model(x).sum().backward(), state=keeper.states)  # noqa: B023
-        assert (culprit.phase, culprit.module) == (phase, "inner")
-        assert_source(culprit, mark)
+    model, x = Block(Inner(f)), NUMBERS.clone().requires_grad_()
+    keeper = StepStateKeeper(model)
+    model(x).sum().backward()
+    assert len(keeper.states) == 1
+    culprit = culprit_of(model, lambda: model(x).sum().backward(), state=keeper.states)
+    assert (culprit.phase, culprit.module) == (phase, "0")
+    assert_source(culprit, mark)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -503,9 +470,8 @@ def test_autocast(dtype: torch.dtype) -> None:
         loss.backward()
 
     culprit = find_culprit(model, step, batch=torch.ones(2, 4) * 10)
-    assert (culprit is None) == (dtype is torch.bfloat16)
-    if culprit is not None:
-        assert (culprit.phase, culprit.kind, culprit.module, culprit.op) == ("forward", "inf", "0", "addmm")
+    found = culprit and (culprit.phase, culprit.kind, culprit.module, culprit.op)
+    assert found == (None if dtype is torch.bfloat16 else ("forward", "inf", "0", "addmm"))
 
 
 def test_a_loss_scale_that_is_too_large() -> None:
@@ -568,10 +534,9 @@ def test_compiled_models_run_eagerly(in_place: bool) -> None:
         model = torch.compile(model, backend="eager")
     keeper = StepStateKeeper(model)
     step = lambda x: model(x).sum().backward()  # noqa: E731
-    x = torch.tensor([0.0, 1.0, 2.0])
-    step(x)
+    step(NUMBERS)
     assert len(keeper.states) == 1
-    culprit = culprit_of(model, step, batch=x, state=keeper.states)
+    culprit = culprit_of(model, step, batch=NUMBERS, state=keeper.states)
     assert (culprit.op, culprit.module) == ("log", "1.0" if in_place else "_orig_mod.1.0")
     assert_source(culprit, "log")
 
@@ -601,9 +566,7 @@ def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
         gc.enable()
     assert still_there == [None] * 3
     assert not torch.is_anomaly_enabled()
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 # Notebooks ---------------------------------------------------------------------------------------------------
@@ -623,10 +586,8 @@ def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
 def test_the_code_of_a_notebook_is_named_by_its_cell(
     file: str, named: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def format_code_name(name: str) -> tuple[str, str] | None:  # as IPython.core.compilerop.CachingCompiler
-        return ("Cell", "In[5]") if name.endswith("1570997521.py") else None
-
-    compiler = types.SimpleNamespace(format_code_name=format_code_name)
+    compiler = types.SimpleNamespace()  # as IPython.core.compilerop.CachingCompiler
+    compiler.format_code_name = lambda name: ("Cell", "In[5]") if name.endswith("1570997521.py") else None
     ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(compile=compiler))
     monkeypatch.setitem(sys.modules, "IPython", ipython if named else None)  # type: ignore[arg-type]
     names: dict[str, Any] = {}

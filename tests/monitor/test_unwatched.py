@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from typing_extensions import Self
 
 import gradstat
-from gradstat.monitor import AnomalyWarning, Finding
+from gradstat.monitor import AnomalyWarning
 from gradstat.monitor.observers import versions
 
 EVERYTHING = dict.fromkeys(("parameters", "buffers", "optimizer", "updates", "activations", "outputs"), 1)
@@ -80,6 +81,14 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, step
         optimizer.step()
 
 
+def watched(way: str, model: nn.Module, optimizer: Any, **options: Any) -> tuple[gradstat.Monitor, Any]:
+    """A monitor by either way, and what the user has to call in each step."""
+    if way == "auto":
+        return gradstat.auto(optimizer, model, **options).monitor, lambda loss: None
+    monitor = gradstat.Monitor(model, optimizer, **options)
+    return monitor, monitor.step
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
@@ -108,12 +117,8 @@ def test_a_frozen_parameter_of_any_kind_is_watched_or_named_once(
     torch.manual_seed(0)
     model = Adapted(base())
     optimizer = adam(model)
-    if way == "Monitor":
-        monitor = gradstat.Monitor(model, optimizer, watch=EVERYTHING)
-        trained(model, optimizer, 6, monitor.step)
-    else:
-        monitor = gradstat.auto(optimizer, model, watch=EVERYTHING).monitor
-        trained(model, optimizer, 6, lambda loss: None)
+    monitor, step = watched(way, model, optimizer, watch=EVERYTHING)
+    trained(model, optimizer, 6, step)
     texts = [str(warning.message) for warning in recwarn if "gradstat" in str(warning.message)]
     assert len(texts) == (named is not None), texts
     assert all(named is not None and named in text for text in texts)
@@ -121,12 +126,10 @@ def test_a_frozen_parameter_of_any_kind_is_watched_or_named_once(
     assert monitor.diagnose().ok
     tables = monitor.recording().tables
     assert {"parameter", "buffer", "update", "exp_avg", "activation", "output"} <= set(tables)
-    rest = [name for name, p in model.named_parameters() if name != "base"]
-    expected = rest if named is not None else ["base", *rest]
-    if isinstance(model.base.data, Quantised):
-        expected = ["base.scale", *rest]
-    assert list(tables["parameter"].names) == expected
-    assert tables["update"].names[-len(rest) :] == tuple(rest)
+    base_seen = ("base.scale",) if isinstance(model.base.data, Quantised) else ("base",) * (named is None)
+    rest = "down.weight", "down.bias", "up.weight", "up.bias"
+    assert tables["parameter"].names == (*base_seen, *rest)
+    assert tables["update"].names[-len(rest) :] == rest
 
 
 def test_states_of_a_quantised_optimizer_are_watched_as_far_as_they_can_be() -> None:
@@ -144,11 +147,10 @@ def test_states_of_a_quantised_optimizer_are_watched_as_far_as_they_can_be() -> 
         trained(model, optimizer, 3, monitor.step)
     assert monitor.recording().tables["exp_avg.scale"].names == ("0.weight", "2.weight")
     optimizer.state[model[2].weight]["exp_avg"].scale[1] = math.nan
-    model(torch.randn(8, 6)).square().mean().backward()
     monitor.step()
     monitor.flush()
-    found = [finding for finding in monitor.findings if finding.rule == "nonfinite-optimizer-state"]
-    assert [(f.name, f.about) for f in found] == [("2.weight", "exp_avg.scale")]
+    found = [(f.name, f.about) for f in monitor.findings if f.rule == "nonfinite-optimizer-state"]
+    assert found == [("2.weight", "exp_avg.scale")]
     model[0].weight.grad[0] = math.nan
     monitor.step()
     steps = monitor.recording().tables["exp_avg.scale"].steps.tolist()
@@ -172,9 +174,8 @@ def test_a_gradient_that_cannot_be_measured_leaves_the_others_watched() -> None:
         step()
     model[1].bias.grad[2] = math.nan
     assert [(f.rule, f.name) for f in monitor.step()] == [("nonfinite-gradient", "1.bias")]
-    latest = monitor.latest()
-    assert latest is not None
-    assert (latest.report.names, latest.report.missing) == (("0.weight", "1.weight", "1.bias"), ())
+    report = monitor.latest().report
+    assert (report.names, report.missing) == (("0.weight", "1.weight", "1.bias"), ())
 
 
 def test_rules_beside_a_parameter_that_is_left_out_still_judge_the_others() -> None:
@@ -188,16 +189,13 @@ def test_rules_beside_a_parameter_that_is_left_out_still_judge_the_others() -> N
 
 
 def test_a_learning_rate_of_numpy_or_none_at_all_is_no_error() -> None:
-    import numpy as np
-
     model = nn.Linear(6, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float32(0.5))
     monitor = gradstat.Monitor(model, optimizer)
-    optimizer.param_groups[0]["lr"] = np.float32(0.5)
-    trained(model, optimizer, 1, monitor.step)
-    lr = optimizer.param_groups[0].pop("lr")
+    monitor.step()
+    del optimizer.param_groups[0]["lr"]
     monitor.step(np.float32(2.0))
-    assert lr == monitor.recording().scalars["lr"][0]
+    assert monitor.recording().scalars["lr"][0] == 0.5
     assert monitor.recording().scalars["loss"][1] == 2.0
 
 
@@ -252,20 +250,12 @@ def test_an_internal_error_is_reported_once_and_ends_no_training(
             warnings.simplefilter("always")
             if fails:
                 patch.setattr(f"{target}.{name}", out_of_memory)
-            handle = gradstat.auto(optimizer, model, watch=EVERYTHING) if way == "auto" else None
-            monitor = handle.monitor if handle else gradstat.Monitor(model, optimizer, watch=EVERYTHING)
-
-            def look(loss: Tensor) -> None:
-                monitor.batch({"x": loss.detach()})
-                if handle is None:
-                    monitor.step(loss)
-
+            monitor, step = watched(way, model, optimizer, watch=EVERYTHING)
+            look = lambda loss: (monitor.batch({"x": loss.detach()}), step(loss))  # noqa: E731
             trained(model, optimizer, 3, look)
         trained(model, optimizer, 3, look)
         assert monitor.steps == 6
         monitor.detach()
-        if handle is not None:
-            handle.remove()
         texts = [str(w.message) for w in told if "no memory left" in str(w.message)]
         about = [text for text in texts if lost is None or lost in text]
         assert len(about) == fails, texts
@@ -286,40 +276,29 @@ def test_an_internal_error_is_reported_once_and_ends_no_training(
 )
 def test_an_error_beside_a_step_does_not_lose_it(target: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, out_of_memory)
-    model = nn.Linear(6, 6)
-    monitor = gradstat.Monitor(model, on_anomaly={"error": "record", "info": "rollback"})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for loss in (1.0, math.nan, 1.0):
-            monitor.step(loss)
-    assert any(told in str(warning.message) for warning in caught)
+    monitor = gradstat.Monitor(nn.Linear(6, 6), on_anomaly={"error": "record", "info": "rollback"})
+    with pytest.warns(Warning, match=told):
+        _ = [monitor.step(loss) for loss in (1.0, math.nan, 1.0)]
     assert monitor.recording().steps.tolist() == [0, 1, 2]
     assert "nonfinite-loss" in {finding.rule for finding in monitor.findings}
 
 
 def test_what_the_user_raises_or_asks_for_wrongly_still_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(_monitor: gradstat.Monitor, _finding: Finding) -> None:
-        raise ZeroDivisionError
+    def unavailable(*_: object) -> None:
+        raise gradstat.BackendUnavailableError("not here")
 
     model = nn.Linear(6, 6)
-    monitor = gradstat.Monitor(model, on_anomaly=stop)
+    monitor = gradstat.Monitor(model, on_anomaly=lambda monitor, finding: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         monitor.step(math.nan)
     with pytest.raises(ValueError, match="unknown backend 'cuda'"):
         gradstat.Monitor(model, options={"backend": "cuda"})
     model.weight.grad = torch.ones(6, 6)
-
-    def unavailable(*_: object) -> None:
-        raise gradstat.BackendUnavailableError("not here")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("gradstat.monitor.collector.measure_segments", unavailable)
-        with pytest.raises(gradstat.BackendUnavailableError):
-            gradstat.Monitor(model).step()
-    with monkeypatch.context() as patch:
-        patch.setattr("gradstat.monitor.log.StepLog.take", unavailable)
-        with pytest.raises(gradstat.BackendUnavailableError):
-            gradstat.Monitor(model).step()
+    for target in ("gradstat.monitor.collector.measure_segments", "gradstat.monitor.log.StepLog.take"):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, unavailable)
+            with pytest.raises(gradstat.BackendUnavailableError):
+                gradstat.Monitor(model).step()
 
 
 @pytest.mark.parametrize(
@@ -336,8 +315,7 @@ def test_what_the_user_raises_or_asks_for_wrongly_still_raises(monkeypatch: pyte
 def test_errors_are_logged_where_warnings_are_silenced(
     silence: Callable[[], None], logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(6, 6)
-    monitor = gradstat.Monitor(model)
+    monitor = gradstat.Monitor(nn.Linear(6, 6))
     with warnings.catch_warnings(record=True), caplog.at_level(logging.ERROR, "gradstat"):
         warnings.resetwarnings()
         silence()
@@ -352,27 +330,24 @@ def test_no_gradient_at_all_is_one_finding_that_says_where_the_call_belongs(way:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    handle = gradstat.auto(optimizer, model, on_anomaly="record") if way == "auto" else None
-    monitor = handle.monitor if handle else gradstat.Monitor(model, on_anomaly={"warning": "record"})
+    monitor, step = watched(way, model, optimizer if way == "auto" else None, on_anomaly={"warning": "record"})
     for _ in range(40):
         loss = model(torch.randn(8, 6)).square().mean()
         if way == "before backward":
-            monitor.step(loss)
+            step(loss)
         loss.backward()
         if way == "auto":
             optimizer.zero_grad(set_to_none=to_none)
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
         if way == "after zero_grad":
-            monitor.step(loss)
+            step(loss)
     (finding,) = [f for f in monitor.diagnose().findings if f.rule != "unchanged-parameter"]
     assert finding.rule == ("missing-gradient" if to_none else "dead-gradient")
     told = "monitor.step() belongs between backward() and optimizer.step()" in finding.text
     assert told == (to_none and way != "auto")
     assert any("monitor.step() is called before" in cause for cause in finding.causes) == (way != "auto")
     assert any("optimizer.zero_grad() is called between" in c for c in finding.causes) == (way == "auto")
-    if handle is not None:
-        handle.remove()
 
 
 def test_a_replay_without_saved_state_uses_the_current_one() -> None:
@@ -388,7 +363,6 @@ def test_a_replay_without_saved_state_uses_the_current_one() -> None:
     assert any("replay=step_fn" in advice for advice in finding.advice)
     with pytest.warns(RuntimeWarning, match=r"no state of the step was saved.*Monitor\(..., replay=True\)"):
         culprit = monitor.replay(step)
-    assert culprit is not None
     assert (culprit.phase, culprit.op) == ("backward", "sqrt")
     assert "no state of the step was saved" in str(monitor.diagnose())
     with pytest.warns(RuntimeWarning):
@@ -422,9 +396,8 @@ def test_advice_under_an_engine_is_what_can_be_done_there() -> None:
     loss.backward()
     found = {finding.rule: finding.advice for finding in monitor.step(loss)}
     assert not [advice for every in found.values() for advice in every if "replay" in advice]
-    instead = "watch={'activations': 1} names the first module whose output is not finite"
-    assert instead in found["nonfinite-gradient"]
-    assert instead in found["nonfinite-loss"]
+    for rule in ("nonfinite-gradient", "nonfinite-loss"):
+        assert "watch={'activations': 1} names the first module whose output is not finite" in found[rule]
     assert found["nonfinite-activation"][0] == "look at this module's inputs and weights"
 
 

@@ -8,6 +8,7 @@ calls gradstat as its users would, by `gradstat.auto` or a `gradstat.Monitor`, o
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from helpers.training import GPT, RECORD, TOKENS, Sentences
+from helpers.training import GPT, RECORD, TOKENS, Optimize, Sentences, factory, serious
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
 import gradstat
@@ -58,6 +59,13 @@ class Session:
         if self.is_watched:
             self.monitors.append(gradstat.auto(optimizer, model, on_anomaly=RECORD, **options).monitor)
 
+    def by(self, optimize: Optimize, *models: nn.Module) -> Iterator[Optimizer]:
+        """An optimizer for each of several models, watched by `gradstat.auto`."""
+        for model in models:
+            optimizer = optimize(model.parameters())
+            self.auto(optimizer, model)
+            yield optimizer
+
     def monitor(self, model: nn.Module, optimizer: Optimizer | None = None, **options: Any) -> Monitor | None:
         """`gradstat.Monitor`."""
         if not self.is_watched:
@@ -70,30 +78,32 @@ class Session:
         model: nn.Module,
         batch: Callable[[], Any],
         loss: Callable[..., Tensor],
-        optimizer: Optimizer,
-        monitor: Monitor | None = None,
-        each: Callable[[int], object] | None = None,
+        optimizer: Optimizer | Optimize,
+        by: str = "auto",
+        each: Callable[[int], object] = lambda step: None,
         clip: float | None = None,
         kept: Sequence[nn.Module] = (),
+        **options: Any,
     ) -> Outcome:
-        """The loop that most programs have; watched by `gradstat.auto` if no monitor is given.
+        """The loop that most programs have.
 
         Args:
             loss: Function of the tensors of a batch.
+            optimizer: An optimizer, or what makes one from the parameters.
+            by: What watches it, `gradstat.auto` or, with ``options``, a "monitor" that is shown the batches.
             each: Called after every step.
             clip: As for `train_step`.
             kept: Modules that are changed besides the model.
         """
-        if monitor is None:
-            self.auto(optimizer, model)
+        optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+        monitor = self.monitor(model, optimizer, **options) if by == "monitor" else self.auto(optimizer, model)
         curve = []
         for step in range(self.steps):
             data = batch()
             if monitor is not None:
                 monitor.batch(data)
             curve.append(train_step(optimizer, loss(*data), monitor, clip))
-            if each is not None:
-                each(step)
+            each(step)
         return Outcome(curve, [model, *kept])
 
 
@@ -124,8 +134,7 @@ def run(program: Program, seed: int, steps: int, on: bool = True) -> tuple[Outco
     outcome = program.train(session)
     for monitor in session.monitors:
         monitor.detach()
-    found = [finding for monitor in session.monitors for finding in monitor.findings if finding.severity != "info"]
-    return outcome, found, session.monitors
+    return outcome, [finding for monitor in session.monitors for finding in serious(monitor)], session.monitors
 
 
 def train_step(optimizer: Optimizer, loss: Tensor, monitor: Monitor | None = None, clip: float | None = None) -> float:
@@ -206,8 +215,7 @@ def vae(session: Session) -> Outcome:
         divergence = -0.5 * (1 + log - mean**2 - log.exp()).sum()
         return F.binary_cross_entropy(drawn, pixels, reduction="sum") + divergence
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return session.fit(model, Images(session.seed, 20, 128), loss, optimizer, session.monitor(model, optimizer))
+    return session.fit(model, Images(session.seed, 20, 128), loss, factory(Adam, 1e-3), "monitor")
 
 
 @program("DCGAN, two optimizers", 100, 400, None)
@@ -226,9 +234,7 @@ def dcgan(session: Session) -> Outcome:
     for name, parameter in [*generator.named_parameters(), *critic.named_parameters()]:
         if name.endswith("weight"):
             nn.init.normal_(parameter, float(parameter.dim() == 1), 0.02)
-    by_critic, by_generator = (torch.optim.Adam(m.parameters(), 2e-4, (0.5, 0.999)) for m in (critic, generator))
-    session.auto(by_critic, critic)
-    session.auto(by_generator, generator)
+    by_critic, by_generator = session.by(factory(Adam, 2e-4, betas=(0.5, 0.999)), critic, generator)
     images, curve, ones = Images(session.seed, 16, 16), [], torch.ones(16)
     for _ in range(session.steps):
         real, fake = images()[0] * 2 - 1, generator(torch.randn(16, 16, 1, 1))
@@ -285,19 +291,15 @@ class CartPole:
 
 def _returns(length: int) -> Tensor:
     """Normalized discounted returns of a reward of 1 per step."""
-    total, returns = 0.0, []
-    for _ in range(length):
-        total = 1 + 0.99 * total
-        returns.append(total)
-    made = torch.tensor(returns[::-1])
+    returns = itertools.accumulate([1.0] * length, lambda total, reward: reward + 0.99 * total)
+    made = torch.tensor([*returns][::-1])
     return (made - made.mean()) / (made.std() + 1e-7)
 
 
 def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **parts: nn.Module) -> Outcome:
     """One optimizer step per episode, with a loss summed over moves; ``judge`` gives probabilities and a value."""
     model = Net(judge, **parts)
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    session.auto(optimizer, model)
+    (optimizer,) = session.by(factory(Adam, rate), model)
     world, curve, running = CartPole(), [], 10.0
     while len(curve) < session.steps and running <= 150:  # until episodes are long on average
         state, over, logs, values = world.reset(), False, [], []
@@ -360,7 +362,7 @@ def gcn(session: Session) -> Outcome:
         hidden = F.dropout(torch.sparse.mm(links, torch.sparse.mm(words, first.weight.T)).relu(), 0.5)
         return F.nll_loss(torch.sparse.mm(links, second(hidden)).log_softmax(1)[:80], subject[:80])
 
-    return session.fit(model, tuple, loss, torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4))
+    return session.fit(model, tuple, loss, factory(Adam, 0.01, weight_decay=5e-4))
 
 
 def _attention(inputs: int, outputs: int, heads: int) -> Net:
@@ -385,8 +387,7 @@ def gat(session: Session) -> Outcome:
     def loss() -> Tensor:
         return F.nll_loss(second(F.elu(first(words, links)), links).log_softmax(1)[:80], subject[:80])
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.005, weight_decay=5e-4)
-    return session.fit(model, tuple, loss, optimizer, session.monitor(model, optimizer))
+    return session.fit(model, tuple, loss, factory(Adam, 0.005, weight_decay=5e-4), "monitor")
 
 
 @program("word language model, no optimizer", 150, 1000, 0.9)
@@ -442,8 +443,7 @@ def forward_forward(session: Session) -> Outcome:
     good[:, :10], bad[:, :10] = F.one_hot(labels, 10).float(), F.one_hot((labels + 3) % 10, 10).float()
     layers, curve = [_Goodness(100, 64), _Goodness(64, 64)], []
     for layer in layers:
-        optimizer = torch.optim.Adam(layer.parameters(), lr=0.03)
-        curve = session.fit(layer, lambda both=(good, bad): both, layer.loss, optimizer).curve
+        curve = session.fit(layer, lambda both=(good, bad): both, layer.loss, factory(Adam, 0.03)).curve
         good, bad = layer(good).detach(), layer(bad).detach()
     return Outcome(curve, layers)
 
@@ -455,6 +455,12 @@ def _resnet(width: int = 8) -> nn.Module:
         nn.Conv2d(width, 2 * width, 3, 2, 1), nn.BatchNorm2d(2 * width), nn.ReLU(),
         nn.AdaptiveAvgPool2d(2), nn.Flatten(),
     )  # fmt: skip
+
+
+def _adadelta(model: nn.Module, by: str) -> tuple[Optimizer, str, Callable[[int], None]]:
+    """Adadelta at 1.0, multiplied by 0.7 each epoch; what watches it; and what to call after each step."""
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    return optimizer, by, every(100, StepLR(optimizer, 1, 0.7).step)
 
 
 @program("siamese network, Adadelta", 120, 700, None)
@@ -476,9 +482,7 @@ def siamese(session: Session) -> Outcome:
     def loss(left: Tensor, right: Tensor, is_same: Tensor) -> Tensor:
         return F.binary_cross_entropy(head(torch.cat([trunk(left), trunk(right)], 1))[:, 0], is_same)
 
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    each = every(100, StepLR(optimizer, 1, 0.7).step)
-    return session.fit(model, pairs, loss, optimizer, session.monitor(model, optimizer), each)
+    return session.fit(model, pairs, loss, *_adadelta(model, "monitor"))
 
 
 @program("MNIST, Adadelta", 150, 800)
@@ -492,9 +496,7 @@ def mnist(session: Session) -> Outcome:
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         return F.nll_loss(model((images - 0.1307) / 0.3081), labels)
 
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    each = every(100, StepLR(optimizer, 1, 0.7).step)
-    return session.fit(model, Images(session.seed, 12, 32), loss, optimizer, each=each)
+    return session.fit(model, Images(session.seed, 12, 32), loss, *_adadelta(model, "auto"))
 
 
 def _gram(x: Tensor) -> Tensor:
@@ -518,14 +520,7 @@ def neural_style(session: Session) -> Outcome:
         made = seen(model(pixels))
         return 1e5 * F.mse_loss(made, seen(pixels)) + 1e10 * F.mse_loss(_gram(made), style.expand(len(pixels), -1, -1))
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return session.fit(model, lambda: [images()[0] * 255], loss, optimizer, session.monitor(model, optimizer))
-
-
-def _translate(net: Net, source: Tensor, target: Tensor) -> Tensor:
-    x, y = (table(t) * 32**0.5 + net.places[: t.shape[1]] for table, t in ((net.source, source), (net.target, target)))
-    mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-    return net.out(net.inner(x, y, tgt_mask=mask, tgt_is_causal=True))
+    return session.fit(model, lambda: [images()[0] * 255], loss, factory(Adam, 1e-3), "monitor")
 
 
 @program("U-Net, dice, RMSprop with momentum", 100, 500)
@@ -549,24 +544,25 @@ def u_net(session: Session) -> Outcome:
         dice = 2 * (shares * wanted).sum((0, 2, 3)) / (shares + wanted).sum((0, 2, 3))
         return F.cross_entropy(logits, masks) + 1 - dice.mean()
 
-    optimizer = torch.optim.RMSprop(model.parameters(), 1e-5, weight_decay=1e-8, momentum=0.999)
-    return session.fit(model, Images(session.seed, 12, 8), loss, optimizer, clip=1.0)
+    rmsprop = factory(torch.optim.RMSprop, 1e-5, weight_decay=1e-8, momentum=0.999)
+    return session.fit(model, Images(session.seed, 12, 8), loss, rmsprop, clip=1.0)
 
 
 @program("translation, transformer", 80, 400, None)
 def translation(session: Session) -> Outcome:
     """A post-norm transformer, with Adam and nondefault betas; padding is ignored."""
-    model = Net(
-        _translate,
-        source=nn.Embedding(TOKENS, 32),
-        target=nn.Embedding(TOKENS, 32),
-        places=nn.Parameter(torch.randn(13, 32), requires_grad=False),
-        inner=nn.Transformer(32, 4, 2, 2, 64, batch_first=True),
-        out=nn.Linear(32, TOKENS),
-    )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.xavier_uniform_(parameter)
+    tables = {name: nn.Embedding(TOKENS, 32) for name in ("source", "target")}
+    places = nn.Parameter(torch.randn(13, 32), requires_grad=False)
+    inner, out = nn.Transformer(32, 4, 2, 2, 64, batch_first=True), nn.Linear(32, TOKENS)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+
+    def translate(net: Net, *texts: Tensor) -> Tensor:
+        x, y = (table(t) * 32**0.5 + places[:8] for table, t in zip(tables.values(), texts, strict=True))
+        return out(inner(x, y, tgt_mask=mask, tgt_is_causal=True))
+
+    model = Net(translate, **tables, places=places, inner=inner, out=out)
+    for parameter in (p for p in model.parameters() if p.dim() > 1):
+        nn.init.xavier_uniform_(parameter)
     words = torch.randperm(TOKENS - 1) + 1
 
     def batch() -> tuple[Tensor, Tensor]:
@@ -577,7 +573,7 @@ def translation(session: Session) -> Outcome:
     def loss(source: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(model(source, target.roll(1, 1)).flatten(0, 1), target.flatten(), ignore_index=0)
 
-    return session.fit(model, batch, loss, torch.optim.Adam(model.parameters(), lr=5e-4, betas=(0.9, 0.98), eps=1e-9))
+    return session.fit(model, batch, loss, factory(Adam, 5e-4, betas=(0.9, 0.98), eps=1e-9))
 
 
 # Language models, vision -------------------------------------------------------------------------------------
@@ -592,15 +588,14 @@ def nano_gpt(session: Session) -> Outcome:
             nn.init.normal_(parameter, 0.0, 0.02 / 2 if name.endswith(("out.weight", "down.weight")) else 0.02)
     groups = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
     decays = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
-    optimizer = torch.optim.AdamW(decays, lr=1e-3, betas=(0.9, 0.99))
+    optimizer = AdamW(decays, lr=1e-3, betas=(0.9, 0.99))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     session.auto(optimizer, model, scaler=scaler)
     curve = []
     for step in range(steps):
         done = (step - 100) / max(1, steps - 100)
-        rate = 1e-3 * (step + 1) / 101 if step < 100 else 1e-4 + 0.5 * (1 + math.cos(math.pi * done)) * 9e-4
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = 1e-3 * (step + 1) / 101 if step < 100 else 1e-4 + 0.5 * (1 + math.cos(math.pi * done)) * 9e-4
         for _ in range(2):
             tokens, following = sentences()
             loss = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten()) / 2
@@ -614,46 +609,42 @@ def nano_gpt(session: Session) -> Outcome:
     return Outcome(curve, [model])
 
 
-class _Experts(nn.Module):
-    """A switch layer that routes each token to one of several MLPs; those without tokens are not computed."""
-
-    def __init__(self, width: int = 16, count: int = 8) -> None:
-        super().__init__()
-        self.route = nn.Linear(width, count)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width))
-                                     for _ in range(count))  # fmt: skip
-        self.balance = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        shares = self.route(x).softmax(-1)
-        weight, chosen = shares.max(-1)
-        out = torch.zeros_like(x)
-        for i in chosen.unique().tolist():
-            where = chosen == i
-            out[where] = self.experts[i](x[where]) * weight[where][:, None]
-        counts = F.one_hot(chosen, shares.shape[-1]).float()
-        self.balance = shares.shape[-1] * (counts.mean(0) * shares.mean(0)).sum()
-        return x + out
+def _switch(net: Net, x: Tensor) -> Tensor:
+    """Routes each token to one of several MLPs; those without tokens are not computed."""
+    shares = net.route(x).softmax(-1)
+    weight, chosen = shares.max(-1)
+    out = torch.zeros_like(x)
+    for i in chosen.unique().tolist():
+        where = chosen == i
+        out[where] = net.experts[i](x[where]) * weight[where][:, None]
+    counts = F.one_hot(chosen, shares.shape[-1]).float()
+    net.balance = shares.shape[-1] * (counts.mean(0) * shares.mean(0)).sum()
+    return x + out
 
 
 @program("mixture of experts", 150, 700)
 def switch(session: Session) -> Outcome:
     """A mixture of experts with a balancing loss; in many steps some expert has no gradient."""
-    experts = _Experts()
+    route = nn.Linear(16, 8)
+    perceptrons = (nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(8))
+    experts = Net(_switch, route=route, experts=nn.ModuleList(perceptrons))
     model = nn.Sequential(nn.Linear(16, 16), experts, nn.LayerNorm(16), nn.Linear(16, 10))
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(images.flatten(1)), labels) + 0.01 * experts.balance
 
-    return session.fit(model, Images(session.seed, 4, 24), loss, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    return session.fit(model, Images(session.seed, 4, 24), loss, factory(AdamW, 3e-3))
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _by_epochs(optimizer: Optimizer, first: float, epochs: int) -> Callable[[int], None]:
     """A warm-up over 5 epochs from a share of the learning rate, then a cosine; an epoch has 40 steps."""
 
     def share(epoch: int) -> float:
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, epoch / epochs)))
-        return first + (1 - first) * (epoch / 5 if epoch < 5 else cosine)
+        return first + (1 - first) * (epoch / 5 if epoch < 5 else _cosine(min(1.0, epoch / epochs)))
 
     return every(40, LambdaLR(optimizer, share).step)
 
@@ -676,84 +667,67 @@ def timm_sgd(session: Session) -> Outcome:
     return session.fit(model, Images(session.seed, 12, 32), loss, optimizer, each=each, kept=[kept])
 
 
-class _ViTBlock(nn.Module):
+def _vit_block(drop: float) -> Net:
     """Attention and an MLP, with layer scale from 1e-5 and stochastic depth."""
 
-    def __init__(self, width: int, drop: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-        self.scale1, self.scale2 = (nn.Parameter(torch.full((width,), 1e-5)) for _ in range(2))
-        self.drop = drop
+    def path(x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1, 1) >= drop) / (1 - drop)
 
-    def _path(self, x: Tensor) -> Tensor:
-        return x * (torch.rand(len(x), 1, 1) >= self.drop) / (1 - self.drop)
+    def block(net: Net, x: Tensor) -> Tensor:
+        y = net.norm1(x)
+        x = x + path(net.scale1 * net.attention(y, y, y, need_weights=False)[0])
+        return x + path(net.scale2 * net.mlp(net.norm2(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        x = x + self._path(self.scale1 * self.attention(y, y, y, need_weights=False)[0])
-        return x + self._path(self.scale2 * self.mlp(self.norm2(x)))
+    parts = {"norm1": nn.LayerNorm(24), "norm2": nn.LayerNorm(24)}
+    parts["attention"] = nn.MultiheadAttention(24, 4, batch_first=True)
+    parts["mlp"] = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+    return Net(block, **parts, **{name: nn.Parameter(torch.full((24,), 1e-5)) for name in ("scale1", "scale2")})
 
 
-class _ViT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, 24, 4, 4)
-        self.places, self.cls = nn.Parameter(torch.randn(1, 10, 24) * 0.02), nn.Parameter(torch.zeros(1, 1, 24))
-        self.blocks = nn.ModuleList(_ViTBlock(24, 0.1 * i) for i in range(3))
-        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 10)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).mT
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.places
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+def _vit(net: Net, x: Tensor) -> Tensor:
+    x = net.patches(x).flatten(2).mT
+    x = torch.cat([net.cls.expand(len(x), -1, -1), x], 1) + net.places
+    return net.head(net.norm(net.blocks(x))[:, 0])
 
 
 @program("timm: ViT, AdamW, stochastic depth", 240, 800, None)
 def timm_vit(session: Session) -> Outcome:
     """AdamW, warm-up stepped per epoch, stochastic depth, layer scale, a head of zeros, mixup, a clip at 1."""
-    model = _ViT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    patches, places = nn.Conv2d(1, 24, 4, 4), nn.Parameter(torch.randn(1, 10, 24) * 0.02)
+    blocks, head = nn.Sequential(*(_vit_block(0.1 * i) for i in range(3))), nn.Linear(24, 10)
+    for zeroed in head.parameters():
+        nn.init.zeros_(zeroed)
+    parts = {"patches": patches, "places": places, "cls": nn.Parameter(torch.zeros(1, 1, 24)), "blocks": blocks}
+    model = Net(_vit, **parts, norm=nn.LayerNorm(24), head=head)
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
 
     def loss(images: Tensor, labels: Tensor) -> Tensor:
         share = random.betavariate(0.8, 0.8)
         found = model(share * images + (1 - share) * images.flip(0))
         return share * F.cross_entropy(found, labels) + (1 - share) * F.cross_entropy(found, labels.flip(0))
 
-    monitor = session.monitor(model, optimizer, max_norm=1.0)
-    each = _by_epochs(optimizer, 1e-3, session.steps // 40)
-    return session.fit(model, Images(session.seed, 12, 32), loss, optimizer, monitor, each, clip=1.0)
+    images, each = Images(session.seed, 12, 32), _by_epochs(optimizer, 1e-3, session.steps // 40)
+    return session.fit(model, images, loss, optimizer, "monitor", each, clip=1.0, max_norm=1.0)
 
 
-class _Detector(nn.Module):
-    """Convolutions with batch norm; a class per location, and distances as means of distributions (DFL)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16),
-            nn.SiLU(),
-        )  # fmt: skip
-        self.box, self.kind = nn.Conv2d(16, 4 * 8, 1), nn.Conv2d(16, 4, 1)
-        self.dfl = nn.Conv2d(8, 1, 1, bias=False).requires_grad_(False)
-        self.dfl.weight.copy_(torch.arange(8.0).view(1, 8, 1, 1))
-        nn.init.constant_(self.kind.bias, math.log(5 / 4 / 20))  # type: ignore[arg-type]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.trunk(x)
-        shares = self.box(x).view(len(x), 4, 8, -1).transpose(1, 2).softmax(1)
-        return self.dfl(shares)[:, 0], self.kind(x).flatten(2)
+def _detect(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A class per location, and distances as means of distributions (DFL)."""
+    x = net.trunk(x)
+    shares = net.box(x).view(len(x), 4, 8, -1).transpose(1, 2).softmax(1)
+    return net.dfl(shares)[:, 0], net.kind(x).flatten(2)
 
 
 @program("YOLO: constant convolution, warm-up of biases", 200, 1000)
 def yolo(session: Session) -> Outcome:
     """A constant convolution held by the optimizer, and warm-up per group: downwards for biases, and of momentum."""
-    model = _Detector()
+    trunk = nn.Sequential(
+        nn.Conv2d(1, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.SiLU(),
+        nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(),
+    )  # fmt: skip
+    box, kind, dfl = nn.Conv2d(16, 4 * 8, 1), nn.Conv2d(16, 4, 1), nn.Conv2d(8, 1, 1, bias=False).requires_grad_(False)
+    dfl.weight.copy_(torch.arange(8.0).view(1, 8, 1, 1))
+    nn.init.constant_(kind.bias, math.log(5 / 4 / 20))
+    model = Net(_detect, trunk=trunk, box=box, kind=kind, dfl=dfl)
     biases = [p for p in model.parameters() if p.dim() < 2]
     weights = [p for p in model.parameters() if p.dim() > 1]
     optimizer = torch.optim.SGD(biases, lr=0.01, momentum=0.937, nesterov=True)
@@ -773,8 +747,8 @@ def yolo(session: Session) -> Outcome:
             group["momentum"] = 0.8 + share * (0.937 - 0.8)
 
     warm_up(0)
-    images, monitor = Images(session.seed, 16, 16, classes=4), session.monitor(model, optimizer)
-    return session.fit(model, images, loss, optimizer, monitor, warm_up, clip=10.0)
+    images = Images(session.seed, 16, 16, classes=4)
+    return session.fit(model, images, loss, optimizer, "monitor", warm_up, clip=10.0)
 
 
 @program("SimCLR, learned temperature", 100, 500, 0.9)
@@ -782,7 +756,7 @@ def simclr(session: Session) -> Outcome:
     """Contrastive, with a learned temperature that is in the optimizer but not in the model."""
     trunk = nn.Sequential(_resnet(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
     sharpness = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-    optimizer = torch.optim.Adam([*trunk.parameters(), sharpness], 3e-4, weight_decay=1e-4)
+    optimizer = Adam([*trunk.parameters(), sharpness], 3e-4, weight_decay=1e-4)
     scheduler = CosineAnnealingLR(optimizer, T_max=session.steps)
 
     def loss(images: Tensor, _: Tensor) -> Tensor:
@@ -809,24 +783,22 @@ def byol(session: Session) -> Outcome:
     predictor = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
     target = copy.deepcopy(online)
     model = Net(distance, online=online, predictor=predictor, target=target)
-    optimizer = torch.optim.AdamW([*online.parameters(), *predictor.parameters()], lr=1e-3)
+    optimizer = AdamW([*online.parameters(), *predictor.parameters()], lr=1e-3)
 
     def loss(images: Tensor, _: Tensor) -> Tensor:
         one, other = (images + 0.1 * torch.randn_like(images) for _ in range(2))
         return model(one, other) + model(other, one)
 
-    images, monitor = Images(session.seed, 12, 32, classes=200), session.monitor(model, optimizer)
-    return session.fit(model, images, loss, optimizer, monitor, lambda _: update_average(target, online, 0.99))
+    images = Images(session.seed, 12, 32, classes=200)
+    return session.fit(model, images, loss, optimizer, "monitor", lambda _: update_average(target, online, 0.99))
 
 
 @program("diffusion, average copy", 200, 1000, None)
 def diffusion(session: Session) -> Outcome:
     """Predicts noise at random times, on a spiral; with an EMA copy."""
-    model = Net(
-        lambda net, x, time: net.out(F.gelu(net.second(F.gelu(net.first(x) + net.times(time))))),
-        **{"times": nn.Embedding(100, 32), "first": nn.Linear(2, 32), "second": nn.Linear(32, 32)},
-        out=nn.Linear(32, 2),
-    )
+    layers = {"times": nn.Embedding(100, 32), "first": nn.Linear(2, 32), "second": nn.Linear(32, 32)}
+    layers["out"] = nn.Linear(32, 2)
+    model = Net(lambda net, x, time: net.out(F.gelu(net.second(F.gelu(net.first(x) + net.times(time))))), **layers)
     kept = copy.deepcopy(model)
     signal = (1 - torch.linspace(1e-3, 0.1, 100)).cumprod(0)
 
@@ -838,8 +810,8 @@ def diffusion(session: Session) -> Outcome:
         noise, left = torch.randn_like(places), signal[times][:, None]
         return F.mse_loss(model(left.sqrt() * places + (1 - left).sqrt() * noise, times), noise)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return session.fit(model, batch, loss, optimizer, each=lambda _: update_average(kept, model, 0.999), kept=[kept])
+    each = lambda _: update_average(kept, model, 0.999)  # noqa: E731
+    return session.fit(model, batch, loss, factory(AdamW, 1e-3), each=each, kept=[kept])
 
 
 @program("WGAN, weights cut off", 250, 1500, None)
@@ -847,9 +819,7 @@ def wgan(session: Session) -> Outcome:
     """The critic's weights are clamped to 0.01 after each step; five of its steps per step of the generator."""
     generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid())
     critic = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-    by_generator, by_critic = (torch.optim.RMSprop(m.parameters(), lr=5e-5) for m in (generator, critic))
-    session.auto(by_generator, generator)
-    session.auto(by_critic, critic)
+    by_generator, by_critic = session.by(factory(torch.optim.RMSprop, 5e-5), generator, critic)
     images, curve = Images(session.seed, 8, 64), []
     for step in range(session.steps):
         real = images()[0].flatten(1)
@@ -884,8 +854,7 @@ def dlrm(session: Session) -> Outcome:
         products = (parts @ parts.mT)[:, [1, 2, 2, 3, 3, 3], [0, 0, 1, 0, 1, 2]]
         return F.binary_cross_entropy_with_logits(top(torch.cat([dense, products], 1))[:, 0], wanted)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return session.fit(model, batch, loss, optimizer, session.monitor(model, optimizer))
+    return session.fit(model, batch, loss, factory(torch.optim.SGD, 0.1), "monitor")
 
 
 @program("PINN", 150, 1000, None)
@@ -899,8 +868,7 @@ def pinn(session: Session) -> Outcome:
         (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
         return (curve + y).square().mean() + (model(torch.zeros(1, 1)) - 1).square().sum()
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return session.fit(model, lambda: [torch.rand(64, 1) * 6], loss, optimizer)
+    return session.fit(model, lambda: [torch.rand(64, 1) * 6], loss, factory(Adam, 1e-3))
 
 
 class _Sine(nn.Linear):
@@ -928,8 +896,8 @@ def siren(session: Session) -> Outcome:
         steep = (slopes.norm(dim=1) - 1).abs().mean()
         return 3e3 * distances[:64].abs().mean() + 1e2 * outside + 1e2 * turned + 50 * steep
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    return session.fit(model, lambda: [torch.randn(64, 3), torch.rand(64, 3) * 2 - 1], loss, optimizer, clip=1.0)
+    batch = lambda: [torch.randn(64, 3), torch.rand(64, 3) * 2 - 1]  # noqa: E731
+    return session.fit(model, batch, loss, factory(Adam, 1e-4), clip=1.0)
 
 
 # Reinforcement learning --------------------------------------------------------------------------------------
@@ -941,7 +909,7 @@ def dqn(session: Session) -> Outcome:
     q = nn.Sequential(nn.Linear(4, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 2))
     target = copy.deepcopy(q)
     agent, world = nn.ModuleDict({"q": q, "target": target}), CartPole()
-    optimizer = torch.optim.Adam(q.parameters(), lr=2.5e-4)
+    optimizer = Adam(q.parameters(), lr=2.5e-4)
     monitor = session.monitor(agent, optimizer)
     kept: list[tuple[list[float], int, list[float], bool]] = []
     curve, state = [], world.reset()
@@ -975,7 +943,7 @@ def _orthogonal(inputs: int, outputs: int, gain: float = 2**0.5) -> nn.Linear:
 
 def _rollout(actor: nn.Module, critic: nn.Module, worlds: Sequence[CartPole], length: int) -> Iterator[Tensor]:
     """States, actions, log-probabilities, advantages, values and ends of ``length`` steps in each world."""
-    seen = [[] for _ in range(5)]  # type: list[list[Tensor]]
+    seen = []
     with torch.no_grad():
         for _ in range(length):
             states = torch.tensor([world.state for world in worlds])
@@ -984,13 +952,8 @@ def _rollout(actor: nn.Module, critic: nn.Module, worlds: Sequence[CartPole], le
             overs = [world.step(action)[1] for world, action in zip(worlds, actions.tolist(), strict=True)]
             for world in (world for world, over in zip(worlds, overs, strict=True) if over):
                 world.reset()
-            for part, value in zip(
-                seen,
-                (states, actions, choice.log_prob(actions), critic(states)[:, 0], torch.tensor(overs)),
-                strict=True,
-            ):
-                part.append(value)
-        states, actions, logs, values, ends = map(torch.stack, seen)
+            seen.append((states, actions, choice.log_prob(actions), critic(states)[:, 0], torch.tensor(overs)))
+        states, actions, logs, values, ends = map(torch.stack, zip(*seen, strict=True))
         following = torch.cat([values[1:], critic(torch.tensor([world.state for world in worlds]))[:, 0][None]])
         gained, advantages = torch.zeros(len(worlds)), torch.zeros_like(values)
         for t in reversed(range(length)):
@@ -1002,11 +965,12 @@ def _rollout(actor: nn.Module, critic: nn.Module, worlds: Sequence[CartPole], le
 @program("PPO", 160, 800, None)
 def ppo(session: Session) -> Outcome:
     """Clipped ratios and values, normalized advantages; a clip at 0.5, a learning rate that falls to zero."""
-    actor = nn.Sequential(_orthogonal(4, 64), nn.Tanh(), _orthogonal(64, 64), nn.Tanh(), _orthogonal(64, 2, 0.01))
-    critic = nn.Sequential(_orthogonal(4, 64), nn.Tanh(), _orthogonal(64, 64), nn.Tanh(), _orthogonal(64, 1, 1.0))
+    actor, critic = (
+        nn.Sequential(_orthogonal(4, 64), nn.Tanh(), _orthogonal(64, 64), nn.Tanh(), _orthogonal(64, outputs, gain))
+        for outputs, gain in ((2, 0.01), (1, 1.0))
+    )
     model = nn.ModuleDict({"actor": actor, "critic": critic})
-    optimizer = torch.optim.Adam(model.parameters(), lr=2.5e-4, eps=1e-5)
-    session.auto(optimizer, model)
+    (optimizer,) = session.by(factory(Adam, 2.5e-4, eps=1e-5), model)
     worlds, curve = [CartPole() for _ in range(4)], []
     rounds = max(1, session.steps // 16)
     for i in range(rounds):
@@ -1037,12 +1001,9 @@ def sac(session: Session) -> Outcome:
     actor, critics = _perceptron(2, 2), nn.ModuleList(_perceptron(3, 1) for _ in range(2))
     targets = copy.deepcopy(critics)
     log_alpha = nn.Parameter(torch.zeros(1))
-    by_critics, by_actor, by_alpha = (
-        torch.optim.Adam(params, lr=rate)
-        for params, rate in ((critics.parameters(), 1e-3), (actor.parameters(), 3e-4), ([log_alpha], 1e-3))
-    )
-    for optimizer, model in ((by_critics, critics), (by_actor, actor), (by_alpha, None)):
-        session.auto(optimizer, model)
+    (by_critics,), (by_actor,) = session.by(factory(Adam, 1e-3), critics), session.by(factory(Adam, 3e-4), actor)
+    by_alpha = Adam([log_alpha], 1e-3)
+    session.auto(by_alpha)
     place, speed = torch.randn(2)
     kept, curve = [], []
 
