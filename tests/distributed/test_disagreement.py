@@ -4,6 +4,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,14 @@ def module_of(pairs: Named) -> nn.Module:
     return module
 
 
+def outcome_of(call: Callable[[], object]) -> Any:
+    """What ``call`` returns or raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
 def stepped(pairs: Named) -> object:
     return gradstat.guarded_step(torch.optim.SGD(pairs, lr=1.0), 1.0)
 
@@ -83,62 +92,51 @@ CALLS: dict[str, Callable[[Named], object]] = {
 ONLY_BY_NAME = {"check", "check_async", "step", "monitor"}
 
 
-def outcome_of(call: Callable[[], object]) -> object:
-    """What ``call`` returns or raises."""
-    try:
-        return call()
-    except Exception as error:
-        return error
-
-
 def one_fewer(pairs: Named) -> Named:
     return [pair for pair in pairs if pair[0] != "b"]
-
-
-def one_replica_fewer(pairs: Named) -> Named:
-    return pairs[:-1]
-
-
-def reversed_list(pairs: Named) -> Named:
-    return pairs[::-1]
-
-
-def other_names(pairs: Named) -> Named:
-    return [(name.upper(), parameter) for name, parameter in pairs]
-
-
-def other_shape(pairs: Named) -> Named:
-    mesh = pairs[0][1].device_mesh  # type: ignore[attr-defined]
-    return named(mesh, {**SHAPES, "b": [10]})
-
-
-def other_dtype(pairs: Named) -> Named:
-    return named(pairs[0][1].device_mesh, dtype=torch.float64)  # type: ignore[attr-defined]
 
 
 A = r"('a' )?float32\[8, 8\] as S\(0\) on rank 0 \(of 4\)"
 B = r"('b' )?float32\[8\] as S\(0\) on rank 0 \(of 4\)"
 D = r"('d' )?float32\[3\] as R on rank"
-DIFFERENCES: dict[Callable[[Named], Named], str] = {
-    one_fewer: rf"number 2 is ('c' )?float32\[6, 2\] as S\(0\) on rank 1 \(of 3\), {B}",
-    one_replica_fewer: rf"number 4 is none on rank 1 \(of 3\), {D} 0 \(of 4\)",
-    reversed_list: rf"number 1 is {D} 1 \(of 4\), {A}",
-    other_shape: rf"number 2 is ('b' )?float32\[10\] as S\(0\) on rank 1 \(of 4\), {B}",
-    other_dtype: rf"number 1 is ('a' )?float64\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
-    other_names: rf"number 1 is 'A' float32\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
+
+
+def again(pairs: Named, **options: Any) -> Named:
+    return named(pairs[0][1].device_mesh, **options)  # type: ignore[attr-defined]
+
+
+DIFFERENCES: dict[str, tuple[Callable[[Named], Named], str]] = {
+    "one fewer": (one_fewer, rf"number 2 is ('c' )?float32\[6, 2\] as S\(0\) on rank 1 \(of 3\), {B}"),
+    "one replica fewer": (lambda pairs: pairs[:-1], rf"number 4 is none on rank 1 \(of 3\), {D} 0 \(of 4\)"),
+    "order": (lambda pairs: pairs[::-1], rf"number 1 is {D} 1 \(of 4\), {A}"),
+    "shape": (
+        lambda pairs: again(pairs, shapes={**SHAPES, "b": [10]}),
+        rf"number 2 is ('b' )?float32\[10\] as S\(0\) on rank 1 \(of 4\), {B}",
+    ),
+    "dtype": (
+        lambda pairs: again(pairs, dtype=torch.float64),
+        rf"number 1 is ('a' )?float64\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
+    ),
+    "names": (
+        lambda pairs: [(name.upper(), parameter) for name, parameter in pairs],
+        rf"number 1 is 'A' float32\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
+    ),
 }
 
 
-@pytest.mark.parametrize("is_warm", [False, True], ids=["at once", "after calls that agreed"])
+@pytest.mark.parametrize("known", ["neither", "one", "both"])
 @pytest.mark.parametrize("call", CALLS)
 @on_ranks(2)
-def test_the_rank_and_the_first_difference_are_named_on_all_ranks(call: str, is_warm: bool) -> None:
+def test_the_rank_and_the_first_difference_are_named_on_all_ranks(call: str, known: str) -> None:
+    """At once, and after calls in which the ranks had the same list: a list that is known is not announced."""
     mesh = init_device_mesh("cpu", (2,))
-    for differ, words in DIFFERENCES.items():
-        if differ is other_names and call not in ONLY_BY_NAME:
+    for difference, (differ, words) in DIFFERENCES.items():
+        if difference == "names" and call not in ONLY_BY_NAME:
             continue
-        if is_warm:
+        if known != "neither":
             CALLS[call](named(mesh))
+        if known == "both":
+            CALLS[call](differ(named(mesh)))
         pairs = differ(named(mesh)) if dist.get_rank() == 1 else named(mesh)
         before = [parameter.to_local().clone() for parameter in parameters_of(pairs)]  # type: ignore[operator]
         with pytest.raises(RuntimeError, match=f"^rank 1 has other tensors than rank 0: {words}") as raised:
@@ -264,19 +262,7 @@ def test_of_several_ranks_the_minority_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"^rank 0 has other tensors than rank 1: number 2 is 'c'"):
         gradstat.check(one_fewer(pairs) if dist.get_rank() == 0 else pairs)
     with pytest.raises(RuntimeError, match=r"^ranks 1, 2 have other tensors than rank 0: number 2 is 'c'"):
-        gradstat.check([pairs, one_fewer(pairs), reversed_list(one_fewer(pairs))][dist.get_rank()])
-
-
-@on_ranks(2)
-def test_lists_that_were_used_before_are_compared_as_well() -> None:
-    """Both lists are known to both ranks, so neither is announced."""
-    mesh = init_device_mesh("cpu", (2,))
-    pairs = named(mesh)
-    for call in (gradstat.check, CALLS["clip"]):
-        for some in (pairs, one_fewer(pairs)):
-            call(some)
-        with pytest.raises(RuntimeError, match=r"^rank 1 has other tensors than rank 0: number 2 is"):
-            call(one_fewer(pairs) if dist.get_rank() == 1 else pairs)
+        gradstat.check([pairs, one_fewer(pairs), one_fewer(pairs)[::-1]][dist.get_rank()])
 
 
 @on_ranks(2)
@@ -331,23 +317,18 @@ def test_a_list_costs_more_collectives_only_when_it_is_new(call: str) -> None:
 @on_ranks(2)
 def test_a_rank_without_any_gradient_takes_part() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    pairs = [(name, p) for name, p in named(mesh) if name != "d"]
-    expected = math.sqrt(64 + 8 + 12)
-    for call in CALLS:
-        if call in ("stats", "norm"):
-            continue  # which take the gradients themselves
-        CALLS[call](pairs)
-    pairs = [(name, p) for name, p in named(mesh) if name != "d"]
-    if dist.get_rank() == 1:
-        for _, parameter in pairs:
-            parameter.grad = None
-    half = math.sqrt(32 + 4 + 6)
-    report = gradstat.check(pairs)
-    assert report.total_norm == pytest.approx(half) != expected
-    assert len(report.missing) == (3 if dist.get_rank() == 1 else 0)
-    assert gradstat.clip_grad_norm_(parameters_of(pairs), math.inf).item() == pytest.approx(half)
-    assert gradstat.guarded_step(torch.optim.SGD(pairs, lr=1.0)).total_norm.item() == pytest.approx(half)
-    monitored(pairs)
+    pairs = named(mesh)[:-1]
+    for is_missing in (False, True):
+        if is_missing and dist.get_rank() == 1:
+            for _, parameter in pairs:
+                parameter.grad = None
+        norm = pytest.approx(math.sqrt((64 + 8 + 12) / (1 + is_missing)))
+        report = gradstat.check(pairs)
+        assert report.total_norm == norm
+        assert len(report.missing) == (3 if is_missing and dist.get_rank() == 1 else 0)
+        assert gradstat.clip_grad_norm_(parameters_of(pairs), math.inf).item() == norm
+        assert gradstat.guarded_step(torch.optim.SGD(pairs, lr=1.0)).total_norm.item() == norm
+        monitored(pairs)
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
@@ -398,32 +379,33 @@ def spoiled(pairs: Named) -> Named:
     return pairs
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_failed_ranks_are_counted_and_not_once_for_each_tensor(ranks: Ranks, world: int) -> None:
-    ranks.run(world, _counts_failures, 20)
-
-
-def _counts_failures(tensors: int) -> None:
+def outcomes_of_failure(tensors: int) -> list[Any]:
+    """Outcomes of calls in which the last rank fails; checks that no parameter has been stepped."""
     world = dist.get_world_size()
     sizes = (2, world // 2) if world > 2 else (2,)
     mesh = init_device_mesh("cpu", sizes)
     placements: list[Placement] = [Shard(dim) for dim in range(len(sizes))]
-    pairs = [(f"p{i}", parameter_of(torch.ones(4, 4), mesh, placements)) for i in range(tensors)]
-    spoiled(pairs)
-    optimizer = torch.optim.SGD(pairs, lr=1.0)
-    if dist.get_rank() == world - 1:
-        for call in (gradstat.check, CALLS["clip"], lambda pairs: gradstat.guarded_step(optimizer, 1.0)):
-            with pytest.raises(TypeError, match=r"torch\.int64"):
-                call(pairs)
-        return
-    with pytest.raises(RuntimeError, match=r"^1 other rank failed to measure their shards"):
-        gradstat.check(pairs)
-    assert CALLS["clip"](pairs).isnan()  # type: ignore[attr-defined]
-    result = gradstat.guarded_step(optimizer, 1.0)
-    assert bool(result.skipped)
-    assert result.total_norm.isnan()
-    with pytest.raises(RuntimeError, match=r"^1 other rank failed"):
-        result.report.result()
+    pairs = spoiled([(f"p{i}", parameter_of(torch.ones(4, 4), mesh, placements)) for i in range(tensors)])
+    result = outcome_of(lambda: CALLS["step"](pairs))
+    outcomes = [outcome_of(lambda call=call: CALLS[call](pairs)) for call in ("check", "stats", "clip")]
+    outcomes += [result] if isinstance(result, Exception) else [result.skipped, result.total_norm]
+    outcomes += [] if isinstance(result, Exception) else [outcome_of(result.report.result)]
+    assert not any(parameter.to_local().any() for parameter in parameters_of(pairs))  # type: ignore[operator]
+    return outcomes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_failed_ranks_are_counted_and_not_once_for_each_tensor(ranks: Ranks, world: int) -> None:
+    *others, failed = ranks.run(world, outcomes_of_failure, 20)
+    assert [type(outcome) for outcome in failed] == [TypeError] * 4
+    assert all("torch.int64" in str(outcome) for outcome in failed)
+    for told, table, norm, skipped, total_norm, report in others:
+        assert str(told).startswith("1 other rank failed to measure their shards")
+        assert str(report).startswith("1 other rank failed")
+        assert table.isnan().all()
+        assert norm.isnan()
+        assert skipped
+        assert total_norm.isnan()
 
 
 @on_ranks(2)
@@ -450,43 +432,29 @@ def test_a_rank_without_the_backend_takes_part() -> None:
             continue
         told, table, norm, step = outcomes
         assert str(told).startswith("1 other rank failed")
-        assert table.isnan().all()  # type: ignore[attr-defined]
-        assert norm.isnan()  # type: ignore[attr-defined]
-        assert bool(step.skipped)  # type: ignore[attr-defined]
+        assert table.isnan().all()
+        assert norm.isnan()
+        assert bool(step.skipped)
 
 
 @on_ranks(2)
-def test_a_rank_that_fails_takes_part_in_the_mean_of_the_loss() -> None:
+def test_a_rank_that_fails_takes_part_in_the_mean_of_the_loss_and_the_scaler_finds_it() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for _ in range(2):  # with a guard there is one more collective, which has to stay in step
-        pairs = spoiled(named(mesh))
-        optimizer = torch.optim.SGD(pairs, lr=1.0)
-        guard = gradstat.SpikeGuard()
-
-        def step(optimizer: torch.optim.Optimizer = optimizer, guard: gradstat.SpikeGuard = guard) -> object:
-            return gradstat.guarded_step(optimizer, 1.0, loss=torch.tensor(1.0), guard=guard)
-
-        if dist.get_rank() == 1:
-            with pytest.raises(TypeError, match="int64"):
-                step()
-        else:
-            assert bool(step().skipped)  # type: ignore[attr-defined]
-            assert guard.read(wait=True).nonfinite == 1
-    assert gradstat.check(named(mesh)).ok
-
-
-@on_ranks(2)
-def test_the_scaler_finds_a_rank_that_failed() -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    pairs = spoiled(named(mesh))
-    optimizer = torch.optim.AdamW(pairs, fused=True)
     scaler = gradstat.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
+    optimizer = torch.optim.AdamW(spoiled(named(mesh)), fused=True)
+    guard = gradstat.SpikeGuard()
+    outcomes = [
+        # With a guard there is one more collective, which has to stay in step.
+        outcome_of(lambda: gradstat.guarded_step(optimizer, 1.0, loss=torch.tensor(1.0), guard=guard)),
+        outcome_of(lambda: scaler.step(optimizer)),
+    ]
     if dist.get_rank() == 1:
-        with pytest.raises(TypeError, match="int64"):
-            scaler.step(optimizer)
-        return
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0
-    assert all((parameter.to_local() == 0).all() for parameter in parameters_of(pairs))  # type: ignore[operator]
+        assert all("int64" in str(outcome) for outcome in outcomes)
+    else:
+        assert outcomes[0].skipped
+        assert guard.read(wait=True).nonfinite == 1
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+    assert not any(p.to_local().any() for p in optimizer.param_groups[0]["params"])
+    assert gradstat.check(named(mesh)).ok

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.cuda_counts import NoSync
 from helpers.devices import DECIDING
 from helpers.layouts import batch, make_layout
 from helpers.ranks import on_ranks
@@ -306,19 +305,6 @@ def test_a_closure_gives_the_loss_and_gradients_may_be_accumulated() -> None:
         )
         assert bool(result.refused) is (factor > 1)
     assert guard.read().reasons == ("loss",)
-
-
-def test_neither_a_guarded_step_nor_its_state_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, guard = Training(), SpikeGuard(window=4)
-    monkeypatch.setattr(gradstat._step.measured.StepMeasurement, "is_known_noop", False)
-    for step in range(6):
-        training.step(step, guard)
-        training.optimizer.zero_grad()
-        loss = training.loss(step)
-        loss.backward()
-        with NoSync():
-            gradstat.guarded_step(training.optimizer, 1.0, loss=loss, guard=guard)
-            guard.load_state_dict(guard.state_dict())
 
 
 @pytest.mark.parametrize("make", [SpikeGuard, SpikeGuard.sigma])
