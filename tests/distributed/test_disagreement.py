@@ -1,7 +1,6 @@
 """Ranks that have different tensors: every call says so on all ranks, and nothing is merged, changed or aborted."""
 
 import math
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +30,16 @@ def parameter_of(gradient: Tensor, mesh: DeviceMesh, placements: list[Placement]
     return parameter
 
 
-def named(mesh: DeviceMesh, shapes: dict[str, list[int]] | None = None, dtype: torch.dtype = torch.float32) -> Named:
+def named(
+    mesh: DeviceMesh,
+    shapes: dict[str, list[int]] = SHAPES,
+    dtype: torch.dtype = torch.float32,
+    replicated: str = "d",
+) -> Named:
     """Sharded parameters by name, with gradients of ones; the last one is replicated."""
-    shapes = SHAPES if shapes is None else shapes
     made: Named = []
     for name, shape in shapes.items():
-        placement: Placement = Replicate() if name == "d" else Shard(0)
+        placement: Placement = Replicate() if name in replicated else Shard(0)
         made.append((name, parameter_of(torch.ones(shape, dtype=dtype), mesh, [placement])))
     return made
 
@@ -108,6 +111,10 @@ def again(pairs: Named, **options: Any) -> Named:
 DIFFERENCES: dict[str, tuple[Callable[[Named], Named], str]] = {
     "one fewer": (one_fewer, rf"number 2 is ('c' )?float32\[6, 2\] as S\(0\) on rank 1 \(of 3\), {B}"),
     "one replica fewer": (lambda pairs: pairs[:-1], rf"number 4 is none on rank 1 \(of 3\), {D} 0 \(of 4\)"),
+    "one more": (
+        lambda pairs: again(pairs, shapes={"a": [8, 8], "x": [6, 2], **SHAPES}),
+        rf"number 2 is ('x' )?float32\[6, 2\] as S\(0\) on rank 1 \(of 5\), {B}",
+    ),
     "order": (lambda pairs: pairs[::-1], rf"number 1 is {D} 1 \(of 4\), {A}"),
     "shape": (
         lambda pairs: again(pairs, shapes={**SHAPES, "b": [10]}),
@@ -116,6 +123,10 @@ DIFFERENCES: dict[str, tuple[Callable[[Named], Named], str]] = {
     "dtype": (
         lambda pairs: again(pairs, dtype=torch.float64),
         rf"number 1 is ('a' )?float64\[8, 8\] as S\(0\) on rank 1 \(of 4\), {A}",
+    ),
+    "placement": (
+        lambda pairs: again(pairs, replicated="bd"),
+        rf"number 2 is ('b' )?float32\[8\] as R on rank 1 \(of 4\), {B}",
     ),
     "names": (
         lambda pairs: [(name.upper(), parameter) for name, parameter in pairs],
@@ -146,66 +157,6 @@ def test_the_rank_and_the_first_difference_are_named_on_all_ranks(call: str, kno
             assert torch.equal(parameter.to_local(), value)  # type: ignore[operator]
             assert bool((parameter.grad.to_local() == 1).all())  # type: ignore[union-attr]
         CALLS[call](named(mesh))  # and the ranks are still in step
-
-
-Entry = tuple[str, tuple[int, ...], torch.dtype, bool]  # name, shape, dtype, whether it is sharded
-
-
-def random_lists(draw: random.Random, world: int) -> list[list[Entry]]:
-    """A list for each rank, the same on all ranks in half of the cases; its first tensor is never touched."""
-
-    def entry(name: str) -> Entry:
-        shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 2)))
-        return name, shape, draw.choice([torch.float32, torch.float64]), draw.random() < 0.7
-
-    first, *common = [entry(f"p{i}") for i in range(draw.randint(1, 6))]
-    lists = [[*common] for _ in range(world)]
-    for each in lists:
-        for _ in range(draw.choice([0, 0, 0, 1, 2])):
-            at = draw.randrange(len(each)) if each else None
-            if at is None or draw.random() < 0.25:
-                each.insert(at or 0, entry(f"q{draw.randrange(3)}"))
-            elif draw.random() < 0.4:
-                del each[at]
-            elif draw.random() < 0.5:
-                each[at] = entry(each[at][0])
-            else:
-                draw.shuffle(each)
-    if draw.random() < 0.5:
-        lists = [lists[0]] * world
-    return [[(first[0], first[1], first[2], True), *each] for each in lists]
-
-
-def agree_or_are_told(seed: int, rounds: int) -> tuple[int, int]:
-    """Random lists in random calls; returns how often the ranks had the same list, and how often not."""
-    counts = [0, 0]
-    draw, mesh = random.Random(seed), init_device_mesh("cpu", (dist.get_world_size(),))
-    for i in range(rounds):
-        call, lists = draw.choice(list(CALLS)), random_lists(draw, dist.get_world_size())
-        seen = [[entry[0 if call in ONLY_BY_NAME else 1 :] for entry in each] for each in lists]
-        names = {tuple(entry[0] for entry in each) for each in lists}
-        if any(len(set(each)) < len(each) for each in names):
-            continue  # a module has every name once
-        pairs: Named = []
-        for name, shape, dtype, is_sharded in lists[dist.get_rank()]:
-            placement: Placement = Shard(0) if is_sharded else Replicate()
-            pairs.append((name, parameter_of(torch.ones(shape, dtype=dtype), mesh, [placement])))
-        try:
-            CALLS[call](pairs)
-            told = ""
-        except RuntimeError as error:
-            told = str(error)
-        expected = any(each != seen[0] for each in seen)
-        assert ("other tensors than rank" in told) is expected, (seed, i, call, lists, told)
-        assert_alike(told)
-        counts[expected] += 1
-    return counts[0], counts[1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-@on_ranks(3)
-def test_random_lists_agree_or_are_told(seed: int) -> None:
-    assert min(agree_or_are_told(seed, 40)) > 5
 
 
 def similar_lists(value: float) -> dict[str, Named]:
