@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -144,37 +145,20 @@ def test_a_gradient_listed_twice_counts_and_scales_twice(where: tuple[str, str],
         torch.testing.assert_close(gradient, (before * multiplier**times).float(), rtol=1e-6, atol=0)
 
 
-# Deliberate differences from torch --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("magnitude", [1e20, 3e38, 1e-25, 1e-40], ids=str)
-def test_extreme_float32_norms_come_out_right(magnitude: float, where: tuple[str, str]) -> None:
+def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]) -> None:
     backend, device = where
-    gradient = torch.full((4,), magnitude, device=device)
-    exact = 2 * gradient[0].double().item()
-    for clip in WAYS:
-        (parameter,) = parameters_with([gradient.clone()])
-        norm = clip([parameter], 1.0, backend=backend)
-        assert norm.item() == pytest.approx(exact if exact < 3.4e38 else math.inf, rel=1e-6, abs=0.0)
-        if clip is in_halves and exact > 3.4e38:  # a norm beyond float32 has to be passed as a Python number
-            parameter.grad = gradient.clone()
-            gradstat.clip_grads_with_norm_([parameter], 1.0, exact, backend=backend)
-        expected = 1.0 if magnitude > 1 else exact
-        assert parameter.grad.double().norm().item() == pytest.approx(expected, rel=1e-4, abs=0.0)  # type: ignore[union-attr]
-        assert magnitude > 1 or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
-
-
-@both_ways
-def test_infinite_max_norm_only_measures(where: tuple[str, str], clip: Clip) -> None:
-    backend, device = where
-    for bad in (1.0, math.inf, math.nan):
-        gradient = torch.tensor([3.0, 4.0, bad], device=device)
-        parameters = parameters_with([gradient.clone()])
-        version = parameters[0].grad._version  # type: ignore[union-attr]
-        norm = clip(parameters, math.inf, backend=backend)
-        torch.testing.assert_close(norm, gradient.norm(), equal_nan=True)
-        torch.testing.assert_close(parameters[0].grad, gradient, rtol=0, atol=0, equal_nan=True)
-        assert parameters[0].grad._version == version  # type: ignore[union-attr]
+    buffer = torch.arange(1.0, 25.0, device=device).reshape(4, 6)
+    # They share the elements 1, 3, 7 and 9; one is listed twice.
+    slices = [buffer[:, :3], buffer[:2, ::2], buffer[:, :3]]
+    alone = torch.ones_like(buffer, dtype=torch.bool)
+    alone[:2, ::2] = False
+    before = buffer.clone()
+    multiplier = 1.0 / (gradstat.get_total_norm(slices).double() + 1e-6)
+    gradstat.clip_grad_norm_(parameters_with(list(slices)), 1.0, backend=backend)
+    torch.testing.assert_close(buffer[:, :3][alone[:, :3]], (before[:, :3] * multiplier**2).float()[alone[:, :3]])
+    torch.testing.assert_close(buffer[:2, 4], (before[:2, 4] * multiplier).float())
+    assert torch.equal(buffer[:, 5], before[:, 5])
+    assert (buffer[:2, ::2] < before[:2, ::2]).all()
 
 
 # The rest of the contract -----------------------------------------------------------------------------------
@@ -199,18 +183,26 @@ def test_empty_gradients_have_no_infinity_norm_as_in_torch() -> None:
 # Bad input --------------------------------------------------------------------------------------------------
 
 
-def test_nan_max_norm_is_refused_before_anything_changes() -> None:
+@both_ways
+def test_nan_max_norm_is_refused_before_anything_changes(clip: Clip) -> None:
     parameters = parameters_with([torch.ones(3)])
     with pytest.raises(ValueError, match="max_norm is NaN"):
-        gradstat.clip_grad_norm_(parameters, math.nan)
+        clip(parameters, math.nan)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
 
 
-def test_expanded_gradients_are_measured_where_nothing_is_to_be_written() -> None:
-    parameter = nn.Parameter(torch.zeros(3, 4))
-    parameter.grad = torch.ones(3, 1).expand(3, 4)
-    for clip in WAYS:
-        assert clip([parameter], math.inf).item() == pytest.approx(math.sqrt(12))
+@both_ways
+def test_infinite_max_norm_only_measures(where: tuple[str, str], clip: Clip) -> None:
+    backend, device = where
+    for bad in (1.0, math.inf, math.nan):
+        gradient = torch.tensor([3.0, 4.0, bad], device=device)
+        expanded = torch.ones(3, 1, device=device).expand(3, 4)  # cannot be written
+        parameters = parameters_with([gradient.clone(), expanded])
+        version = parameters[0].grad._version  # type: ignore[union-attr]
+        norm = clip(parameters, math.inf, backend=backend)
+        torch.testing.assert_close(norm, torch.cat([gradient, expanded.flatten()]).norm(), equal_nan=True)
+        torch.testing.assert_close(parameters[0].grad, gradient, rtol=0, atol=0, equal_nan=True)
+        assert parameters[0].grad._version == version  # type: ignore[union-attr]
 
 
 def test_foreach_is_refused_where_torch_has_none() -> None:
@@ -227,23 +219,106 @@ def test_foreach_is_refused_where_torch_has_none() -> None:
             call(foreach=False)
 
 
-def test_slices_that_begin_at_one_address_are_all_clipped(where: tuple[str, str]) -> None:
+# The halves -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("total", [3.0, 0.2, 0.0, -3.0, math.inf, math.nan], ids=str)
+def test_every_dtype_and_norm_given(dtype: torch.dtype, total: float, where: tuple[str, str]) -> None:
     backend, device = where
-    buffer = torch.arange(1.0, 25.0, device=device).reshape(4, 6)
-    slices = [
-        buffer[:, :3],
-        buffer[:2, ::2],
-        buffer[:, :3],
-    ]  # they share the elements 1, 3, 7 and 9; one is listed twice
-    alone = torch.ones_like(buffer, dtype=torch.bool)
-    alone[:2, ::2] = False
-    before = buffer.clone()
-    multiplier = 1.0 / (gradstat.get_total_norm(slices).double() + 1e-6)
-    gradstat.clip_grad_norm_(parameters_with(list(slices)), 1.0, backend=backend)
-    torch.testing.assert_close(buffer[:, :3][alone[:, :3]], (before[:, :3] * multiplier**2).float()[alone[:, :3]])
-    torch.testing.assert_close(buffer[:2, 4], (before[:2, 4] * multiplier).float())
-    assert torch.equal(buffer[:, 5], before[:, 5])
-    assert (buffer[:2, ::2] < before[:2, ::2]).all()
+    gradients: list[Tensor] = [torch.randn(n, device=device).to(dtype) for n in (5, 300)]
+    for norm_dtype in (torch.float32, torch.float64):
+        norm = torch.tensor(total, dtype=norm_dtype, device=device)
+        theirs, ours = parameters_with(clones(gradients)), parameters_with(clones(gradients))
+        identities = [id(p.grad) for p in ours]
+        nn.utils.clip_grads_with_norm_(theirs, 1.0, norm)
+        assert gradstat.clip_grads_with_norm_(ours, 1.0, norm, backend=backend) is None  # type: ignore[func-returns-value]
+        assert [id(p.grad) for p in ours] == identities
+        # torch computes the multiplier in the norm's dtype, and multiplies in the gradient's.
+        assert_same_gradients(ours, theirs, tolerance(norm_dtype))
+
+
+def test_parameters_themselves_have_a_norm_without_a_graph() -> None:
+    model = nn.Linear(4, 2)
+    norm = gradstat.get_total_norm(model.parameters())
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(model.parameters()).detach())
+    assert norm.grad_fn is None
+    assert gradstat.get_total_norm(model.weight, foreach=True) <= norm
+    for nothing in ([], (x for x in ())):
+        assert gradstat.get_total_norm(nothing).item() == 0.0
+
+
+def test_the_norm_may_be_a_number(where: tuple[str, str]) -> None:
+    backend, device = where
+    for total in (5.0, 5, torch.tensor(5), torch.tensor(5.0, requires_grad=True)):
+        (parameter,) = parameters_with([torch.tensor([3.0, 4.0], device=device)])
+        gradstat.clip_grads_with_norm_([parameter], "1.0", total, foreach=True, backend=backend)  # type: ignore[arg-type]
+        torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8], device=device))
+
+
+@pytest.mark.cuda
+def test_the_norm_may_be_on_another_device() -> None:
+    for gradient_device, norm_device in (("cpu", "cuda"), ("cuda", "cpu")):
+        (parameter,) = parameters_with([torch.tensor([3.0, 4.0], device=gradient_device)])
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # delays the norm
+        gradstat.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0, device=norm_device) * 1.0)
+        torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8], device=gradient_device))
+
+
+@pytest.mark.cuda
+def test_tensors_on_several_devices_have_one_norm() -> None:
+    late = torch.zeros(1 << 24, device="cuda")
+    torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]  # delays the GPU's table
+    late.fill_(1.0)
+    assert gradstat.get_total_norm([torch.full((1,), 3 * 2.0**12), late]).item() == pytest.approx(
+        2.0**12 * math.sqrt(10)
+    )
+    assert gradstat.stats([torch.zeros(1), late])[1, gradstat.FIELDS.index("sum")] == 1 << 24
+
+
+def test_lazily_conjugated_gradients_are_scaled(where: tuple[str, str]) -> None:
+    """backward() leaves such gradients if the parameter was used conjugated."""
+    backend, device = where
+    parameter = nn.Parameter(torch.tensor([1 + 1j, 2j], device=device))
+    (parameter.conj() * torch.tensor([3 + 4j, 12j], device=device)).sum().real.backward()
+    assert parameter.grad is not None
+    assert parameter.grad.is_conj()
+    expected = parameter.grad.resolve_conj() / 10
+    assert gradstat.clip_grad_norm_([parameter], 1.3, backend=backend).item() == pytest.approx(13.0)
+    torch.testing.assert_close(parameter.grad.resolve_conj(), expected)
+    gradstat.clip_grads_with_norm_([parameter], 1.0, 2.0, backend=backend)
+    torch.testing.assert_close(parameter.grad.resolve_conj(), expected / 2)
+
+
+def test_what_is_not_a_list_of_tensors_is_refused() -> None:
+    one, meta = torch.ones(1), torch.ones(1, device="meta")
+    pairs = [one, None]
+    for given, options, error, message in (
+        (nn.Linear(2, 2), {}, TypeError, r"expected tensors, got Linear; pass \[p\.grad for p in module\.parameters"),
+        *((pairs, {"norm_type": order}, TypeError, r"'tensors\[1\]', got None") for order in (2.0, 3.0, math.inf)),
+        (pairs, {"foreach": True}, TypeError, r"'tensors\[1\]', got None"),
+        ([one.long()], {}, TypeError, r"tensors\[0\].*int64"),
+        ([meta], {"norm_type": 3, "backend": "native"}, ValueError, "meta"),
+        ([one], {"norm_type": 3, "backend": "fast"}, ValueError, "unknown backend"),
+    ):
+        with pytest.raises(error, match=message):
+            gradstat.get_total_norm(given, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("total_norm", "message"),
+    [
+        (torch.ones(1), r"0-d tensor for total_norm, got shape \(1,\)"),
+        (torch.tensor(1j), "complex64"),
+        ("large", "could not convert"),
+    ],
+    ids=["one dimension", "complex", "text"],
+)
+def test_bad_norms_are_refused_before_anything_changes(total_norm: Any, message: str) -> None:
+    parameters = parameters_with([torch.ones(3)])
+    with pytest.raises(ValueError, match=message):
+        gradstat.clip_grads_with_norm_(parameters, 1.0, total_norm)
+    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.cuda

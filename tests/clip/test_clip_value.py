@@ -41,6 +41,7 @@ def test_gradients_with_a_graph_are_clamped_and_their_version_moves() -> None:
 REFUSED: dict[str, tuple[torch.Tensor, float, str]] = {
     "integers": (torch.ones(2, dtype=torch.int64), 0.5, r"dtype torch\.int64, whose elements cannot be clamped"),
     "float8": (torch.ones(2, dtype=torch.float8_e5m2), 0.5, r"dtype torch\.float8_e5m2, which torch does not clamp"),
+    "complex": (torch.ones(3, dtype=torch.complex64), 0.1, r"complex.*clip_grad_norm_"),
     "too large": (
         torch.ones(2, dtype=torch.float16),
         1e6,
@@ -61,7 +62,7 @@ def test_what_torch_cannot_clamp_is_refused_by_name_before_anything_changes(case
         torch_clip_value(parameters[1:], limit, foreach)
     with pytest.raises((RuntimeError, NotImplementedError), match=rf"the gradient of parameters\[1\].*{words}") as ours:
         gradstat.clip_grad_value_(parameters, limit, foreach)
-    assert ours.type is theirs.type
+    assert case == "complex" or ours.type is theirs.type
     assert (parameters[0].grad == 9e9).all()
 
 
@@ -86,11 +87,3 @@ def test_the_elements_of_a_sparse_gradient_are_clamped_and_not_its_terms(foreach
         gradstat.clip_grad_value_(parameters, 1.0, foreach)
         assert id(parameters[0].grad) == identity
         torch.testing.assert_close(parameters[0].grad.to_dense(), expected, equal_nan=True)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_complex_gradients_are_refused_by_name_before_anything_changes(foreach: bool | None) -> None:
-    parameters = parameters_with([torch.ones(3), None, torch.ones(3, dtype=torch.complex64)])
-    with pytest.raises(NotImplementedError, match=r"parameters\[2\].*complex.*clip_grad_norm_"):
-        gradstat.clip_grad_value_(parameters, 0.1, foreach)
-    assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]

@@ -104,40 +104,6 @@ def test_calls_are_gradstats_while_patched_and_torchs_before_and_after(call: str
     assert same(outcome_of(call), torchs)
 
 
-def train(clip: Callable[[nn.Module], object]) -> list[Tensor]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    inputs, targets = torch.randn(32, 6), torch.randn(32, 1)
-    for _ in range(30):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        clip(model)
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-LOOPS: dict[str, Callable[[nn.Module], object]] = {
-    "norm": lambda model: utils.clip_grad_norm_(model.parameters(), 0.05),
-    "largest": lambda model: utils.clip_grad_norm_(model.parameters(), 0.01, norm_type="inf"),  # type: ignore[arg-type]
-    "value": lambda model: utils.clip_grad_value_(model.parameters(), 0.003),
-    "halves": lambda model: utils.clip_grads_with_norm_(
-        model.parameters(), 0.05, utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
-    ),
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_training_loop_ends_in_the_same_place(loop: str) -> None:
-    expected = train(LOOPS[loop])
-    with gradstat.patch_torch():
-        found = train(LOOPS[loop])
-    unclipped = train(lambda model: None)
-    for a, b, c in zip(found, expected, unclipped, strict=True):
-        torch.testing.assert_close(a, b)
-        assert not torch.allclose(a, c)  # the clip had an effect
-
-
 def test_a_function_bound_before_is_torchs_and_one_bound_meanwhile_becomes_torchs() -> None:
     norm_before, value_before = utils.clip_grad_norm_, utils.clip_grad_value_
     with gradstat.patch_torch():

@@ -1,5 +1,6 @@
 """Which backend serves a call, the messages about unavailable ones, and the cost of importing gradstat."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -24,24 +25,13 @@ EXACT_TESTS = [
 ]
 
 
-def test_native_serves_the_cpu() -> None:
-    chosen = {status.device: status.name for status in gradstat.backends() if status.chosen}
-    assert chosen["cpu"] == "native"
-    if torch.cuda.is_available():
-        assert chosen["cuda"] == "native"
-
-
-def test_every_unavailable_backend_says_why() -> None:
+def test_native_serves_every_device_and_unavailable_backends_say_why() -> None:
     for status in gradstat.backends():
         assert status.detail
+        assert status.chosen is (status.available and status.name == "native")
         if not status.available:
             with pytest.raises(gradstat.BackendUnavailableError, match=f"backend '{status.name}' is not available"):
                 backends.resolve(status.name, status.device)
-
-
-def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown backend 'fast'; known: native, triton, reference"):
-        gradstat.stats([torch.ones(2)], backend="fast")
 
 
 def test_a_device_without_kernels_is_refused_by_the_tensors_name_or_with_the_remedy() -> None:
@@ -81,28 +71,24 @@ gradstat.stats([torch.ones(1)])
 """
 
 
-def test_the_environment_forces_a_backend(forks: Forks) -> None:
-    code = "import gradstat; print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])"
-    assert forks.run(code, GRADSTAT_BACKEND="reference").stdout == "['reference']\n"
-    assert forks.run(code, GRADSTAT_BACKEND="auto").stdout == "['native']\n"
-
-
 @pytest.mark.parametrize(
     ("code", "environment", "message"),
     [
         (USE, {"GRADSTAT_BACKEND": "fast"}, "unknown backend 'fast' in GRADSTAT_BACKEND"),
         (USE, {"GRADSTAT_BACKEND": "triton", "TRITON_INTERPRET": "0"}, "Triton compiles for GPUs only"),
-        (STALE, {}, "Rebuild it"),
+        (STALE, {}, "StaleExtensionError: .*,kurtosis:sum.*Rebuild it"),
     ],
     ids=["unknown", "cannot run", "stale"],
 )
-def test_nothing_falls_back_from_what_was_asked_for(
+def test_the_environment_forces_a_backend_and_nothing_falls_back(
     code: str, environment: dict[str, str], message: str, forks: Forks
 ) -> None:
+    shown = "import gradstat; print([s.name for s in gradstat.backends() if s.chosen and s.device == 'cpu'])"
+    assert forks.run(shown, GRADSTAT_BACKEND="reference").stdout == "['reference']\n"
+    assert forks.run(shown, GRADSTAT_BACKEND="auto").stdout == "['native']\n"
     result = forks.run(code, **environment)
     assert result.returncode != 0
-    assert message in result.stderr
-    assert code is USE or "StaleExtensionError" in result.stderr
+    assert re.search(message, result.stderr, re.DOTALL), result.stderr
 
 
 def test_without_the_compiled_extension_the_reference_serves(forks: Forks) -> None:

@@ -144,12 +144,20 @@ def test_one_leaves_every_bit(where: tuple[str, str]) -> None:
     assert other.tolist() == [2.0] * 3
 
 
-def test_a_tensor_listed_again_is_unscaled_again(kernels: Kernels, where: tuple[str, str]) -> None:
-    x, y = random(700, torch.float32, where[1]), random((3, 5), torch.bfloat16, where[1])
+def test_a_tensor_listed_again_is_multiplied_again(kernels: Kernels, where: tuple[str, str]) -> None:
+    device = where[1]
+    x, y = random(700, torch.float32, device), random((3, 5), torch.bfloat16, device)
     expected = [product(product(product(x, 0.5), 0.5), 0.5), product(y, 0.5)]
-    table = kernels.unscale_([x, x, y, x], factor_of(0.5, where[1]))
+    table = kernels.unscale_([x, x, y, x], factor_of(0.5, device))
     assert_products([x, y], expected, where)
     assert_rows_match(table, [x, x, y, x])
+    x, y, empty = torch.ones(10, device=device), torch.ones(70, device=device), torch.zeros(0, device=device)
+    kernels.scale_each_([x, empty, y, x, x, y], multipliers_of([2, 9, 3, 1, 5, 7], device))
+    assert (x.unique().tolist(), y.unique().tolist()) == ([10], [21])
+    x, y = torch.ones(2, 3, device=device), torch.ones(3, 2, device=device).t()
+    kernels.scale_units_([x, y, x, y], multipliers_of([2, 3, 5, 7, 11, 13, 17, 19], device))
+    assert x.tolist() == [[22.0] * 3, [39.0] * 3]
+    assert y.tolist() == [[85.0] * 3, [133.0] * 3]
 
 
 # Each tensor by its own multiplier ----------------------------------------------------------------------------
@@ -162,14 +170,6 @@ def test_each_tensor_is_scaled_by_its_multiplier(dtype: torch.dtype, kernels: Ke
     expected = [product(*pair) for pair in zip(tensors, values, strict=True)]
     kernels.scale_each_(tensors, multipliers_of(values, where[1]))
     assert_products(tensors, expected, where)
-
-
-def test_a_tensor_listed_again_is_scaled_by_each_multiplier(kernels: Kernels, where: tuple[str, str]) -> None:
-    x, y = torch.ones(10, device=where[1]), torch.ones(70, device=where[1])
-    empty = torch.zeros(0, device=where[1])
-    kernels.scale_each_([x, empty, y, x, x, y], multipliers_of([2, 9, 3, 1, 5, 7], where[1]))
-    assert (x[0], y[0]) == (10, 21)
-    assert x.unique().numel() == y.unique().numel() == 1
 
 
 # Products that are too large for 8 bits ------------------------------------------------------------------------
@@ -207,16 +207,6 @@ def test_float8_beyond_the_largest_number(dtype: torch.dtype, kernels: Kernels, 
             for got, wanted in zip(given, expected, strict=True):
                 same = got.view(torch.uint8) == wanted.view(torch.uint8)
                 assert (same | (got.float().isnan() & wanted.float().isnan())).all(), by
-
-
-# Units ---------------------------------------------------------------------------------------------------------
-
-
-def test_units_listed_again_are_scaled_by_each_multiplier(kernels: Kernels, where: tuple[str, str]) -> None:
-    x, y = torch.ones(2, 3, device=where[1]), torch.ones(3, 2, device=where[1]).t()
-    kernels.scale_units_([x, y, x, y], multipliers_of([2, 3, 5, 7, 11, 13, 17, 19], where[1]))
-    assert x.tolist() == [[22.0] * 3, [39.0] * 3]
-    assert y.tolist() == [[85.0] * 3, [133.0] * 3]
 
 
 # Bad input -----------------------------------------------------------------------------------------------------

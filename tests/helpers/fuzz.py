@@ -1,7 +1,7 @@
 """Tensors of random bits in random layouts; fuzz_operations.py checks operations on them against exact statistics.
 
 A `Recipe` describes one tensor: dtype, sizes, strides, offset, and the bits that fill it. A `Batch` consists of tensors
-over memory that it owns, one buffer per dtype, so that it also detects writes outside of the tensors. A seed draws the
+over memory that it owns, so that it also detects writes outside of the tensors. A seed draws the
 same recipes on every machine (`drawn_recipe`).
 """
 
@@ -195,53 +195,31 @@ def strides_for(
     return tuple(odd[dim] if shape[dim] == 1 else strides[dim] for dim in range(len(shape)))
 
 
-class Buffer(NamedTuple):
-    """A buffer that holds tensors of one dtype."""
-
-    dtype: torch.dtype
-    number: int
-
-
-Memory = dict[Buffer, npt.NDArray[np.uint8]]
+Memory = list[npt.NDArray[np.uint8]]  # of each tensor
 
 
 class Batch:
     """Tensors over memory owned by the batch, on ``device``, and their exact statistics.
 
-    Tensors of one dtype are stored one behind another, followed by memory that must not be written. If ``apart``, each
-    has an allocation of its own that ends with the tensor, so that AddressSanitizer detects accesses around it.
+    Each tensor has an allocation of its own, in which memory that must not be written follows it. If ``apart``, the
+    allocation ends with the tensor, so that AddressSanitizer detects accesses behind it.
     """
 
     def __init__(self, recipes: Sequence[Recipe], seed: int, device: str = "cpu", apart: bool = False) -> None:
         self.recipes = list(recipes)
         self.seed = seed
         self.apart = apart
+        self.tensors: list[Tensor] = []
+        self._memory: list[Tensor] = []
         rng = np.random.default_rng(seed)
-        # The buffer of each tensor, and the index of the tensor's first element in it.
-        self.buffers = [Buffer(recipe.dtype, i if apart else 0) for i, recipe in enumerate(self.recipes)]
-        self.starts: list[int] = []
-        self._in_buffer: dict[Buffer, list[int]] = {}
-        ends: dict[Buffer, int] = {}
-        for i, (recipe, buffer) in enumerate(zip(self.recipes, self.buffers, strict=True)):
-            self._in_buffer.setdefault(buffer, []).append(i)
-            self.starts.append(ends.get(buffer, 0) + recipe.skip)
-            ends[buffer] = self.starts[-1] + recipe.extent
-        behind = 0 if apart else 9
-        memory = {
-            buffer: np.full(max(end + behind, 1) * buffer.dtype.itemsize, 0xA5, np.uint8)
-            for buffer, end in ends.items()
-        }
-        for recipe, buffer, start in zip(self.recipes, self.buffers, self.starts, strict=True):
-            kind = KIND_OF[recipe.dtype]
-            begin, count = start * kind.parts, recipe.extent * kind.parts
-            bits = memory[buffer].view(kind.format.unsigned)
-            bits[begin : begin + count] = _filled(recipe.fill, kind.format, rng, count)
-        self._memory = {buffer: torch.from_numpy(there).to(device) for buffer, there in memory.items()}
-        flat = {buffer: there.view(buffer.dtype) for buffer, there in self._memory.items()}
-        self.tensors: list[Tensor] = [
-            flat[buffer].as_strided(recipe.shape, recipe.strides, start)
-            for recipe, buffer, start in zip(self.recipes, self.buffers, self.starts, strict=True)
-        ]
+        for recipe in self.recipes:
+            kind, count = KIND_OF[recipe.dtype], recipe.skip + recipe.extent + (0 if apart else 9)
+            memory = np.full(max(count, 1) * recipe.dtype.itemsize, 0xA5, np.uint8)
+            begin, count = recipe.skip * kind.parts, recipe.extent * kind.parts
+            memory.view(kind.format.unsigned)[begin : begin + count] = _filled(recipe.fill, kind.format, rng, count)
+            self._memory.append(torch.from_numpy(memory).to(device))
+            flat = self._memory[-1].view(recipe.dtype)
+            self.tensors.append(flat.as_strided(recipe.shape, recipe.strides, recipe.skip))
 
     @classmethod
     def drawn(
@@ -255,39 +233,34 @@ class Batch:
         """The positions of the recipes for which ``takes`` is true."""
         return [i for i, recipe in enumerate(self.recipes) if takes(recipe)]
 
+    def current(self) -> Memory:
+        """The memory as it is, on the CPU; there it is not a copy."""
+        return [memory.cpu().numpy() for memory in self._memory]
+
     def memory(self) -> Memory:
         """A copy of the current memory."""
-        return {buffer: there.cpu().numpy().copy() for buffer, there in self._memory.items()}
+        return [memory.copy() for memory in self.current()]
 
     def restore(self, memory: Memory) -> None:
         """Restores a copy that `memory` returned."""
-        for buffer, there in self._memory.items():
-            there.copy_(torch.from_numpy(memory[buffer]))
+        for there, copied in zip(self._memory, memory, strict=True):
+            there.copy_(torch.from_numpy(copied))
 
     def elements(self) -> list[Floats]:
         """``[elements, parts]`` of each tensor: in memory order if it is dense, else in row-major order."""
-        decoded = {buffer: decoded_from(buffer.dtype, there) for buffer, there in self.memory().items()}
-        return [
-            decoded[buffer][start : start + recipe.numel]
-            if recipe.is_dense
-            else view_of(decoded[buffer], recipe, start).reshape(-1, KIND_OF[recipe.dtype].parts)
-            for recipe, buffer, start in zip(self.recipes, self.buffers, self.starts, strict=True)
-        ]
+        found = []
+        for recipe, memory in zip(self.recipes, self.current(), strict=True):
+            decoded = decoded_from(recipe.dtype, memory)
+            found.append(
+                decoded[recipe.skip :][: recipe.numel]
+                if recipe.is_dense
+                else view_of(decoded, recipe).reshape(-1, decoded.shape[1])
+            )
+        return found
 
     def exact_stats(self) -> list[ExactStats]:
         """The exact statistics of each tensor."""
         return [ExactStats(elements) for elements in self.elements()]
-
-    def in_buffer(self, buffer: Buffer) -> list[int]:
-        """The positions of the tensors in a buffer."""
-        return self._in_buffer[buffer]
-
-    def owner(self, buffer: Buffer, place: int) -> Recipe | None:
-        """The tensor whose extent contains element ``place`` of a buffer, if any."""
-        for i in self.in_buffer(buffer):
-            if self.starts[i] <= place < self.starts[i] + self.recipes[i].extent:
-                return self.recipes[i]
-        return None
 
     def __repr__(self) -> str:
         return f"Batch({self.recipes!r}, seed={self.seed}, apart={self.apart})"
@@ -300,14 +273,14 @@ def _filled(fill: str | tuple[int, ...], format: Format, rng: np.random.Generato
 
 
 def decoded_from(dtype: torch.dtype, memory: npt.NDArray[np.uint8]) -> Floats:
-    """Decodes a buffer of ``dtype`` to ``[elements, parts]``."""
+    """Decodes memory of ``dtype`` to ``[elements, parts]``."""
     kind = KIND_OF[dtype]
     values: Floats = torch.from_numpy(memory).view(dtype.to_real() if dtype.is_complex else dtype).double().numpy()
     return values.reshape(-1, kind.parts)
 
 
-def view_of(elements: npt.NDArray[Any], recipe: Recipe, start: int) -> npt.NDArray[Any]:
-    """The elements of the tensor that begins at ``start``, of ``[elements, parts]``: its shape, then parts."""
+def view_of(elements: npt.NDArray[Any], recipe: Recipe) -> npt.NDArray[Any]:
+    """The elements of the tensor, of ``[elements, parts]`` of its memory: its shape, then parts."""
     parts, size = elements.shape[1], elements.itemsize
     if not recipe.numel:
         return np.empty((*recipe.shape, parts), elements.dtype)
@@ -316,7 +289,7 @@ def view_of(elements: npt.NDArray[Any], recipe: Recipe, start: int) -> npt.NDArr
         (*recipe.shape, parts),
         elements.dtype,
         elements.data,
-        start * parts * size,
+        recipe.skip * parts * size,
         (*strides, size),  # type: ignore[arg-type]
     )
 

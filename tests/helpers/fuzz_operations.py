@@ -7,7 +7,7 @@ byte by byte.
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,12 @@ from gradstat.report import Report
 Operation = Callable[[Batch, random.Random, str], None]
 
 
-def assert_unchanged(batch: Batch, before: Memory) -> None:
-    for buffer, memory in batch.memory().items():
-        for at in np.flatnonzero(memory != before[buffer])[:1]:
-            owner = batch.owner(buffer, at // buffer.dtype.itemsize)
-            expect(False, f"byte {at} of the memory", owner, memory[at], before[buffer][at])
+def assert_unchanged(batch: Batch, before: Memory, but: Collection[int] = ()) -> None:
+    """Checks the memory of all tensors, but for those at some positions, byte by byte."""
+    for i, (recipe, memory, old) in enumerate(zip(batch.recipes, batch.current(), before, strict=True)):
+        if i not in but and not np.array_equal(memory, old):
+            at = np.flatnonzero(memory != old)[0]
+            expect(False, f"byte {at} of the memory", recipe, memory[at], old[at])
 
 
 # Tables and reports ----------------------------------------------------------------------------------------------
@@ -123,11 +124,10 @@ def judge_units(batch: Batch, source: random.Random, backend: str) -> None:
     if not few:
         return
     before = batch.memory()
-    decoded = {buffer: decoded_from(buffer.dtype, memory) for buffer, memory in before.items()}
     exact_stats, dtypes, where = [], [], []
     for i in few:
         recipe = batch.recipes[i]
-        view = view_of(decoded[batch.buffers[i]], recipe, batch.starts[i])
+        view = view_of(decoded_from(recipe.dtype, before[i]), recipe)
         for unit in view if len(recipe.shape) > 1 else [view]:
             exact_stats.append(ExactStats(unit.reshape(-1, KIND_OF[recipe.dtype].parts)))
             dtypes.append(recipe.dtype)
@@ -252,31 +252,29 @@ def assert_products(
     ``multipliers`` gives bounds for each: two numbers, or arrays. Multiplied by exactly 1 tensors keep their values,
     and the bits of NaN if ``keeps_bits``.
     """
-    for buffer, memory in batch.memory().items():
-        was, now = decoded_from(buffer.dtype, before[buffer]), decoded_from(buffer.dtype, memory)
-        low, high = np.ones_like(was), np.ones_like(was)
-        multiplied = np.zeros(was.shape, dtype=np.bool_)
-        for i in batch.in_buffer(buffer):
-            least, most = multipliers.get(i, (1.0, 1.0))
-            if i in multipliers and not (keeps_bits and least == most == 1.0):
-                recipe, start = batch.recipes[i], batch.starts[i]
-                view_of(low, recipe, start)[...] = least
-                view_of(high, recipe, start)[...] = most
-                view_of(multiplied, recipe, start)[...] = True
-        a, b = product(was, low, buffer.dtype), product(was, high, buffer.dtype)
+    multiplied = {i: by for i, by in multipliers.items() if not (keeps_bits and by == (1.0, 1.0))}
+    assert_unchanged(batch, before, multiplied)
+    memory = batch.current()
+    for i, (low, high) in multiplied.items():
+        recipe, dtype = batch.recipes[i], batch.recipes[i].dtype
+        was, now = decoded_from(dtype, before[i]), decoded_from(dtype, memory[i])
+        a = product(view_of(was, recipe), low, dtype)
+        b = a if high is low else product(view_of(was, recipe), high, dtype)
+        inside = view_of(now, recipe)
+        right = (memory[i] == before[i]).reshape(*was.shape, -1).all(-1)
         with np.errstate(invalid="ignore"):
-            right = (np.minimum(a, b) <= now) & (now <= np.maximum(a, b)) | (np.isnan(a) & np.isnan(b) & np.isnan(now))
-        same_bytes = (memory == before[buffer]).reshape(*was.shape, -1).all(-1)
-        for at, part in np.argwhere(~np.where(multiplied, right, same_bytes))[:1]:
-            expected = f"{was[at, part]} times {low[at, part]} to {high[at, part]}"
-            expect(False, f"element {at} of the memory", batch.owner(buffer, at), now[at, part], expected)
+            is_between = (np.minimum(a, b) <= inside) & (inside <= np.maximum(a, b))
+        view_of(right, recipe)[...] = is_between | (np.isnan(a) & np.isnan(b) & np.isnan(inside))
+        for at, part in np.argwhere(~right)[:1]:
+            expected = f"{was[at, part]} times {low} to {high}"
+            expect(False, f"element {at} of the memory", recipe, now[at, part], expected)
 
 
-def product(values: Floats, multipliers: Floats, dtype: torch.dtype) -> Floats:
+def product(values: Floats, multipliers: float | Floats, dtype: torch.dtype) -> Floats:
     """Products for parts of elements, rounded to their dtype."""
     real = dtype.to_real() if dtype.is_complex else dtype
-    rounded = rounded_product(torch.from_numpy(values), torch.from_numpy(multipliers), real)
-    return rounded.double().numpy()  # type: ignore[no-any-return]
+    by = torch.as_tensor(multipliers, dtype=torch.float64)
+    return rounded_product(torch.from_numpy(values.copy()), by, real).double().numpy()  # type: ignore[no-any-return]
 
 
 def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
@@ -286,14 +284,15 @@ def judge_clip_value(batch: Batch, source: random.Random, backend: str) -> None:
     before, limit = batch.memory(), source.choice((0.0, 2.0**-14, 0.5, 1.0, 1.5, 448.0, math.inf))
     foreach = source.choice((None, None, True, False))
     gradstat.clip_grad_value_(parameters_with([batch.tensors[i] for i in clamped]), limit, foreach)
-    for buffer, memory in batch.memory().items():
-        was, now = decoded_from(buffer.dtype, before[buffer]), decoded_from(buffer.dtype, memory)
-        expected = was.copy()
-        for i in set(clamped).intersection(batch.in_buffer(buffer)):
-            view = view_of(expected, batch.recipes[i], batch.starts[i])
-            view[...] = np.clip(view, -limit, limit)
+    assert_unchanged(batch, before, set(clamped))
+    memory = batch.current()
+    for i in clamped:
+        recipe = batch.recipes[i]
+        expected, now = decoded_from(recipe.dtype, before[i]).copy(), decoded_from(recipe.dtype, memory[i])
+        view = view_of(expected, recipe)
+        view[...] = np.clip(view, -limit, limit)
         for at, part in np.argwhere(~((now == expected) | (np.isnan(now) & np.isnan(expected))))[:1]:
-            expect(False, f"element {at} of the memory", batch.owner(buffer, at), now[at, part], expected[at, part])
+            expect(False, f"element {at} of the memory", recipe, now[at, part], expected[at, part])
 
 
 def judge_products(batch: Batch, source: random.Random, backend: str) -> None:

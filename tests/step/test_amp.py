@@ -34,6 +34,16 @@ def backward(model: nn.Module, scaler: TorchScaler, x: Tensor, bad: float | None
         list(model.parameters())[1].grad[2] = bad  # type: ignore[index]
 
 
+def scaled(
+    kind: str = "SGD", bad: float | None = None, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
+    """A model with scaled gradients, its optimizer, and the scaler."""
+    model, scaler = network(), GradScaler("cpu", **options)
+    optimizer = OPTIMIZERS[kind][0](model.named_parameters())
+    backward(model, scaler, torch.randn(4, 6), bad)
+    return model, optimizer, scaler
+
+
 CALLS: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
     "step": lambda scaler, optimizer: scaler.step(optimizer),
     "unscale": lambda scaler, optimizer: scaler.unscale_(optimizer),
@@ -137,15 +147,12 @@ def passes_over_gradients(call: Callable[[], object], monkeypatch: pytest.Monkey
     return seen
 
 
-def test_a_fused_step_reads_once_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, scaler = network(), GradScaler("cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    backward(model, scaler, torch.randn(4, 6), None)
-    assert passes_over_gradients(lambda: scaler.step(optimizer), monkeypatch) == ["measure_step"]
-    scaler.update()
-    other = torch.optim.RMSprop(model.parameters())
-    backward(model, scaler, torch.randn(4, 6), None)
-    assert passes_over_gradients(lambda: scaler.step(other), monkeypatch) == ["unscale_"]
+@pytest.mark.parametrize(("kind", "passes"), [("AdamW fused", ["measure_step"]), ("RMSprop", ["unscale_"])])
+def test_a_fused_step_reads_once_and_writes_nothing(
+    kind: str, passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, optimizer, scaler = scaled(kind)
+    assert passes_over_gradients(lambda: scaler.step(optimizer), monkeypatch) == passes
 
 
 @pytest.mark.parametrize("way", ["step", "unscale"])
@@ -172,28 +179,19 @@ def test_the_report_is_in_unscaled_units(way: str, fused: bool, device: str) -> 
 
 
 def test_an_overflow_is_told_from_nan() -> None:
-    model, scaler = network(), GradScaler("cpu", init_scale=2.0**16)
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    backward(model, scaler, torch.randn(4, 6), math.inf)
-    scaler.step(optimizer)
-    scaler.update()
-    report = scaler.report(optimizer).result()
-    assert report.overflowed
-    assert "OVERFLOWED: 0 NaN and 1 Inf in 83 elements at loss scale 65536" in str(report)
-    assert "the loss scale was too large" in str(report)
-    assert report.to_dict()["overflowed"] is True
-    again = pickle.loads(pickle.dumps(report))
-    assert again.overflowed
-    assert again.loss_scale == 65536
-
-    optimizer.zero_grad()
-    backward(model, scaler, torch.randn(4, 6), math.nan)
-    scaler.step(optimizer)
-    scaler.update()
-    report = scaler.report(optimizer).result()
-    assert not report.overflowed
-    assert "1 of 4 gradients NOT FINITE: 1 NaN and 0 Inf in 83 elements at loss scale 32768" in str(report)
-    with pytest.raises(gradstat.NonFiniteGradientError, match=r"1 NaN, 0 Inf\) at loss scale 32768:\n  0\.bias: 1 NaN"):
+    texts = {}
+    for bad in (math.inf, math.nan):
+        _, optimizer, scaler = scaled(bad=bad, init_scale=2.0**16)
+        scaler.step(optimizer)
+        report = scaler.report(optimizer).result()
+        assert report.overflowed is report.to_dict()["overflowed"] is (bad == math.inf)
+        again = pickle.loads(pickle.dumps(report))
+        assert (again.overflowed, again.loss_scale) == (report.overflowed, 65536)
+        texts[bad] = str(report)
+    assert "OVERFLOWED: 0 NaN and 1 Inf in 83 elements at loss scale 65536" in texts[math.inf]
+    assert "the loss scale was too large" in texts[math.inf]
+    assert "1 of 4 gradients NOT FINITE: 1 NaN and 0 Inf in 83 elements at loss scale 65536" in texts[math.nan]
+    with pytest.raises(gradstat.NonFiniteGradientError, match=r"1 NaN, 0 Inf\) at loss scale 65536:\n  0\.bias: 1 NaN"):
         report.raise_if_nonfinite()
 
 
@@ -222,26 +220,22 @@ def test_a_scale_in_trouble_shows(scale: float, bad: float | None, trends: list[
 
 
 def test_checkpoints_go_both_ways_and_the_scaler_pickles() -> None:
-    model, mine = network(), GradScaler("cpu", init_scale=512.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model, mine, torch.randn(4, 6), math.inf)
+    _, optimizer, mine = scaled(bad=math.inf, init_scale=512.0)
     mine.step(optimizer)
     mine.update()
     torchs = TorchScaler("cpu")
     torchs.load_state_dict(mine.state_dict())
     assert torchs.get_scale() == 256.0
     mine.load_state_dict(torchs.state_dict())
-    assert pickle.loads(pickle.dumps(mine)).get_scale() == 256.0
-    assert copy.deepcopy(mine).get_scale() == 256.0
+    for copied in (mine, pickle.loads(pickle.dumps(mine)), copy.deepcopy(mine)):
+        assert copied.get_scale() == 256.0
 
 
 def test_an_infinite_scale_is_reported() -> None:
-    model, mine = network(), GradScaler("cpu")
-    optimizer = torch.optim.SGD(model.parameters())
-    backward(model, mine, torch.randn(4, 6), None)
-    mine._scale.fill_(math.inf)  # type: ignore[union-attr]
-    mine.unscale_(optimizer)
-    assert mine.report(optimizer).result().loss_scale == math.inf
+    _, optimizer, scaler = scaled()
+    scaler._scale.fill_(math.inf)  # type: ignore[union-attr]
+    scaler.unscale_(optimizer)
+    assert scaler.report(optimizer).result().loss_scale == math.inf
 
 
 def test_a_disabled_scaler_is_transparent() -> None:
@@ -268,40 +262,33 @@ def test_a_cuda_scaler_without_a_gpu_warns_and_is_disabled() -> None:
 # Misuse ----------------------------------------------------------------------------------------------------
 
 
-def scaled(kind: str = "SGD") -> tuple[nn.Module, torch.optim.Optimizer, GradScaler]:
-    model, scaler = network(), GradScaler("cpu")
-    optimizer = OPTIMIZERS[kind][0](model.named_parameters())
-    backward(model, scaler, torch.randn(4, 6), None)
-    return model, optimizer, scaler
-
-
 @pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
-def test_torchs_errors_stay_torchs(kind: str) -> None:
-    for make in (GradScaler, TorchScaler):
-        model = network()
-        optimizer, scaler = OPTIMIZERS[kind][0](model.parameters()), make("cpu")
-        with pytest.raises(AssertionError, match=r"Attempted .* but _scale is None"):
-            scaler.step(optimizer)
-        backward(model, scaler, torch.randn(4, 6), None)
-        scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
-            scaler.unscale_(optimizer)
-        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-            scaler.step(optimizer, closure=lambda: 0.0)
+@pytest.mark.parametrize("make", [GradScaler, TorchScaler])
+def test_torchs_errors_stay_torchs(kind: str, make: type[TorchScaler]) -> None:
+    model, scaler = network(), make("cpu")
+    optimizer = OPTIMIZERS[kind][0](model.parameters())
+    with pytest.raises(AssertionError, match=r"Attempted .* but _scale is None"):
         scaler.step(optimizer)
-        with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+    backward(model, scaler, torch.randn(4, 6), None)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: 0.0)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called since the last update\(\)"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
+        scaler.unscale_(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    if kind == "SGD":
+        with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
             scaler.step(optimizer)
-        with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step\(\)"):
-            scaler.unscale_(optimizer)
+    else:
+        scaler.step(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         scaler.update()
-        optimizer.zero_grad()
-        if kind == "SGD":
-            with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
-                scaler.step(optimizer)
-        else:
-            scaler.step(optimizer)
-        with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-            scaler.update()
 
 
 STEPS: dict[str, Callable[[GradScaler, torch.optim.Optimizer], object]] = {
@@ -347,8 +334,16 @@ def test_a_guarded_step_takes_a_scaler_that_has_found_something_and_not_stepped(
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
-@pytest.mark.parametrize("way", ["step", "guarded step"])
-def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str, way: str) -> None:
+@pytest.mark.parametrize("way", STEPS)
+def test_no_gradient_is_unscaled_twice_or_not_at_all(kind: str, way: str) -> None:
+    """A parameter in two optimizers is refused, and a gradient that comes after unscaling."""
+    model, optimizer, scaler = scaled(kind)
+    other = OPTIMIZERS[kind][0](list(model.parameters())[1:])
+    STEPS["step" if way == "unscale" else way](scaler, optimizer)
+    with pytest.raises(RuntimeError, match=r"'group0\.0' is also in another optimizer"):
+        STEPS[way](scaler, other)
+    if way == "unscale":
+        return
     model, optimizer, scaler = scaled(kind)
     late = list(model.parameters())[2]
     gradient, late.grad = late.grad, None
@@ -358,16 +353,6 @@ def test_a_gradient_that_comes_after_unscaling_is_refused(kind: str, way: str) -
     with pytest.raises(RuntimeError, match=r"'2\.weight' .*appeared after unscale_\(\) and still carries the loss sc"):
         STEPS[way](scaler, optimizer)
     assert is_as_before(model, before)
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
-@pytest.mark.parametrize("way", STEPS)
-def test_a_parameter_in_two_optimizers_is_refused_instead_of_unscaled_twice(kind: str, way: str) -> None:
-    model, optimizer, scaler = scaled(kind)
-    other = OPTIMIZERS[kind][0](list(model.parameters())[1:])
-    STEPS["step" if way == "unscale" else way](scaler, optimizer)
-    with pytest.raises(RuntimeError, match=r"'group0\.0' is also in another optimizer"):
-        STEPS[way](scaler, other)
 
 
 def test_a_grad_scale_set_by_the_user_multiplies_as_in_torch() -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.cuda_counts import NoSync
 from helpers.devices import DECIDING
 from helpers.layouts import batch, make_layout
 from helpers.ranks import on_ranks
@@ -132,29 +131,14 @@ def test_what_stands_out_is_refused_and_why_is_counted(make: Any, rule: Any, see
 @deciding
 def test_limits_hold_from_the_first_step_and_in_a_row(where: tuple[str, str]) -> None:
     guard = SpikeGuard(max_norm=2.0, max_loss=-1.0, max_consecutive=1)
-    for values, why in (
-        ([-2.0, 2.0], 0),
-        ([-2.0, 2.1], 4),
-        ([-0.5, 2.1], 6),
-        ([-0.5, 1.0], 2),
-        ([-2.0, 1.0], 0),
-    ):
-        assert judge(guard, where, values)[0][3] == why
-
-
-@deciding
-def test_a_refused_step_can_be_scaled_down(where: tuple[str, str]) -> None:
-    guard = SpikeGuard(scale=0.25, max_norm=2.0, max_loss=1.0)
-    for loss, norm, decided, multiplier in (
-        (None, 3.0, [0.0, 8.0, 8.0, 4.0], 0.125),
-        (2.0, 3.0, [0.0, 8.0, 8.0, 6.0], 0.125),
-        (2.0, 1.0, [0.0, 8.0, 8.0, 2.0], 0.125),
-        (1.0, 1.0, [0.0, 2.0, 8.0, 0.0], 0.5),
-    ):
-        found, numbers = judge(guard, where, [loss, norm])
-        assert found.tolist() == decided
-        assert numbers.tolist() == [multiplier, norm]
-    assert judge(guard, where, [math.nan, 1.0])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
+    for loss, norm, why in ((-2.0, 2.0, 0), (-2.0, 2.1, 4), (-0.5, 2.1, 6), (-0.5, 1.0, 2), (-2.0, 1.0, 0)):
+        assert judge(guard, where, [loss, norm])[0][3] == why
+    scaling = SpikeGuard(scale=0.25, max_norm=2.0, max_loss=1.0)
+    for values, why in (([None, 3.0], 4), ([2.0, 3.0], 6), ([2.0, 1.0], 2), ([1.0, 1.0], 0)):
+        found, numbers = judge(scaling, where, values)  # type: ignore[arg-type]
+        assert found.tolist() == [0.0, 8.0 if why else 2.0, 8.0, why]
+        assert numbers.tolist() == [0.125 if why else 0.5, values[1]]
+    assert judge(scaling, where, [math.nan, 1.0])[0].tolist() == [1.0, 2.0, 8.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -207,7 +191,7 @@ class Training:
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_spike_leaves_no_trace(make: Any, device: str) -> None:
+def test_neither_a_spike_nor_a_nan_loss_leaves_a_trace(make: Any, device: str) -> None:
     training, guard = Training(make, device), SpikeGuard(window=16)
     for step in range(20):
         spike = step in (13, 14, 17)
@@ -219,19 +203,14 @@ def test_a_spike_leaves_no_trace(make: Any, device: str) -> None:
         assert result.loss is not None
     assert guard.read(wait=True) == gradstat.GuardCounts(20, 3, 3, 3, 0, 0, ())
     assert result.counters.read(wait=True) == gradstat.StepCounts(20, 3, 0)
-
-
-def test_a_nan_loss_is_refused_although_gradients_are_finite() -> None:
-    training, guard = Training(), SpikeGuard()
-    training.step(0, guard)
     before = training.held()
-    training.loss(1).backward()
-    result = gradstat.guarded_step(training.optimizer, loss=torch.tensor(math.nan), guard=guard)
+    training.loss(20).backward()
+    result = gradstat.guarded_step(training.optimizer, loss=torch.tensor(math.nan, device=device), guard=guard)
     assert result.skipped
     assert not result.refused
     assert all(map(torch.equal, before, training.held()))
     assert result.report.result().ok
-    assert result.report.result().refused == guard.read().reasons == ("nonfinite",)
+    assert result.report.result().refused == guard.read(wait=True).reasons == ("nonfinite",)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -306,19 +285,6 @@ def test_a_closure_gives_the_loss_and_gradients_may_be_accumulated() -> None:
         )
         assert bool(result.refused) is (factor > 1)
     assert guard.read().reasons == ("loss",)
-
-
-def test_neither_a_guarded_step_nor_its_state_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, guard = Training(), SpikeGuard(window=4)
-    monkeypatch.setattr(gradstat._step.measured.StepMeasurement, "is_known_noop", False)
-    for step in range(6):
-        training.step(step, guard)
-        training.optimizer.zero_grad()
-        loss = training.loss(step)
-        loss.backward()
-        with NoSync():
-            gradstat.guarded_step(training.optimizer, 1.0, loss=loss, guard=guard)
-            guard.load_state_dict(guard.state_dict())
 
 
 @pytest.mark.parametrize("make", [SpikeGuard, SpikeGuard.sigma])
