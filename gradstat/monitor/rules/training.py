@@ -260,6 +260,8 @@ class LearningRateJump(Rule):
         huge = [np.fmax(np.fmin(column, _HUGE), -_HUGE).tolist() for column in columns]
         self._signals += itertools.chain.from_iterable(zip(window.steps.tolist(), *huge, strict=True))
         del self._signals[: -3 * (2 * 16 + self.follows + 64)]
+        if not self._waiting:
+            return
         waiting, self._waiting = np.array(self._waiting).reshape(-1, 4), []
         signals = np.array(self._signals).reshape(-1, 3)
         for group, step, before, rate in waiting.tolist():
