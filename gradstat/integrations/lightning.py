@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradstat._core.parameters import Parameters
+from gradstat._step.loss_scale import require_scale
 from gradstat.adaptive import AdaptiveClip
 from gradstat.integrations._adapter import Adapter, require_framework
 from gradstat.integrations._attachment import Attachment
@@ -223,7 +224,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             several = trainer.accumulate_grad_batches
             self._loss = loss.detach() * several if several > 1 else loss.detach()
             if scaler is not None and scaler.is_enabled():
-                self._loss = self._loss / scaler._scale.to(loss.device)
+                self._loss = self._loss / require_scale(scaler, "gradstat").to(loss.device)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Checks a micro-batch, without a host sync."""
