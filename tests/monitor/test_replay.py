@@ -124,8 +124,7 @@ IN_A_LINE: list[tuple[str, str, str, Any]] = [
     ("forward", "nan", "softmax", lambda h: h.expand(2, 3).masked_fill(ROW, -math.inf).softmax(-1)),
     ("forward", "nan", "mul", lambda h: h + torch.triu(torch.full((3, 3), -math.inf), 1) * 0),
     ("forward", "inf", "exp", lambda h: (h * 100).masked_fill(FIRST, -math.inf).exp()),  # in addition to a mask
-    # A deliberate mask, but there is nothing else to blame.
-    ("forward", "inf", "masked_fill", lambda h: F.cross_entropy(h.masked_fill(FIRST, -math.inf), torch.tensor(0))),
+    ("forward", "inf", "nll_loss", lambda h: F.cross_entropy(h.masked_fill(FIRST, -math.inf), torch.tensor(0))),
     ("backward", "nan", "sqrt", lambda h: torch.where(h > 0, h.sqrt(), 0.0)),
     ("backward", "nan", "BringsAlong", lambda h: BringsAlong.apply(h)),  # no operation makes this NaN
 ]
@@ -567,6 +566,93 @@ def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
     assert still_there == [None] * 3
     assert not torch.is_anomaly_enabled()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# Infinities on purpose, inputs without statistics, tensors without memory -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "penalty"),
+    [
+        ("mean", lambda logits: logits.mean().square()),
+        ("sum", lambda logits: (logits * torch.arange(1.0, 7)).sum()),
+        ("linalg_vector_norm", lambda logits: logits.norm(dim=-1).mean()),
+        ("mse_loss", lambda logits: F.mse_loss(logits, torch.zeros(4, 6))),
+        ("mm", lambda logits: (logits @ torch.ones(6, 2)).mean()),
+        ("mean", lambda logits: torch.cat([logits, -logits]).neg().exp().mean()),
+    ],
+)
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda logits, mask: logits.masked_fill(mask, -math.inf),
+        lambda logits, mask: torch.where(mask, torch.tensor(-math.inf), logits),
+        lambda logits, mask: logits + torch.zeros(4, 6).masked_fill(mask, -math.inf),
+    ],
+)
+def test_a_mask_that_reaches_the_loss_is_blamed_on_what_did_not_leave_it_out(
+    masked: Callable[[Tensor, Tensor], Tensor], op: str, penalty: Forward
+) -> None:
+    model, inputs, labels = nn.Linear(3, 6), torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
+    mask = torch.arange(6).expand(4, 6) == 5
+
+    def step(weight: float) -> None:
+        logits = masked(model(inputs), mask)
+        (F.cross_entropy(logits, labels) + weight * penalty(logits) if weight else logits.softmax(1).max()).backward()
+
+    culprit = culprit_of(model, lambda: step(1e-4))
+    assert (culprit.kind, culprit.phase, culprit.op) == ("inf", "forward", op)
+    assert_source(culprit, penalty)  # type: ignore[arg-type]
+    assert find_culprit(model, lambda: step(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "loss"),
+    [
+        ("target, 4 int64: -100", lambda out: F.cross_entropy(out, torch.full((4,), -100))),
+        ("other, scalar int64: 0", lambda out: (out.sum(1) * 0).sum() / torch.zeros(4, dtype=torch.bool).sum()),
+        ("self, 0x3 float32: empty", lambda out: out[torch.zeros(4, dtype=torch.bool)].mean()),
+        ("target_lengths: [7]", lambda out: _ctc(out, 7)),
+        ("mask, 4x3 bool: 12 True", lambda out: out.masked_fill(torch.ones(4, 3, dtype=torch.bool), math.nan).sum()),
+    ],
+)
+def test_inputs_without_statistics_are_named(words: str, loss: Forward) -> None:
+    model, inputs = nn.Linear(2, 3), torch.randn(4, 2)
+    culprit = culprit_of(model, lambda: loss(model(inputs)).backward())
+    assert words in culprit.others
+    assert f"  went in: {words}" in str(culprit)
+    assert words in json.dumps(culprit.to_dict())
+
+
+def _ctc(out: Tensor, length: int) -> Tensor:
+    return F.ctc_loss(out.log_softmax(1)[:, None], torch.ones(1, length, dtype=torch.long), [4], [length])
+
+
+def _gradient_penalty(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss(model.weight), model.weight, create_graph=True)  # type: ignore[arg-type]
+    return gradient.square().sum()
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        _gradient_penalty,
+        lambda model, loss: torch.func.jvp(loss, (model.weight,), (torch.ones(4, 4),))[1],
+        lambda model, loss: torch.func.hessian(loss)(model.weight).sum(),
+        lambda model, loss: torch.autograd.functional.hvp(loss, model.weight, torch.ones(4, 4), create_graph=True)[
+            1
+        ].sum(),
+    ],
+)
+def test_lazy_zeros_of_second_derivatives_are_not_read(derivative: Callable[..., Tensor]) -> None:
+    """They have no memory."""
+    model, data = nn.Linear(4, 4), torch.randn(8, 4)
+
+    def loss(weight: Tensor) -> Tensor:
+        return (F.linear(data, weight) * 0).abs().sqrt().sum()
+
+    culprit = culprit_of(model, lambda: (loss(model.weight) + derivative(model, loss)).backward())
+    assert culprit.source is not None
 
 
 # Notebooks ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class Culprit:
         line: The text of that line; empty if it cannot be read.
         name: Name of the parameter, buffer, part of the batch, or parameter whose gradient was computed; else None.
         inputs: Statistics of the inputs before the operation; None if no input can be measured.
+        others: The inputs without statistics, in words: integers, booleans and empty tensors.
         output: Statistics of the output.
         stack: The user's lines that led there, outermost first, each ``"path/file.py:line in function: text"``.
     """
@@ -43,6 +44,7 @@ class Culprit:
     inputs: Report | None = None
     output: Report | None = None
     stack: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values; a report as the list of its tensors."""
@@ -75,6 +77,8 @@ class Culprit:
         for title, report in (("went in", self.inputs), ("came out", self.output)):
             if report is not None:
                 lines += [f"  {title}: {_words(stats)}" for stats in report]
+            if title == "went in":
+                lines += [f"  {title}: {words}" for words in self.others]
         if self.op == "empty":
             lines.append("  Its memory came from torch.empty and was not written, or by a kernel unknown to torch.")
         if len(self.stack) > 1:

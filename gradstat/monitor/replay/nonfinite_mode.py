@@ -26,6 +26,7 @@ from gradstat.monitor.replay.taint import (
     is_nonfinite,
     looks_like_mask,
     nan_or_inf,
+    other_in_words,
     report_of,
     stored_values,
 )
@@ -159,12 +160,18 @@ class NonfiniteMode(TorchDispatchMode):
             return origin or self._new_origin(call, inputs, result, intended=True)
         # Intended infinities may be passed on; turning them into NaN, or producing others, is a fault.
         if origin is not None and not nan and bool((explained | finite(result)).all()):
+            if origin.reduced or not call.reduces((values for _, _, values, _ in inputs), result):
+                return origin
+            origin = self._new_origin(call, inputs, result, intended=True)
+            origin.reduced = True
             return origin
         return self._new_origin(call, inputs, result)
 
     def _new_origin(self, call: Call, inputs: list[_Input], result: Tensor, intended: bool = False) -> Origin:
         went_in = report_of({name: values for name, _, values, _ in inputs})
-        return self.add(result, intended=intended, inputs=went_in, **self._location(call))
+        others = (other_in_words(name, values) for name, _, values, _ in inputs)
+        words = (*filter(None, others), *call.lengths)
+        return self.add(result, intended=intended, inputs=went_in, others=words, **self._location(call))
 
     # Hooks on nodes detect what dispatch cannot: which node is done while the engine accumulates gradients, and values
     # that are not finite because a hook produced them or a kernel wrote them without torch's knowledge.

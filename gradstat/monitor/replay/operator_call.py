@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ _RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
 _OVERWRITE = {"copy_", "fill_", "zero_"} | _RANDOM
 _UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 _ALSO_POINTWISE = {"_to_copy", "clone", "copy_"}
+_SELECTIONS = {"embedding", "gather", "index", "index_select", "masked_select", "take"}
 _KNOWN_AS = {"to_copy": "to", "lift_fresh": "tensor"}
 
 
@@ -74,6 +75,16 @@ class Call:
         return any(isinstance(value, float) and math.isinf(value) for value in self._values)
 
     @property
+    def lengths(self) -> list[str]:
+        """Lists of lengths among the arguments, as of a CTC loss, in words."""
+        named = zip(_accesses(self._func), self._values, strict=False)
+        return [f"{name}: {value}" for name, value in named if name.endswith("lengths") and isinstance(value, list)]
+
+    def reduces(self, tensors: Iterable[Tensor], result: Tensor) -> bool:
+        """Whether the elements of ``result`` are computed from several of one of ``tensors``, as by a mean or a sum."""
+        return self.name not in _SELECTIONS and any(tensor.numel() > result.numel() for tensor in tensors)
+
+    @property
     def readable_name(self) -> str:
         namespace = self._func.namespace
         return readable(self.name) if namespace == "aten" else f"{namespace}::{self.name}"
@@ -110,7 +121,7 @@ def readable(name: str) -> str:
     name = name.lstrip("_")
     if name.startswith("scaled_dot_product"):
         return "scaled_dot_product_attention"
-    return _KNOWN_AS.get(name, name.removeprefix("native_"))
+    return _KNOWN_AS.get(name, name.removeprefix("native_").removesuffix("_forward"))
 
 
 def node_name(node: Any) -> str:

@@ -140,7 +140,7 @@ def _blamed_origin(watch: NonfiniteMode, returned: Any, failed: bool) -> Origin 
     results = [first(watch.taint.of(t)) for _, t in tensors_in(returned, "") if is_nonfinite(t)]
     final = [*watch.reached, *filter(None, results)]
     for origin in final:
-        if not origin.intended:
+        if not origin.intended or origin.reduced:
             return origin
     # A step that raised or stopped before there was a gradient.
     if failed or not watch.backward_ran:

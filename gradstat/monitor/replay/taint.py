@@ -24,6 +24,7 @@ class Origin:
     culprit: Culprit
     intended: bool = False  # infinities written on purpose, such as those of a mask
     unwritten: bool = False  # memory without an observed write; it counts once nonfinite values are read from it
+    reduced: bool = False  # infinities on purpose that a mean, a sum or the like did not leave out
 
     def complete(self, tensor: Tensor) -> None:
         """Completes the culprit of unwritten memory by the nonfinite ``tensor`` that was read from it."""
@@ -46,7 +47,9 @@ def stored_values(tensor: Tensor) -> Tensor | None:
     local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a distributed tensor
     if local.layout is torch.sparse_coo:
         local = local._values()
-    return None if local.layout is not torch.strided or local.numel() == 0 else local
+    if local.layout is not torch.strided or local.numel() == 0 or local._is_zerotensor():  # the last has no memory
+        return None
+    return local
 
 
 def finite(tensor: Tensor) -> Tensor:
@@ -95,6 +98,21 @@ def report_of(tensors: dict[str, Tensor]) -> Report | None:
         return check_tensors(measurable)
     except (TypeError, ValueError, RuntimeError):  # an exotic dtype or device must not cost the rest of the answer
         return None
+
+
+def other_in_words(name: str, tensor: Tensor) -> str | None:
+    """A tensor without statistics in words: integers by their range, booleans by their number. None for others."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    about = f"{name}, {'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.numel() == 0:
+        return f"{about}: empty"
+    if tensor.dtype is torch.bool:
+        return f"{about}: {int(tensor.sum()):,} True"
+    if tensor.is_floating_point() or tensor.is_complex():
+        return None
+    low, high = tensor.min().item(), tensor.max().item()
+    return f"{about}: {low if low == high else f'{low} to {high}'}"
 
 
 class Taint:
