@@ -1,10 +1,12 @@
 """What a monitor sees by hooks: inputs and outputs of the model, and whether anybody zeroes gradients."""
 
+import copy
 import gc
 import io
 import itertools
 import json
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -601,6 +603,17 @@ def test_a_compiled_model_has_one_graph(how: str) -> None:
         monitor.step()
     assert len(graphs) == 1
     assert ("input" in monitor.recording().tables) == (how == "model")
+
+
+def test_a_watched_model_is_copied_and_pickled_without_hooks() -> None:
+    model = mlp()
+    with gradstat.Monitor(model):
+        others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for one in (model, *others):
+        assert not one._forward_pre_hooks
+        assert not one._forward_pre_hooks_with_kwargs
+        one(normal(0)).sum().backward()
+    assert all(p._post_accumulate_grad_hooks in (None, {}) for p in model.parameters())
 
 
 # A module whose children are called instead ---------------------------------------------------------------------------
