@@ -55,6 +55,7 @@ class AutoHandle:
         self._measured: tuple[weakref.ref[Tensor] | None, int] | None = None
         self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
+        self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
         self._steps_itself = False  # whether a step of this very optimizer has been seen
         self._others: set[str] = set()  # classes of other optimizers whose steps were seen before the first of ours
         if listens:
@@ -113,14 +114,18 @@ class AutoHandle:
             self._steps_itself = True
         elif not self._steps_in_place(optimizer):
             return closure
+        # A step that has raised in a hook or in the optimizer did not end.
+        has_failed, self._running = self._running is optimizer, optimizer
         if closure is None:
-            if self._measured is None:
+            if has_failed:
+                self._is_over = False
+            if has_failed or self._measured is None:
                 self._measure()
             if self._max_norm is not None:
                 _clip(optimizer, self._max_norm)
             return None
         # The gradients of the closure's first call are the step's.
-        self.after_step(optimizer)
+        self._measured, self._is_over = None, False
 
         def evaluated() -> Any:
             loss = closure()
@@ -138,7 +143,7 @@ class AutoHandle:
     def after_step(self, optimizer: Optimizer) -> None:
         """Marks the coming step of ``optimizer`` as not measured yet."""
         if optimizer is self.optimizer or self._steps_in_place(optimizer):
-            self._measured, self._is_over = None, False
+            self._measured, self._is_over, self._running = None, False, None
 
     def _steps_in_place(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""

@@ -173,6 +173,9 @@ class Monitor:
         )
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
+        # Of the newest step that was read; and, while steps are not finite, the finding that was raised.
+        self._is_nonfinite = False
+        self._raised: Finding | None = None
         self._skips = skips
         # Remedies that the run cannot use or uses already, so that advice leaves them out; skips are known later.
         self._not_usable = {"replay"} if engine is not None else set()
@@ -427,6 +430,10 @@ class Monitor:
             return
         if is_out_of_band or self._to_act_on or pending.step + 1 >= self._rules.next_review:
             self._run_rules_safely()
+        self._raised = self._raised if is_nonfinite else None
+        self._is_nonfinite = is_nonfinite
+        if self._raised is not None and not self._to_act_on:
+            self._to_act_on.append(self._raised)
         if self._snapshots is not None and not is_out_of_band:
             self._snapshots.confirm(pending.step)
 
@@ -446,6 +453,7 @@ class Monitor:
         raising = [finding for finding in self._take_findings() if self._act_on(finding)]  # all, before one raises
         if raising:
             first = raising[0]
+            self._raised = first if self._is_nonfinite else None
             replayed = f"\n{self._replayer.text}" if 0 <= self._replayer.step == self.steps - 1 else ""
             raise AnomalyError(f"{first}{replayed}\n{causes_and_advice(first)}", first)
 
@@ -486,6 +494,8 @@ class Monitor:
 
     def _act_on(self, finding: Finding, is_over: bool = False) -> bool:
         """Applies the policies; returns whether to raise. ``is_over``: there is no training any more to act on."""
+        if finding is self._raised:  # the program has caught its error, and goes on with steps that are not finite
+            return not is_over
         raising = False
         policies: Iterable[Policy] = self._policies.of(finding)
         if is_over:
@@ -635,7 +645,7 @@ class Monitor:
                 guard.state.load_(memory)
             self._pending.clear()
             self._log.clear()
-            self._to_act_on = []
+            self._to_act_on, self._raised = [], None
             self._replayer.forget()
             if self._snapshots is not None:
                 self._snapshots.clear()

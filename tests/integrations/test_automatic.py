@@ -75,6 +75,86 @@ def test_one_line_is_enough_and_the_handle_need_not_be_kept() -> None:
         list(program(optimizer, model, 4, bad=3))
 
 
+def _fails_in_a_hook(model: nn.Module, optimizer: Any) -> Callable[[int], object]:
+    """Returns a function to call with each step; the next optimizer step raises in step 2."""
+    step = 0
+
+    def fail(*_: Any) -> None:
+        if step == 2:
+            raise MemoryError
+
+    optimizer.register_step_pre_hook(fail)
+
+    def begin(number: int) -> None:
+        nonlocal step
+        step = number
+
+    return begin
+
+
+def _fails_inside(model: nn.Module, optimizer: Any) -> Callable[[int], object]:
+    inner = optimizer.step.__func__.__wrapped__  # below torch's hooks
+
+    def begin(step: int) -> None:
+        def fail(*arguments: Any, **options: Any) -> Any:
+            if step == 2:
+                raise KeyboardInterrupt
+            return inner(*arguments, **options)
+
+        optimizer.step = type(optimizer).profile_hook_step(fail).__get__(optimizer)
+
+    return begin
+
+
+def _is_interrupted_after_a_clip(model: nn.Module, optimizer: Any) -> Callable[[int], object]:
+    begin = _fails_in_a_hook(model, optimizer)
+
+    def clipped(step: int) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        begin(step)
+
+    return clipped
+
+
+@pytest.mark.parametrize("fails", [_fails_in_a_hook, _fails_inside, _is_interrupted_after_a_clip])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_raised_does_not_hide_the_next(fails: Callable[..., Any], fused: bool) -> None:
+    model, optimizer = made(fused=fused)
+    handle = gradstat.auto(model, optimizer, on_anomaly={"nonfinite-gradient": "skip"})
+    begin, steps = fails(model, optimizer), 0
+    for step in range(6):
+        optimizer.zero_grad()
+        mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 2)).backward()
+        if step in (1, 3):
+            model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
+        begin(step)
+        try:
+            optimizer.step()
+        except (MemoryError, KeyboardInterrupt):
+            steps += 1
+        assert all(parameter.isfinite().all() for parameter in model.parameters()), step
+    handle.monitor.flush()
+    assert (steps, handle.monitor.steps, handle.monitor.nonfinite_steps) == (1, 6, 2)
+
+
+def test_every_bad_step_raises_in_a_loop_that_goes_on() -> None:
+    model, optimizer = made()
+    handle = gradstat.auto(model, optimizer, on_anomaly="raise")
+    raised = []
+    for step in range(8):
+        optimizer.zero_grad()
+        mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 2)).backward()
+        if step in (2, 3, 4, 6):
+            model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
+        try:
+            optimizer.step()
+        except gradstat.monitor.AnomalyError as error:
+            raised.append((step, error.finding.rule))  # type: ignore[union-attr]
+    assert raised == [(step, "nonfinite-gradient") for step in (2, 3, 4, 6)]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert handle.monitor.steps == 8
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_names_of_the_model_or_of_the_optimizer(given: bool) -> None:
     model, _ = made()
