@@ -50,7 +50,13 @@ constexpr int64_t kClipMethods = 5;
 GRADSTAT_HD bool decides_each(ClipMethod method) {
   return method == ClipMethod::kTensors || method == ClipMethod::kUnits;
 }
+// Whether a method leaves norms of zero out, since a limit made of them would hold gradients at zero for ever.
+GRADSTAT_HD bool leaves_zeros_out(ClipMethod method) {
+  return method == ClipMethod::kPercentile || method == ClipMethod::kZScore;
+}
 constexpr int kClipOptions = 5;
+constexpr int64_t kZScoreNumbers = 3;
+constexpr double kMostOutliers = 25;  // in a row, for kZScore; those that follow are a new level
 
 // The state of a clip begins with these, as in gradstat/adaptive/_history.py. They are followed by a ring
 // buffer of the last norms and by the method's own numbers.
@@ -94,23 +100,32 @@ struct Tally {
   }
 };
 
-// `statistics`: mean and standard deviation. `recorded`: number of norms seen, including this one.
-GRADSTAT_HD double by_z_score(const double* options, double* statistics, double norm, double recorded) {
+// `statistics`: mean, standard deviation, and the number of norms in the warm-up and of outliers in a row
+// since.
+GRADSTAT_HD double by_z_score(const double* options, double* statistics, double norm) {
   const double z_threshold = options[0], alpha = options[1], warmup = options[2], to = options[3];
-  const double mean = statistics[0], deviation = statistics[1];
-  const bool warming_up = recorded <= warmup;
+  double mean = statistics[0], deviation = statistics[1], count = statistics[2];
   const double excess = norm - mean, ordinary = z_threshold * deviation;
+  bool is_outlier = count >= warmup && excess > ordinary;
+  if (is_outlier && count >= warmup + kMostOutliers) {
+    mean = norm;
+    deviation = count = 0;
+    is_outlier = false;
+  }
+  const bool warming_up = count < warmup;
   double after = norm;
-  if (!warming_up && excess > ordinary) {
+  if (is_outlier) {
     after = mean + (to == 0 ? ordinary * (ordinary / excess) : to == 1 ? ordinary : 0.0);
   }
-  // One update serves both phases. During warmup each norm has weight 1 / recorded, which gives the mean and,
-  // by Welford's update, the variance. hypot adds variances without squaring, so that no finite norm overflows.
-  const double weight = warming_up ? 1 / recorded : 1 - alpha;
+  // One update serves both phases. During warmup each norm has one over their number as its weight, which gives
+  // the mean and, by Welford's update, the variance. hypot adds variances without squaring, so that no finite
+  // norm overflows.
+  const double weight = warming_up ? 1 / (count + 1) : 1 - alpha;
   const double step = after - mean;
   const double distance = fabs(step) * (warming_up ? sqrt(1 - weight) : 1 - weight);
   statistics[0] = mean + weight * step;
   statistics[1] = hypot(sqrt(1 - weight) * deviation, sqrt(weight) * distance);
+  statistics[2] = warming_up || is_outlier ? count + 1 : warmup;
   return limiting_multiplier(norm, merge::min(after, options[4]));
 }
 
@@ -147,7 +162,7 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
   }
 
   const bool is_step = request.skip == nullptr || *request.skip == 0;
-  const bool is_kept = is_step && clips::is_finite(norm);
+  const bool is_kept = is_step && clips::is_finite(norm) && (norm > 0 || !leaves_zeros_out(request.method));
   const double before = count_of(totals.recorded), recorded = before + (is_kept ? 1 : 0);
   const bool leads = team.rank() == 0;
   team.barrier();
@@ -184,10 +199,10 @@ GRADSTAT_TEAMWORK void decide_clip(const ClipRequest& request, const Team& team)
     if (leads) {
       double multiplier = 1;
       if (is_kept) {
-        multiplier = tally.count(request.method == ClipMethod::kFixed ? clip_multiplier(norm, options[0])
-                                 : request.method == ClipMethod::kZScore
-                                     ? clips::by_z_score(options, of_method, norm, recorded)
-                                     : clips::limiting_multiplier(norm, limit));
+        multiplier =
+            tally.count(request.method == ClipMethod::kFixed    ? clip_multiplier(norm, options[0])
+                        : request.method == ClipMethod::kZScore ? clips::by_z_score(options, of_method, norm)
+                                                                : clips::limiting_multiplier(norm, limit));
       }
       request.out[0] = multiplier * factor;
     }

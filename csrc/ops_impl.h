@@ -186,7 +186,7 @@ struct Operations {
     STD_TORCH_CHECK(is_table ? view.sizes[1] == kFields : !is_each,
                     "gradstat: measured must be a table of rows for this method, of ", kFields, " columns");
     request.count = is_table ? view.sizes[0] : 0;
-    const int64_t of_method = request.method == ClipMethod::kZScore    ? 2
+    const int64_t of_method = request.method == ClipMethod::kZScore    ? kZScoreNumbers
                               : request.method == ClipMethod::kTensors ? request.count
                                                                        : 0;
     STD_TORCH_CHECK(options.size() <= kClipOptions, "gradstat: expected at most ", kClipOptions,

@@ -73,6 +73,7 @@ class AdaptiveClip(ABC):
     _method_names: tuple[str, ...] = ()
     _method_initial = 0.0
     _is_per_tensor = False
+    _leaves_zeros_out = False  # norms of zero, since a limit made of them would hold gradients at zero for ever
 
     def __init__(self, window: int, **options: object) -> None:
         self._window = whole_number("window", window, 1)
@@ -197,7 +198,7 @@ class AdaptiveClip(ABC):
         norm = norms.total_norm(measured, 2.0) * scale if measured.dim() else measured
         each = norms.l2_norms(measured) * scale if measured.dim() else measured
         is_step = torch.ones_like(norm, dtype=torch.bool) if skip is None else skip == 0
-        is_recorded = norm.isfinite() & is_step
+        is_recorded = norm.isfinite() & is_step & ((norm > 0) | (not self._leaves_zeros_out))
         _history.add_norm_(state, norm, is_recorded)
         of_weights = None if weights is None else norms.l2_norms(weights)
         step = Step(state, norm, each, of_weights, is_recorded, each.isfinite() & is_step)

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from gradstat._core import norms
 from gradstat._core.warn import warn_user
-from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, positive, whole_number
 
 Target = Literal["reciprocal", "threshold", "mean"]
+
+
+_MOST_OUTLIERS = 25  # kMostOutliers in csrc/decide.h
 
 
 class FixedClip(NormClip):
@@ -49,7 +51,8 @@ class AutoClip(NormClip):
     P. Seetharaman, G. Wichern, B. Pardo, J. Le Roux, AutoClip: Adaptive Gradient Clipping for Source Separation
     Networks, MLSP 2020, arXiv 2007.14469: the limit is the p-th percentile of the history of norms, interpolated
     linearly as by ``numpy.percentile``, and the multiplier ``min(1, limit / norm)``. The paper keeps all norms. This
-    class keeps the last ``window``, which is equivalent for that many steps.
+    class keeps the last ``window``, which is equivalent for that many steps, and leaves norms of zero out: a limit of
+    zero would hold all gradients at zero.
 
     Args:
         percentile: From 0 to 100. A share such as 0.95 causes a warning. The paper's 10 clips about nine steps in ten,
@@ -58,6 +61,7 @@ class AutoClip(NormClip):
     """
 
     _method = 1
+    _leaves_zeros_out = True
     _if_never = "all norms so far are equal"
 
     def __init__(self, percentile: float = 10.0, window: int = DEFAULT_WINDOW) -> None:
@@ -98,7 +102,9 @@ class ZClip(NormClip):
     and the clipped norm g' updates the statistics: ``m' = alpha m + (1 - alpha) g'``, then
     ``s'**2 = alpha s**2 + (1 - alpha) (g' - m')**2``. They start as mean and (population) variance of the first
     ``warmup`` norms, none of which is an outlier. The authors' code adds 1e-6 to s in z; this does not, so that the
-    method does not depend on the scale of the gradients.
+    method does not depend on the scale of the gradients. Two details are added, as quiet steps (masked losses, an idle
+    warm-up) would otherwise limit all others for ever: norms of zero are left out, and after 25 outliers in a row the
+    statistics begin anew with the next.
 
     Args:
         z_threshold: The z-score above which a norm is an outlier, at least 0.
@@ -110,7 +116,9 @@ class ZClip(NormClip):
     """
 
     _method = 2
-    _method_names = ("mean", "deviation")
+    # The last: of norms in the warm-up, and of outliers in a row since.
+    _method_names = ("mean", "deviation", "count")
+    _leaves_zeros_out = True
     _if_often = "the norms rise faster than their running mean; raise z_threshold or lower alpha, or the learning rate"
     _if_never = "no norm was an outlier; lower z_threshold to clip smaller spikes"
 
@@ -135,12 +143,15 @@ class ZClip(NormClip):
         super().__init__(window, z_threshold=z_threshold, alpha=alpha, warmup=warmup, to=to, max_norm=max_norm)
 
     def _multipliers(self, step: Step) -> tuple[Tensor, Tensor]:
-        state, norm, is_recorded = step.state, step.norm, step.is_recorded
-        mean, deviation, recorded = state["mean"], state["deviation"], state["totals"][_history.RECORDED]
-        warming_up = recorded <= self._warmup
-        excess = norm - mean
-        ordinary = self._z_threshold * deviation
-        is_outlier = ~warming_up & (excess > ordinary)
+        norm, is_recorded = step.norm, step.is_recorded
+        mean, deviation, count = (step.state[name] for name in self._method_names)
+        excess, ordinary = norm - mean, self._z_threshold * deviation
+        is_outlier = (count >= self._warmup) & (excess > ordinary)
+        is_new_level = is_outlier & (count >= self._warmup + _MOST_OUTLIERS)
+        is_outlier = is_outlier & ~is_new_level
+        old_mean = torch.where(is_new_level, norm, mean)
+        old_deviation, old_count = (torch.where(is_new_level, 0.0, number) for number in (deviation, count))
+        warming_up = old_count < self._warmup
         if self._to == "reciprocal":
             allowed = mean + ordinary * (ordinary / excess)
         else:
@@ -150,10 +161,11 @@ class ZClip(NormClip):
         # One update for both phases: during warm-up the weight of each norm is one over their number, which gives their
         # mean and, by Welford's update, their variance. hypot adds variances without squaring, so that no finite norm
         # makes them overflow.
-        weight = torch.where(warming_up, 1 / recorded, 1 - self._alpha)
-        move = after - mean
+        weight = torch.where(warming_up, 1 / (old_count + 1), 1 - self._alpha)
+        move = after - old_mean
         distance = move.abs() * torch.where(warming_up, (1 - weight).sqrt(), 1 - weight)
-        spread = torch.hypot((1 - weight).sqrt() * deviation, weight.sqrt() * distance)
-        mean.copy_(torch.where(is_recorded, mean + weight * move, mean))
-        deviation.copy_(torch.where(is_recorded, spread, deviation))
+        spread = torch.hypot((1 - weight).sqrt() * old_deviation, weight.sqrt() * distance)
+        new_count = torch.where(warming_up | is_outlier, old_count + 1, self._warmup)
+        for kept, new in ((mean, old_mean + weight * move), (deviation, spread), (count, new_count)):
+            kept.copy_(torch.where(is_recorded, new, kept))
         return limited(norm, after.clamp(max=self._max_norm)), is_recorded

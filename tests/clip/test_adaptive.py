@@ -3,7 +3,7 @@
 import copy
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,7 +30,7 @@ def fixed(norms: list[float], max_norm: float) -> list[float]:
 def autoclip(norms: list[float], percentile: float, window: int) -> list[float]:
     multipliers, history = [], []
     for norm in norms:
-        if not math.isfinite(norm):
+        if not 0 < norm < math.inf:
             multipliers.append(1.0)
             continue
         history.append(norm)
@@ -39,20 +39,24 @@ def autoclip(norms: list[float], percentile: float, window: int) -> list[float]:
 
 
 def zclip(norms: list[float], z_threshold: float, alpha: float, warmup: int, to: str, max_norm: float) -> list[float]:
-    multipliers, first = [], []
+    multipliers, first, in_a_row = [], [], 0
     mean = variance = 0.0
     for norm in norms:
-        if not math.isfinite(norm):
+        if not 0 < norm < math.inf:
             multipliers.append(1.0)
             continue
         target = norm
+        is_outlier = len(first) == warmup and norm - mean > z_threshold * math.sqrt(variance)
+        if is_outlier and in_a_row == 25:
+            first, is_outlier = [], False
+        in_a_row = in_a_row + 1 if is_outlier else 0
         if len(first) < warmup:
             first.append(norm)
             mean, variance = float(np.mean(first)), float(np.var(first))
         else:
-            z = (norm - mean) / math.sqrt(variance)
-            if z > z_threshold:
-                z_target = {"reciprocal": z_threshold**2 / z, "threshold": z_threshold, "mean": 0.0}[to]
+            if is_outlier:
+                share = z_threshold * math.sqrt(variance) / (norm - mean)
+                z_target = {"reciprocal": z_threshold * share, "threshold": z_threshold, "mean": 0.0}[to]
                 target = mean + z_target * math.sqrt(variance)
             mean = alpha * mean + (1 - alpha) * target
             variance = alpha * variance + (1 - alpha) * (target - mean) ** 2
@@ -136,6 +140,18 @@ CLIP_IDS = ["FixedClip", "AutoClip", "ZClip", "AdaGC", "AGC"]
 
 def decide(clip: NormClip, norms: list[float]) -> list[float]:
     return [clip.multiplier(torch.tensor(norm, dtype=torch.float64)).item() for norm in norms]
+
+
+@pytest.mark.parametrize("make", [AutoClip, ZClip, lambda: ZClip(1.5, 0.9, 5, "threshold"), lambda: ZClip(to="mean")])
+@pytest.mark.parametrize("quiet", [[0.0], [1e-12], [1.0], [0.0, 1e-9], [0.0, 2.0]])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_quiet_steps_do_not_limit_all_that_follow(
+    make: Callable[[], NormClip], quiet: list[float], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masked losses, advantages of zero, an idle warm-up, norms without any spread."""
+    monkeypatch.setattr("gradstat.adaptive._base.resolve", lambda _, kind: backends.resolve(backend, kind))
+    norms = [quiet[i % len(quiet)] if i < 60 else 2 + i % 7 / 10 for i in range(660)]
+    assert decide(make(), norms)[-7:] == pytest.approx([1.0] * 7, abs=0.25)
 
 
 SHAPES = [(), (5,), (4, 7), (3, 2, 2, 2), (9, 3), (2, 2)]

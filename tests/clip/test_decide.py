@@ -117,7 +117,7 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
     state, norm = torch.zeros(16, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     for arguments, message in (
         ((0, [1.0], state, 11, norm), "state must have 17 contiguous numbers, got 16"),
-        ((2, [1.0], state, 10, norm), "state must have 18 contiguous numbers"),
+        ((2, [1.0], state, 10, norm), "state must have 19 contiguous numbers"),
         ((0, [1.0], state.float(), 10, norm), "state must be float64"),
         ((0, [1.0], state, 10, norm.float()), "measured must be float64"),
         ((0, [1.0], state, 10, norm, None, norm), "factor must be float32"),
@@ -158,7 +158,7 @@ def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kern
     norm, numbers = torch.tensor(3.0, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     for number in [*NUMBERS, -16.0, -17.0, 17.5, 2.0**52 + 1]:
         for rule in ("fixed", "percentile", "z-score", "guard", "guard by sigmas"):
-            count = 9 + 2 * window if "guard" in rule else 6 + window + 2
+            count = 9 + 2 * window if "guard" in rule else 6 + window + 3
             memory = torch.full((count + 2 * AROUND,), 77.0, dtype=torch.float64)
             state = memory[AROUND : AROUND + count].zero_()
             for _ in range(3):
@@ -171,7 +171,7 @@ def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kern
                     state[0] = number
                     code = ("fixed", "percentile", "z-score").index(rule)
                     options = ((1.0,), (95.0,), (2.5, 0.9, 3.0, 0.0, math.inf))[code]
-                    held = state if code == 2 else state[:-2]
+                    held = state if code == 2 else state[:-3]
                     decided = decide_clip_(code, options, held, window, norm, None, None, None)
             assert not decided.isnan().any()
             assert (memory[:AROUND] == 77).all()
