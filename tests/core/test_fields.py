@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import gradstat
 from gradstat import _fields
+from gradstat._core import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +43,12 @@ def test_fields_are_unique_public_and_in_an_order_that_slices_rely_on() -> None:
     assert set(merges) == {"sum", "min", "max"}
     assert "sum" not in merges[merges.count("sum") :]
     assert _fields.NAMES[_fields.NONFINITE] == ("nan_count", "inf_count")
+
+
+def test_a_stale_extension_is_refused_with_the_remedy() -> None:
+    stale = _fields.FINGERPRINT.replace("zero_count:sum,", "")
+    with pytest.raises(gradstat.StaleExtensionError, match=r"stale.*zero_count.*Rebuild"):
+        native.check_fingerprint(stale, Path("_C.abi3.so"))
 
 
 @settings(deadline=None)
