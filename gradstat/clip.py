@@ -45,10 +45,10 @@ def clip_grad_norm_(
     have to be clipped, and only then a second pass reads and writes them. There is no host sync, unless
     ``error_if_nonfinite`` is set.
 
-    It differs from torch's on purpose in three ways. Norms that overflow or underflow in torch (float32 beyond about
+    It differs from torch's on purpose in four ways. Norms that overflow or underflow in torch (float32 beyond about
     1e19 or below 1e-19) are correct, and gradients of such size are clipped properly. ``max_norm=inf`` only measures
-    and never changes a gradient, whereas torch turns all of them into NaN once the norm is infinite. Sparse COO
-    gradients are supported.
+    and never changes a gradient, whereas torch turns all of them into NaN once the norm is infinite. A negative limit
+    is refused. Sparse COO gradients are supported.
 
     Args:
         parameters: Parameters, or one; those without a gradient are skipped.
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     Raises:
         TypeError: ``parameters`` is a module, or a gradient's dtype has no norm.
         AttributeError: An item of ``parameters`` is not a tensor.
-        ValueError: ``max_norm`` is NaN, or a gradient cannot be measured.
+        ValueError: ``max_norm`` is negative or NaN, or a gradient cannot be measured.
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set; a gradient is expanded memory, which
             cannot be scaled in place; or gradients are distributed, and another rank has different gradients.
         NotImplementedError: A gradient is a distributed tensor, and ``norm_type`` is neither 2 nor infinity.
@@ -229,8 +229,9 @@ def refuse_in_compiled(
 
 def _limit(max_norm: float) -> float:
     number = float(max_norm)
-    if number != number:  # NaN; unlike math.isnan, torch.compile can trace this
-        raise ValueError("max_norm is NaN, which would turn every gradient into NaN; pass a number or inf")
+    if not number >= 0:  # or NaN; unlike math.isnan, torch.compile can trace this
+        effect = "around" if number < 0 else "into NaN"
+        raise ValueError(f"max_norm is {number}, which would turn every gradient {effect}; expected one from 0")
     return number
 
 

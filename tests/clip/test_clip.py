@@ -184,10 +184,11 @@ def test_empty_gradients_have_no_infinity_norm_as_in_torch() -> None:
 
 
 @both_ways
-def test_nan_max_norm_is_refused_before_anything_changes(clip: Clip) -> None:
+@pytest.mark.parametrize("limit", [math.nan, -1.0, -1e-30, -math.inf])
+def test_a_negative_or_nan_limit_is_refused_before_anything_changes(limit: float, clip: Clip) -> None:
     parameters = parameters_with([torch.ones(3)])
-    with pytest.raises(ValueError, match="max_norm is NaN"):
-        clip(parameters, math.nan)
+    with pytest.raises(ValueError, match=rf"max_norm is {limit}, which would turn every gradient (around|into NaN)"):
+        clip(parameters, limit)
     assert torch.equal(parameters[0].grad, torch.ones(3))  # type: ignore[arg-type]
 
 

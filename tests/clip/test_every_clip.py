@@ -192,7 +192,7 @@ LIMITED: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("limit", [0.0, -1.0, -math.inf, math.nan])
 @pytest.mark.parametrize("what", LIMITED)
 def test_a_limit_that_would_stop_or_reverse_the_training_is_refused(what: str, limit: float) -> None:
-    """0 or -1 for "no limit" is a common habit. torch's contract of `clip_grad_norm_` takes them."""
+    """0 or -1 for "no limit" is a common habit. `clip_grad_norm_` takes 0, as torch's."""
     with pytest.raises(ValueError, match=rf"is {limit}; expected a number above 0, or (None|inf) for no limit"):
         LIMITED[what](limit)
 
