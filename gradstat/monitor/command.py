@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -80,13 +81,17 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _page_of(options: argparse.Namespace) -> Path:
-    """Where the page is written. Refuses to overwrite the recording."""
+    """Where the page is written. Refuses to overwrite a recording or golden runs."""
     page: Path = options.output or options.file.with_suffix(".html")
     if options.output is None and page == options.file:
         page = options.file.with_name(options.file.name + ".page.html")
-    if page.exists() and page.samefile(options.file):
-        raise UsageError(f"--output {printable(str(page))} is the recording itself; choose another file")
+    _refuse_to_replace(page, page.is_file() and zipfile.is_zipfile(page))
     return page
+
+
+def _refuse_to_replace(output: Path, is_ours: bool) -> None:
+    if is_ours:
+        raise UsageError(f"--output {printable(str(output))} is a recording or golden runs; choose another file")
 
 
 def diff_main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +130,7 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
         prog="gradstat golden",
         description="Save what a few healthy runs have in common, and show where another run is unlike them.",
         epilog="Exit status of check: 0 if the run is like the golden ones, 1 if not, 2 if a file cannot be read or "
-        "written or the run has none of their steps.",
+        "written or there is nothing to compare.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     make = actions.add_parser("make", help="write the file of golden runs")
@@ -140,7 +145,9 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.action == "make":
             golden = Golden.of(map(load, options.runs))
-            golden.save(options.output)
+            output = options.output
+            _refuse_to_replace(output, output.exists() and any(map(output.samefile, options.runs)))
+            golden.save(output)
             print(f"{golden.runs} golden runs, steps 0 to {golden.steps - 1}: {printable(str(options.output))}")
             if golden.left_out:
                 print(f"left out as rounding noise: {listed(golden.left_out, 5)}")
@@ -154,7 +161,7 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
         _print_json({"ok": comparison.ok, **asdict(comparison)})
     else:
         print(comparison)
-    return 0 if comparison.ok else 1
+    return 0 if comparison.ok else 1 if comparison.comparable else 2
 
 
 def _tolerance(text: str) -> float:

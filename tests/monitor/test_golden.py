@@ -4,6 +4,7 @@ import math
 import re
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,64 @@ def test_the_command_makes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["golden", *arguments]) == status
         said = capsys.readouterr()
         assert told in (said.err if status == 2 else said.out)
+
+
+def scalars(**values: float) -> Recording:
+    steps = np.arange(64)
+    return Recording(steps, {name: np.full(64, value) for name, value in values.items()}, {})
+
+
+@pytest.mark.parametrize(
+    ("values", "of_run", "is_unlike"),
+    [
+        ([1e-3, 1e-3, 0.0], 1e-3, False),
+        ([0.0, 0.0, 0.0], 1.0, True),
+        ([1e-3, 1e-3, 1e-3], 0.0, True),
+        ([1.7e308, 1.6e308, 1.7e308], 1.7e308, False),
+        ([1.0, 1.1, 1.0], 1.7e308, True),
+    ],
+)
+@pytest.mark.parametrize("name", ["lr", "loss"])
+def test_extremes_are_compared(name: str, values: list[float], of_run: float, is_unlike: bool) -> None:
+    comparison = Golden.of(scalars(**{name: value}) for value in values).compare(scalars(**{name: of_run}))
+    assert comparison.ok is not is_unlike
+    assert ("Unlike" if is_unlike else "Like") in str(comparison)
+
+
+def test_a_comparison_of_nothing_is_no_verdict(
+    golden: Golden, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = run(1)
+    renamed = {kind: replace(one, names=tuple(f"x.{name}" for name in one.names)) for kind, one in other.tables.items()}
+    narrow = {kind: replace(one, numel=one.numel + 1) for kind, one in other.tables.items()}
+    golden.save(tmp_path / "golden.gradstat")
+    for tables in ({}, renamed, narrow):
+        nothing = Recording(other.steps, {}, tables)
+        comparison = golden.compare(nothing)
+        assert not comparison.ok
+        assert not comparison.comparable
+        assert "Cannot tell: the run has nothing that the golden runs have" in str(comparison)
+        save(nothing, tmp_path / "run.gradstat")
+        assert main(["golden", "check", str(tmp_path / "run.gradstat"), str(tmp_path / "golden.gradstat")]) == 2
+        assert "Cannot tell" in capsys.readouterr().out
+
+
+def test_the_commands_do_not_replace_what_they_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(save(run(seed), tmp_path / f"{seed}.gradstat")) for seed in range(3)]
+    golden, page = tmp_path / "golden.gradstat", tmp_path / "page.html"
+    assert main(["golden", "make", *files, "-o", str(golden)]) == 0
+    assert main(["golden", "make", *files, "-o", str(golden)]) == 0  # again
+    page.symlink_to(files[1])
+    hard = tmp_path / "hard.gradstat"
+    hard.hardlink_to(files[2])
+    before = {path: Path(path).read_bytes() for path in (*files, golden)}
+    for output in (*files, page, hard):
+        assert main(["golden", "make", *files, "-o", str(output)]) == 2
+        assert "is a recording or golden runs; choose another file" in capsys.readouterr().err
+    for output in (files[0], files[1], golden, page, hard):
+        assert main(["view", files[0], "--output", str(output)]) == 2
+        assert "is a recording or golden runs; choose another file" in capsys.readouterr().err
+    assert before == {path: Path(path).read_bytes() for path in before}
 
 
 def train(

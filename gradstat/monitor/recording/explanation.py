@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gradstat._core.text import count_of
-from gradstat.monitor.recording.golden_statistics import Floats
+from gradstat.monitor.recording.golden_statistics import Floats, exponential
 
 # If more than this share of the gradients deviates, the deviation is everywhere.
 _EVERYWHERE = 0.4
@@ -43,7 +43,9 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
     at_first = {kind: of_kind for kind, of_kind in kinds.items() if (of_kind.excess[first] > 1).any()}
     for kind, of_kind in at_first.items():
         if kind.startswith("lr"):
-            return "the learning rate" + f" {kind}" * (kind != "lr"), f"times {math.exp(of_kind.change[first, 0]):.4g}"
+            return "the learning rate" + f" {kind}" * (
+                kind != "lr"
+            ), f"times {exponential(of_kind.change[first, 0]):.4g}"
     if "batch" in at_first:
         return "the batch", "its values are distributed otherwise"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
@@ -89,7 +91,7 @@ def _factor(change: Floats) -> float | None:
     now = float(np.median(at_first)) if at_first.size else middle
     spread = float(np.median(np.abs(by_tensor - middle)))
     is_common = abs(middle) > _LEAST_FACTOR and spread < _OF_TENSORS * abs(middle)
-    return math.exp(middle) if is_common and abs(now - middle) < _OF_WINDOWS * abs(middle) else None
+    return exponential(middle) if is_common and abs(now - middle) < _OF_WINDOWS * abs(middle) else None
 
 
 def _means(change: Floats) -> Floats:

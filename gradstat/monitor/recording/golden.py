@@ -81,6 +81,7 @@ class GoldenComparison:
         what: What kind of change it is, in words; empty if not known.
         structure: Sentences about tensors that only the run or only the golden runs have; these are not compared.
         left_out: Parameters that are not compared, because their gradients are rounding noise.
+        comparable: Whether anything was compared.
     """
 
     runs: int
@@ -90,15 +91,18 @@ class GoldenComparison:
     what: str
     structure: tuple[str, ...]
     left_out: tuple[str, ...]
+    comparable: bool
 
     @property
     def ok(self) -> bool:
-        """Whether the run is like the golden ones in all that both have."""
-        return not self.findings
+        """Whether the run is like the golden ones in all that both have, of which there is something."""
+        return self.comparable and not self.findings
 
     def __str__(self) -> str:
         lines = [printable(f"Structure: {line}") for line in self.structure]
-        if self.ok:
+        if not self.comparable:
+            lines.append("Cannot tell: the run has nothing that the golden runs have, or under other names")
+        elif self.ok:
             lines.append(f"Like the {self.runs} golden runs in {steps_in_words(self.steps)}")
         else:
             at = self.findings[0]
@@ -215,6 +219,7 @@ class Golden:
             what,
             tuple(structure),
             self.left_out,
+            not all(np.isnan(of_key).all() for of_key in excess.values()),
         )
 
     def _deviation(self, key: Key, name: str, window: int, j: int, value: float) -> Deviation:

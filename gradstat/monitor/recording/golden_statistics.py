@@ -139,10 +139,15 @@ def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[str, ...]:
     return tuple(names[j] for j in np.flatnonzero(level - largest[module] < math.log(_NOISE)))
 
 
+def exponential(number: float) -> float:
+    """``exp(number)``, infinite where it overflows."""
+    return math.exp(number) if number < 709 else math.inf
+
+
 def told(feature: str, average: float) -> float:
     """An average as it is told: of logarithms the geometric mean, of peaks the peak over the root mean square."""
     if feature in ("norm", "log"):
-        return 0.0 if average <= math.log(_TINY) + 1 else math.exp(average)
+        return 0.0 if average <= math.log(_TINY) + 1 else exponential(average)
     return 1 / max(-average, 1e-6) if feature == "peak" else average
 
 
@@ -170,7 +175,8 @@ def _over_windows(column: Floats, at: npt.NDArray[np.int64], covered: Bools, mis
         part = column[at[window] : at[window + 1]]
         is_finite = np.isfinite(part)
         count = is_finite.sum(0)
-        means[window] = np.where(count, np.where(is_finite, part, 0.0).sum(0) / np.maximum(count, 1), missing)
+        shares = np.where(is_finite, part, 0.0) / np.maximum(count, 1)  # whose sum does not overflow
+        means[window] = np.where(count, shares.sum(0), missing)
     return means
 
 
