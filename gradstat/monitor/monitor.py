@@ -173,8 +173,8 @@ class Monitor:
         )
         self._log = StepLog(options.history, options.max_bytes, self._collector.check_label_range)
         self._to_act_on: list[Finding] = []
-        # Of the newest step that was read; and, while steps are not finite, the finding that was raised.
-        self._is_nonfinite = False
+        # While the steps that are read are not finite: the first of them, and the finding that was raised.
+        self._bad_since: int | None = None
         self._raised: Finding | None = None
         self._skips = skips
         # Remedies that the run cannot use or uses already, so that advice leaves them out; skips are known later.
@@ -430,8 +430,10 @@ class Monitor:
             return
         if is_out_of_band or self._to_act_on or pending.step + 1 >= self._rules.next_review:
             self._run_rules_safely()
-        self._raised = self._raised if is_nonfinite else None
-        self._is_nonfinite = is_nonfinite
+        if not is_nonfinite:
+            self._bad_since = self._raised = None
+        elif self._bad_since is None:
+            self._bad_since = pending.step
         if self._raised is not None and not self._to_act_on:
             self._to_act_on.append(self._raised)
         if self._snapshots is not None and not is_out_of_band:
@@ -453,7 +455,7 @@ class Monitor:
         raising = [finding for finding in self._take_findings() if self._act_on(finding)]  # all, before one raises
         if raising:
             first = raising[0]
-            self._raised = first if self._is_nonfinite else None
+            self._raised = None if self._bad_since is None else first
             replayed = f"\n{self._replayer.text}" if 0 <= self._replayer.step == self.steps - 1 else ""
             raise AnomalyError(f"{first}{replayed}\n{causes_and_advice(first)}", first)
 
@@ -513,12 +515,17 @@ class Monitor:
                 self._file.write(lambda: self._recording(str(finding)), self._file.beside(finding))
             elif policy == "rollback":
                 self._roll_back(finding)
-            elif policy == "replay" and finding.step + 1 == self.steps:
+            elif policy == "replay" and finding.step + 1 == self.steps and not self._is_explained():
                 self._replayer.run_once(finding.step, self.replay)
         if finding.severity == "error" and finding.step - self._saved >= QUIET and not is_over:
             self._saved = finding.step
             self._write(str(finding))
         return raising
+
+    def _is_explained(self) -> bool:
+        """Whether a replay has found the cause of what is not finite now: another would find a consequence."""
+        replayed = self._replayer
+        return replayed.culprit is not None and self._bad_since is not None and replayed.step >= self._bad_since
 
     def _write(self, why: str) -> None:
         """Writes the recording, if there is a place for it; warns if it had to go elsewhere."""
@@ -645,7 +652,7 @@ class Monitor:
                 guard.state.load_(memory)
             self._pending.clear()
             self._log.clear()
-            self._to_act_on, self._raised = [], None
+            self._to_act_on, self._raised, self._bad_since = [], None, None
             self._replayer.forget()
             if self._snapshots is not None:
                 self._snapshots.clear()

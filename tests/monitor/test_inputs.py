@@ -92,6 +92,29 @@ def test_tensors_in_an_object_are_measured() -> None:
     assert (found.name, found.step) == ("input[0].tensors", 0)
 
 
+@pytest.mark.parametrize("missing", [math.nan, math.inf])
+@pytest.mark.parametrize("shape", [dict, tuple])
+def test_what_marks_missing_labels_is_information(missing: float, shape: type) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    monitor, healthy = gradstat.Monitor(model, optimizer, on_anomaly=RECORD), 0
+    for step in range(40):
+        inputs, labels = normal(step), torch.randn(16, 1)
+        labels[torch.rand(16, 1) < 0.3] = missing
+        monitor.batch((inputs, labels) if shape is tuple else {"inputs": inputs, "labels": labels})
+        known = labels.isfinite()
+        optimizer.zero_grad()
+        loss = mse_loss(model(inputs)[known], labels[known])
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+        healthy += monitor.is_healthy()
+    assert healthy == 40
+    found = of_rules(monitor, "nonfinite-batch")
+    assert [one.severity for one in found] == ["info"] * math.isnan(missing)
+    assert all("loss and gradients are finite, so the program handles it" in one.text for one in found)
+
+
 # Inputs -------------------------------------------------------------------------------------------------------------
 
 

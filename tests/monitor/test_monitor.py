@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import re
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -788,6 +789,36 @@ def test_replays_the_very_step_by_itself_and_says_where() -> None:
     assert 1 < monitor.steps == len(batches)
     assert "the root" in str(monitor.diagnose())
     assert monitor.recording().meta["culprit"].startswith(f"replay of step {monitor.steps - 1}: Inf was first")
+
+
+def test_the_replay_of_the_cause_is_not_replaced_by_one_of_a_consequence() -> None:
+    """NaN goes on in the weights. Once steps have been finite in between, another is replayed."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    good = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        values = torch.ones(1 if at == 10 else 8, 1) if at != 50 else -torch.ones(8, 1)
+        scaled = (values.std() if at == 10 else values.log().sum()) * 0 + 1  # the cause
+        loss = (model(torch.randn(8, 4)) * scaled).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    monitor = gradstat.Monitor(model, optimizer, replay=step, on_anomaly="replay")
+    replays = []
+    for at in range(80):
+        if at == 45:
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), good, strict=True):
+                    parameter.copy_(value)
+            optimizer.state.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            monitor.step(step())
+        optimizer.step()
+        replays.append(None if monitor.culprit is None else monitor.culprit.op)
+    assert replays == [None] * 10 + ["std"] * 40 + ["log"] * 30
 
 
 def test_a_replay_that_cannot_run_is_refused_at_once_and_not_at_the_incident() -> None:

@@ -50,8 +50,8 @@ def _described(counted: dict[str, Any]) -> str:
 class NonfiniteBatch(Rule):
     """NaN or Inf in a batch that was passed to ``monitor.batch``, or in what the model was called with.
 
-    Models may take masks of -Inf, or handle NaN themselves: an input of the model is an error only in steps in which
-    loss or gradients are not finite either, and an info if it has NaN in another; from then on it is left alone.
+    Models may take masks of -Inf, and programs handle NaN themselves, which may mark missing labels. So it is an error
+    only if loss or gradients of the step are not finite either. NaN in another is an info, and then left alone.
     """
 
     name = "nonfinite-batch"
@@ -68,13 +68,13 @@ class NonfiniteBatch(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in INPUT_KINDS:
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind):
-                is_harmless = kind == "input" and not _is_nonfinite_step(window, step)
+                is_harmless = not _is_nonfinite_step(window, step)
                 for name in (name for name in nonfinite if name not in self._handled):
                     counted = _counts(rows, row, name)
                     text = f"{name} has {_described(counted)}"
                     if is_harmless:
                         self._handled[name] = step
-                        text += "; loss and gradients are finite, so the model handles it"
+                        text += "; loss and gradients are finite, so the program handles it"
                         if not counted["nan_count"]:
                             continue
                     if self._episodes.record(name, step):
