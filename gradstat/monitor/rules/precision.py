@@ -64,6 +64,10 @@ class Underflow(LastingRule):
             yield self.found(since[worst], name, f"{text} (rms {rest:.2g})", about="gradient", **evidence)
 
 
+_NOT_NEEDED = ("nothing is computed in float16, so no scale is needed", "the loss does not depend on the parameters")
+_LEAVE_OUT = ("leave out the scaler, or check that autocast is on",)
+
+
 class LossScale(Rule):
     """A loss scale that does not stop falling, or that is not needed.
 
@@ -108,14 +112,5 @@ class LossScale(Rule):
             self._settled = self._settled or self._run == 0
             if scale > self.runaway and not self._told_runaway:
                 self._told_runaway = True
-                yield self.found(
-                    step,
-                    "loss_scale",
-                    f"the loss scale has grown to {scale:g} without an overflow",
-                    causes=(
-                        "nothing is computed in float16, so no scale is needed",
-                        "the loss does not depend on the parameters",
-                    ),
-                    advice=("leave out the scaler, or check that autocast is on",),
-                    loss_scale=scale,
-                )
+                text = f"the loss scale has grown to {scale:g} without an overflow"
+                yield self.found(step, "loss_scale", text, causes=_NOT_NEEDED, advice=_LEAVE_OUT, loss_scale=scale)

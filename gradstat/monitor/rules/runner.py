@@ -96,13 +96,11 @@ class RuleRunner:
             if id(rule) in self._failed:
                 continue
             try:
-                bands = {n: (low, high) for n, (low, high) in rule.bands().items()}
+                for name, (low, high) in rule.bands().items():
+                    band = joined.get(name, (-math.inf, math.inf))
+                    joined[name] = (max(low, band[0]), min(high, band[1]))
             except Exception:
                 self._switch_off(rule)
-                continue
-            for name, (low, high) in bands.items():
-                band = joined.get(name, (-math.inf, math.inf))
-                joined[name] = (max(low, band[0]), min(high, band[1]))
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
             # The first steps are reviewed soon, so that problems from the start are reported early. Later a review may
