@@ -40,11 +40,7 @@ class _Wrapper:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-
-    @property
-    def module(self) -> torch.nn.Module:
-        inner: torch.nn.Module = self.engine.module
-        return inner
+        self.module: torch.nn.Module = engine.module
 
 
 class DeepSpeed(_Wrapper):
