@@ -264,7 +264,7 @@ class Sharded:
         self._announce(places, "rows", extremes=True)
         table, infos = self._measured(measure_local)
         is_sharded = [each is not None and bool(each.groups and each.shards) for each in self._shardings]
-        packed, failed = _pack(table, is_sharded), self._has_failed(table)
+        packed, failed = _pack(table, is_sharded), table.new_full((), float(self._error is not None))
         for group, rows in places.items():
             packed, failed = self._reduced(packed, failed, group, rows, "rows")
         merged = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
@@ -282,7 +282,7 @@ class Sharded:
         places = {group: [i for i, (groups, _) in enumerate(every) if group in groups] for group in self._groups}
         self._announce(places, "kinds", extremes)
         table, _ = self._measured(measure_local)
-        failed = self._has_failed(table)
+        failed = table.new_full((), float(self._error is not None))
         if not extremes and not self._extra and len(every) == 1 and len(table):
             # In the common case all tensors are of one kind; this takes as few operations as possible.
             kinds = _Packed(table.new_zeros(1, _SUMS), table.new_empty(1, 0))
@@ -314,9 +314,6 @@ class Sharded:
     def _note(self, difference: str | None) -> None:
         if difference is not None and self._error is None:
             self._error = RuntimeError(difference)
-
-    def _has_failed(self, table: Tensor) -> Tensor:
-        return table.new_full((), float(self._error is not None))
 
     def _reduced(
         self, packed: _Packed, failed: Tensor, group: ProcessGroup, rows: list[int], kind: str, extremes: bool = True

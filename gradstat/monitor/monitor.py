@@ -632,8 +632,7 @@ class Monitor:
             if self._snapshots is not None:
                 self._snapshots.clear()
             self._warner = Warner()
-            self._last_state_check = [-QUIET, -QUIET]
-            self._saved = -QUIET
+            self._last_state_check, self._saved = [-QUIET, -QUIET], -QUIET
             self.steps, self.should_stop = state["steps"], state["should_stop"]
             self.nonfinite_steps = state["nonfinite_steps"]
             self.findings[:] = history.findings
