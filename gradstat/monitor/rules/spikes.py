@@ -212,7 +212,7 @@ class SpikeRule(LevelRule):
     def in_order(
         self, window: Window, name: str, shifts: Iterable[Shift]
     ) -> Iterator[tuple[int, int, float, Shift | None]]:
-        """Rows, steps and values of the scalar ``name``; each of ``shifts`` behind the value in which it showed."""
+        """Rows, steps and values of ``name`` in ``window``; each of ``shifts`` behind the value in which it showed."""
         values = ((row, step, value, None) for row, (step, value) in enumerate(series(window, name)))
         return heapq.merge(values, [(0, shift.step, 0.0, shift) for shift in shifts], key=operator.itemgetter(1))
 
