@@ -150,7 +150,7 @@ class GradScaler(TorchGradScaler):
                 ``unscale_``, or unscaled with another optimizer's. Nothing has been changed in these cases.
             AssertionError: None of its parameters had a gradient when it was unscaled.
         """
-        if not self._enabled or optimizers.traits_of(optimizer).accepts_scaler:
+        if not self._enabled or optimizers.traits_of(type(optimizer)).accepts_scaler:
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -196,9 +196,8 @@ class GradScaler(TorchGradScaler):
         RuntimeError.
         """
         if self._enabled and new_scale is None:
-            flags = [
-                flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-            ]
+            found = [state["found_inf_per_device"] for state in self._per_optimizer_states.values()]
+            flags = [flag for by_device in found for flag in by_device.values()]
             if flags:
                 self._count(self._any_flag(flags))
         super().update(new_scale)
@@ -211,7 +210,13 @@ class GradScaler(TorchGradScaler):
         """
         if not self._enabled or self._scale is None or self._counters is None:
             return ScalerStatus(self.get_scale(), 0, 0, 0, "ok")
-        scale, steps, skipped, in_a_row = self._counters.newest(wait, self._scale_and_counts).tolist()
+        of_device, counters = self._scale, self._counters
+
+        def numbers() -> Tensor:
+            counts = counters.tensor.to(torch.float64)
+            return torch.cat([of_device.to(counts).reshape(1), counts])
+
+        scale, steps, skipped, in_a_row = counters.newest(wait, numbers).tolist()
         trend = "ok"
         if in_a_row >= self.collapse_after:
             trend = "collapsing"
@@ -258,14 +263,5 @@ class GradScaler(TorchGradScaler):
         counters.streams = streams_of([counters.tensor])
         self._counters = counters
 
-    def _scale_and_counts(self) -> Tensor:
-        assert self._scale is not None
-        assert self._counters is not None
-        counters = self._counters.tensor
-        return torch.cat([self._scale.to(counters.device, torch.float64).reshape(1), counters.to(torch.float64)])
-
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in ("_reports", "_counters"):
-            state.pop(name, None)
-        return state
+        return {**super().__getstate__(), "_reports": None, "_counters": None}

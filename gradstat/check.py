@@ -150,8 +150,7 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
             raise TypeError(f"expected a tensor, or tensors in a mapping or sequence, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [name_by_position(i) for i in range(len(listed))]
-    measured = measure(listed, lambda i: names[i], backend, over_ranks=False)
-    rows = HostRows(measured)
+    rows = HostRows(measure(listed, names.__getitem__, backend, over_ranks=False))
     return Report(lambda: names, rows.table(), rows.infos, what="tensor")
 
 
@@ -180,19 +179,16 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
         raise TypeError("expected a list of tensors, got a tensor; pass [tensor]")
     listed = tensors if isinstance(tensors, list) else list(tensors)
     if listed and torch.compiler.is_compiling():
-        return _compiled_stats(listed, backend)
+        # Only the operator runs at run time; everything else here runs at trace time.
+        plain = readable(listed, name_by_position)
+        device = plain[0].device
+        if backend is None and device.type in COMPILED_FOR:
+            table: Tensor = operators(device).stats.default(plain)
+            return table
+        return resolve_for(backend, device.type, name_by_position, 0).check(plain)[0]
     measured = measure(listed, name_by_position, backend)
     if measured.failed is None:
         return measured.table()
     from gradstat._core.sharded import without_ranks
 
     return without_ranks(measured.nan_if_failed().table())
-
-
-def _compiled_stats(tensors: list[Tensor], backend: str | None) -> Tensor:
-    # Inside torch.compile only the operator runs at run time; everything else here runs at trace time.
-    plain = readable(tensors, name_by_position)
-    if backend is None and plain[0].device.type in COMPILED_FOR:
-        table: Tensor = operators(plain[0].device).stats.default(plain)
-        return table
-    return resolve_for(backend, plain[0].device.type, name_by_position, 0).check(plain)[0]

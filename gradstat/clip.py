@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from typing import cast
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from gradstat._core import announce, norms
 from gradstat._core.measure import direct_for, is_fused, kernels_for, norm_of
-from gradstat._core.native import DeviceModule, operators
+from gradstat._core.native import operators
 from gradstat._core.parameters import as_list, gradients_to_clip, require_foreach
 from gradstat._core.tensors import (
     ExtraGroups,
@@ -84,9 +83,13 @@ def clip_grad_norm_(
         norm = direct = None
         if gradients and extra_groups is None and is_fused(gradients, norm_type):
             direct = direct_for(gradients[0], backend)
-        if direct is not None:  # the kernels do everything, or nothing if not all gradients are ordinary
-            clip = functools.partial(_clip_if_finite, direct) if error_if_nonfinite else direct.clip_
-            norm = clip(gradients, max_norm, norm_type)
+        if direct is not None and not error_if_nonfinite:
+            # The kernels do everything, or nothing if not all gradients are ordinary.
+            norm = direct.clip_(gradients, max_norm, norm_type)
+        elif direct is not None and (measured := direct.measure_norm(gradients, max_norm, norm_type)) is not None:
+            raise_if_nonfinite(measured[0], norm_type)
+            if max_norm == math.inf or direct.scale_(gradients, measured[1]):
+                norm = measured[0]
         if norm is None:
             in_place = max_norm != math.inf
             total = norm_of(
@@ -102,16 +105,6 @@ def clip_grad_norm_(
             # Like an in-place operation of torch, this lets graphs that saved a gradient detect the change.
             torch.autograd.graph.increment_version(gradients)
         return norm
-
-
-def _clip_if_finite(direct: DeviceModule, gradients: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-    """``direct.clip_``, but waits for the norm before changing anything, and raises if it is not finite."""
-    measured = direct.measure_norm(gradients, max_norm, norm_type)
-    if measured is None:
-        return None
-    norm, multiplier = measured
-    raise_if_nonfinite(norm, norm_type)
-    return norm if max_norm == math.inf or direct.scale_(gradients, multiplier) else None
 
 
 def get_total_norm(
@@ -264,9 +257,16 @@ def scale_gradients_(gradients: list[Tensor], multiplier: Tensor, name_of: NameO
 
 
 def scale_everywhere_(targets: list[Tensor], multiplier: Tensor, name_of: NameOf, backend: str | None) -> None:
-    """Scales tensors from `writable`, on any devices. Views that are not dense are copied, scaled and copied back."""
+    """Scales tensors from `writable`, on any devices, by a 0-d ``multiplier`` or each by its own.
+
+    Views that are not dense are copied, scaled and copied back.
+    """
     groups = by_device(targets)
     kernels = kernels_for(groups, backend, name_of)
     for device, at in groups.items():
+        by = multiplier
+        if multiplier.dim() and len(groups) > 1:
+            by = multiplier[to_device(torch.tensor(at, device="cpu"), multiplier.device)]
+        scale_ = kernels[device].scale_each_ if multiplier.dim() else kernels[device].scale_
         with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
-            kernels[device].scale_(dense, to_device(multiplier, device))
+            scale_(dense, to_device(by, device))

@@ -72,10 +72,8 @@ def _refusal(dtype: torch.dtype, limit: float) -> tuple[type[Exception], str] | 
     if not dtype.is_floating_point:
         return RuntimeError, f"of dtype {dtype}, whose elements cannot be clamped to a float; leave it out"
     if dtype.itemsize == 1:
-        return (
-            NotImplementedError,
-            f"of dtype {dtype}, which torch does not clamp; clip it by norm, with clip_grad_norm_",
-        )
+        words = f"of dtype {dtype}, which torch does not clamp; clip it by norm, with clip_grad_norm_"
+        return NotImplementedError, words
     largest = torch.finfo(dtype).max
     if largest < limit < math.inf:
         return RuntimeError, f"of dtype {dtype}, whose largest number is {largest:g}, but clip_value is {limit:g}"
@@ -94,11 +92,17 @@ def _by_device_and_dtype(gradients: list[Tensor]) -> list[list[Tensor]]:
 
 def _clamp_(gradients: list[Tensor], limit: float, foreach: bool | None) -> None:
     """Clamps gradients of one device and one dtype."""
-    large_from = _large_from(gradients[0], foreach)
+    device = gradients[0].device
+    large_from = math.inf if foreach else 0  # the number of elements from which gradients are clamped individually
+    if foreach is None and not torch.compiler.is_compiling() and has_foreach(device):
+        large_from = (_LARGE_ON_CPU if device.type == "cpu" else _LARGE_ELSEWHERE) // gradients[0].itemsize
     together = []
     for gradient in gradients:
         if gradient.is_sparse:
-            _clamp_sparse_(gradient, limit)
+            coalesced = gradient.coalesce()  # uncoalesced values are addends; their sums have to be clamped
+            coalesced._values().clamp_(-limit, limit)
+            if coalesced is not gradient:
+                gradient.copy_(coalesced)
         elif gradient.numel() < large_from:
             together.append(gradient)
         else:
@@ -106,20 +110,3 @@ def _clamp_(gradients: list[Tensor], limit: float, foreach: bool | None) -> None
     if together:
         torch._foreach_clamp_min_(together, -limit)
         torch._foreach_clamp_max_(together, limit)
-
-
-def _large_from(gradient: Tensor, foreach: bool | None) -> float:
-    """The number of elements from which gradients like this one are clamped individually."""
-    if foreach is not None:
-        return math.inf if foreach else 0
-    if torch.compiler.is_compiling() or not has_foreach(gradient.device):
-        return 0
-    return (_LARGE_ON_CPU if gradient.device.type == "cpu" else _LARGE_ELSEWHERE) // gradient.itemsize
-
-
-def _clamp_sparse_(gradient: Tensor, limit: float) -> None:
-    # Uncoalesced values are addends; their sums have to be clamped.
-    coalesced = gradient.coalesce()
-    coalesced._values().clamp_(-limit, limit)
-    if coalesced is not gradient:
-        gradient.copy_(coalesced)

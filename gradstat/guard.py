@@ -210,7 +210,7 @@ class SpikeGuard:
     def decide(
         self,
         kernels: Kernels,
-        scaling: norms.Scaling,
+        scaling: Tensor,
         verdict: Tensor,
         loss: Tensor | None,
         counters: Tensor | None,
@@ -225,11 +225,12 @@ class SpikeGuard:
         device = verdict.device
         memory = self.state.moved_to(device, "the state of a guard")
         self.state.streams = streams
-        loss = None if loss is None else _on(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
+        if loss is not None:
+            loss = to_device(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
         options = (float(self._by_sigmas), *self._method_options)
         if kernels.guard_ is not None:
-            return kernels.guard_(options, memory, self._window, scaling.numbers, verdict, loss, counters)
-        return _judge(options, memory, self._window, scaling, verdict, [loss, scaling.norm], counters)
+            return kernels.guard_(options, memory, self._window, scaling, verdict, loss, counters)
+        return _judge(options, memory, self._window, scaling, verdict, [loss, scaling[norms.NORM]], counters)
 
     @property
     def reason(self) -> Tensor:
@@ -256,10 +257,6 @@ class SpikeGuard:
             return loss
         mean = loss.to(collectives.device_of(group), torch.float64) / dist.get_world_size(group)
         return collectives.reduce_(mean, dist.ReduceOp.SUM, [group], "guarded_step with a guard")
-
-
-def _on(value: Tensor, device: torch.device) -> Tensor:
-    return value if value.device == device else to_device(value, device)
 
 
 def reasons_of(bits: int) -> tuple[str, ...]:
@@ -292,7 +289,7 @@ def _judge(
     options: Sequence[float],
     memory: Tensor,
     window: int,
-    scaling: norms.Scaling,
+    scaling: Tensor,
     verdict: Tensor,
     values: Sequence[Tensor | None],
     counters: Tensor | None,
@@ -348,7 +345,7 @@ def _judge(
     totals[_NONFINITE] += ~finite
     totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
     totals[_REASON] = reason
-    scaling.multiplier.mul_(multiplier)
+    scaling[norms.MULTIPLIER].mul_(multiplier)
     if counters is not None:
         norms.count_step(counters, skip)
     return torch.stack([skip, verdict[norms.DIVISOR] / multiplier, verdict[norms.LOSS_SCALE], reason]).to(torch.float32)

@@ -47,6 +47,11 @@ class Report(Judged, OneRow):
 
     Returned by `check`, `check_async` and `check_tensors`. Totals are over all measured tensors. In a condition it is
     true only if it is `ok`.
+
+    Attributes:
+        loss_scale: The factor that the loss was multiplied by, divided out of all values here, or None if there was
+            none.
+        refused: Why a `gradstat.SpikeGuard` refused the step, as in `gradstat.GuardCounts`; empty if it did not.
     """
 
     _place = ()
@@ -63,19 +68,14 @@ class Report(Judged, OneRow):
         refused: tuple[str, ...] = (),
     ) -> None:
         """``total`` is the merged row over all tensors of all ranks, if these are more than the table has."""
-        self._refused = refused
-        self._total_row = total
-        self._names = names
-        self._table = table
-        self._loss_scale = loss_scale
-        self._infos = infos
-        self._missing = missing
-        self._what = what
+        self.loss_scale, self.refused = loss_scale, refused
+        self._names, self._table, self._infos, self._missing = names, table, infos, missing
+        self._what, self._total_row = what, total
 
     def __reduce__(self) -> tuple[Any, ...]:
         names, missing = functools.partial(tuple, self.names), functools.partial(tuple, self.missing)
         infos = tuple(self._infos)
-        arguments = (names, self._table, infos, missing, self._what, self._loss_scale, self._total_row, self._refused)
+        arguments = (names, self._table, infos, missing, self._what, self.loss_scale, self._total_row, self.refused)
         return Report, arguments
 
     @functools.cached_property
@@ -104,23 +104,13 @@ class Report(Judged, OneRow):
         return bool(len(rows)) and not np.count_nonzero(rows[..., _fields.NONFINITE])
 
     @property
-    def loss_scale(self) -> float | None:
-        """The factor that the loss was multiplied by, divided out of all values here, or None if there was none."""
-        return self._loss_scale
-
-    @property
-    def refused(self) -> tuple[str, ...]:
-        """Why a `gradstat.SpikeGuard` refused the step, as in `gradstat.GuardCounts`; empty if it did not."""
-        return self._refused
-
-    @property
     def overflowed(self) -> bool:
         """Whether the loss scale explains what is not finite: Inf but no NaN, in a scaled step.
 
         Such a step is skipped and the scale lowered, which is how loss scaling finds its scale. The scale does not
         explain NaN, except for NaN that an Inf caused in the backward pass and that disappears with a lower scale.
         """
-        return self._loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
+        return self.loss_scale is not None and self.inf_count > 0 and self.nan_count == 0
 
     @functools.cached_property
     def numel(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,11 +45,8 @@ class StepResult:
     """
 
     def __init__(self, measured: StepMeasurement, counters: StepCounters, skips: bool, loss: Any) -> None:
-        self._measured = measured
-        self._skips = skips
-        self._report: PendingReport | None = None
-        self.counters = counters
-        self.loss = loss
+        self._measured, self._skips = measured, skips
+        self.counters, self.loss = counters, loss
 
     @property
     def total_norm(self) -> Tensor:
@@ -57,8 +55,7 @@ class StepResult:
     @property
     def skipped(self) -> Tensor:
         """Whether the step was skipped, 0-d bool on the device."""
-        found_inf = self._measured.verdict[norms.SKIP] != 0
-        return found_inf if self._skips else torch.zeros_like(found_inf)
+        return self._measured.skipped(self._skips)
 
     @property
     def refused(self) -> Tensor:
@@ -68,23 +65,21 @@ class StepResult:
             return verdict[norms.REASON] > 1
         return torch.zeros_like(verdict[norms.SKIP], dtype=torch.bool)
 
-    @property
+    @functools.cached_property
     def report(self) -> PendingReport:
         """The report on the gradients before clipping, without their loss scale.
 
         The first access starts the copy to the host, behind the step and all later work on the step's stream, whatever
         stream is current then. ``.result()`` waits for it, and raises RuntimeError if another rank could not measure.
         """
-        if self._report is None:
-            self._report = self._measured.report()
-        return self._report
+        return self._measured.report()
 
     def __getstate__(self) -> dict[str, Any]:
         verdict, loss = self._measured.verdict.cpu(), self.loss
         return {
             "_measured": StepMeasurement.nothing()._replace(norm=self.total_norm.cpu(), verdict=verdict),
             "_skips": self._skips,
-            "_report": self.report,
+            "report": self.report,
             "counters": StepCounters.on(torch.device("cpu"), self.counters, "a copy of the counters"),
             "loss": loss.detach().cpu() if isinstance(loss, Tensor) else loss,
         }
@@ -152,7 +147,7 @@ def guarded_step(
     """
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
-    traits = optimizers.traits_of(optimizer)
+    traits = optimizers.traits_of(type(optimizer))
     checked = checked_limit(max_norm)
     clip = checked if isinstance(checked, AdaptiveClip) else None
     limit = checked if isinstance(checked, float) else math.inf
@@ -212,7 +207,7 @@ def _check_guard(
         checked_value("loss", loss)
         if closure is not None:
             raise ValueError("the closure already returns the loss; leave loss= out")
-    if closure is not None and optimizers.traits_of(optimizer).repeats_closure:
+    if closure is not None and optimizers.traits_of(type(optimizer)).repeats_closure:
         raise ValueError(
             f"{type(optimizer).__name__} evaluates the loss several times in a step, and a guard would count each "
             "evaluation as a step; leave guard= out"
@@ -261,7 +256,7 @@ def _step(request: _Request, loss: Any) -> StepResult:
                     optimizer, request.honors, gradients, rewrites, request.skips
                 )
             except BaseException:
-                counters.steps.sub_((~_skipped(request, measured)).to(torch.int64))  # it was counted as taken
+                counters.steps.sub_((~measured.skipped(request.skips)).to(torch.int64))  # it was counted as taken
                 raise
     finally:
         announce.step_ended(optimizer)  # also if it was skipped
@@ -276,14 +271,8 @@ def _counted(request: _Request, measured: StepMeasurement, counters: StepCounter
     if request.guard is not None and measured.home is not None and measured.before_guard is None:
         last_guards[request.optimizer] = request.guard
         return measured.guarded(request.guard, request.loss, counters.tensor)
-    norms.count_step(counters.tensor, _skipped(request, measured))
+    norms.count_step(counters.tensor, measured.skipped(request.skips))
     return measured
-
-
-def _skipped(request: _Request, measured: StepMeasurement) -> Tensor:
-    """Whether the step is skipped, 0-d bool."""
-    skip = measured.verdict[norms.SKIP] != 0
-    return skip if request.skips else torch.zeros_like(skip)
 
 
 def _result(request: _Request, measured: StepMeasurement, counters: StepCounters, loss: Any) -> StepResult:
@@ -309,7 +298,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
         nonlocal measured
         with torch.enable_grad():
             loss = closure()
-        if loss is None and optimizers.traits_of(optimizer).needs_closure:
+        if loss is None and optimizers.traits_of(type(optimizer)).needs_closure:
             raise ValueError(f"{type(optimizer).__name__} needs the loss, but the closure returned None")
         named = named_parameters_of(optimizer)
         with announce.change(named.parameters, None, loss):
@@ -335,7 +324,7 @@ def _step_repeating(request: _Request, closure: Callable[[], Any]) -> StepResult
     finally:
         announce.step_ended(optimizer)
     counters = counters_on(optimizer, measured.home)
-    norms.count_step(counters.tensor, _skipped(request, measured))
+    norms.count_step(counters.tensor, measured.skipped(request.skips))
     return _result(request, measured, counters, loss)
 
 
@@ -355,7 +344,12 @@ def _measure(
     labels = labels_of(named, gradients)
     if request.clip is not None and gradients.tensors:
         request.clip.require(ToClip(gradients.tensors, gradients.owners(named.parameters), labels.of))
-    flags = [] if request.scaler is None else _found_by(request.scaler, request, named, gradients)
+    flags: list[Tensor] = []
+    if request.scaler is not None and request.loss_scale is not None:
+        _scaling.refuse_shared_gradients(request.scaler, request.optimizer, named)
+    elif request.scaler is not None:  # the gradients were unscaled
+        _scaling.refuse_added_gradients(request.scaler, request.optimizer, named, gradients)
+        flags = _scaling.found_by(request.scaler, request.optimizer)
     if wish is not None and wish.guard is None:
         flags.append(wish.flag)
     counters = counters_on(request.optimizer, gradients.tensors[0].device) if counts and gradients.tensors else None
@@ -389,12 +383,3 @@ def _is_awaited(request: _Request, named: NamedParameters) -> bool:
             "and zero_grad() after it"
         )
     return is_distributed(named.parameters)
-
-
-def _found_by(scaler: GradScaler, request: _Request, named: NamedParameters, gradients: Gradients) -> list[Tensor]:
-    """What ``unscale_`` has found, per device. RuntimeError if not all gradients carry the scale, or none does."""
-    if request.loss_scale is not None:
-        _scaling.refuse_shared_gradients(scaler, request.optimizer, named)
-        return []
-    _scaling.refuse_added_gradients(scaler, request.optimizer, named, gradients)
-    return _scaling.found_by(scaler, request.optimizer)

@@ -132,7 +132,10 @@ def _new_table(
     first_chunk = np.cumsum(chunks) - chunks
     words[:entries] = np.stack([address, values, kind, shift, first_chunk, chunks], axis=1).reshape(-1)
     words[entries:].view(np.int32)[:total] = np.repeat(np.arange(count, dtype=np.int32), chunks)
-    return Table(upload(source, device), count, total, total > count)
+    if is_capturing(device):
+        _sources_of_captured_uploads.append(source)
+    # No host sync: torch's pinned allocator reuses a block only after copies from it have finished.
+    return Table(source.to(device, non_blocking=True), count, total, total > count)
 
 
 # A training step uses one or two lists, and gradients usually have the same addresses as in the previous step. A table
@@ -143,14 +146,6 @@ def _kept_table(
     addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
 ) -> Table:
     return _new_table(addresses, lengths, dtypes, device)
-
-
-def upload(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies ``source`` from pinned memory without a host sync, and keeps it alive if replays will read it."""
-    if is_capturing(device):
-        _sources_of_captured_uploads.append(source)
-    # torch's pinned allocator reuses a block only after copies from it have finished.
-    return source.to(device, non_blocking=True)
 
 
 ALIGNMENT = 16
@@ -167,8 +162,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, warps: int) -> None:
-        self.kernel = kernel
-        self.warps = warps
+        self.kernel, self.warps = kernel, warps
         self.handles: dict[torch.device, Any] = {}
 
     def __call__(

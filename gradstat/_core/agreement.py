@@ -15,8 +15,9 @@ import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,53 +31,44 @@ _HEADER = 3
 # A sum of this many bits over 2**20 ranks is exact in float64.
 _CHECKSUM_BYTES = 4
 _MOST_KNOWN = 1 << 16
-_exchanges: weakref.WeakKeyDictionary[ProcessGroup, dict[object, Exchange]] = weakref.WeakKeyDictionary()
+_reducers: weakref.WeakKeyDictionary[ProcessGroup, dict[object, Reducer]] = weakref.WeakKeyDictionary()
 
 
-class _Columns(NamedTuple):
-    names: tuple[str, ...] | None
-    metadata: tuple[Any, ...]
-    layouts: tuple[str, ...]
-
-
-class Listed:
+@dataclass(frozen=True)
+class ListDescription:
     """What has to be the same on all ranks about a list of tensors: one item for each tensor in every column."""
 
-    def __init__(self, names: Sequence[str] | None, metadata: Iterable[Any], layouts: Iterable[str]) -> None:
-        """``names`` are None if unknown; ``metadata`` have ``shape`` and ``dtype``, ``layouts`` are in words."""
-        self._columns = _Columns(None if names is None else tuple(names), tuple(metadata), tuple(layouts))
+    names: tuple[str, ...] | None  # None if unknown
+    metadata: tuple[Any, ...]  # have ``shape`` and ``dtype``
+    layouts: tuple[str, ...]  # in words
 
-    def take(self, rows: Sequence[int]) -> Listed:
+    def take(self, rows: Sequence[int]) -> ListDescription:
         """The given tensors of the list."""
-        columns = [None if column is None else [column[row] for row in rows] for column in self._columns]
-        return Listed(*columns)  # type: ignore[arg-type]
+        names = None if self.names is None else tuple(self.names[row] for row in rows)
+        return ListDescription(names, *(tuple(part[row] for row in rows) for part in (self.metadata, self.layouts)))
 
     @functools.cached_property
     def checksum(self) -> int:
         """Equal for equal lists; for others with a chance of 2**-32."""
-        return _checksum(self._columns)
+        return _checksum(self)
 
     def lines(self) -> list[str]:
         """Each tensor in words."""
-        return _lines(self._columns)
+        lines = []
+        for i, (about, layout) in enumerate(zip(self.metadata, self.layouts, strict=True)):
+            name = "" if self.names is None else f"{self.names[i]!r} "
+            sizes = None if about.shape is None else list(about.shape)
+            lines.append(f"{name}{str(about.dtype).removeprefix('torch.')}{sizes}{layout and ' as '}{layout}")
+        return lines
 
 
 @functools.lru_cache(maxsize=64)
-def _checksum(columns: _Columns) -> int:
-    text = "\n".join(_lines(columns)).encode(errors="surrogatepass")
+def _checksum(description: ListDescription) -> int:
+    text = "\n".join(description.lines()).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=_CHECKSUM_BYTES).digest(), "little")
 
 
-def _lines(columns: _Columns) -> list[str]:
-    lines = []
-    for i, (about, layout) in enumerate(zip(columns.metadata, columns.layouts, strict=True)):
-        name = "" if columns.names is None else f"{columns.names[i]!r} "
-        sizes = None if about.shape is None else list(about.shape)
-        lines.append(f"{name}{str(about.dtype).removeprefix('torch.')}{sizes}{layout and ' as '}{layout}")
-    return lines
-
-
-class Exchange:
+class Reducer:
     """The reductions of one kind over a group. All its ranks make the same calls, possibly with different lists."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -85,15 +77,14 @@ class Exchange:
         self._agreed: set[int] = set()
 
     @classmethod
-    def of(cls, group: ProcessGroup, kind: object) -> Exchange:
-        """The exchange of ``group`` for one ``kind`` of reductions: rows of one width, by the same operations."""
-        by_kind = _exchanges.setdefault(group, {})
-        exchange = by_kind.get(kind)
-        if exchange is None:
-            exchange = by_kind[kind] = cls(group)
-        return exchange
+    def of(cls, group: ProcessGroup, kind: object) -> Reducer:
+        """The reducer of ``group`` for one ``kind`` of reductions: rows of one width, by the same operations."""
+        by_kind = _reducers.setdefault(group, {})
+        if kind not in by_kind:
+            by_kind[kind] = cls(group)
+        return by_kind[kind]
 
-    def announce(self, listed: Listed, rows: int, widths: tuple[int, int], device: torch.device) -> str | None:
+    def announce(self, listed: ListDescription, rows: int, widths: tuple[int, int], device: torch.device) -> str | None:
         """Before `reduce`: makes a list known that is new, by one more reduction, for which the host waits.
 
         Returns the difference, in words, if the list is not new on all ranks, or not the same. Then all
@@ -121,7 +112,7 @@ class Exchange:
         )
 
     def reduce(
-        self, sums: Tensor, maxima: Tensor, listed: Listed, failed: Tensor
+        self, sums: Tensor, maxima: Tensor, listed: ListDescription, failed: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, str | None]:
         """Reduces ``sums`` and ``maxima``, ``[rows, width]`` each, and ``failed``, a 0-d sum, over the ranks.
 
@@ -138,7 +129,7 @@ class Exchange:
         return sums, maxima, header[0], difference
 
     def _reduced(
-        self, sums: Tensor, maxima: Tensor, listed: Listed, failed: Tensor, is_new: bool
+        self, sums: Tensor, maxima: Tensor, listed: ListDescription, failed: Tensor, is_new: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The header and the rows given, reduced with as many rows as any rank may have."""
         count, width = sums.shape
@@ -158,7 +149,7 @@ class Exchange:
     def _ranks(self) -> str:
         return format_ranks(dist.get_process_group_ranks(self._group))
 
-    def _difference(self, listed: Listed) -> str:
+    def _difference(self, listed: ListDescription) -> str:
         """The first difference between the ranks' lists. All ranks of the group call this together; waits."""
         by_rank = gather_by_rank(tuple(listed.lines()), [self._group], "gradstat")
         usual = Counter(by_rank.values()).most_common(1)[0][0]

@@ -195,20 +195,16 @@ def _load(name: str, device_type: str) -> Kernels:
 
 
 @functools.cache
-def requested_by_environment() -> str | None:
-    """The backend GRADSTAT_BACKEND asks for, None if it is unset or ``auto``. Read once, on first use."""
-    name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
-    if name not in ("", "auto", *REGISTRY):
-        raise ValueError(f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(REGISTRY)}")
-    return name if name in REGISTRY else None
-
-
 def known_name(requested: str | None) -> str | None:
-    """The backend requested by the caller, or else by the environment. ValueError if the name is unknown."""
-    name = requested if requested is not None else requested_by_environment()
-    if name is not None and name not in REGISTRY:
-        raise ValueError(f"unknown backend {name!r}; known: {', '.join(REGISTRY)}")
-    return name
+    """The backend requested by the caller, or else by GRADSTAT_BACKEND (read once). ValueError for an unknown one."""
+    if requested is None:
+        name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
+        if name not in ("", "auto", *REGISTRY):
+            raise ValueError(f"unknown backend {name!r} in {ENVIRONMENT_VARIABLE}; known: auto, {', '.join(REGISTRY)}")
+        return name if name in REGISTRY else None
+    if requested not in REGISTRY:
+        raise ValueError(f"unknown backend {requested!r}; known: {', '.join(REGISTRY)}")
+    return requested
 
 
 @functools.cache

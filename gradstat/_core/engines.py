@@ -40,11 +40,7 @@ class _Wrapper:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-
-    @property
-    def module(self) -> torch.nn.Module:
-        inner: torch.nn.Module = self.engine.module
-        return inner
+        self.module: torch.nn.Module = engine.module
 
 
 class DeepSpeed(_Wrapper):
@@ -89,7 +85,10 @@ class DeepSpeed(_Wrapper):
         elif hasattr(optimizer, "single_partition_of_fp32_groups"):
             pairs = _of_stages_1_and_2(optimizer)
         elif hasattr(optimizer, "fp32_groups_has_gradients"):
-            pairs = _of_bf16(optimizer)
+            # ZeRO-1 in bfloat16 with float32 gradients: only the optimizer state is sharded, and ``.grad`` is stale.
+            parts = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
+            listed = (one for group in zip(*parts, strict=True) for one in zip(*group, strict=True))
+            pairs = ((p, gradient.view(p.shape)) for p, gradient, is_there in listed if is_there)
         else:
             return None
         return {id(parameter): gradient for parameter, gradient in pairs}
@@ -145,16 +144,6 @@ def _of_stages_1_and_2(optimizer: Any) -> Iterator[tuple[Tensor, FlatShard]]:
                 local = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
                 start = mapping.lp_fragment_address.start
             yield parameter, FlatShard(parameter, parameter.shape, local, start, parameter._dp_group)
-
-
-def _of_bf16(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """ZeRO-1 in bfloat16 with float32 gradients: only the optimizer state is sharded, and ``.grad`` is stale."""
-    for parameters, gradients, present in zip(
-        optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
-    ):
-        for parameter, gradient, is_there in zip(parameters, gradients, present, strict=True):
-            if is_there:
-                yield parameter, gradient.view(parameter.shape)
 
 
 def _wait_for_copies() -> None:

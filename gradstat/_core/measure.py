@@ -14,7 +14,7 @@ from gradstat._core import backends, norms
 from gradstat._core.backends import Kernels
 from gradstat._core.measurement import Measurement
 from gradstat._core.native import BackendUnavailableError, DeviceModule, StaleExtensionError
-from gradstat._core.norms import Decision, Scaling, StepRequest
+from gradstat._core.norms import Decision, StepRequest
 from gradstat._core.parameters import Names
 from gradstat._core.tensors import (
     ExtraGroups,
@@ -127,7 +127,12 @@ def norm_of(
     if not is_over_ranks and not is_fused(tensors, norm_type):
         plain = readable(tensors, name_of, in_place)
         kernels_for(by_device(plain), backend, name_of)  # only to raise if the backend is unavailable
-        return _norm_of_norms(plain, norm_type)
+        each = []
+        for tensor in plain:
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            each.append(to_device(torch.linalg.vector_norm(tensor.to(wide), norm_type), plain[0].device))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
+        return total
     measured = measure(
         tensors,
         name_of,
@@ -138,17 +143,6 @@ def norm_of(
         reduce_to="sums" if norm_type == 2.0 else "total",
     )
     return norms.total_norm(measured.summands(), norm_type)
-
-
-def _norm_of_norms(tensors: list[Tensor], norm_type: float) -> Tensor:
-    """The p-norm of the tensors' p-norms in float64, for orders the kernels do not measure."""
-    device = tensors[0].device
-    each = []
-    for tensor in tensors:
-        wide = torch.complex128 if tensor.is_complex() else torch.float64
-        each.append(to_device(torch.linalg.vector_norm(tensor.to(wide), norm_type), device))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
-    return total
 
 
 def measure_directly(
@@ -166,8 +160,8 @@ def measure_directly(
     decided = direct.measure_step(tensors, step.max_norm, 2.0, step.loss_scale, step.counters)
     if decided is None:
         return None
-    table, signature, norm, numbers, verdict = decided
-    return Measurement([table], None, infos_of(tensors, signature), decision=Decision(norm, Scaling(numbers), verdict))
+    table, signature, norm, scaling, verdict = decided
+    return Measurement([table], None, infos_of(tensors, signature), decision=Decision(norm, scaling, verdict))
 
 
 def _measure_any(tensors: list[Any], name_of: NameOf, backend: str | None, in_place: bool = False) -> Measurement:

@@ -169,9 +169,8 @@ def _load(name: str) -> Any:
     path = library_path(name)
     if path is None:
         # A clone's folder comes before installed packages on the path of programs that are started in it.
-        elsewhere = next(
-            (found for folder in sys.path if (found := library_path(name, Path(folder) / "gradstat"))), None
-        )
+        paths = (library_path(name, Path(folder) / "gradstat") for folder in sys.path)
+        elsewhere = next(filter(None, paths), None)
         if elsewhere is not None:
             raise BackendUnavailableError(
                 f"the sources in {_PACKAGE} were imported, which are not compiled, instead of the compiled gradstat in "

@@ -49,25 +49,12 @@ class StepRequest(NamedTuple):
     counters: Tensor | None  # [3] int64: steps, skipped steps, consecutive skipped steps; changed in place
 
 
-class Scaling(NamedTuple):
-    """What a step multiplies its gradients by, loss scale included, and their norm: two numbers in one tensor."""
-
-    numbers: Tensor  # [2] float64
-
-    @property
-    def multiplier(self) -> Tensor:
-        return self.numbers[0]
-
-    @property
-    def norm(self) -> Tensor:
-        return self.numbers[1]
-
-
 class Decision(NamedTuple):
     """The decision about an optimizer step, derived from a table; all on the table's device."""
 
     norm: Tensor  # without the loss scale, 0-d: float64, or the gradients' promoted dtype
-    scaling: Scaling
+    # [2] float64: what to multiply the gradients by, which removes their loss scale, too; and the norm.
+    scaling: Tensor
     # [3] float32: 1 to skip the step, else 0; the number to divide the gradients by; the loss scale.
     verdict: Tensor
 
@@ -75,11 +62,12 @@ class Decision(NamedTuple):
     def unclipped(cls, norm: Tensor, skip: Tensor) -> Decision:
         """The decision to skip or not, 0-d ``skip``, and to leave gradients without a loss scale as they are."""
         skip = skip.to(torch.float32)
-        scaling = Scaling(torch.stack([torch.ones_like(norm), norm]).to(torch.float64))
+        scaling = torch.stack([torch.ones_like(norm), norm]).to(torch.float64)
         return cls(norm, scaling, torch.stack([skip, torch.ones_like(skip), torch.ones_like(skip)]))
 
 
-# Indices into a verdict; that of a guard also has a reason.
+# Indices into ``scaling``, and into a verdict; that of a guard also has a reason.
+MULTIPLIER, NORM = range(2)
 SKIP, DIVISOR, LOSS_SCALE, REASON = range(4)
 
 
@@ -96,7 +84,7 @@ def decide(table: Tensor, step: StepRequest) -> Decision:
     if counters is not None:
         count_step(counters, skip)
     verdict = torch.stack([skip.to(torch.float32), divisor, scale.to(torch.float32)])
-    return Decision(norm, Scaling(torch.stack([clip / scale, norm])), verdict)
+    return Decision(norm, torch.stack([clip / scale, norm]), verdict)
 
 
 def any_nonfinite(table: Tensor) -> Tensor:

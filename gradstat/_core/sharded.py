@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from gradstat import _fields
-from gradstat._core.agreement import Exchange, Listed
+from gradstat._core.agreement import ListDescription, Reducer
 from gradstat._core.collectives import device_of, require_member
 from gradstat._core.engines import FlatShard
 from gradstat._core.measurement import Measurement
@@ -56,24 +56,20 @@ class Sharding(NamedTuple):
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Sharding:
         shardings = _cache_of(mesh).shardings
-        sharding = shardings.get(placements)
-        if sharding is None:
-            sharding = shardings[placements] = cls._build(mesh, placements)
-        return sharding
-
-    @classmethod
-    def _build(cls, mesh: DeviceMesh, placements: tuple[Any, ...]) -> Sharding:
+        if placements in shardings:
+            return shardings[placements]
         # There are several kinds of shard placements, so every placement neither replicated nor partial counts as one.
         sharded = [d for d, p in enumerate(placements) if not (p.is_replicate() or p.is_partial())]
         resolved = tuple(Replicate() if p.is_partial() else p for p in placements)
         plain = all(type(placements[d]).__name__ == "Shard" for d in sharded)
         dims = tuple((d, placements[d].dim) for d in sharded) if plain else None
-        return cls(
+        sharding = shardings[placements] = cls(
             tuple(mesh.get_group(d) for d in sharded),
             None if resolved == tuple(placements) else resolved,
             Shards(mesh.mesh.tolist(), dims, index_bits()),
             ", ".join(map(str, resolved)),
         )
+        return sharding
 
 
 @dataclass
@@ -82,7 +78,7 @@ class _Plan:
 
     shardings: list[Sharding | None]
     rows_by_key: dict[_GroupKey, list[int]]  # rows by the groups they are merged over
-    listed: Listed
+    listed: ListDescription
     has_partial: bool
     made_from: object = None  # what is compared to see whether a list is this one; None if that is not possible
     meshes: tuple[weakref.ref[DeviceMesh], ...] = ()  # while they live, their ids in ``made_from`` mean them
@@ -95,31 +91,27 @@ class _Plan:
         """``names`` and ``metadata`` are those of the parameters, which ``stand_ins`` stand for in the same order."""
         shardings: list[Sharding | None] = []
         rows_by_key: dict[_GroupKey, list[int]] = {}
-        # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
         mesh: DeviceMesh | None = None
         placements: tuple[Any, ...] = ()
-        sharding: Sharding | None = None
-        rows: list[int] | None = None
-        words, every_words = "", []
+        of_last: Sharding | None = None
+        every_words = []
         for row, tensor in enumerate(stand_ins):
+            sharding: Sharding | None = None
             if isinstance(tensor, DTensor):
                 spec = tensor._spec
+                # Consecutive tensors usually share mesh and placements, and comparing is cheaper than hashing.
                 if spec.mesh is not mesh or spec.placements != placements:
-                    mesh, placements = spec.mesh, spec.placements
-                    sharding, rows = Sharding.of(mesh, placements), None
+                    mesh, placements, of_last = spec.mesh, spec.placements, Sharding.of(spec.mesh, spec.placements)
+                sharding = of_last
             elif isinstance(tensor, FlatShard):
                 sharding = Sharding((tensor.group,), None, None)
-                mesh, rows = None, None
-            elif sharding is not None:
-                mesh, sharding, rows = None, None, None
+            groups, words = ((), "") if sharding is None else (sharding.groups, sharding.words)
+            rows_by_key.setdefault((groups, masks[row] if masks else 0), []).append(row)
             shardings.append(sharding)
-            if rows is None or masks:
-                groups, words = ((), "") if sharding is None else (sharding.groups, sharding.words)
-                rows = rows_by_key.setdefault((groups, masks[row] if masks else 0), [])
-            rows.append(row)
             every_words.append(words)
         has_partial = any(sharding is not None and sharding.resolved is not None for sharding in shardings)
-        return cls(shardings, rows_by_key, Listed(names, metadata, every_words), has_partial)
+        description = ListDescription(names, tuple(metadata), tuple(every_words))
+        return cls(shardings, rows_by_key, description, has_partial)
 
     @classmethod
     def of_distributed(
@@ -173,28 +165,18 @@ def index_bits() -> int:
     return _EXACT_BITS - max(dist.get_world_size() - 1, 1).bit_length()
 
 
-def extra_masks(parameters: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
+def _extra_masks(parameters: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
     """By parameter a bit mask of the extra groups it is spread over, and these groups; no masks without groups."""
-    listed = _with_members(extra)
-    masks = [0] * len(parameters) if listed else []
-    for bit, (_, members) in enumerate(listed):
+    items: Iterable[Any] = [extra] if isinstance(extra, (ProcessGroup, DeviceMesh)) else extra or ()
+    pairs = [item if isinstance(item, tuple) else (item, None) for item in items]
+    groups = [_group_of(group) for group, _ in pairs]
+    masks = [0] * len(parameters) if groups else []
+    for bit, (_, members) in enumerate(pairs):
         ids = None if members is None else set(map(id, members))
         for row, parameter in enumerate(parameters):
             if ids is None or id(getattr(parameter, "parameter", parameter)) in ids:  # a `FlatShard` has one
                 masks[row] |= 1 << bit
-    return masks, [group for group, _ in listed]
-
-
-def _with_members(extra: ExtraGroups | None) -> list[tuple[ProcessGroup, Iterable[Tensor] | None]]:
-    if extra is None:
-        return []
-    if isinstance(extra, (ProcessGroup, DeviceMesh)):
-        return [(_group_of(extra), None)]
-    listed: list[tuple[ProcessGroup, Iterable[Tensor] | None]] = []
-    for item in extra:
-        group, members = item if isinstance(item, tuple) else (item, None)
-        listed.append((_group_of(group), members))
-    return listed
+    return masks, groups
 
 
 def _group_of(group: object) -> ProcessGroup:
@@ -244,7 +226,7 @@ class Sharded:
             listed_names = None if listed_names is None else tuple(listed_names[i] for i in taking_part)
             self._positions = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
             stand_ins = [parameter if parameter.grad is None else parameter.grad for parameter in self._parameters]
-        masks, self._extra = extra_masks(self._parameters, extra)
+        masks, self._extra = _extra_masks(self._parameters, extra)
         names_of_all = listed_names if listed_names is not None and len(listed_names) == len(self._parameters) else None
         # A gradient may be missing on one rank, so all ranks describe it by its parameter.
         metadata = _metadata(self._parameters)
@@ -252,17 +234,15 @@ class Sharded:
         self._plan = plan or _Plan.of(stand_ins, names_of_all, metadata, masks)
         self._shardings, self._rows_by_key = self._plan.shardings, self._plan.rows_by_key
         self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
-        self._listed = {group: self._over(group, self._plan.listed, masks) for group in (*self._groups, *self._extra)}
+        # What all ranks of a group have to have: without the tensors that are spread over extra groups.
+        self._listed = dict.fromkeys((*self._groups, *self._extra), self._plan.listed)
+        for group in self._listed if masks else ():
+            spread = {row for (groups, _), rows in self._rows_by_key.items() if group in groups for row in rows}
+            common = [row for row, mask in enumerate(masks) if not mask or row in spread]
+            self._listed[group] = self._plan.listed.take(common)
         self._error: Exception | None = None
         # By group and what is reduced; None if other ranks have other tensors, and were told.
-        self._exchanges: dict[tuple[ProcessGroup, str], Exchange | None] = {}
-
-    def _over(self, group: ProcessGroup, every: Listed, masks: list[int]) -> Listed:
-        """The tensors that all ranks of ``group`` have to have: without those that are spread over extra groups."""
-        if not masks:
-            return every
-        spread = {row for (groups, _), rows in self._rows_by_key.items() if group in groups for row in rows}
-        return every.take([row for row, mask in enumerate(masks) if not mask or row in spread])
+        self._reducers: dict[tuple[ProcessGroup, str], Reducer | None] = {}
 
     @property
     def has_partial(self) -> bool:
@@ -283,10 +263,8 @@ class Sharded:
         }
         self._announce(places, "rows", extremes=True)
         table, infos = self._measured(measure_local)
-        is_sharded = [
-            sharding is not None and bool(sharding.groups and sharding.shards) for sharding in self._shardings
-        ]
-        packed, failed = _pack(table, is_sharded), self._has_failed(table)
+        is_sharded = [each is not None and bool(each.groups and each.shards) for each in self._shardings]
+        packed, failed = _pack(table, is_sharded), table.new_full((), float(self._error is not None))
         for group, rows in places.items():
             packed, failed = self._reduced(packed, failed, group, rows, "rows")
         merged = _stacked([_merged(packed, rows) for rows in self._rows_by_key.values()], table)
@@ -304,7 +282,7 @@ class Sharded:
         places = {group: [i for i, (groups, _) in enumerate(every) if group in groups] for group in self._groups}
         self._announce(places, "kinds", extremes)
         table, _ = self._measured(measure_local)
-        failed = self._has_failed(table)
+        failed = table.new_full((), float(self._error is not None))
         if not extremes and not self._extra and len(every) == 1 and len(table):
             # In the common case all tensors are of one kind; this takes as few operations as possible.
             kinds = _Packed(table.new_zeros(1, _SUMS), table.new_empty(1, 0))
@@ -328,29 +306,26 @@ class Sharded:
         counts = [(group, kind, len(at)) for group, at in places.items()]
         counts += [(group, "extra", 1 << len(self._extra) - 1) for group in self._extra]
         for group, what, count in counts:
-            exchange, widths = Exchange.of(group, (what, extremes)), (_SUMS, _MAXIMA if extremes else 0)
-            difference = exchange.announce(self._listed[group], count, widths, self._device)
-            self._exchanges[group, what] = exchange if difference is None else None
+            reducer, widths = Reducer.of(group, (what, extremes)), (_SUMS, _MAXIMA if extremes else 0)
+            difference = reducer.announce(self._listed[group], count, widths, self._device)
+            self._reducers[group, what] = reducer if difference is None else None
             self._note(difference)
 
     def _note(self, difference: str | None) -> None:
         if difference is not None and self._error is None:
             self._error = RuntimeError(difference)
 
-    def _has_failed(self, table: Tensor) -> Tensor:
-        return table.new_full((), float(self._error is not None))
-
     def _reduced(
         self, packed: _Packed, failed: Tensor, group: ProcessGroup, rows: list[int], kind: str, extremes: bool = True
     ) -> tuple[_Packed, Tensor]:
         """The given rows merged over the ranks of ``group``, the other rows unchanged; and how many ranks failed."""
-        exchange = self._exchanges[group, kind]
-        if exchange is None:
+        reducer = self._reducers[group, kind]
+        if reducer is None:
             return packed, failed
         index = None if len(rows) == len(packed.sums) else _index(rows, packed.sums)
         sums, maxima = packed if index is None else (part[index] for part in packed)
         exchanged = maxima if extremes else maxima[:, :0]
-        reduced, largest, failed, difference = exchange.reduce(sums, exchanged, self._listed[group], failed)
+        reduced, largest, failed, difference = reducer.reduce(sums, exchanged, self._listed[group], failed)
         if difference is not None:
             self._note(difference)
             failed = torch.ones_like(failed)

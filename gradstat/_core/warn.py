@@ -14,18 +14,12 @@ _BETWEEN = {
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost stack frame that belongs to neither gradstat nor torch nor a training framework."""
-    warnings.warn(text, category, stacklevel=_stack_level())
-
-
-def _stack_level() -> int:
-    """The ``stacklevel`` of that frame, counted from the caller; without one, of the first frame outside gradstat."""
-    frame, level, outside = sys._getframe(1), 1, 0
-    while True:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in _BETWEEN:
-            return level
+    frame, level, outside = sys._getframe(), 1, 0  # the level of the first frame outside gradstat, if there is no other
+    while (package := str(frame.f_globals.get("__name__", "")).partition(".")[0]) in _BETWEEN:
         if package != "gradstat" and not outside:
             outside = level
         if frame.f_back is None:
-            return outside or level
+            level = outside or level
+            break
         frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

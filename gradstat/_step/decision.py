@@ -55,8 +55,8 @@ def request(optimizer: Optimizer, by: object, wish: SkipRequest | None) -> None:
     step = _step_of(optimizer)
     if wish is None:
         step.requests.pop(by, None)
-        return
-    step.requests[by] = wish
+    else:
+        step.requests[by] = wish
 
 
 @torch.no_grad()
@@ -146,21 +146,19 @@ def _begin(
     chosen = announce.step_begins(optimizer, closure)
     carry_out(optimizer)
     if chosen is not None and optimizer in _steps:
-        chosen = _carrying_out(optimizer, chosen)
+        evaluate = chosen
+
+        def evaluated() -> Any:
+            loss = evaluate()
+            carry_out(optimizer)
+            return loss
+
+        chosen = evaluated
     if chosen is closure:
         return None
     if "closure" in kwargs:
         return args, {**kwargs, "closure": chosen}
     return (args[0], chosen, *args[2:]), kwargs
-
-
-def _carrying_out(optimizer: Optimizer, closure: announce.Closure) -> announce.Closure:
-    def evaluated() -> Any:
-        loss = closure()
-        carry_out(optimizer)
-        return loss
-
-    return evaluated
 
 
 def _end(optimizer: Optimizer, *_: object) -> None:

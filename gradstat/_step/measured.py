@@ -14,7 +14,7 @@ from gradstat._core import norms
 from gradstat._core.host_copy import Streams, on_streams, streams_of
 from gradstat._core.measure import direct_for, infos_of, measure, resolve_for
 from gradstat._core.measurement import HostRows, Measurement
-from gradstat._core.norms import DIVISOR, LOSS_SCALE, REASON, SKIP, Decision, Scaling, StepRequest
+from gradstat._core.norms import DIVISOR, LOSS_SCALE, MULTIPLIER, NORM, REASON, SKIP, Decision, StepRequest
 from gradstat._core.parameters import Labels, NamedParameters, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, NameOf, to_device, writable
 from gradstat._step import optimizers
@@ -32,7 +32,7 @@ class StepMeasurement(NamedTuple):
     rows: Measurement  # with the loss scale, if ``is_scaled``
     labels: Labels
     norm: Tensor  # this and the next two are as in `gradstat._core.norms.Decision`
-    scaling: Scaling
+    scaling: Tensor
     verdict: Tensor
     is_scaled: bool
     backend: str | None
@@ -90,6 +90,11 @@ class StepMeasurement(NamedTuple):
         """Whether something is not finite, 0-d float32, for a loss scaler."""
         return (self.verdict if self.before_guard is None else self.before_guard)[SKIP]
 
+    def skipped(self, skips: bool) -> Tensor:
+        """Whether the step is skipped, 0-d bool; False unless steps may be skipped at all."""
+        skip = self.verdict[SKIP] != 0
+        return skip if skips else torch.zeros_like(skip)
+
     def guarded(self, guard: SpikeGuard, loss: Tensor | None, counters: Tensor | None) -> StepMeasurement:
         """The measurement with the verdict of a guard, which counts the step. Scaling down changes the multiplier."""
         kernels = resolve_for(self.backend, self.verdict.device.type, self.labels.of, 0)
@@ -115,10 +120,10 @@ class StepMeasurement(NamedTuple):
             torch.autograd.graph.increment_version(gradients)
             return True
         assert isinstance(clip, NormClip)
-        norm = self.scaling.norm
+        norm = self.scaling[NORM]
         kernels = resolve_for(self.backend, norm.device.type, self.labels.of, 0)
         multiplier = clip.decide(kernels, norm, skip=self.verdict[SKIP])[0]
-        self.scaling.multiplier.mul_(multiplier)
+        self.scaling[MULTIPLIER].mul_(multiplier)
         self.verdict[DIVISOR].div_(multiplier)
         return False
 
@@ -160,7 +165,7 @@ class StepMeasurement(NamedTuple):
 
     def rewrite_(self, gradients: list[Tensor]) -> None:
         """Clips and unscales the measured gradients in place, unless the multiplier is 1."""
-        scale_gradients_(gradients, self.scaling.numbers, self.labels.of, self.backend)
+        scale_gradients_(gradients, self.scaling, self.labels.of, self.backend)
         torch.autograd.graph.increment_version(gradients)
 
     @property

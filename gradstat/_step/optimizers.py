@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,6 @@ from torch.nn import Module
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from gradstat._core.engines import refuse_engine
-
-_ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 def original_step(kind: Any) -> Any:
@@ -64,8 +62,6 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 _WITH_FUSED_STEP = {original_step(kind) for kind in (Adam, AdamW, Adagrad, SGD)}
-_REPEATING_STEP = original_step(LBFGS)
-_SGD_STEP = original_step(SGD)
 
 
 class Traits(NamedTuple):
@@ -80,24 +76,20 @@ class Traits(NamedTuple):
     repeats_closure: bool
 
 
-@functools.cache
-def _traits_of_kind(kind: Any) -> Traits:
+def _traits(kind: type[Optimizer]) -> Traits:
     step = original_step(kind)
-    repeats = step is _REPEATING_STEP
+    repeats = step is original_step(LBFGS)
     accepts_scaler = "grad_scaler" in inspect.signature(kind.step).parameters
     is_foreign = not step.__module__.startswith("torch.optim")
-    return Traits(step in _WITH_FUSED_STEP, step is _SGD_STEP, accepts_scaler, repeats, repeats or is_foreign)
+    return Traits(step in _WITH_FUSED_STEP, step is original_step(SGD), accepts_scaler, repeats, repeats or is_foreign)
 
 
-def traits_of(optimizer: Optimizer) -> Traits:
-    """The traits of the optimizer's class, determined once per class."""
-    kind: Any = type(optimizer)
-    return _traits_of_kind(kind)
+traits_of: Callable[..., Traits] = functools.cache(_traits)
 
 
 def honors_found_inf(optimizer: Optimizer) -> bool:
     """Whether ``step`` honours ``grad_scale`` and ``found_inf``. Others raise, or silently ignore them."""
-    traits = traits_of(optimizer)
+    traits = traits_of(type(optimizer))
     if traits.has_fused_step:
         # Not the flag below, which reflects the defaults, while a group may differ, and which pickling loses.
         for group in optimizer.param_groups:  # noqa: SIM110 - a generator takes longer, in every step
@@ -124,7 +116,7 @@ def with_verdict(optimizer: Optimizer, found_inf: Tensor | None, divisor: Tensor
 
 def refuse_foreign_verdict(optimizer: Optimizer) -> None:
     """Raises RuntimeError if the attributes are in use: another scale would be lost, or applied twice."""
-    for name in _ATTRIBUTES:
+    for name in ("grad_scale", "found_inf"):
         if getattr(optimizer, name, None) is not None:
             raise RuntimeError(
                 f"the optimizer already has the attribute {name!r}, set by other code or left behind by a step that "
@@ -138,7 +130,7 @@ def first_momentum_is_at_risk(optimizer: Optimizer) -> bool:
     Its first step allocates the buffers without filling them (``torch/optim/sgd.py``, ``_fused_sgd``); if the device
     skips that step, they stay unfilled. Without dampening, zeros are equivalent, and are stored here beforehand.
     """
-    if not traits_of(optimizer).is_sgd:
+    if not traits_of(type(optimizer)).is_sgd:
         return False
     at_risk = False
     for group in optimizer.param_groups:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -117,21 +117,18 @@ def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwa
 
 
 def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    return _announced(lambda: layer.below(scaler, optimizer, *args, **kwargs), scaler, optimizer)
+    parameters = []
+    if scaler.is_enabled() and isinstance(optimizer, Optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with announce.change(parameters, scaler):
+        return layer.below(scaler, optimizer, *args, **kwargs)
 
 
 def _step(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     try:
-        return _announced(lambda: layer.below(scaler, optimizer, *args, **kwargs), scaler, optimizer)
+        return _unscale(layer, scaler, optimizer, *args, **kwargs)
     finally:
         announce.step_ended(optimizer)  # also if the scaler has skipped it
-
-
-def _announced(call: Callable[[], Any], scaler: GradScaler, optimizer: Optimizer) -> Any:
-    if not scaler.is_enabled() or not isinstance(optimizer, Optimizer):
-        return call()
-    with announce.change([p for group in optimizer.param_groups for p in group["params"]], scaler):
-        return call()
 
 
 def _scale(layer: Layer, scaler: GradScaler, outputs: Any, *args: Any, **kwargs: Any) -> Any:

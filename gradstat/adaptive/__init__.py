@@ -5,14 +5,4 @@ from gradstat.adaptive.norm_clips import AutoClip, FixedClip, ZClip
 from gradstat.adaptive.summary import ClipSummary
 from gradstat.adaptive.tensor_clips import AGC, AdaGC
 
-__all__ = [
-    "AGC",
-    "AdaGC",
-    "AdaptiveClip",
-    "AutoClip",
-    "ClipSummary",
-    "FixedClip",
-    "NormClip",
-    "TensorClip",
-    "ZClip",
-]
+__all__ = ["AGC", "AdaGC", "AdaptiveClip", "AutoClip", "ClipSummary", "FixedClip", "NormClip", "TensorClip", "ZClip"]

@@ -166,14 +166,6 @@ class AdaptiveClip(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._options.items())})"
 
-    def _memory_for(self, count: int, device: torch.device) -> Tensor:
-        """The state tensor on ``device`` for ``count`` tensors: as it is, continued or new."""
-        memory, of_method = self._state_tensor, self._method_state(count)
-        if memory is None or memory.device != device or len(memory) != _history.size(self._window, of_method):
-            refuse_capture(device, f"the state of {type(self).__name__}")
-            self._state_tensor = memory = _history.extended(memory, self._window, of_method, device)
-        return memory
-
     def decide(
         self,
         kernels: Kernels,
@@ -189,7 +181,11 @@ class AdaptiveClip(ABC):
         float32. If ``skip``, 0-d float32, is not zero, the multipliers are 1 and the state does not change, except to
         count a norm that is not finite.
         """
-        memory = self._memory_for(len(measured) if measured.dim() else 0, measured.device)
+        memory, device = self._state_tensor, measured.device
+        of_method = self._method_state(len(measured) if measured.dim() else 0)
+        if memory is None or memory.device != device or len(memory) != _history.size(self._window, of_method):
+            refuse_capture(device, f"the state of {type(self).__name__}")
+            self._state_tensor = memory = _history.extended(memory, self._window, of_method, device)
         if kernels.decide_clip_ is not None:
             return kernels.decide_clip_(
                 self._method, self._method_options, memory, self._window, measured, weights, unscale_by, skip
@@ -229,7 +225,7 @@ class NormClip(AdaptiveClip):
     def _clip_(self, given: ToClip) -> Tensor:
         measured = _measured(given, norms.StepRequest(math.inf, None, None))
         assert measured.decision is not None
-        norm = measured.decision.scaling.norm
+        norm = measured.decision.scaling[norms.NORM]
         kernels = resolve_for(given.backend, norm.device.type, given.name_of, 0)
         scale_gradients_(given.tensors, self.decide(kernels, norm), given.name_of, given.backend)
         return norm
@@ -240,11 +236,6 @@ class TensorClip(AdaptiveClip):
 
     def require(self, given: ToClip) -> None:
         refuse_distributed(given.tensors, given.name_of)
-        self.check(given)
-
-    @abstractmethod
-    def check(self, given: ToClip) -> None:
-        """As `require`, for ``given`` gradients that are not distributed. `scale_` does not check this again."""
 
     @abstractmethod
     def scale_(
@@ -252,7 +243,7 @@ class TensorClip(AdaptiveClip):
     ) -> Tensor:
         """Decides the multipliers of a step, scales ``given`` in place, and updates the state. No host sync.
 
-        No gradient is distributed. ``rows`` returns their table, on the first one's device. Errors are as in
+        `require` has accepted them. ``rows`` returns their table, on the first one's device. Errors are as in
         `AdaptiveClip.clip_`. ``unscale_by``, 0-d float32, is the reciprocal of the loss scale that they still carry;
         they are multiplied by it as well. If ``skip``, 0-d float32, is not zero, nothing is clipped and the state does
         not change. Returns the norm before, without the loss scale: 0-d float64.

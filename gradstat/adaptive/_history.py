@@ -68,16 +68,14 @@ def loaded(
         is_used = torch.arange(window, device=norms.device) < recorded
         return torch.where(is_used, (norms >= 0) & norms.isfinite(), norms.isnan())
 
-    def fit_method(numbers: Tensor) -> Tensor:
-        return (numbers >= 0) & (numbers.isfinite() | (numbers == of_method.initial))
-
     kinds = {
         "totals": Numbers((_TOTALS,), "counts, and a sum of as many multipliers below 1", fit_totals),
         "smallest": Numbers((), "a number from 0 to 1", lambda smallest: (smallest >= 0) & (smallest <= 1)),
         "norms": Numbers((window,), "a finite number from 0 for each norm recorded, NaN for others", fit_norms),
     }
-    of_names = Numbers(() if of_method.length else None, "a finite number from 0", fit_method)
-    kinds |= dict.fromkeys(method_names, of_names)
+    shape, initial = () if of_method.length else None, of_method.initial
+    fits = Numbers(shape, "a finite number from 0", lambda own: (own >= 0) & (own.isfinite() | (own == initial)))
+    kinds |= dict.fromkeys(method_names, fits)
     require(state, {"rule": exactly(rule), "tensors": kinds}, place)
     tensors = state["tensors"]
     return torch.cat([tensors[name].detach().reshape(-1).to(tensors["norms"].device) for name in kinds])

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from gradstat._core.measure import direct_for, kernels_for, resolve_for
 from gradstat._core.measurement import Measurement
-from gradstat._core.tensors import by_device, contiguous_for_update, is_dense, readable, to_device, writable
+from gradstat._core.tensors import by_device, readable, to_device, writable
 from gradstat.adaptive import _history
 from gradstat.adaptive._base import DEFAULT_WINDOW, Step, TensorClip, ToClip, limited, number, whole_number
+from gradstat.clip import scale_everywhere_
 
 
 class AdaGC(TensorClip):
@@ -72,15 +73,15 @@ class AdaGC(TensorClip):
         warming_up = recorded - step.is_recorded.to(torch.float64) < self._warmup
         # While all tensors are clipped together, a norm counts only if all of them are finite.
         counts = step.counts & (step.norms > 0) & (step.is_recorded | ~warming_up)
-        decided = torch.where(
-            warming_up, limited(step.norm, self._absolute), limited(step.norms, self._relative * means)
-        )
+        by_mean = limited(step.norms, self._relative * means)
+        decided = torch.where(warming_up, limited(step.norm, self._absolute), by_mean)
         after = decided * step.norms
         running = torch.where(means.isinf(), after, self._beta * means + (1 - self._beta) * after)
         means.copy_(torch.where(counts, torch.where(warming_up, torch.minimum(means, after), running), means))
         return decided, counts
 
-    def check(self, given: ToClip) -> None:
+    def require(self, given: ToClip) -> None:
+        super().require(given)
         count = 0 if self._state_tensor is None else len(_history.views(self._state_tensor, self._window)[1])
         ids = tuple(map(id, given.parameters))
         if count not in (0, len(ids)) or self._parameter_ids not in (None, ids):
@@ -96,7 +97,9 @@ class AdaGC(TensorClip):
     ) -> Tensor:
         kernels = resolve_for(given.backend, given.tensors[0].device.type, given.name_of, 0)
         decided = self.decide(kernels, rows(), unscale_by=unscale_by, skip=skip)
-        _scale_each_(given, decided[:-1])
+        direct = direct_for(given.tensors[0], given.backend)
+        if direct is None or not direct.scale_each_(given.tensors, decided[:-1]):
+            scale_everywhere_(writable(given.tensors, given.name_of), decided[:-1], given.name_of, given.backend)
         self._parameter_ids = tuple(map(id, given.parameters))
         return decided[-1]
 
@@ -142,7 +145,8 @@ class AGC(TensorClip):
         assert step.weights is not None
         return limited(step.norms, self._clipping * step.weights.clamp(min=self._eps)), step.counts
 
-    def check(self, given: ToClip) -> None:
+    def require(self, given: ToClip) -> None:
+        super().require(given)
         for i, gradient in enumerate(given.tensors):
             if gradient.is_sparse:
                 raise NotImplementedError(f"{given.name_of(i)!r} is sparse, and AGC clips slices of dense tensors only")
@@ -165,20 +169,3 @@ class AGC(TensorClip):
         for (device, at), of_device in zip(groups.items(), multipliers, strict=True):
             kernels[device].scale_units_([targets[i] for i in at], to_device(of_device, device))
         return decided[-1]
-
-
-def _scale_each_(given: ToClip, multipliers: Tensor) -> None:
-    """Multiplies each gradient by its multiplier, on any devices."""
-    gradients, _, name_of, backend = given
-    direct = direct_for(gradients[0], backend)
-    if direct is not None and direct.scale_each_(gradients, multipliers):
-        return
-    targets = writable(gradients, name_of)
-    groups = by_device(targets)
-    kernels = kernels_for(groups, backend, name_of)
-    for device, at in groups.items():
-        of_device = multipliers
-        if len(groups) > 1:
-            of_device = to_device(multipliers[to_device(torch.tensor(at, device="cpu"), multipliers.device)], device)
-        with contiguous_for_update([targets[i] for i in at], is_dense) as dense:
-            kernels[device].scale_each_(dense, of_device)

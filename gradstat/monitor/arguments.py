@@ -57,9 +57,7 @@ class Settings(NamedTuple):
             raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
         if guard is not None and guard.scales:
             raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
-        counts: list[Any] = (
-            list(classes.values()) if isinstance(classes, Mapping) else [classes] * (classes is not None)
-        )
+        counts: list[Any] = [*classes.values()] if isinstance(classes, Mapping) else [classes] * (classes is not None)
         if any(type(number) is not int or number < 1 for number in counts):
             raise ValueError(f"classes is {classes!r}; expected an integer of at least 1, or a dict of them by path")
         table = PolicyTable(on_anomaly, [rule.name for rule in listed], policies)

@@ -227,9 +227,8 @@ class Collector:
         """Whether gradients are reduced over ranks without recording which rank produced NaN."""
         if self._origin is not None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return False
-        return torch.distributed.get_world_size() > 1 and not is_distributed(
-            self._trained.named_parameters().parameters
-        )
+        parameters = self._trained.named_parameters().parameters
+        return torch.distributed.get_world_size() > 1 and not is_distributed(parameters)
 
     def is_due(self, kind: str, step: int) -> bool:
         """Whether ``kind``, a key of ``watch=``, is measured in ``step``."""
@@ -384,9 +383,8 @@ class Collector:
         if self.is_due("replicas", step) and not self._connection.is_joining():
             from gradstat.distributed import verify_replicas
 
-            observations.append(
-                Observation("replicas", step, verify_replicas(self._trained.model, what=("parameters",)))
-            )
+            report = verify_replicas(self._trained.model, what=("parameters",))
+            observations.append(Observation("replicas", step, report))
         yield from self.states(parameters, names, lambda kind: self.is_due(kind, step))
         if self.is_due("parameters", step):
             observations.append(Observation("versions", step, observers.versions(parameters, names)))

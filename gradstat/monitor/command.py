@@ -108,11 +108,13 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("second", type=Path, metavar="B", help="another recording, of the same steps")
     parser.add_argument(
         "--tolerance",
-        type=_tolerance,
+        type=float,
         default=TOLERANCE,
         help="relative difference up to which numbers count as equal (default %(default)s; 0: bitwise)",
     )
     options = parser.parse_args(arguments)
+    if not options.tolerance >= 0:
+        parser.error(f"argument --tolerance: must be a number of at least 0, not {options.tolerance:g}")
     comparison = compare(load(options.first), load(options.second), options.tolerance)
     if options.json:
         _print_json(comparison.to_dict())
@@ -162,13 +164,6 @@ def golden_main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(comparison)
     return 0 if comparison.ok else 1 if comparison.comparable else 2
-
-
-def _tolerance(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text}")
-    return value
 
 
 def _print_json(content: dict[str, Any]) -> None:

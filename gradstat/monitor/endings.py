@@ -6,31 +6,18 @@ import atexit
 import os
 import traceback
 import weakref
-from typing import Protocol
-
-
-class Endable(Protocol):
-    """A monitor; ``_is_open``: this process still has to end it."""
-
-    _is_open: bool
-
-    def _end(self, why: str) -> None:
-        """Reviews and saves what is left."""
-
-    def _renew_lock(self) -> None:
-        """In a forked process: a thread that does not exist here may have held the lock."""
-
+from typing import Any
 
 # References to all monitors. A set of them, unlike a WeakSet, can be listed while another thread adds one.
-_known: set[weakref.ref[Endable]] = set()
+_known: set[weakref.ref[Any]] = set()
 
 
-def remember(monitor: Endable) -> None:
+def remember(monitor: Any) -> None:
     """Ends ``monitor`` at the end of the program if it is still open. Keeps no monitor alive."""
     _known.add(weakref.ref(monitor, _known.discard))
 
 
-def _all() -> list[Endable]:
+def _all() -> list[Any]:
     return [monitor for reference in list(_known) if (monitor := reference()) is not None]
 
 
@@ -53,7 +40,7 @@ def _inherit() -> None:
     """A child must not review the steps of its parent, nor overwrite its file, unless it takes steps itself."""
     for monitor in _all():
         monitor._is_open = False
-        monitor._renew_lock()
+        monitor._renew_lock()  # a thread that does not exist here may have held it
 
 
 if hasattr(os, "register_at_fork"):

@@ -467,6 +467,9 @@ class Monitor:
         if self._log.is_empty:
             return
         collector = self._collector
+        skipped_by = "" if not self._skips else "the policy 'skip'" if self.guard is None else "the guard"
+        if collector.is_scaled:
+            skipped_by = "the loss scaler"
         run = RunSettings(
             backward_order=collector.backward_order,
             is_scaled=collector.is_scaled,
@@ -474,7 +477,7 @@ class Monitor:
             classes=collector.classes,
             is_stepped_by_user=self.connection.is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
-            skipped_by=self._skipped_by(),
+            skipped_by=skipped_by,
             **optimizer_settings(self._optimizer),
         )
         in_use = [*self.connection.in_use, *["skip"] * bool(run.skipped_by)]
@@ -485,12 +488,6 @@ class Monitor:
         ]
         self.findings += findings
         self._to_act_on += findings
-
-    def _skipped_by(self) -> str:
-        """`RunSettings.skipped_by`."""
-        if self._collector.is_scaled:
-            return "the loss scaler"
-        return "" if not self._skips else "the policy 'skip'" if self.guard is None else "the guard"
 
     # Policies --------------------------------------------------------------------------------------------
 
@@ -513,8 +510,12 @@ class Monitor:
                 self.should_stop = True
             elif policy == "snapshot":
                 self._file.write(lambda: self._recording(str(finding)), self._file.beside(finding))
-            elif policy == "rollback":
-                self._roll_back(finding)
+            elif policy == "rollback" and self._snapshots is not None:
+                if self._snapshots.restore() is not None:
+                    self._pending.clear()
+                    self._collector.forget()
+                else:
+                    warn(f"cannot roll back: there is no healthy snapshot of this model; {finding}", RuntimeWarning)
             elif policy == "replay" and finding.step + 1 == self.steps and not self._is_explained():
                 self._replayer.run_once(finding.step, self.replay)
         if finding.severity == "error" and finding.step - self._saved >= QUIET and not is_over:
@@ -531,15 +532,6 @@ class Monitor:
         """Writes the recording, if there is a place for it; warns if it had to go elsewhere."""
         if self._file.path is not None:
             self._file.write(lambda: self._recording(why), self._file.path)
-
-    def _roll_back(self, finding: Finding) -> None:
-        assert self._snapshots is not None
-        step = self._snapshots.restore()
-        if step is None:
-            warn(f"cannot roll back: there is no healthy snapshot of this model; {finding}", RuntimeWarning)
-        else:
-            self._pending.clear()
-            self._collector.forget()
 
     # Recording and state ---------------------------------------------------------------------------------
 
@@ -657,8 +649,7 @@ class Monitor:
             if self._snapshots is not None:
                 self._snapshots.clear()
             self._warner = Warner()
-            self._last_state_check = [-QUIET, -QUIET]
-            self._saved = -QUIET
+            self._last_state_check, self._saved = [-QUIET, -QUIET], -QUIET
             self.steps, self.should_stop = state["steps"], state["should_stop"]
             self.nonfinite_steps = state["nonfinite_steps"]
             self.findings[:] = history.findings

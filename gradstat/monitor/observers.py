@@ -78,16 +78,14 @@ def coverage(optimizer: Optimizer, parameters: Sequence[Tensor], names: Sequence
     if not watched <= trained:
         anywhere = trained.union(*map(_ids_of, optimizers))
         lacking = [(n, p) for n, p in zip(names, parameters, strict=True) if id(p) not in anywhere and p.requires_grad]
-    unknown = (
-        []
-        if trained <= watched
-        else [
+    unknown: list[str] = []
+    if not trained <= watched:
+        unknown = [
             f"param_groups[{g}]['params'][{i}]"
             for g, group in enumerate(optimizer.param_groups)
             for i, parameter in enumerate(group["params"])
             if id(parameter) not in watched and parameter.grad is None
         ]
-    )
     return Coverage(
         left_out=[name for name, parameter in lacking if parameter.grad is not None],
         unused=[name for name, parameter in lacking if parameter.grad is None],
@@ -284,10 +282,10 @@ class Inputs(_Switched):
         self._passes = 0
 
     def keep(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying() or _in_transform():
+        if not module.training or not torch.is_grad_enabled() or in_backward() or is_replaying():
             return
         passes = self._passes + 1
-        if passes > _MOST_PASSES:
+        if passes > _MOST_PASSES or peek_interpreter_stack() is not None:  # torch.func's tensors must not be kept
             return
         if self._tensors:
             self._merge()
@@ -370,11 +368,6 @@ def _has_samples(tensor: Tensor) -> bool:
     return tensor.dim() > 1 and len(tensor) > 1 and tensor.numel() > 0
 
 
-def _in_transform() -> bool:
-    """Whether this is inside of ``torch.func``, whose tensors must not be kept."""
-    return peek_interpreter_stack() is not None
-
-
 class Activations(_Switched):
     """Measures outputs of modules without children, in forward hooks while ``on``; keeps rows, not activations."""
 
@@ -433,7 +426,8 @@ class Outputs(_Switched):
                 else:
                     margin = values.abs()
                 self._seen = {"logits": (margin > 10).mean(dtype=torch.float32).reshape(1)}
-                if logits.grad_fn is None or values.shape[-1] < 2 or not is_plain(values) or _in_transform():
+                in_transform = peek_interpreter_stack() is not None
+                if logits.grad_fn is None or values.shape[-1] < 2 or not is_plain(values) or in_transform:
                     return
                 low, high = torch.aminmax(values)
                 is_one = ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01).all()

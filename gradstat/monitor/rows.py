@@ -58,11 +58,7 @@ class Rows(RowValues):
     """
 
     def __init__(
-        self,
-        tensors: TensorSet,
-        steps: npt.NDArray[np.int64],
-        raw: Floats,
-        by_row: Sequence[TensorSet] | None = None,
+        self, tensors: TensorSet, steps: npt.NDArray[np.int64], raw: Floats, by_row: Sequence[TensorSet] | None = None
     ) -> None:
         numel, values = tensors.numel, tensors.values
         if by_row is not None:

@@ -147,9 +147,7 @@ def _measurable(
 
     if segment.kind == "gradient":
         at = range(len(segment.names)) if segment.positions is None else segment.positions
-        measurable = [
-            (i, gradient) for i, gradient in zip(at, tensors, strict=True) if is_kept(segment.names[i], gradient)
-        ]
+        measurable = [(i, tensor) for i, tensor in zip(at, tensors, strict=True) if is_kept(segment.names[i], tensor)]
         if len(measurable) == len(tensors):
             return [(segment, tensors)]
         return [(segment._replace(positions=[i for i, _ in measurable]), [gradient for _, gradient in measurable])]

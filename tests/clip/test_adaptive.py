@@ -335,8 +335,9 @@ def test_each_device_has_its_own_kernels(make: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(backends, "resolve", resolve)
     groups = {torch.device("cpu"): [0], torch.device("cuda"): [1]}
-    monkeypatch.setattr(gradstat.adaptive.tensor_clips, "by_device", lambda _: groups)
-    monkeypatch.setattr(gradstat.adaptive.tensor_clips, "to_device", lambda tensor, _: tensor)
+    for module in (gradstat.adaptive.tensor_clips, gradstat.clip):
+        monkeypatch.setattr(module, "by_device", lambda _: groups)
+        monkeypatch.setattr(module, "to_device", lambda tensor, _: tensor)
     with pytest.raises(backends.BackendUnavailableError, match=r"no kernels \('the gradient of parameters\[1\]'"):
         make().clip_(parameters)
     assert torch.equal(first, before)

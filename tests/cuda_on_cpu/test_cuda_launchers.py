@@ -21,7 +21,7 @@ from helpers.cuda_on_cpu_build import loaded
 
 import gradstat
 from gradstat import _fields
-from gradstat._core import backends, norms
+from gradstat._core import backends
 
 COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches")
 NO_STEP = None, None, None  # loss scale, verdict and counters: no decision about an optimizer step
@@ -362,7 +362,7 @@ def test_every_replay_of_a_graph_guards_a_step_of_its_own(fresh: ctypes.CDLL) ->
     kernels.check([torch.ones(10)])
     numbers, verdict = torch.ones(2, dtype=torch.float64), torch.tensor([0.0, 1.0, 1.0])
     counters = torch.zeros(3, dtype=torch.int64)
-    asked = norms.Scaling(numbers), verdict, None, counters, ()
+    asked = numbers, verdict, None, counters, ()
     guard.decide(backends.resolve("native", "cpu"), *asked)
     with stream.capture() as replay:
         out = guard.decide(kernels, *asked)

@@ -194,7 +194,7 @@ MONITOR: Damages = [
     *((("rules",), wrong) for wrong in (MISSING, [], {"loss-spike": {}}, {"loss-spike": [5]}, {5: []})),
     *((("rules", "loss-spike", 0, "_values"), wrong) for wrong in (None, 5, ["a"], [math.nan], [2**70])),
     *((("rules", "dead-gradient", 0, "_since"), wrong) for wrong in ([], {"a": math.nan}, {"a": 1e300}, {1: 2})),
-    *((("rules", "no-learning", 0, "_told"), wrong) for wrong in (["a"], {"a": "b"}, {1: 2})),
+    *((("rules", "no-learning", 0, "_reported"), wrong) for wrong in (["a"], {"a": "b"}, {1: 2})),
     *((("guard", *path), wrong) for path, wrong in (*TENSORS, *GUARD) if not isinstance(wrong, torch.Tensor)),
 ]
 # What names no place, but what does not fit.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import gradstat
 from gradstat import AdaGC, AutoClip, SpikeGuard
-from gradstat._core import backends, norms
+from gradstat._core import backends
 from gradstat.integrations import loggers as log
 
 deciding = pytest.mark.parametrize("where", DECIDING, indirect=True, ids="-".join)
@@ -102,7 +102,7 @@ def judge(
     assert norm is not None
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64, device=device)
     verdict = torch.tensor([float(bad), 2.0, 8.0], device=device)
-    return guard.decide(backends.resolve(*where), norms.Scaling(numbers), verdict, loss, None, ()), numbers
+    return guard.decide(backends.resolve(*where), numbers, verdict, loss, None, ()), numbers
 
 
 @deciding

@@ -282,15 +282,9 @@ def rule(
             return function(self, window) or ()
 
         functools.update_wrapper(review, function)
-        attributes = {
-            "name": name,
-            "severity": severity,
-            "causes": tuple(causes),
-            "advice": tuple(advice),
-            "review": review,
-            "__doc__": function.__doc__,
-            "__module__": function.__module__,
-        }
+        attributes: dict[str, Any] = {"name": name, "severity": severity, "review": review}
+        attributes |= {"causes": tuple(causes), "advice": tuple(advice)}
+        attributes |= {"__doc__": function.__doc__, "__module__": function.__module__}
         return type(function.__name__, (Rule,), attributes)
 
     return made

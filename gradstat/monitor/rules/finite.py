@@ -68,7 +68,8 @@ class NonfiniteBatch(Rule):
     def review(self, window: Window) -> Iterable[Finding]:
         for kind in INPUT_KINDS:
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind):
-                is_harmless = not _is_nonfinite_step(window, step)
+                at = int(np.searchsorted(window.steps, step))
+                is_harmless = not any(window.value(name, at) > 0 for name in ("loss_nonfinite", "nonfinite"))
                 for name in (name for name in nonfinite if name not in self._handled):
                     counted = _counts(rows, row, name)
                     text = f"{name} has {_described(counted)}"
@@ -98,15 +99,6 @@ def _nonfinite_inputs(window: Window, step: int) -> list[str]:
 def _is_measured(window: Window, kind: str, step: int) -> bool:
     rows = window.rows(kind)
     return rows is not None and step in rows.steps
-
-
-def _is_nonfinite_step(window: Window, step: int) -> bool:
-    """Whether loss or gradients were not finite in ``step``."""
-    return any(
-        (window.scalars[name][window.steps == step] > 0).any()
-        for name in ("loss_nonfinite", "nonfinite")
-        if name in window.scalars
-    )
 
 
 _CLIP = "clipping before gradients were measured: one NaN makes the norm NaN, which multiplies all gradients"
@@ -349,10 +341,7 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
         "a step on gradients that were not finite",
         "memory that was overwritten, or a checkpoint of the optimizer that had NaN or Inf",
     )
-    advice = (
-        "clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint",
-        SKIP,
-    )
+    advice = ("clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint", SKIP)
 
 
 class SporadicNonfinite(Rule):
@@ -382,7 +371,7 @@ class SporadicNonfinite(Rule):
         self.min_count, self.within_steps = min_count, within_steps
         self._incidents: dict[str, int] = {}  # by step and place, the step
         self._last_nonfinite = -2
-        self._told = -within_steps - 1
+        self._reported = -within_steps - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
         for _, _, step, nonfinite in () if window.run.is_scaled else _nonfinite_rows(window, "gradient"):
@@ -390,13 +379,12 @@ class SporadicNonfinite(Rule):
             if going_on:
                 continue
             self._incidents[f"{step} {window.run.first_in_backward(nonfinite)}"] = step
-            self._incidents = {
-                key: when for key, when in self._incidents.items() if 0 <= step - when < self.within_steps
-            }
-            incidents = [(when, key.partition(" ")[2]) for key, when in self._incidents.items()]
+            recent = {key: at for key, at in self._incidents.items() if 0 <= step - at < self.within_steps}
+            self._incidents = recent
+            incidents = [(at, key.partition(" ")[2]) for key, at in recent.items()]
             places = {name for _, name in incidents}
-            if len(places) >= self.min_count and step - self._told > self.within_steps:
-                self._told = step
+            if len(places) >= self.min_count and step - self._reported > self.within_steps:
+                self._reported = step
                 first, first_name = incidents[0]
                 listed = ", ".join(f"{name} at step {when}" for when, name in incidents[-5:])
                 text = f"NaN or Inf in {len(incidents)} separate steps, first in different parameters: {listed}"

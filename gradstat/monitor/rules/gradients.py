@@ -12,7 +12,7 @@ import numpy as np
 from gradstat.monitor.advice import Remedy
 from gradstat.monitor.findings import Finding, Severity
 from gradstat.monitor.rows import Bools, Floats, Rows, Window
-from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, Episodes, LastingRule, PerName, series
+from gradstat.monitor.rules.base import NEVER_INITIALISED, Band, LastingRule, PerName, series
 from gradstat.monitor.rules.spikes import NormLevelRule, SpikeRule
 
 
@@ -137,7 +137,6 @@ class VanishingGradient(NormLevelRule):
         self.limit, self.ratio, self.correlation = limit, ratio, correlation
         self.layers, self.in_a_row = layers, in_a_row
         self._low = self._decaying = 0
-        self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
         # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
@@ -148,10 +147,9 @@ class VanishingGradient(NormLevelRule):
                 yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
         for shift in self.norm_shifts(window, -1):
             if self._episodes.record("level", shift.step):
-                text = (
-                    f"the gradient norm falls to a level of {shift.after:.4g} from {shift.before:.4g}, and stays there"
-                )
-                yield self.found(shift.began, "norm", text, causes=_FALLEN, norm=shift.after, before=shift.before)
+                before, after = shift.before, shift.after
+                text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
+                yield self.found(shift.began, "norm", text, causes=_FALLEN, norm=after, before=before)
         rows = window.rows("gradient")
         if rows is not None:
             yield from self._layer_by_layer(rows)

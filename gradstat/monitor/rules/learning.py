@@ -108,7 +108,7 @@ class NoLearning(Rule):
         self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
         self.early_share, self.far, self.small, self.large = early_share, far, small, large
         self.measurements, self.lasts, self.soon = measurements, lasts, soon
-        self._told: dict[str, int] = {}  # what was found, and when
+        self._reported: dict[str, int] = {}  # what was found, and when
         self._odd = ""  # a weight that begins far larger than others
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
         self._activated_for = self._askew_for = 0  # measurements in a row
@@ -192,22 +192,22 @@ class NoLearning(Rule):
             is_one = activation == 1 and (self._were_logits or (is_first and 0.9 < losses[0] / math.log(classes) < 1.1))
             self._were_logits |= activation == 0 and classes > 0
             lasts = self._activated_for >= self.measurements and step - self._activated_since >= self.lasts
-            if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._told:
+            if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._reported:
                 least = math.log1p((classes - 1) / math.e)
                 text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
                 text += f": it cannot fall below {least:.4g}" * (activation < 3)
                 yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
-            if self._askew_for == 2 and "askew" not in self._told:
+            if self._askew_for == 2 and "askew" not in self._reported:
                 text = "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
                 yield self._once("askew", step, LOGITS, text, "output", _DIM)
-            if not self._classes or "label" in self._told or math.isnan(count):
+            if not self._classes or "label" in self._reported or math.isnan(count):
                 continue
             if not self._labels:
                 self._labels_since = step
             self._labels += [label, count]
             each, counts = self._labels[::2], self._labels[1::2]
             if not label:
-                self._told["label"] = step  # of several classes, as it should be
+                self._reported["label"] = step  # of several classes, as it should be
             elif (
                 len(each) >= self.measurements
                 and step - self._labels_since >= self.soon
@@ -227,7 +227,7 @@ class NoLearning(Rule):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
             change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
-            if change is not None and is_soon and not {"rate", "chance"} & {*self._told}:
+            if change is not None and is_soon and not {"rate", "chance"} & {*self._reported}:
                 loss, sizes = median(self._recent[-_HALF:]), _sizes(parameters, row)[1]
                 is_large = self._grown > 1 and self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
                 if loss > (self.early_share if is_large else self.flat_share) * self._chance:
@@ -254,7 +254,7 @@ class NoLearning(Rule):
             yield self._once("weights", step, name, text, "parameter", causes, size=self._scale)
 
     def _once(self, what: str, step: int, name: str, text: str, about: str, causes: Any, **more: Any) -> Finding:
-        self._told[what] = step
+        self._reported[what] = step
         return self.found(step, name, text, about, causes=causes, **more)
 
     def _beginning(self, window: Window) -> Iterator[Finding]:
@@ -274,14 +274,20 @@ class NoLearning(Rule):
     def _later(self, window: Window, row: int, is_warm_up: bool) -> Iterator[Finding]:
         """Judges the last losses, up to that of ``row``."""
         step = int(window.steps[row])
-        if "negative" not in self._told and (text := self._negative()):
-            self._told["chance"] = step
+        # A loss that has become negative, though that of a classifier has a lowest value, usually 0.
+        usual, last, soon = math.log(self._classes), self._recent[-_SOON:], self._first[:_SOON]
+        least = usual + 2 * max(0.0, -median(soon))
+        if _CLOSE[0] * usual < -median(soon) < _CLOSE[1] * usual:
+            least = _CLOSE[1] * usual  # minus the loss of guessing, and worse than that
+        if "negative" not in self._reported and max(last) < min(0.0, *soon) and -median(last) > least:
+            text = f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
+            self._reported["chance"] = step
             yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=self._recent[-1])
-        if {"chance", "rate", "learned"} & {*self._told}:
+        if {"chance", "rate", "learned"} & {*self._reported}:
             return
         now, chance = median(self._recent), self._chance
         if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
-            self._told["learned"] = step  # in the latter case its loss has other terms as well
+            self._reported["learned"] = step  # in the latter case its loss has other terms as well
             return
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
@@ -291,16 +297,6 @@ class NoLearning(Rule):
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"
             yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
-
-    def _negative(self) -> str:
-        """How the loss has become negative, though that of a classifier has a lowest value, usually 0; or nothing."""
-        usual, last, soon = math.log(self._classes), self._recent[-_SOON:], self._first[:_SOON]
-        least = usual + 2 * max(0.0, -median(soon))
-        if _CLOSE[0] * usual < -median(soon) < _CLOSE[1] * usual:
-            least = _CLOSE[1] * usual  # minus the loss of guessing, and worse than that
-        if max(last) < min(0.0, *soon) and -median(last) > least:
-            return f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
-        return ""
 
     def _change(self) -> tuple[str, tuple[str, ...], str] | None:
         """If the norm of all weights has changed by far, what is to blame, causes, and how it has."""

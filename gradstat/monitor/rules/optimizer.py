@@ -45,23 +45,23 @@ class GradientsNotZeroed(Rule):
     def __init__(self, in_a_row: int = 2) -> None:
         self.in_a_row = in_a_row
         self._run = 0
-        self._told = False
+        self._reported = False
 
     def bands(self) -> Mapping[str, Band]:
-        return {} if self._told else {"not_zeroed": (-math.inf, 0.0)}
+        return {} if self._reported else {"not_zeroed": (-math.inf, 0.0)}
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, is_kept in series(window, "not_zeroed"):
             self._run = self._run + 1 if is_kept > 0 else 0
-            self._told = self._told and self._run > 0
-            if self._run >= self.in_a_row and not self._told:
-                self._told = True
+            self._reported = self._reported and self._run > 0
+            if self._run >= self.in_a_row and not self._reported:
+                self._reported = True
                 text = f"the last {self._run} steps of the optimizer used gradients that still contained those of the "
                 text += "step before: nobody zeroes them"
                 # It is known of a step when the next one is measured.
                 yield self.found(step - self._run, "gradients", text, in_a_row=self._run)
         if "not_zeroed" not in window.scalars and len(window.steps):
-            self._run, self._told = 0, False
+            self._run, self._reported = 0, False
 
 
 class MomentumDrift(Rule):

@@ -64,6 +64,10 @@ class Underflow(LastingRule):
             yield self.found(since[worst], name, f"{text} (rms {rest:.2g})", about="gradient", **evidence)
 
 
+_NOT_NEEDED = ("nothing is computed in float16, so no scale is needed", "the loss does not depend on the parameters")
+_LEAVE_OUT = ("leave out the scaler, or check that autocast is on",)
+
+
 class LossScale(Rule):
     """A loss scale that does not stop falling, or that is not needed.
 
@@ -86,9 +90,7 @@ class LossScale(Rule):
 
     def __init__(self, in_a_row: int = 5, runaway: float = 2.0**32) -> None:
         self.in_a_row, self.runaway = in_a_row, runaway
-        self._run = 0
-        self._told_runaway = False
-        self._settled = False
+        self._run, self._settled, self._reported_runaway = 0, False, False
         self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -106,16 +108,7 @@ class LossScale(Rule):
                 evidence = {"in_a_row": self.in_a_row, "loss_scale": scale}
                 yield self.found(step - self.in_a_row + 1, "loss_scale", text, severity=severity, **evidence)
             self._settled = self._settled or self._run == 0
-            if scale > self.runaway and not self._told_runaway:
-                self._told_runaway = True
-                yield self.found(
-                    step,
-                    "loss_scale",
-                    f"the loss scale has grown to {scale:g} without an overflow",
-                    causes=(
-                        "nothing is computed in float16, so no scale is needed",
-                        "the loss does not depend on the parameters",
-                    ),
-                    advice=("leave out the scaler, or check that autocast is on",),
-                    loss_scale=scale,
-                )
+            if scale > self.runaway and not self._reported_runaway:
+                self._reported_runaway = True
+                text = f"the loss scale has grown to {scale:g} without an overflow"
+                yield self.found(step, "loss_scale", text, causes=_NOT_NEEDED, advice=_LEAVE_OUT, loss_scale=scale)

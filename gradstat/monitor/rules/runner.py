@@ -61,8 +61,11 @@ class RuleRunner:
         rows = window.rows("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
-        if self._is_range_test():
-            return [replace(finding, severity="info") for finding in findings]
+        if len(self._rates) == 101 and self._rates[0] > 0:
+            first, middle, last = self._rates[::50]
+            # A learning rate that has grown by the same factor for a hundred steps: in the end training diverges.
+            if middle > 1.5 * first and 0.8 < (last / middle) / (middle / first) < 1.25:
+                return [replace(finding, severity="info") for finding in findings]
         return findings
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
@@ -73,13 +76,6 @@ class RuleRunner:
 
     def _remember(self, scalars: Mapping[str, Floats]) -> None:
         self._rates = [*self._rates, *scalars.get("lr", np.empty(0)).tolist()][-101:]
-
-    def _is_range_test(self) -> bool:
-        """Whether the learning rate has grown by the same factor for a hundred steps: in the end training diverges."""
-        if len(self._rates) < 101 or not self._rates[0] > 0:
-            return False
-        first, middle, last = self._rates[::50]
-        return middle > 1.5 * first and 0.8 < (last / middle) / (middle / first) < 1.25
 
     def last_steps(self, names: set[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
@@ -96,13 +92,11 @@ class RuleRunner:
             if id(rule) in self._failed:
                 continue
             try:
-                bands = {n: (low, high) for n, (low, high) in rule.bands().items()}
+                for name, (low, high) in rule.bands().items():
+                    band = joined.get(name, (-math.inf, math.inf))
+                    joined[name] = (max(low, band[0]), min(high, band[1]))
             except Exception:
                 self._switch_off(rule)
-                continue
-            for name, (low, high) in bands.items():
-                band = joined.get(name, (-math.inf, math.inf))
-                joined[name] = (max(low, band[0]), min(high, band[1]))
         self._bands = [(name, low, high) for name, (low, high) in joined.items()]
         if steps is not None:
             # The first steps are reviewed soon, so that problems from the start are reported early. Later a review may

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections import deque
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import ClassVar, NamedTuple
@@ -211,14 +212,9 @@ class SpikeRule(LevelRule):
     def in_order(
         self, window: Window, name: str, shifts: Iterable[Shift]
     ) -> Iterator[tuple[int, int, float, Shift | None]]:
-        """Rows, steps and values of the scalar ``name``; ``shifts`` between, when they showed, beside three zeros."""
-        waiting = deque(shifts)
-        for row, (step, value) in enumerate(series(window, name)):
-            while waiting and waiting[0].step < step:
-                yield 0, 0, 0.0, waiting.popleft()
-            yield row, step, value, None
-        for shift in waiting:
-            yield 0, 0, 0.0, shift
+        """Rows, steps and values of ``name`` in ``window``; each of ``shifts`` behind the value in which it showed."""
+        values = ((row, step, value, None) for row, (step, value) in enumerate(series(window, name)))
+        return heapq.merge(values, [(0, shift.step, 0.0, shift) for shift in shifts], key=operator.itemgetter(1))
 
     def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""

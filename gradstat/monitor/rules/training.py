@@ -115,14 +115,13 @@ class LossSpike(SpikeRule):
     def _signs(self, steps: list[int], losses: list[float]) -> Iterable[Finding]:
         """Finds where ``losses``, of which some may have been looked at before, change their sign at once."""
         for at in range(_SIGNS, len(losses) - _SIGNS + 1):
-            if losses[at] < 0 < losses[at - 1]:
+            old, new = losses[at - 1], losses[at]
+            if new < 0 < old:
                 before, after = sorted(losses[at - _SIGNS : at]), losses[at : at + _SIGNS]
                 is_at_once = before[0] > 0 and max(after) < -before[_SIGNS // 2] / 2
                 if is_at_once and self._episodes.record("sign", steps[at]):
-                    text = (
-                        f"the loss changes its sign, from {losses[at - 1]:.4g} to {losses[at]:.4g}, and stays negative"
-                    )
-                    yield self.found(steps[at], "loss", text, causes=WRONG_SIGN, loss=losses[at], before=losses[at - 1])
+                    text = f"the loss changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
+                    yield self.found(steps[at], "loss", text, causes=WRONG_SIGN, loss=new, before=old)
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after
@@ -237,12 +236,10 @@ class LearningRateJump(Rule):
         if len(is_low) >= self.lasts:
             lasting = np.lib.stride_tricks.sliding_window_view(is_low, self.lasts).all(1)
             for row in np.flatnonzero(lasting)[:1].tolist():
-                step = int(steps[row + self.lasts - 1 - len(now)])
+                step, old, new = int(steps[row + self.lasts - 1 - len(now)]), before[row], now[row]
                 if self._episodes.record("faded", step):
-                    text = (
-                        f"the learning rate falls from {before[row]:.4g} to {now[row]:.4g} within {self.within} steps"
-                    )
-                    yield self.found(step, "lr", text, before=before[row], lr=now[row])
+                    text = f"the learning rate falls from {old:.4g} to {new:.4g} within {self.within} steps"
+                    yield self.found(step, "lr", text, before=old, lr=new)
 
     def _usual(self, step: float) -> dict[str, float]:
         """The largest loss and three times the largest norm of the 16 steps up to ``step``."""
@@ -324,11 +321,11 @@ class ClipActivity(Rule):
     def __init__(self, often: float = 0.9, window: int = 500) -> None:
         self.often, self.window = often, window
         self._norms: list[float] = []
-        self._told = False
+        self._reported = False
 
     def review(self, window: Window) -> Iterable[Finding]:
         norms, limit = window.scalars.get("norm"), window.run.max_norm
-        if norms is None or limit is None or math.isinf(limit) or self._told:
+        if norms is None or limit is None or math.isinf(limit) or self._reported:
             return
         self._norms += [norm for norm in norms.tolist() if math.isfinite(norm)]
         if len(self._norms) < self.window:
@@ -337,7 +334,7 @@ class ClipActivity(Rule):
         share = float(np.mean(np.array(self._norms) > limit))
         if share and share < self.often:
             return
-        self._told = True
+        self._reported = True
         suggested = float(np.percentile(self._norms, 90))
         how = f"{share:.0%}" if share else "none"
         text = f"{how} of {self.window} steps exceeded max_norm {limit:g}; 90% of the norms are below {suggested:.3g}"
@@ -408,29 +405,28 @@ class SaturatedOutput(Rule):
         self.share, self.loss, self.measurements, self.steps = share, loss, measurements, steps
         self._run = self._since = 0
         self._wrong = True
-        self._told: dict[str, int] = {}  # severities, and when
+        self._reported: dict[str, int] = {}  # severities, and when
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("output")
         if rows is None or LOGITS not in rows.names:
             return
         losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
-        for step, shares in zip(rows.steps.tolist(), rows.mean[:, rows.names.index(LOGITS)].tolist(), strict=True):
+        for step, share in zip(rows.steps.tolist(), rows.mean[:, rows.names.index(LOGITS)].tolist(), strict=True):
             loss = float(losses[np.searchsorted(window.steps, step)])
             if self._run == 0:
                 self._since, self._wrong = step, window.run.classes is not None
-            self._run = self._run + 1 if shares > self.share else 0
+            self._run = self._run + 1 if share > self.share else 0
             self._wrong = self._wrong and loss > self.loss
             severity: Severity = "warning" if self._wrong else "info"
             is_lasting = self._run >= self.measurements and step - self._since >= self.steps
-            if is_lasting and severity not in self._told:
-                self._told[severity] = step
-                text = (
-                    f"{shares:.0%} of the predictions are saturated: the largest logit exceeds the next by more than 10"
-                )
+            if is_lasting and severity not in self._reported:
+                self._reported[severity] = step
+                text = f"{share:.0%} of the predictions are saturated: "
+                text += "the largest logit exceeds the next by more than 10"
                 text += f"; the loss is {loss:.3g}" * (not math.isnan(loss))
                 finite_loss = None if math.isnan(loss) else loss
-                yield self.found(self._since, LOGITS, text, "output", severity, share=shares, loss=finite_loss)
+                yield self.found(self._since, LOGITS, text, "output", severity, share=share, loss=finite_loss)
 
 
 _REPLACED = ("another optimizer has taken its place, or one is made in each step",)
@@ -463,7 +459,7 @@ class OptimizerCoverage(Rule):
 
     def __init__(self, rests: int = 20) -> None:
         self.rests = rests
-        self._told: dict[str, int] = {}  # what was found of which parameter, and when
+        self._reported: dict[str, int] = {}  # what was found of which parameter, and when
         self._first_look = -1
         self._before: dict[str, float] = {}  # sums of parameters that an optimizer of one lacks
         self._last_look, self._has_stepped = 0, False
@@ -491,9 +487,9 @@ class OptimizerCoverage(Rule):
                 ("besides", seen.value.besides, "info",
                  "is trained by the optimizer but is not a parameter of the model; it is watched"),
             ):  # fmt: skip
-                names = [name for name in parameters if f"{key} {name}" not in self._told]
+                names = [name for name in parameters if f"{key} {name}" not in self._reported]
                 if names:
-                    self._told |= {f"{key} {name}": seen.step for name in names}
+                    self._reported |= {f"{key} {name}": seen.step for name in names}
                     more = f"; the same holds for {len(names) - 1} more" * (len(names) > 1)
                     text = f"{names[0]} {words}{more}"
                     yield self.found(seen.step, names[0], text, "parameter", severity, what=key, parameters=names[:20])
@@ -504,7 +500,7 @@ class OptimizerCoverage(Rule):
         taken = seen.value.steps
         self._has_stepped |= taken > 0
         is_replaced = self._has_stepped and seen.value.changes >= rests >= self.rests * max(taken, 1)
-        if is_replaced and "replaced" not in self._told:
-            self._told["replaced"] = seen.step
+        if is_replaced and "replaced" not in self._reported:
+            self._reported["replaced"] = seen.step
             text = f"the optimizer took {taken or 'none'} of the last {rests} steps, but its parameters change in each"
             yield self.found(seen.step - rests, "optimizer", text, causes=_REPLACED, advice=_KEEP, steps=rests)

@@ -224,10 +224,7 @@ class ParameterJump(Rule):
             yield self.found(rows.steps[0], name, text, "parameter", severity, causes, ratio=ratio)
 
 
-_SHRUNK = (
-    "weights that were overwritten with zeros, or multiplied by a small number",
-    "a weight decay far too large",
-)
+_SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
 
 
 class UnchangedParameter(Rule):
@@ -258,12 +255,7 @@ class UnchangedParameter(Rule):
     )
 
     def __init__(
-        self,
-        measurements: int = 2,
-        steps: int = 50,
-        rounding: float = 1e-5,
-        least: float = 1e-5,
-        stops: float = 1e-3,
+        self, measurements: int = 2, steps: int = 50, rounding: float = 1e-5, least: float = 1e-5, stops: float = 1e-3
     ) -> None:
         self.measurements, self.steps, self.rounding = measurements, steps, rounding
         self.least, self.stops = least, stops
@@ -299,7 +291,9 @@ class UnchangedParameter(Rule):
                 began = int(since[names.index(fresh[0])])
                 text = f"{fresh[0]} has gradients and has not changed since step {began}"
                 text += f"; {len(fresh) - 1} more have not changed either" * (len(fresh) > 1)
-                severity: Severity = "info" if _rests(window) else self.severity
+                rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
+                rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
+                severity: Severity = "info" if rests else self.severity
                 yield self.found(began, fresh[0], text, "parameter", severity, parameters=fresh[:20])
 
     def _hardly(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
@@ -426,9 +420,3 @@ class OverwrittenParameter(Rule):
         text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
         text += f", and {len(names) - 1} more" * (len(names) > 1) + f"; {rise}"
         return self.found(self._since + 1, first, text, "parameter", parameters=names[:20], **evidence)
-
-
-def _rests(window: Window) -> bool:
-    """Whether some groups have a learning rate of 0, as those that are not to be trained, and others have not."""
-    last = [values[-1] for name, values in window.scalars.items() if name == "lr" or name.startswith("lr[")]
-    return 0 in last and any(rate > 0 for rate in last)
