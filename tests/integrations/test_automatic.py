@@ -409,24 +409,16 @@ def test_warnings_point_at_the_users_line(way: str) -> None:
         scaler.scale(loss).backward()
         return loss
 
-    def train() -> None:
-        if way == "closure":
-            optimizer.step(closure)
-        else:
-            closure()
-        if way == "clip":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if way == "value":
-            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-        if way == "unscale":
-            scaler.unscale_(optimizer)
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-        elif way != "closure":
-            optimizer.step()
-
+    measuring: dict[str, Callable[[], object]] = {
+        "closure": lambda: optimizer.step(closure),
+        "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "value": lambda: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "scaler": lambda: scaler.step(optimizer),
+        "unscale": lambda: scaler.unscale_(optimizer),
+    }
+    closure()
     with pytest.warns(AnomalyWarning) as caught:
-        train()
+        measuring.get(way, lambda: optimizer.step())()
     assert {warning.filename for warning in caught} == {__file__}
 
 
