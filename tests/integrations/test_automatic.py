@@ -26,6 +26,7 @@ def program(
     scaler: torch.amp.GradScaler | None = None,
     before: Callable[[int, Tensor], object] = lambda step, batch: None,
     behind: Callable[[int, Tensor], object] = lambda step, loss: None,
+    max_norm: float | None = None,
 ) -> Iterator[int]:
     """A loop without gradstat. Faults are injected ``before`` the forward pass and ``behind`` the backward pass."""
     for step in range(steps):
@@ -38,6 +39,10 @@ def program(
         if step == bad:
             model[0].weight.grad[1, 2] = math.inf  # type: ignore[index]
         behind(step, loss)
+        if max_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         if scaler is None:
             optimizer.step()
         else:
@@ -182,33 +187,20 @@ def test_a_closure_is_measured_once_per_step(kind: Any, by_keyword: bool, clips:
         assert scalars["loss"].tolist() == pytest.approx([loss for loss, _ in firsts])
 
 
-def scaled_program(
-    kind: str, optimizer: torch.optim.Optimizer, model: nn.Module, bad: int | None = None, fault: str = ""
-) -> torch.amp.GradScaler:
-    """`program` with a loss scaler, and NaN in a weight or in one batch."""
-    scaler = (gradstat.amp.GradScaler if kind == "gradstat's" else torch.amp.GradScaler)("cpu")
-
-    def before(step: int, batch: Tensor) -> None:
-        if step == bad:
-            (model[0].weight if fault == "weight" else batch)[0, 0] = math.nan  # type: ignore[index]
-
-    def behind(step: int, loss: Tensor) -> None:
-        if kind == "clipped":
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    list(program(optimizer, model, 12, None, scaler, before, behind))
-    return scaler
-
-
 @pytest.mark.parametrize("fault", ["weight", "batch"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "clipped", "gradstat's"])
 def test_no_loss_scaler_hides_a_step(kind: str, fused: bool, fault: str) -> None:
     """The scaler does not even call an optimizer that is not fused in nonfinite steps."""
     model, optimizer = made(fused=fused)
+    scaler = (gradstat.amp.GradScaler if kind == "gradstat's" else torch.amp.GradScaler)("cpu")
+
+    def before(step: int, batch: Tensor) -> None:
+        if step == 5:
+            (model[0].weight if fault == "weight" else batch)[0, 0] = math.nan  # type: ignore[index]
+
     with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        scaler = scaled_program(kind, optimizer, model, 5, fault)
+        list(program(optimizer, model, 12, None, scaler, before, max_norm=1.0 if kind == "clipped" else None))
     monitor = handle.monitor
     assert monitor.steps == 12
     assert monitor.scaler is scaler
@@ -350,13 +342,8 @@ def test_a_disabled_scaler_hides_no_finding(given: bool) -> None:
     """Programs often make a scaler in any case, and enable it for float16 only."""
     model, optimizer = made()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-
-    def behind(step: int, loss: Tensor) -> None:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
     with gradstat.auto(optimizer, model, scaler=scaler if given else None, on_anomaly="record") as handle:
-        list(program(optimizer, model, 1, 0, scaler, behind=behind))
+        list(program(optimizer, model, 1, 0, scaler, max_norm=1.0))
     found = next(finding for finding in handle.monitor.findings if finding.rule == "nonfinite-gradient")
     assert (found.name, found.severity) == ("0.weight", "error")
 
@@ -454,13 +441,14 @@ def test_internal_errors_are_reported_once_and_do_not_end_training(way: str, mon
     for watched in (False, True):
         torch.manual_seed(1)
         model, optimizer = made()
+        training = program(optimizer, model, 12, None, torch.amp.GradScaler("cpu"), max_norm=1.0)
         if not watched:
-            scaled_program("clipped", optimizer, model)
+            list(training)
         else:
             handle = gradstat.auto(optimizer, model)
             monkeypatch.setattr(f"gradstat.automatic.{way}", broken)
             with pytest.warns(RuntimeWarning) as caught:
-                scaled_program("clipped", optimizer, model)
+                list(training)
             (message,) = (str(one.message) for one in caught if "gradstat" in str(one.message))
             assert "calls of clips and loss scalers could not be tracked; training goes on:\nTraceback" in message
             assert [finding.rule for finding in handle.monitor.findings][:1] == ["not-watched"]
@@ -500,49 +488,24 @@ def test_a_scaler_inside_of_a_trainers_is_found() -> None:
 # What is watched is what is trained ----------------------------------------------------------------------
 
 
-def two_networks() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    return nn.Linear(4, 4), nn.Linear(4, 1)
-
-
-def train_both(
-    optimizer: torch.optim.Optimizer,
-    first: nn.Module,
-    second: nn.Module,
-    steps: int,
-    between: Callable[[int], object] = lambda step: None,
-    behind: Callable[[int], object] = lambda step: None,
-) -> None:
-    for step in range(steps):
-        between(step)
-        optimizer.zero_grad()
-        second(first(torch.randn(8, 4))).square().mean().backward()
-        behind(step)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("given", [True, False])
 def test_a_group_added_later_is_watched(given: bool) -> None:
     """Gradual unfreezing."""
-    body, head = two_networks()
+    model, _ = made()
+    body, _, head = model.children()
     body.requires_grad_(False)
     optimizer = torch.optim.AdamW(head.parameters())
 
-    def between(step: int) -> None:
+    def before(step: int, batch: Tensor) -> None:
         if step == 3:
             body.requires_grad_(True)
             optimizer.add_param_group({"params": body.parameters(), "lr": 1e-4})
 
-    def behind(step: int) -> None:
-        if step == 6:
-            body.bias.grad[2] = math.nan  # type: ignore[index, operator]
-
-    both = nn.ModuleDict({"body": body, "head": head})
-    with gradstat.auto(optimizer, both if given else None, on_anomaly="record") as handle:
-        train_both(optimizer, body, head, 8, between, behind)
+    with gradstat.auto(optimizer, model if given else None, on_anomaly="record") as handle:
+        list(program(optimizer, model, 8, bad=6, before=before))
     found = next(finding for finding in handle.monitor.findings if finding.severity == "error")
     assert (found.rule, found.step) == ("nonfinite-gradient", 6)
-    assert found.name == ("body.bias" if given else "group1.1")
+    assert found.name == ("0.weight" if given else "group1.0")
     assert {finding.rule for finding in handle.monitor.findings if finding.step < 6} == set()
 
 
@@ -581,16 +544,12 @@ def test_a_parameter_replaced_in_the_optimizer_is_followed() -> None:
 
 def test_what_the_optimizer_trains_besides_the_model_is_watched_too() -> None:
     """Two critics in one optimizer, of which the monitor is given one."""
-    first, second = two_networks()
+    model, _ = made()
+    besides, _, first = model.children()
     optimizer = torch.optim.AdamW(first.parameters())
-    optimizer.add_param_group({"params": list(second.parameters())})
-
-    def behind(step: int) -> None:
-        if step == 3:
-            second.weight.grad[0, 1] = math.nan  # type: ignore[index, operator]
-
+    optimizer.add_param_group({"params": list(besides.parameters())})
     with gradstat.auto(optimizer, first, on_anomaly="record") as handle:
-        train_both(optimizer, first, second, 5, behind=behind)
+        list(program(optimizer, model, 5, bad=3))
     infos = [finding for finding in handle.monitor.findings if finding.severity == "info"]
     (told,) = (finding for finding in infos if finding.evidence.get("what") == "besides")
     assert told.evidence["parameters"] == ["group1.0", "group1.1"]
@@ -599,15 +558,16 @@ def test_what_the_optimizer_trains_besides_the_model_is_watched_too() -> None:
 
 
 def test_the_learning_rates_of_all_groups_are_watched() -> None:
-    first, second = two_networks()
-    optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters()}], lr=1e-4)
+    model, _ = made()
+    groups = [{"params": layer.parameters()} for layer in (model[0], model[2])]  # type: ignore[index]
+    optimizer = torch.optim.SGD(groups, lr=1e-4)
 
-    def between(step: int) -> None:
+    def before(step: int, batch: Tensor) -> None:
         if step == 5:
             optimizer.param_groups[1]["lr"] *= 100_000
 
     with gradstat.auto(optimizer, on_anomaly="record") as handle:
-        train_both(optimizer, first, second, 12, between)
+        list(program(optimizer, model, 12, before=before))
     found = handle.monitor.diagnose().findings[0]
     assert (found.rule, found.step, found.name) == ("learning-rate-jump", 5, "lr[1]")
     assert "the learning rate of group 1 jumps from 0.0001 to 10" in found.text
