@@ -514,14 +514,6 @@ def test_what_a_time_limit_left_is_shown(recorded: tuple[Path, str], tmp_path: P
                 plots.DRAWN[name][1](members, tmp_path / "chart.png")
 
 
-def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
-    made = rows.row("lists", "case", "p", "wall time", "us", timing.Quartiles(1, 2, 3), CPU, bytes=8, dtype=torch.half)
-    path = rows.append([made], "quick", tmp_path)
-    assert rows.append([made], "quick", tmp_path) == path
-    assert rows.read(path) == [made, made]
-    assert rows.devices(tmp_path) == [[made, made]]
-
-
 def test_the_newest_run_of_every_case_counts() -> None:
     def row(case: str, provider: str, run: str, value: float) -> rows.Row:
         return rows.Row(provider, case, "wall time", "us", value, group="a", run=run)
