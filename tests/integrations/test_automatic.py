@@ -280,10 +280,8 @@ def test_the_cause_of_nan_gradients_is_named_first(fault: str, clips: bool, know
         monitor = gradstat.auto(optimizer, model, scaler=scaler, on_anomaly="record").monitor
 
     def before(step: int, batch: Tensor) -> None:
-        if step == 2 and fault == "batch":
-            batch[3, 1] = math.nan
-        if step == 2 and fault == "weight":
-            model[0].weight[1, 2] = math.nan  # type: ignore[index]
+        if step == 2 and fault != "gradient":
+            (batch if fault == "batch" else model[0].weight)[1, 2] = math.nan  # type: ignore[index]
 
     def behind(step: int, loss: Tensor) -> None:
         if step == 2 and fault == "gradient":
