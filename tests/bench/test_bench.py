@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -35,7 +36,8 @@ from gradstat.demo.model import GPT, GPT2, MODEST, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-FACTORIES = """
+HERE = "gradstat.bench.command:made_here"
+FACTORY = """
 import torch
 from torch import nn
 
@@ -43,35 +45,13 @@ def factory():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
     return model, lambda: model(x).square().mean()
 
-def raising(): raise RuntimeError("no data here")
-def alone(): return nn.Linear(2, 2)
-def three(): return nn.Linear(2, 2), 1, 2
-def nothing(): return None
-def vector():
-    model = nn.Linear(2, 2)
-    return model, lambda: model(torch.ones(3, 2))
-def detached():
-    model = nn.Linear(2, 2)
-    return model, lambda: model(torch.ones(3, 2)).sum().detach()
-def unrelated():
-    w = torch.ones(2, requires_grad=True)
-    return nn.Linear(2, 2), lambda: w.sum()
-def number():
-    return nn.Linear(2, 2), lambda: 1.0
-def mismatch():
-    return nn.Linear(2, 2), torch.ones(3, 5)
-def frozen():
-    return nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2)
-def infinite():
-    model = nn.Linear(2, 2)
-    return model, lambda: model(torch.full((1, 2), float("inf"))).sum()
 constant = 3
 """
 
 
 @pytest.fixture
 def _factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bench_these.py").write_text(FACTORIES)
+    (tmp_path / "bench_these.py").write_text(FACTORY)
     (tmp_path / "bench_broken.py").write_text("import torch, no_such_package\n")
     (tmp_path / "bench_raises.py").write_text("raise OSError('disk on fire')\n")
     monkeypatch.chdir(tmp_path)
@@ -117,22 +97,40 @@ def test_the_command_measures_a_users_model(tmp_path: Path) -> None:
         ("bench_raises:f", "disk on fire"),
         ("bench_these:missing", "bench_these has no missing"),
         ("bench_these:constant", "constant is a int, not a function"),
-        ("bench_these:raising", "RuntimeError: no data here"),
-        ("bench_these:alone", "returned a module alone; return (model, batch) or (model, loss)"),
-        ("bench_these:three", "got a tuple of 3"),
-        ("bench_these:nothing", "got a NoneType"),
-        ("bench_these:vector", "shape (3, 2); reduce it"),
-        ("bench_these:detached", "the loss has no graph"),
-        ("bench_these:unrelated", "no parameter of the model has a gradient"),
-        ("bench_these:number", "the loss must be a tensor, not a float"),
-        ("bench_these:mismatch", "the forward pass raised"),
-        ("bench_these:frozen", "the loss has no graph"),
-        ("bench_these:infinite", "gradients are not finite"),
     ],
 )
 def test_what_cannot_be_measured_is_explained(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments.split() if arguments.startswith("--") else ["--model", arguments]
     assert main(["bench", "--rounds", "1", "--device", "cpu", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def with_loss(loss_of: Callable[[torch.Tensor], object]) -> tuple[nn.Module, Callable[[], object]]:
+    model = nn.Linear(2, 2)
+    return model, lambda: loss_of(model(torch.ones(3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda: nn.Linear(2, 2), "returned a module alone; return (model, batch) or (model, loss)"),
+        (lambda: (nn.Linear(2, 2), 1, 2), "got a tuple of 3"),
+        (lambda: None, "got a NoneType"),
+        (lambda: with_loss(lambda output: output), "shape (3, 2); reduce it"),
+        (lambda: with_loss(lambda output: output.sum().detach()), "the loss has no graph"),
+        (lambda: with_loss(lambda _: torch.ones(2, requires_grad=True).sum()), "no parameter of the model has a grad"),
+        (lambda: with_loss(lambda _: 1.0), "the loss must be a tensor, not a float"),
+        (lambda: with_loss(lambda output: (output * math.inf).sum()), "gradients are not finite"),
+        (lambda: (nn.Linear(2, 2), torch.ones(3, 5)), "the forward pass raised"),
+        (lambda: (nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2)), "the loss has no graph"),
+    ],
+)
+def test_a_factory_that_makes_no_step_is_explained(
+    factory: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "made_here", factory, raising=False)
+    assert main(["bench", "--rounds", "1", "--device", "cpu", "--model", HERE]) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert "command.py" not in printed
@@ -181,25 +179,16 @@ class Echo(nn.Module):
         (lambda t: Output(inner=t), 6.0),
     ],
 )
-@pytest.mark.parametrize(
-    "batch",
-    [torch.full((2,), 3.0), (torch.full((2,), 1.5), torch.full((2,), 2.0)), {"x": torch.full((2,), 3.0)}],
-    ids=["tensor", "tuple", "mapping"],
-)
-def test_a_batch_becomes_a_loss(
-    form: Callable[[torch.Tensor], object], expected: float, batch: object, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [dict, UserDict, lambda batch: tuple(batch.values()), lambda batch: batch["x"] * 2])
+def test_a_batch_on_the_device_becomes_a_loss(
+    form: Callable[[torch.Tensor], object], expected: float, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    batch = kind({"x": torch.full((2,), 1.5), "y": torch.full((2,), 2.0)})
     monkeypatch.setattr(command, "made_here", lambda: (Echo(form), batch), raising=False)
-    _, loss = command.load("gradstat.bench.command:made_here", CPU)
-    assert loss().item() == expected
-
-
-@pytest.mark.parametrize("kind", [dict, UserDict, lambda batch: tuple(batch.values()), lambda batch: batch["x"]])
-def test_a_batch_is_moved_to_the_device(kind: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = kind({"x": torch.ones(2, device="cpu"), "y": torch.ones(2, device="cpu")})
-    monkeypatch.setattr(command, "made_here", lambda: (Echo(lambda t: t), batch), raising=False)
-    _, loss = command.load("gradstat.bench.command:made_here", torch.device("meta"))
-    assert loss().device.type == "meta"
+    for device in (CPU, torch.device("meta")):
+        _, loss = command.load(HERE, device)
+        assert loss().device.type == device.type
+        assert device.type == "meta" or loss().item() == expected
 
 
 def tiny_step() -> steps.Step:
@@ -523,14 +512,6 @@ def test_what_a_time_limit_left_is_shown(recorded: tuple[Path, str], tmp_path: P
         if seed < 3:
             for name, members in plots.charts_of(kept).items():
                 plots.DRAWN[name][1](members, tmp_path / "chart.png")
-
-
-def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
-    made = rows.row("lists", "case", "p", "wall time", "us", timing.Quartiles(1, 2, 3), CPU, bytes=8, dtype=torch.half)
-    path = rows.append([made], "quick", tmp_path)
-    assert rows.append([made], "quick", tmp_path) == path
-    assert rows.read(path) == [made, made]
-    assert rows.devices(tmp_path) == [[made, made]]
 
 
 def test_the_newest_run_of_every_case_counts() -> None:

@@ -1,25 +1,12 @@
 """The calls that compute-sanitizer watches (tools/gpu_gates/short_set.py): right results, and few launches."""
 
-from typing import Any
-
 import pytest
 from gpu_gates import short_set
+from helpers.cuda_counts import Operations
 from helpers.devices import BACKENDS
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # Not Triton's interpreter, which would take minutes.
 UNDER_TEST = [where for where in BACKENDS if where[0] == "emulated" or (where[1] == "cuda" and where[0] != "reference")]
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch's operations that are not views: each is at least a launch on a GPU, most allocate, too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        is_view = any(each.alias_info and not each.alias_info.is_write for each in function._schema.returns)
-        self.count += not is_view
-        return function(*arguments, **(options or {}))
 
 
 @pytest.mark.parametrize("where", UNDER_TEST, ids="-".join, indirect=True)
@@ -32,4 +19,4 @@ def test_results_are_those_of_the_cpu_from_few_operations(where: tuple[str, str]
     with Operations() as operations:
         short_set.run([backend], device, *(() if device == "cuda" else (1 << 20,)))
     # Those of the comparisons on the CPU included. The reference alone would take 55 for each of thousands of tensors.
-    assert operations.count < 8000
+    assert len(operations.names) < 8000

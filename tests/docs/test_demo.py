@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib import image
 
 import gradstat
 from gradstat.__main__ import main
@@ -22,25 +23,13 @@ def test_the_demo_names_the_corrupted_parameter(tmp_path: Path, capsys: pytest.C
     assert "the fault is in blocks.1.mlp.down.weight: 32 elements are not finite, the first at [0, 7]" in printed
     for variant in ("plain step", "gradstat.check", "torch clip", "naive", "detect_anomaly"):
         assert variant in printed
-    draw_picture(tmp_path)
     assert "1 error in 25 steps of GPT; it began in step 20 with blocks.1.mlp.down.weight" in printed
     assert b"blocks.1.mlp.down.weight" in (tmp_path / "run.html").read_bytes()
     assert main(["view", str(tmp_path / "run.gradstat"), "--no-page"]) == 0
-
-
-def draw_picture(folder: Path) -> None:
-    """The README's picture, from the recording."""
-    from matplotlib import image
-
-    command = [
-        sys.executable,
-        ROOT / "tools" / "demo_picture.py",
-        folder / "run.gradstat",
-        "--output",
-        folder / "it.png",
-    ]
-    subprocess.run(command, check=True)
-    picture = image.imread(folder / "it.png")
+    script = ROOT / "tools" / "demo_picture.py"  # draws the README's picture
+    drawn = tmp_path / "it.png"
+    subprocess.run([sys.executable, script, tmp_path / "run.gradstat", "--output", drawn], check=True)
+    picture = image.imread(drawn)
     assert picture.shape[1] >= 1000
     assert picture.std() > 0.05
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.frameworks import training_arguments
 from helpers.ranks import Ranks, on_ranks
-from helpers.ranks_of_frameworks import assert_same_stats, spoil
+from helpers.ranks_of_frameworks import assert_alike, assert_same_stats, spoil
 from torch import Tensor, nn
 
 import gradstat
@@ -175,11 +175,6 @@ def test_reports_are_those_of_the_whole_gradients(ranks: Ranks, world: int) -> N
     assert all(result == results[0] for result in results)
 
 
-def _monitored(stages: list[tuple[int, str]]) -> list[Any]:
-    deepspeed = _start()
-    return [_watched(deepspeed, stage, dtype) for stage, dtype in stages]
-
-
 def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int, str, str]]]:
     """Findings of a run in which gradients hold NaN from step 25 on."""
     engine = _engine(deepspeed, _config(stage, dtype, clip=0.0))
@@ -210,11 +205,12 @@ def _watched(deepspeed: Any, stage: int, dtype: str) -> dict[str, list[tuple[int
     return found
 
 
-def test_a_monitor_names_the_parameter_at_every_stage(ranks: Ranks) -> None:
-    stages = [(0, "fp32"), *((stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "fp16"))]
-    every = ranks.run(2, _monitored, stages, timeout=TIMEOUT)
-    assert every[0] == every[1]
-    for (stage, dtype), found in zip(stages, every[0], strict=True):
+@on_ranks(2, TIMEOUT)
+def test_a_monitor_names_the_parameter_at_every_stage() -> None:
+    deepspeed = _start()
+    for stage, dtype in [(0, "fp32"), *((stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "fp16"))]:
+        found = _watched(deepspeed, stage, dtype)
+        assert_alike(found)
         assert found["dead-gradient"][0][2].startswith("all elements of the gradient of unused have been zero")
         step, severity, text = found["nonfinite-gradient"][-1]
         assert (step, "2.bias has 1 NaN in 3 elements, the first at [2]; 2 of" in text) == (25, True), (stage, found)
@@ -254,7 +250,9 @@ def test_what_the_engine_does_itself_is_refused() -> None:
         engine.step()
 
 
-def _accelerated(stage: int) -> dict[str, Any]:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2, TIMEOUT)
+def test_accelerate(stage: int) -> None:
     _start()
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 
@@ -280,40 +278,25 @@ def _accelerated(stage: int) -> dict[str, Any]:
                     norms.append(accelerator.clip_grad_norm_(engine.parameters(), 0.5))
                 optimizer.step()
                 optimizer.zero_grad()
-        return _summary(handle.monitor, norms, [sum(pair) / 2 for pair in zip(losses[::2], losses[1::2], strict=True)])
+        means = [sum(pair) / 2 for pair in zip(losses[::2], losses[1::2], strict=True)]
+        _is_seen_as_the_engine_has_it(handle.monitor, "2.bias", norms, means)
 
 
-def _summary(monitor: gradstat.Monitor, norms: list[Any], losses: list[float]) -> dict[str, Any]:
-    monitor.flush()
-    scalars = monitor.recording().scalars
-    return {
-        "found": {finding.rule: (finding.step, finding.severity, finding.name) for finding in monitor.findings},
-        "norms": (scalars["norm"].tolist(), [float(norm) for norm in norms]),
-        "losses": (scalars["loss"].tolist(), losses),
-    }
-
-
-def _is_seen_as_the_engine_has_it(results: list[dict[str, Any]], name: str) -> None:
+def _is_seen_as_the_engine_has_it(monitor: gradstat.Monitor, name: str, norms: list[Any], losses: list[float]) -> None:
     """All ranks find the NaN of step 3, although the engine steps as a part of the backward pass."""
-    for result in results:
-        assert result["found"]["nonfinite-gradient"] == (3, "error", name)
-        norms, theirs = result["norms"]
-        assert norms[:3] == pytest.approx(theirs[:3], rel=1e-5)
-        assert (len(norms), [math.isfinite(norm) for norm in norms]) == (
-            len(theirs),
-            [i < 3 for i in range(len(norms))],
-        )
-        losses, theirs = result["losses"]
-        assert losses == pytest.approx(theirs, rel=1e-4)
-        assert results[0]["losses"][0] == losses
+    monitor.flush()
+    found = {finding.rule: (finding.step, finding.severity, finding.name) for finding in monitor.findings}
+    assert found["nonfinite-gradient"] == (3, "error", name)
+    scalars = monitor.recording().scalars
+    assert scalars["norm"][:3].tolist() == pytest.approx([float(norm) for norm in norms[:3]], rel=1e-5)
+    assert [math.isfinite(norm) for norm in scalars["norm"]] == [step < 3 for step in range(len(norms))]
+    assert scalars["loss"].tolist() == pytest.approx(losses, rel=1e-4)
+    assert_alike(scalars["loss"].tolist())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_accelerate(ranks: Ranks, stage: int) -> None:
-    _is_seen_as_the_engine_has_it(ranks.run(2, _accelerated, stage, timeout=TIMEOUT), "2.bias")
-
-
-def _trained(stage: int, folder: str) -> dict[str, Any]:
+@on_ranks(2, TIMEOUT)
+def test_trainer(stage: int, tmp_path: Path) -> None:
     _start()
     from transformers import Trainer, TrainerCallback
 
@@ -336,7 +319,7 @@ def _trained(stage: int, folder: str) -> dict[str, Any]:
 
     config = {key: value for key, value in _config(stage, accumulate=2).items() if key != "optimizer"}
     settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-3}
-    arguments = training_arguments(folder, deepspeed=config, **settings)
+    arguments = training_arguments(tmp_path, deepspeed=config, **settings)
     made = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(7, generator=made), "labels": torch.randn(3, generator=made)} for _ in range(128)]
     torch.manual_seed(3)
@@ -344,12 +327,8 @@ def _trained(stage: int, folder: str) -> dict[str, Any]:
     with install(trainer, on_anomaly="record") as handle:
         trainer.train()
         logs = [row for row in trainer.state.log_history if "loss" in row]
-        return _summary(handle.monitor, [row["grad_norm"] for row in logs], [row["loss"] for row in logs])
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_trainer(ranks: Ranks, stage: int, tmp_path: Any) -> None:
-    _is_seen_as_the_engine_has_it(ranks.run(2, _trained, stage, str(tmp_path), timeout=TIMEOUT), "net.2.bias")
+        norms, losses = ([row[name] for row in logs] for name in ("grad_norm", "loss"))
+        _is_seen_as_the_engine_has_it(handle.monitor, "net.2.bias", norms, losses)
 
 
 def test_the_example_names_the_parameter() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import Ranks, on_ranks
-from helpers.ranks_of_frameworks import assert_same_stats, spoil
+from helpers.ranks_of_frameworks import assert_alike, assert_same_stats, spoil
 from torch import Tensor, nn
 
 import gradstat
@@ -149,7 +149,9 @@ def test_a_nan_in_the_local_norm_is_a_parameter(is_cut: bool) -> None:
     ]
 
 
-def _watched(is_cut: bool) -> list[tuple[str, int, str]]:
+@pytest.mark.parametrize("is_cut", [False, True])
+@on_ranks(2, TIMEOUT)
+def test_a_monitor_names_the_parameter(is_cut: bool) -> None:
     _start()
     net = _net(torch.float32, has_unused=False)
     model = _wrapped(net, is_cut, overlaps=True)
@@ -163,15 +165,9 @@ def _watched(is_cut: bool) -> list[tuple[str, int, str]]:
         monitor.step(loss)
         assert monitor.latest().report.total_norm == pytest.approx(gradstat.check(model).total_norm, nan_ok=True)
     monitor.detach()
-    return [(finding.rule, finding.step, finding.text) for finding in monitor.findings]
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_monitor_names_the_parameter(ranks: Ranks, is_cut: bool) -> None:
-    found, others = ranks.run(2, _watched, is_cut, timeout=TIMEOUT)
-    assert found == others
-    assert {(rule, step) for rule, step, _ in found} == {("nonfinite-gradient", 25)}
-    assert "2.bias has 1 Inf in 3 elements, the first at [2]" in found[0][2]
+    assert_alike([(finding.rule, finding.step, finding.text) for finding in monitor.findings])
+    assert {(finding.rule, finding.step) for finding in monitor.findings} == {("nonfinite-gradient", 25)}
+    assert "2.bias has 1 Inf in 3 elements, the first at [2]" in monitor.findings[0].text
 
 
 @pytest.mark.parametrize("is_cut", [False, True])

@@ -14,18 +14,13 @@ SECONDS = 120
 def run(program: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs ``program``, with its arguments in ``sys.argv[1:]``; fails if it does not end."""
     return subprocess.run(
-        command(program, *arguments),
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path]), **environment},
         capture_output=True,
         text=True,
         timeout=SECONDS,
         check=False,
     )
-
-
-def command(program: str, *arguments: object) -> list[str]:
-    """The command line that runs ``program``."""
-    return [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(program), *map(str, arguments)]
 
 
 def output_of(program: str, *arguments: object, **environment: str) -> str:

@@ -12,6 +12,7 @@ from helpers.frameworks import QUIET, Net, forget_accelerators, samples
 from helpers.ranks import on_ranks
 from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import gradstat
@@ -241,3 +242,30 @@ def test_sharded_parameters_are_whole() -> None:
     for numbers in (norms, recording.scalars["loss"]):
         assert [math.isnan(number) for number in numbers] == [False, False, True, False, False, False]
     assert ("nonfinite-loss", 2, "loss") in [(f.rule, f.step, f.name) for f in handle.monitor.findings]
+
+
+@pytest.mark.parametrize("how", ["accelerate", "monitor"])
+@on_ranks(2, timeout=60.0)
+def test_ranks_with_uneven_inputs_neither_hang_nor_compare(how: str) -> None:
+    """Inside of DDP's ``join()`` some ranks take fewer steps, so nothing may wait for them."""
+    model: Any = nn.Linear(3, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    options: Any = {"on_anomaly": "record", "watch": {"replicas": 2}}
+    with accelerate_on_ranks(), pytest.MonkeyPatch.context() as patch:
+        accelerator = Accelerator(cpu=True)
+        wrapped = DistributedDataParallel(model)
+        if how == "accelerate":
+            wrapped, optimizer = accelerator.prepare(model, optimizer)
+            handle: Any = install(accelerator, **options)
+        else:
+            handle = gradstat.auto(wrapped, optimizer, **options)
+        patch.setattr(Accelerator, "multi_device", True)  # else this does nothing
+        with accelerator.join_uneven_inputs([wrapped], even_batches=False):
+            for _ in range(4 + 3 * torch.distributed.get_rank()):
+                accelerator.backward(wrapped(torch.randn(4, 3)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert handle.monitor.steps == 4 + 3 * torch.distributed.get_rank()
+        handle.monitor.flush()
+        assert "replica-mismatch" not in {finding.rule for finding in handle.monitor.findings}
+        handle.remove()

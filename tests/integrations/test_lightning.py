@@ -26,10 +26,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
 from gradstat._core.host_copy import HostCopy
+from gradstat.integrations import _attachment
 from gradstat.integrations._adapter import Adapter
 from gradstat.integrations._attachment import Attachment, RankReductions
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.monitor import AnomalyError
+from gradstat.monitor.segments import PendingRows
 
 pytestmark = [*OF_FRAMEWORKS, QUIET]
 
@@ -41,7 +43,6 @@ class Model(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
         self.make, self.spoil, self.options = make, spoil or {}, {"lr": 0.1, **options}
-        self.scale = 1.0
         self.gradients: list[dict[str, Tensor]] = []
         self.clipped: list[float] = []
 
@@ -53,12 +54,11 @@ class Model(pl.LightningModule):
             outputs = outputs * (1 + torch.sqrt(outputs - outputs))
         elif kind == "nan":
             outputs = outputs * math.nan
-        return nn.functional.cross_entropy(outputs, y) * self.scale
+        return nn.functional.cross_entropy(outputs, y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss_of(batch, batch_idx)
         self.log("calls", 1.0, reduce_fx="sum", on_epoch=True, on_step=False, logger=False)
-        return loss
+        return self.loss_of(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
@@ -157,18 +157,6 @@ def test_a_clip_by_value_stays_lightnings() -> None:
     assert all(map(torch.equal, trained[0].parameters(), trained[1].parameters()))
 
 
-def test_schedulers_advance_over_a_step_that_was_skipped() -> None:
-    class Scheduled(Model):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=8)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    made = fit(GradstatCallback(on_anomaly=["skip", "record"]), Scheduled(spoil={0: "nan", 3: "nan"}))
-    (configured,) = made.lr_scheduler_configs
-    assert configured.scheduler.last_epoch == made.global_step == 8
-
-
 def test_stop_and_checkpoint(tmp_path: Path) -> None:
     model = Model(spoil={3: "nan"})
     callback = GradstatCallback(on_anomaly=["stop", "checkpoint", "skip"], save_dir=tmp_path)
@@ -258,17 +246,25 @@ def test_the_step_that_runs_again_gives_the_same_gradients(accumulate: int, opti
     assert made.callback_metrics["calls"] == 6  # a replay logs nothing
 
 
-def test_the_progress_bar_shows_the_finding() -> None:
+def test_after_a_skipped_step_the_progress_bar_shows_the_finding_and_schedulers_advance() -> None:
     shown: list[Any] = []
 
     class Watching(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             shown.append(trainer.progress_bar_metrics.get("gradstat"))
 
-    made = lightning_trainer([GradstatCallback(on_anomaly=["skip", "record"]), Watching()], enable_progress_bar=True)
-    made.fit(Model(spoil={3: "nan"}), data())
+    class Scheduled(Model):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=8)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    callbacks = [GradstatCallback(on_anomaly=["skip", "record"]), Watching()]
+    made = fit(callbacks, Scheduled(spoil={3: "nan"}), enable_progress_bar=True)
     assert shown[2] is None
     assert shown[3].startswith("step 3: the gradient of net.2.bias has 3 NaN")
+    (configured,) = made.lr_scheduler_configs
+    assert configured.scheduler.last_epoch == made.global_step == 8
 
 
 class Two(pl.LightningModule):
@@ -343,8 +339,6 @@ def test_a_resumed_training_continues_where_it_stopped(tmp_path: Path) -> None:
     second = GradstatCallback(max_norm=again, on_anomaly="record")
     made = lightning_trainer(second, max_epochs=2)
     made.fit(Model(), data(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
-    assert second.monitor is not None
-    assert first.monitor is not None
     assert second.monitor.steps == 16
     assert second.monitor.recording().steps.tolist() == list(range(16))
     assert second.monitor.findings[: len(first.monitor.findings)] == first.monitor.findings
@@ -355,46 +349,38 @@ def test_a_negative_clip_of_the_trainer_is_none() -> None:
     for own in (None, 1.0):
         callback = GradstatCallback(max_norm=own, on_anomaly="record")
         fit(callback, Model(), gradient_clip_val=-1.0)
-        assert callback.monitor is not None
         assert callback.monitor._max_norm == own
 
 
-def test_a_wrong_argument_names_the_callback() -> None:
-    with pytest.raises(TypeError, match=r"GradstatCallback\(\) has no argument 'maxnorm'; did you mean 'max_norm'\?"):
-        GradstatCallback(maxnorm=1.0)
+class Iterating(Model):
+    def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        raise AssertionError
 
 
-def test_duplicate_clips_and_callbacks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"):
-        fit(GradstatCallback(max_norm=1.0), Model(), gradient_clip_val=0.5)
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.parametrize(
+    ("options", "model", "words"),
+    [
+        ({"maxnorm": 1.0}, None, r"GradstatCallback\(\) has no argument 'maxnorm'; did you mean 'max_norm'\?"),
+        ({"log_every": -1}, None, "log_every is -1"),
+        ({"on_anomaly": "explode"}, None, "unknown policy 'explode'; known: record, .*checkpoint"),
+        ({"per_tensor": ("median",)}, None, "per_tensor: unknown name 'median'"),
+        ({"max_norm": 1.0}, Model, r"max_norm=1\.0\) and Trainer\(gradient_clip_val=0\.5\).*Set only one"),
+        ({"on_anomaly": "replay"}, Two, "replay needs a function that runs the step under manual optimization"),
+        ({"on_anomaly": "replay"}, Iterating, "dataloader_iter, which cannot be rewound"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options: Any, model: Any, words: str) -> None:
+    """Without a trainer, if that needs none."""
+    with pytest.raises((TypeError, ValueError), match=words):
+        fit(GradstatCallback(**options), model(), gradient_clip_val=0.5 if model is Model else None)
+
+
+def test_a_second_callback_is_refused() -> None:
     made = lightning_trainer(GradstatCallback())
     made.callbacks.append(GradstatCallback())  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"expected one GradstatCallback .* found 2.* Remove"):
         made.fit(Model(), data())
-
-
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
-def test_replay_is_refused_where_a_step_cannot_run_again() -> None:
-    with pytest.raises(ValueError, match="replay needs a function that runs the step under manual optimization"):
-        fit(GradstatCallback(on_anomaly="replay"), Two())
-
-    class Iterating(Model):
-        def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
-            raise AssertionError
-
-    with pytest.raises(ValueError, match="dataloader_iter, which cannot be rewound"):
-        fit(GradstatCallback(on_anomaly="replay"), Iterating())
-
-
-def test_invalid_arguments_are_refused_at_once() -> None:
-    for options, words in (
-        ({"log_every": -1}, "log_every is -1"),
-        ({"on_anomaly": "explode"}, "unknown policy 'explode'; known: record, .*checkpoint"),
-        ({"per_tensor": ("median",)}, "per_tensor: unknown name 'median'"),
-        ({"top": 0}, "top is 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            GradstatCallback(**options)  # type: ignore[arg-type]
 
 
 def test_a_callback_can_be_pickled() -> None:
@@ -474,12 +460,6 @@ def _bad_at(step: int, rank: int = 1) -> dict[int, str]:
     return {step: "sqrt"} if dist.get_rank() == rank else {}
 
 
-def assert_measured(found: list[float], seen: list[float]) -> None:
-    """Checks that all steps have the expected norm, and that only that of step 3 is nonfinite."""
-    assert [math.isfinite(norm) for norm in found] == [i != 3 for i in range(8)]
-    assert found[:3] + found[4:] == pytest.approx(seen[:3] + seen[4:], rel=1e-6)
-
-
 class _OneWants(pl.Callback):
     """Requests a policy in step 3, on rank 1 only."""
 
@@ -514,21 +494,21 @@ def test_policies_of_one_rank_are_carried_out_on_all(policy: str, tmp_path: Path
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @on_ranks(2)
-def test_a_replay_finds_the_line_on_the_rank_that_made_it(accumulate: int) -> None:
-    callback = GradstatCallback(on_anomaly=["replay", "skip"])
-    made = fit_on_ranks([callback], Model(spoil=_bad_at(5)), accumulate_grad_batches=accumulate)
+def test_the_line_and_the_micro_batch_are_named_on_the_rank_that_caused_it_and_that_rank_on_all(
+    accumulate: int,
+) -> None:
+    callback = GradstatCallback(on_anomaly=["replay", "skip"], watch=["origin"])
+    made = fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=accumulate)
     assert made.global_step == 8 // accumulate
-    culprit = str(callback.monitor.culprit)
-    assert ("derivative of sqrt" in culprit) == ("torch.sqrt(outputs - outputs)" in culprit) == (dist.get_rank() == 1)
-    assert (culprit == "None") == (dist.get_rank() == 0)
-
-
-@on_ranks(2)
-def test_the_micro_batch_is_reported_on_the_rank_that_caused_it() -> None:
-    callback = GradstatCallback(on_anomaly="skip")
-    fit_on_ranks([callback], Model(spoil=_bad_at(4)), accumulate_grad_batches=4)
-    # On the other rank it appears with the all-reduce of the last micro-batch.
-    assert set(callback.micro_batch_reports[1].nonfinite_since.values()) == {(3, 0)[dist.get_rank()]}
+    culprit, is_here = str(callback.monitor.culprit), dist.get_rank() == 1
+    assert ("derivative of sqrt" in culprit) == ("torch.sqrt(outputs - outputs)" in culprit) == is_here
+    assert (culprit == "None") == (not is_here)
+    (found,) = (finding for finding in callback.monitor.findings if finding.rule == "nonfinite-rank")
+    assert found.step == 4 // accumulate
+    assert "rank 1" in found.text
+    assert_alike(found)
+    if accumulate > 1:  # on the other rank it appears with the all-reduce of the last micro-batch
+        assert set(callback.micro_batch_reports[2].nonfinite_since.values()) == {0 if is_here else 1}
 
 
 class _Sharded(Model):
@@ -554,18 +534,9 @@ def test_sharded_gradients_are_measured_and_clipped_as_a_whole() -> None:
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     assert fit_on_ranks([callback], model, strategy).global_step == 8
     assert all(p.to_local().isfinite().all() for p in model.parameters())  # type: ignore[attr-defined]
-    assert_measured(norms(callback), [norm_of(g) for g in model.gradients])
+    assert norms(callback) == pytest.approx([norm_of(g) for g in model.gradients], rel=1e-6, nan_ok=True)
+    assert [math.isfinite(norm) for norm in norms(callback)] == [step != 3 for step in range(8)]
     assert model.clipped[:3] + model.clipped[4:] == pytest.approx([0.01] * 7, abs=1e-5)
-
-
-@on_ranks(2)
-def test_the_rank_that_caused_it_is_named_on_all() -> None:
-    callback = GradstatCallback(on_anomaly=["skip", "record"], watch=["origin"])
-    fit_on_ranks([callback], Model(spoil=_bad_at(3)))
-    (found,) = (finding for finding in callback.monitor.findings if finding.rule == "nonfinite-rank")
-    assert found.step == 3
-    assert "rank 1" in found.text
-    assert_alike(found)
 
 
 @on_ranks(2)
@@ -575,6 +546,14 @@ def test_the_mean_loss_is_that_of_the_ranks_with_a_loss() -> None:
     assert reductions.mean(torch.tensor(3.0) if rank == 1 else None) == (3.0 if rank == 1 else None)
 
 
+class Travelling(HostCopy):
+    """Pretends that numbers are in transit, as from a GPU."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.needs_copy = True
+
+
 @on_ranks(2)
 def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     """As on a GPU, where calls do not wait for votes; a call that waits also gets those of the call before."""
@@ -582,7 +561,7 @@ def test_votes_that_travel_arrive_once_and_a_step_later_on_all_ranks() -> None:
     calls = [([first, False], False), ([False, False], False), ([False, first], False)]
     calls += [([False, False], True)] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostCopy, "needs_copy", True)
+        patch.setattr(_attachment, "HostCopy", Travelling)
         votes = RankReductions(torch.device("cpu"))
         received = [votes.any_of(wants, wait) for wants, wait in calls]
     assert received == [[False, False], [True, False], [False, False], [False, True], [False, False]]
@@ -594,7 +573,9 @@ def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> Non
     for travels in (False, True):
         model, raised = nn.Linear(2, 1), []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostCopy, "needs_copy", travels)
+            if travels:
+                patch.setattr(_attachment, "HostCopy", Travelling)
+                patch.setattr(PendingRows, "needs_copy", True)
             adapter, optimizer = Adapter({"on_anomaly": "raise"}, "trainer"), torch.optim.SGD(model.parameters())
             adapter.device = torch.device("cpu")
             attachment = Attachment(adapter, model, optimizer, None)

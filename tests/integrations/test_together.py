@@ -19,7 +19,7 @@ UTILS: Any = torch.nn.utils
 
 
 class Run(NamedTuple):
-    """A training whose gradients a hook spoils in step `BAD`."""
+    """A training whose gradients are spoilt in step `BAD`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -32,28 +32,17 @@ class Run(NamedTuple):
         return list(self.model.parameters())
 
     def backward(self, step: int, fault: str) -> Tensor:
-        squares: list[Tensor] = []
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
-
-        def spoil(name: str) -> Callable[[Tensor], Tensor]:
-            def hook(gradient: Tensor) -> Tensor:
-                if step == BAD and fault == "explosion":
-                    gradient = gradient * 1e4
-                if step == BAD and fault == "nan" and name == "0.weight":
-                    gradient = gradient.clone()
-                    gradient[1, 2] = math.nan
-                squares.append((gradient.double() / scale).square().sum())
-                return gradient
-
-            return hook
-
-        hooks = [parameter.register_hook(spoil(name)) for name, parameter in self.model.named_parameters()]
         generator = torch.Generator().manual_seed(step)
         loss = mse_loss(self.model(torch.randn(16, 4, generator=generator)), torch.ones(16, 2))
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        for hook in hooks:
-            hook.remove()
-        self.raw.append(float(torch.stack(squares).sum().sqrt()))
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if step == BAD and fault == "explosion":
+            for gradient in gradients:
+                gradient *= 1e4
+        elif step == BAD:
+            gradients[0][1, 2] = math.nan
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self.raw.append(math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients)) / scale)
         return loss.detach()
 
 

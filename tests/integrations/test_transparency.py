@@ -294,19 +294,13 @@ def test_other_hooks_are_saved() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Accelerate", "Trainer"])
-def test_a_second_install_replaces_the_first(kind: str, tmp_path: Path) -> None:
+def test_a_second_install_replaces_the_first_unless_it_fails(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enter = FRAMEWORKS[kind](*made(), tmp_path)
-    first = enter()
-    with enter() as second:
-        assert not first._patches
-        assert second._patches
-    assert not second._patches
-
-
-@pytest.mark.parametrize("kind", ["Accelerate", "Trainer"])
-def test_an_install_that_fails_changes_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = FRAMEWORKS[kind](*made(), tmp_path)
+    replaced = enter()
     with enter() as first:
+        assert not replaced._patches
         held = {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches}
         with monkeypatch.context() as broken:
             broken.setattr("gradstat.integrations._attachment.Monitor", lambda *_, **__: 1 / 0)
@@ -314,3 +308,4 @@ def test_an_install_that_fails_changes_nothing(kind: str, tmp_path: Path, monkey
                 enter()
         assert {id(patch._owner): dict(vars(patch._owner)) for patch in first._patches} == held
         assert not first.monitor._paused
+    assert not first._patches

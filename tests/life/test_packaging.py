@@ -24,8 +24,6 @@ import gradstat
 from gradstat import _torch_version
 
 ROOT = Path(__file__).resolve().parents[2]
-LARGEST_WHEEL = 1_000_000
-"""Bytes, without CUDA kernels."""
 FIRST_USE = ROOT / "tools" / "first_use.py"
 
 
@@ -86,11 +84,6 @@ def distribution(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def wheel(distribution: dict[str, Path]) -> Path:
-    return distribution[".whl"]
-
-
-@pytest.fixture(scope="module")
 def pure(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A build without a compiler, with another folder for temporary files, in another time zone."""
     folder, git = tmp_path_factory.mktemp("another folder"), shutil.which("git")
@@ -100,8 +93,8 @@ def pure(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def demands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Demands:
-    with zipfile.ZipFile(wheel) as archive:
+def demands(distribution: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Demands:
+    with zipfile.ZipFile(distribution[".whl"]) as archive:
         return demands_of(Path(archive.extract("gradstat/_C.abi3.so", tmp_path_factory.mktemp("library"))))
 
 
@@ -115,26 +108,23 @@ def library(request: pytest.FixtureRequest) -> tuple[str, Demands]:
     return name, demands_of(path)
 
 
-def installed(wheel: Path, folder: Path) -> Path:
-    """The Python of a new environment in ``folder`` with the wheel installed; it also finds this one's packages."""
+def first_use(wheel: Path, folder: Path, *, hidden: str = "", warnings: str = "error") -> tuple[dict[str, str], str]:
+    """Installs the wheel, and runs the program without a compiler and the module ``hidden``; then `info`.
+
+    In a new environment, which also finds this one's packages, and with an empty PATH.
+    """
     venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
+    python = str(folder / "bin" / "python")
     packages = next((folder / "lib").glob("python3.*")) / "site-packages"
     # As a path, not as a site directory, so that an editable gradstat in there is not found.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
     run(*pip, "--target", str(packages), str(wheel), cwd=folder)
-    return python
-
-
-def first_use(wheel: Path, folder: Path, *, hidden: str = "", warnings: str = "error") -> tuple[dict[str, str], str]:
-    """Runs the program with an empty PATH, so without a compiler, and without the module ``hidden``; then `info`."""
-    python = installed(wheel, folder)
     code = (
         f"import runpy, sys; sys.modules[{hidden!r}] = None; runpy.run_path({str(FIRST_USE)!r})['main']()\n"
         f"del sys.modules[{hidden!r}]; from gradstat.__main__ import main; main(['info'])"
     )
-    printed = run(str(python), "-W", warnings, "-c", code, cwd=folder, PATH="", PYTHONPATH="", CUDA_HOME="")
+    printed = run(python, "-W", warnings, "-c", code, cwd=folder, PATH="", PYTHONPATH="", CUDA_HOME="")
     found, _, info = printed.partition("\n")
     used: dict[str, str] = json.loads(found)
     assert Path(used["file"]).is_relative_to(folder), "it used another gradstat than the installed one"
@@ -151,7 +141,8 @@ def test_the_source_distribution_holds_all_of_the_project(sources: list[str], di
     assert held == wanted | made
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(sources: list[str], wheel: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(sources: list[str], distribution: dict[str, Path]) -> None:
+    wheel = distribution[".whl"]
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
         information = {name for name in held if re.match(r"gradstat-[^/]*\.dist-info/", name)}
@@ -161,7 +152,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(sources: list[str], wheel:
     kernels = {f"gradstat/{name}" for name in sources if name.startswith("kernels/")}
     assert held - information == package | kernels | {"gradstat/_C.abi3.so"}
     assert any(name.endswith("/licenses/LICENSE") for name in information)
-    assert wheel.stat().st_size < LARGEST_WHEEL
+    assert wheel.stat().st_size < 1_000_000  # without CUDA kernels
     (tag,) = re.findall(r"^Tag: (.*)$", tags, re.MULTILINE)
     assert wheel.stem.endswith(f"-{tag}")
     assert tag.startswith("cp310-abi3-manylinux_2_")
@@ -206,8 +197,10 @@ def test_workflows_run_what_exists() -> None:
         run("make", "-n", target, cwd=ROOT)
 
 
-def test_the_platform_tag_promises_no_older_system_than_the_library_needs(wheel: Path, demands: Demands) -> None:
-    promised = re.findall(r"manylinux_(\d+)_(\d+)_", wheel.name)
+def test_the_platform_tag_promises_no_older_system_than_the_library_needs(
+    distribution: dict[str, Path], demands: Demands
+) -> None:
+    promised = re.findall(r"manylinux_(\d+)_(\d+)_", distribution[".whl"].name)
     needed = [re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", version) for version in set(demands.symbols.values())]
     assert max((int(m[1]), int(m[2])) for m in needed if m) <= tuple(map(int, promised[0]))
 
@@ -319,8 +312,10 @@ def test_make_compiles_cuda_code_for_the_gpus_that_are_here_and_for_tests(
     assert len(stages) == 5  # each says before it begins what it does: environment, torch, packages, compiler, program
 
 
-def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(wheel: Path, tmp_path: Path) -> None:
-    found, info = first_use(wheel, tmp_path, hidden="triton")
+def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(
+    distribution: dict[str, Path], tmp_path: Path
+) -> None:
+    found, info = first_use(distribution[".whl"], tmp_path, hidden="triton")
     assert found["cpu"] == "native"
     assert "cpu     native     chosen" in info
 
