@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+import rows  # noqa: F401  # finds the helpers of the tests
 from helpers.training import RECORD, Training
 
 ONSET = 150  # the step in which faults in the middle of a run begin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
@@ -159,67 +158,44 @@ def line(verdict: Verdict, tool: str) -> str:
 
 # Rows -------------------------------------------------------------------------------------------------------------
 
-MOST = 1e6  # the number recorded for an infinite harm
-
 
 def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
     """The rows of faults, each over its models and seeds, and of whole sets."""
     made = []
     for when in detection_tables.WHEN:
-        those = [verdict for verdict in verdicts if verdict.case.when == when]
+        group, those = detection_tables.group_of(when), [verdict for verdict in verdicts if verdict.case.when == when]
         for which in dict.fromkeys(verdict.case.set for verdict in those):
             of_set = [verdict for verdict in those if verdict.case.set == which]
-            made += _rows_of_tools(when, which, detection_tables.ALL, of_set, NAMES)
+            for tool in NAMES:
+                made += _rows_of_tool(when, which, detection_tables.ALL, of_set, tool)
             for what in dict.fromkeys(verdict.case.what for verdict in of_set):
                 of_fault = [verdict for verdict in of_set if verdict.case.what == what]
-                made += _rows_of_fault(when, which, what, of_fault)
+                statuses = Counter(verdict.status for verdict in of_fault)
+                case = detection_tables.case_of(which, what)
+                made += rows_of_values(group, case, detection_tables.FAULT, statuses)
+                if statuses["harmful"]:
+                    made += _rows_of_tool(when, which, what, of_fault, Gradstat.name)
     return made + golden_rows(verdicts)
 
 
-def _rows_of_fault(when: str, which: str, what: str, verdicts: Sequence[Verdict]) -> list[Row]:
-    group, case = detection_tables.group_of(when), detection_tables.case_of(which, what)
-    statuses = Counter(verdict.status for verdict in verdicts)
-    made = rows_of_values(group, case, detection_tables.FAULT, statuses)
+def _rows_of_tool(when: str, which: str, what: str, verdicts: Sequence[Verdict], tool: str) -> list[Row]:
+    """The harmful runs and those found; of gradstat also later ones and, of a whole set, when and where."""
     harmful = [verdict for verdict in verdicts if verdict.status == "harmful"]
-    if not harmful:
-        return made
-    harm = min(MOST, statistics.median(harm for verdict in harmful for harm in verdict.harms))
-    made += rows_of_values(group, case, detection_tables.FAULT, {"harm": harm})
-    finders = [tool for tool in NAMES if tool == Gradstat.name or any(any(v.hits(tool)) for v in harmful)]
-    return made + _rows_of_tools(when, which, what, harmful, finders)
-
-
-def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict], tools: Sequence[str]) -> list[Row]:
-    harmful = [verdict for verdict in verdicts if verdict.status == "harmful"]
-    made = []
-    for tool in tools:
-        runs = [(verdict, flags) for verdict in harmful for flags in verdict.hits(tool)]
-        hit = [(verdict.case, flags) for verdict, flags in runs if flags]
-        later = [
-            flags
-            for verdict in harmful
-            for soon, flags in zip(verdict.hits(tool), verdict.hits(tool, STEPS), strict=True)
-            if flags and not soon
-        ]
-        values: dict[str, float | Quartiles] = {
-            "runs": float(len(runs)),
-            "found": float(len(hit)),
-            "found later": float(len(later)),
-            "twins flagged": float(sum(has_alarm(v.case, twin, tool) for v in harmful for _, twin in v.arms)),
-        }
+    runs = [(verdict, flags) for verdict in harmful for flags in verdict.hits(tool)]
+    hit = [(verdict.case, flags) for verdict, flags in runs if flags]
+    values: dict[str, float | Quartiles] = {"runs": len(runs), "found": len(hit)}
+    if tool == Gradstat.name:
+        later = [flags for verdict in harmful for flags in verdict.hits(tool, STEPS)]
+        values["found later"] = sum(bool(flags) and not soon for (_, soon), flags in zip(runs, later, strict=True))
+    if tool in (Gradstat.name, GOLDEN) and what == detection_tables.ALL:
+        values["twins flagged"] = sum(has_alarm(v.case, twin, tool) for v in harmful for _, twin in v.arms)
         if hit:
             values["delay"] = quartiles([min(flag.noticed for flag in flags) - case.onset for case, flags in hit])
-        if tool in (Gradstat.name, GOLDEN):
-            # Those of the repository are what a rule names first, though the fault may be everywhere.
-            is_known = [bool(case.place) and (tool, case.set) != (GOLDEN, "repository") for case, _ in hit]
-            placed = list(itertools.compress(hit, is_known))
-            values["found, with a place"] = float(len(placed))
-            values["place right"] = float(sum(is_right(case, flags[0]) for case, flags in placed))
-            if what != detection_tables.ALL:
-                rules = Counter(flags[0].rule for _, flags in hit)
-                values |= {f"first: {rule}": float(count) for rule, count in rules.items()}
-        made += rows_of_values(detection_tables.group_of(when), detection_tables.case_of(which, what), tool, values)
-    return made
+        # Those of the repository are what a rule names first, though the fault may be everywhere.
+        placed = [(c, flags) for c, flags in hit if c.place and (tool, c.set) != (GOLDEN, "repository")]
+        values["found, with a place"] = len(placed)
+        values["place right"] = sum(is_right(case, flags[0]) for case, flags in placed)
+    return rows_of_values(detection_tables.group_of(when), detection_tables.case_of(which, what), tool, values)
 
 
 def golden_rows(verdicts: Sequence[Verdict]) -> list[Row]:
@@ -234,7 +210,7 @@ def golden_rows(verdicts: Sequence[Verdict]) -> list[Row]:
             groups.setdefault(key, []).append(verdict)
     made = []
     for (which, what), of_group in groups.items():
-        made += _rows_of_tools(detection_tables.GOLDEN, which, what, of_group, [GOLDEN])
+        made += _rows_of_tool(detection_tables.GOLDEN, which, what, of_group, GOLDEN)
     twins = {id(twin): has_alarm(verdict.case, twin, GOLDEN) for verdict in those for _, twin in verdict.arms}
     group, values = (
         detection_tables.group_of(detection_tables.GOLDEN),

@@ -7,23 +7,18 @@ losses, Lightning's ``SpikeDetection`` and the test of ``EarlyStopping`` for fin
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-import itertools
-
 from helpers.training import Training
+from torch import Tensor, nn
 
 Found = tuple[int, str, str]  # the step it is about, a rule, a name
 

@@ -11,12 +11,10 @@ training.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import io
 import logging
-import random
 import statistics
 import tempfile
 import time
@@ -28,11 +26,12 @@ from typing import Any
 import tables
 import torch
 import torch.nn.functional as F  # noqa: N812
-from rows import Row, add_arguments, append, step_rows
+from rows import Row, parser_of, record, step_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
+from gradstat.bench.timing import interleaved
 from gradstat.demo.model import GPT, SMALL
 from gradstat.integrations.loggers import log_report
 
@@ -238,24 +237,19 @@ FRAMEWORKS = {"Lightning": lightning, "Trainer": trainer, "wandb": wandb}
 
 
 def measured(group: str, case: str, trainings: Trainings, rounds: int) -> list[Row]:
-    """The rows of trainings that take turns, each round in another order, after a round to warm up."""
+    """The rows of trainings that take turns, after a round to warm up."""
     took: dict[str, list[float]] = {name: [] for name in trainings}
-    order, shuffle = list(trainings), random.Random(0).shuffle
-    for number in range(1 + rounds):
-        shuffle(order)
-        for name in order:
-            seconds = trainings[name]()
-            if number:
-                took[name].append(seconds)
-    plain, device = next(iter(took.values())), torch.device("cpu")
-    return [row for name, seconds in took.items() for row in step_rows(group, case, name, seconds, plain, device)]
+    calls = {name: (lambda name=name: took[name].append(trainings[name]())) for name in trainings}
+    interleaved(calls, rounds, 1)
+    seconds = {name: each[1:] for name, each in took.items()}
+    plain, device = next(iter(seconds.values())), torch.device("cpu")
+    return [row for name, each in seconds.items() for row in step_rows(group, case, name, each, plain, device)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("frameworks", nargs="*", choices=[*FRAMEWORKS, []], help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
-    add_arguments(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -265,8 +259,7 @@ def main() -> None:
             for group, case, trainings in FRAMEWORKS[name](folder):
                 made += measured(group, case, trainings, options.rounds)
     print(tables.table_of_rows(made))
-    if options.record:
-        print(f"recorded in {append(made, 'full', options.results)}")
+    record(made, "full", options)
 
 
 if __name__ == "__main__":

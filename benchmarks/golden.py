@@ -12,7 +12,6 @@ With ``--python`` of an environment that has another torch, runs under that one 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -32,23 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import runner
+import tables
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-import runner  # noqa: E402
-import tables  # noqa: E402
-from detection_mistakes import constant_sample, groups, never_zeroed, times  # noqa: E402
-from helpers.training import (  # noqa: E402
+from detection_mistakes import constant_sample, groups, never_zeroed, times
+from helpers.training import (
     CLASSES,
     TOKENS,
     Clusters,
@@ -60,12 +49,19 @@ from helpers.training import (  # noqa: E402
     factory,
     train,
 )
-from helpers.training_faults import every_batch  # noqa: E402
-from rows import Row, microseconds, row  # noqa: E402
-from runner import CPU, rows_of_values  # noqa: E402
+from helpers.training_faults import every_batch
+from rows import ROOT, Row, microseconds, record, row
+from runner import CPU, rows_of_values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
-from gradstat.monitor import Golden, Monitor, Recording, Series  # noqa: E402
-from gradstat.monitor.recording import GoldenComparison, load, save  # noqa: E402
+from gradstat.monitor import Golden, Monitor, Recording, Series
+from gradstat.monitor.recording import GoldenComparison, load, save
 
 STEPS = 160
 HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP, COST_GROUP = (
@@ -572,11 +568,10 @@ def healthy_rows(runs: Runs, held_out: int, sets: int) -> Iterator[Row]:
             values = {"called unlike": 100 * statistics.fmean(shares), "called unlike, worst set": 100 * max(shares)}
             case, provider = f"{name}, {held_out} held-out runs", f"{count} golden runs"
             yield from rows_of_values(HEALTHY_GROUP, case, provider, values, "%")
-            yield from rows_of_values(HEALTHY_GROUP, case, provider, {"golden sets": sets})
 
 
 def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int, *python: str) -> Iterator[Row]:
-    """How many runs with a change are called unlike, from which step on, and which places are named."""
+    """How many runs with a change are called unlike, and which places are named."""
     golden = {
         model: [Golden.of(runs([(model, seed) for seed in range(5 * i, 5 * i + 5)])) for i in range(sets)]
         for model in ("transformer", "MLP")
@@ -589,9 +584,6 @@ def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int, *python:
         told = Counter(re.sub(r" \(.*\)$", "", f"{one.where}: {one.what}") for one in unlike)
         provider = told.most_common(1)[0][0] if told else ""
         yield from rows_of_values(group, case.what, provider, {"called unlike": 100 * len(unlike) / len(compared)}, "%")
-        if unlike:
-            first = statistics.median(comparison.findings[0].step for comparison in unlike)
-            yield from rows_of_values(group, case.what, provider, {"first step": first})
         if unlike and case.names:
             right = statistics.fmean(is_right(case, comparison) for comparison in unlike)
             yield from rows_of_values(group, case.what, provider, {"right place": 100 * right}, "%")
@@ -631,12 +623,11 @@ def _long(seed: int) -> Recording:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runner.parser_of(__doc__)
     parser.add_argument("--held-out", type=int, default=100, help="healthy runs of each model (default %(default)s)")
     parser.add_argument("--sets", type=int, default=30, help="golden sets of each size (default %(default)s)")
     parser.add_argument("--python", help="the interpreter of an environment with another torch")
     parser.add_argument("--one", nargs=2, metavar=("SEED", "FILE"), help="only record one healthy run")
-    runner.add_arguments(parser)
     options = parser.parse_args()
     if options.one:
         save(run("transformer", int(options.one[0])), options.one[1])
@@ -660,7 +651,7 @@ def main() -> int:
         rows += case_rows(runs, HARMLESS_GROUP, [Case(f"torch {version}")], 4, options.python)
     rows += cost_rows()
     print(tables.golden(rows))
-    runner.record(rows, "golden", options)
+    record(rows, "golden", options)
     return 0
 
 

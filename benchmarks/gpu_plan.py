@@ -121,13 +121,13 @@ def _sanitized(tool: str) -> Part:
     return Part(tool, 130, argv, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
-def _ranks(script: str) -> Callable[[Session], list[str]]:
+def _ranks(what: str) -> Callable[[Session], list[str]]:
     """A benchmark on as many ranks as there are GPUs, over NCCL; in a rehearsal on one rank."""
 
     def argv(session: Session) -> list[str]:
         processes, rounds = ("gpu", "10") if session.on_gpu else ("1", "1")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes]
-        return [*launcher, f"benchmarks/{script}", "--rounds", rounds, "--record", "--results", str(session.results)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes, "benchmarks/ranks.py"]
+        return [*launcher, what, "--rounds", rounds, "--record", "--results", str(session.results)]
 
     return argv
 
@@ -146,7 +146,6 @@ COMMANDS: dict[str, tuple[tuple[Part, ...], ...]] = {
             *map(_sanitized, ("memcheck", "racecheck", "initcheck", "synccheck")),
             Part("random tensors", 130, _fuzz),
             Part("numerics", 130, _numerics),
-            Part("counts and memory", 130, _suite("counts", "memory", seconds=1.0)),
         ),
         (Part("lists", 75, _suite("lists", seconds=1.0)),),
         (Part("training steps", 80, _suite("steps", seconds=1.0)),),
@@ -157,8 +156,8 @@ COMMANDS: dict[str, tuple[tuple[Part, ...], ...]] = {
         (Part("growth in bytes", 20, _suite("growth in bytes", seconds=0.5), measured=7),),
         (Part("growth in tensors", 25, _suite("growth in tensors", seconds=0.5)),),
         (Part("steps of optimizers", 35, _suite("optimizer steps", seconds=0.3)),),
-        (Part("distributed gradients", 25, _ranks("dtensor_clip.py")),),
-        (Part("DDP steps", 20, _ranks("ddp_step.py")),),
+        (Part("distributed gradients", 25, _ranks("gradients")),),
+        (Part("DDP steps", 20, _ranks("steps")),),
     ),
 }
 

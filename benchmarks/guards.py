@@ -8,7 +8,6 @@ its level before the fault. ``--record`` appends rows to ``benchmarks/results/<d
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -18,15 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import runner
+import tables
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-import runner  # noqa: E402
-import tables  # noqa: E402
-from helpers.training import (  # noqa: E402
+from helpers.training import (
     CLASSES,
     GPT,
     HEALTHY,
@@ -39,10 +33,12 @@ from helpers.training import (  # noqa: E402
     mlp,
     train,
 )
-from rows import Row  # noqa: E402
-from runner import rows_of_values  # noqa: E402
+from rows import Row, record
+from runner import rows_of_values
+from torch import Tensor
+from torch.optim import Optimizer
 
-import gradstat  # noqa: E402
+import gradstat
 
 GROUP, HEALTHY_GROUP = "guards", "guards, healthy"
 FAULT, END = 300, 420  # the step of the fault, and the number of steps
@@ -195,8 +191,8 @@ def recovery(outcome: Outcome, fault: Fault) -> int:
     return above[-1] + 1 - FAULT if above else 0
 
 
-def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
-    """For a model, fault and seed, by guard: flagged in time, steps until recovery, and steps refused too early.
+def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int]]:
+    """For a model, fault and seed, by guard: flagged in time, and steps until recovery.
 
     The first is NaN if no loss stands out and nothing is flagged, so that there is no time to compare with.
     """
@@ -208,8 +204,7 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
         outcome = plain if guard == NONE else run(model, fault, guard, seed)
         first = next((step for step in outcome.refused if step >= FAULT), None)
         is_in_time = math.nan if due is None and first is None else float(first is not None and first <= (due or END))
-        early = sum(step < FAULT + FAULTS[fault].level for step in outcome.refused)
-        found[guard] = is_in_time, recovery(outcome, FAULTS[fault]), early
+        found[guard] = is_in_time, recovery(outcome, FAULTS[fault])
     return found
 
 
@@ -243,12 +238,9 @@ def measure(seeds: int, processes: int, keep: Path | None = None) -> list[Row]:
             changes = [found[guard][1] - found[NONE][1] for found in those]
             values = {
                 "flagged in time": statistics.fmean(in_time) if in_time else math.nan,
-                "faults with a time": len(in_time),
                 "steps until back": statistics.median(found[guard][1] for found in those),
                 "sooner": sum(change < 0 for change in changes),
                 "later": sum(change > 0 for change in changes),
-                "seeds": len(those),
-                "refused before": sum(found[guard][2] for found in those),
             }
             known = {metric: value for metric, value in values.items() if not math.isnan(value)}
             made += rows_of_values(GROUP, f"{model}, {fault}", guard, known)
@@ -260,13 +252,12 @@ def measure(seeds: int, processes: int, keep: Path | None = None) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runner.parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="seeds of each model and fault (default 20)")
-    runner.add_arguments(parser)
     arguments = parser.parse_args()
     made = measure(arguments.seeds, arguments.jobs, arguments.keep)
     print(tables.guards(made))
-    runner.record(made, "guards", arguments)
+    record(made, "guards", arguments)
     return 0
 
 

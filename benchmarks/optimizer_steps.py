@@ -10,49 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import CASES, Case, Shape, input_of
+from cases import CASES, Shape, input_of
 from torch import Tensor, nn
 
 from gradstat import amp
 from gradstat.bench.steps import LEARNING_RATE
 
 GROUP = "optimizer steps"
-QUICK_CASE, FULL_CASE = (case for case in CASES if case.name in ("transformer of 17 M", "GPT-2 small, 148 tensors"))
+QUICK_CASE, FULL_CASE = (case for case in CASES if case.name in ("ResNet-50, 161 tensors", "GPT-2 small, 148 tensors"))
 LOSS_SCALE = 2.0**16
 SEPARATOR = "; "  # between the parts of a row's case
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerChoice:
-    """An AdamW.
-
-    Attributes:
-        name: The displayed name.
-        passes: Memory passes of a step: each read or write of all parameters, gradients or one state tensor counts.
-        fused: Whether it is made with ``fused=True``.
-    """
-
-    name: str
-    passes: int
-    fused: bool = False
-
-    def make(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer that is timed."""
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=self.fused or None)
-
-    def make_plain(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The reference: the same optimizer as a loop over tensors."""
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=False)
-
-
-# Fused optimizers read parameters, gradients and state, and write parameters and state
-# (`aten/src/ATen/native/cpu/Fused*Kernel.cpp`, `cuda/fused_adam_utils.cuh`). The others run one operation after another
-# (`torch/optim/*.py`), counted as if no operation found its input in a cache.
-OPTIMIZERS = (
-    OptimizerChoice("AdamW, fused", passes=4 + 3, fused=True),
-    # Decay 2, lerp 3, mul and addcmul 2 + 3, sqrt 2, division 2, addition 2, addcdiv 4. Skipped on the host only.
-    OptimizerChoice("AdamW, default", passes=20),
-)
+OPTIMIZER = "AdamW, fused"
+# It reads parameters, gradients and two states, and writes parameters and states
+# (`aten/src/ATen/native/cpu/FusedAdamKernel.cpp`, `cuda/fused_adam_utils.cuh`).
+PASSES = 4 + 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +48,19 @@ class Setting:
 
 
 SETTINGS = tuple(Setting(scaled, share) for scaled in (True, False) for share in (2.0, 0.5))
+SCALED_AND_CLIPPED = SETTINGS[1]
 
 
-def combinations(full: bool) -> Iterator[tuple[Case, OptimizerChoice]]:
-    """The combinations to measure in all `SETTINGS`: unless ``full`` the first optimizer on a smaller list."""
-    for choice in OPTIMIZERS if full else OPTIMIZERS[:1]:
-        yield FULL_CASE if full else QUICK_CASE, choice
-
-
-def case_name(case: str, choice: OptimizerChoice, setting: Setting) -> str:
+def case_name(case: str, setting: Setting) -> str:
     """The ``case`` of a row."""
-    return SEPARATOR.join((case, choice.name, setting.name))
+    return SEPARATOR.join((case, OPTIMIZER, setting.name))
 
 
 class StepInput:
     """The input of a provider: gradients, parameters, an optimizer that has stepped before, scalers and clips.
 
     Attributes:
-        choice, setting: What it is made from.
+        setting: What it is made from.
         gradients: Random, times the loss scale if there is one.
         facts: Their true statistics without the loss scale.
         parameters: They begin at zero, so that changes by a small learning rate are not rounded away.
@@ -103,8 +69,8 @@ class StepInput:
         limit: The limit of the gradients' norm.
     """
 
-    def __init__(self, shapes: list[Shape], choice: OptimizerChoice, setting: Setting, device: str = "cpu") -> None:
-        self.choice, self.setting = choice, setting
+    def __init__(self, shapes: list[Shape], setting: Setting, device: str = "cpu") -> None:
+        self.setting = setting
         given = input_of(shapes, torch.float32, device)
         self.gradients, self.facts, self._fill = given.gradients, given.facts, given.restore
         self.bytes, self.device = given.bytes, given.device
@@ -112,7 +78,7 @@ class StepInput:
         self.parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in self.gradients]
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
-        self.optimizer = choice.make(self.parameters)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, fused=True)
         self.renew()
 
     def restore(self) -> None:

@@ -285,7 +285,7 @@ def charts_of(device: Sequence[Row]) -> dict[str, list[Row]]:
 
 def drawn_devices(results: Path = rows.RESULTS) -> list[list[Row]]:
     """The rows that charts are drawn from: those of the suite, and of the errors of norms."""
-    return rows.shown(results) + rows.devices(results, ["numerics"])
+    return rows.shown(results) + rows.devices(results, "numerics")
 
 
 def file_of(chart: str, members: Sequence[Row]) -> str:

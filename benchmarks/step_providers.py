@@ -2,7 +2,7 @@
 
 Each provider states its memory traffic in passes. A pass reads or writes as many bytes as there are gradients;
 parameters and state are float32 like them. The counts follow from the sources, plus those of the optimizer's step
-(`optimizer_steps.OPTIMIZERS`):
+(`optimizer_steps.PASSES`):
 
 - torch's ``unscale_`` and its clip multiply in place whatever the factor, one pass to read and one to write
   (``_amp_foreach_non_finite_check_and_unscale_``; ``torch/nn/utils/clip_grad.py``); the clip's norms are one more read.
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from optimizer_steps import LOSS_SCALE, OPTIMIZERS, StepInput
+from optimizer_steps import LOSS_SCALE, PASSES, SCALED_AND_CLIPPED, StepInput
 from torch import Tensor, nn
 
 import gradstat
 from gradstat import amp
 from gradstat.adaptive import AdaptiveClip
-from gradstat.bench.steps import WrongAnswerError
+from gradstat.bench.steps import LEARNING_RATE, WrongAnswerError
 
 
 def _agreed_factor(given: StepInput, gradient: Tensor) -> Tensor | float:
@@ -75,7 +75,7 @@ def _torch_step(given: StepInput) -> Tensor:
 
 def _torch_passes(given: StepInput) -> int:
     unscaling = _MULTIPLY if given.setting.scaled else 0
-    return unscaling + _READ + _MULTIPLY + given.choice.passes
+    return unscaling + _READ + _MULTIPLY + PASSES
 
 
 def _guarded_step(given: StepInput, max_norm: float | AdaptiveClip, **guard: Any) -> Tensor:
@@ -86,11 +86,9 @@ def _guarded_step(given: StepInput, max_norm: float | AdaptiveClip, **guard: Any
 
 
 def _guarded_passes(given: StepInput) -> int:
-    rewritten = given.setting.scaled or given.setting.share < 1
-    if given.choice.fused:
-        # Given a divisor, the optimizer writes gradients back. On a GPU it is always given one, even if that is 1.
-        return _READ + given.choice.passes + (1 if rewritten or given.device.type != "cpu" else 0)
-    return _READ + (_MULTIPLY if rewritten else 0) + given.choice.passes
+    # Given a divisor, the optimizer writes gradients back. On a GPU it is always given one, even if that is 1.
+    rewritten = given.setting.scaled or given.setting.share < 1 or given.device.type != "cpu"
+    return _READ + PASSES + rewritten
 
 
 def _amp_step(given: StepInput) -> Tensor:
@@ -103,7 +101,7 @@ def _amp_step(given: StepInput) -> Tensor:
 
 
 def _amp_passes(given: StepInput) -> int:
-    return _MULTIPLY + (_MULTIPLY if given.setting.share < 1 else 0) + given.choice.passes
+    return _MULTIPLY + (_MULTIPLY if given.setting.share < 1 else 0) + PASSES
 
 
 def _auto_clip(given: StepInput) -> gradstat.AutoClip:
@@ -141,12 +139,12 @@ def _adaptive(
     passes: Callable[[StepInput], int] = _guarded_passes,
     factor: Callable[[StepInput, Tensor], Tensor | float] = _agreed_factor,
 ) -> Callable[[str], StepProvider]:
-    """A guarded step with an adaptive clip, for one optimizer and clipped inputs only: some always clip."""
+    """A guarded step with an adaptive clip, in one setting only, in which all clip."""
     return lambda name: StepProvider(
         name,
         lambda given: _guarded_step(given, given.made(make)),
         passes,
-        supports=lambda given: given.choice is OPTIMIZERS[0] and given.setting.share < 1,
+        supports=lambda given: given.setting is SCALED_AND_CLIPPED,
         factor=factor,
     )
 
@@ -158,12 +156,12 @@ _ADAPTIVE = {
     "ZClip": _adaptive(lambda given: gradstat.ZClip(max_norm=given.limit)),
     "AdaGC": _adaptive(
         lambda given: gradstat.AdaGC(absolute=given.limit, warmup=1 << 30),
-        lambda given: _READ + _MULTIPLY + given.choice.passes,
+        lambda given: _READ + _MULTIPLY + PASSES,
     ),
     "AGC": _adaptive(
         lambda given: gradstat.AGC(clipping=_unit_limit(given), eps=1.0),
         # The norms of units of gradients and of parameters are two more reads.
-        lambda given: _READ + 2 * _READ + _MULTIPLY + given.choice.passes,
+        lambda given: _READ + 2 * _READ + _MULTIPLY + PASSES,
         _unit_factor,
     ),
 }
@@ -176,14 +174,14 @@ PROVIDERS = (
         GUARD,
         lambda given: _guarded_step(given, given.limit, **given.made(_spike_guard)),
         _guarded_passes,
-        supports=lambda given: given.choice is OPTIMIZERS[0],
+        supports=lambda given: given.setting is SCALED_AND_CLIPPED,
     ),
     StepProvider(AMP, _amp_step, _amp_passes, supports=lambda given: given.setting.scaled),
     StepProvider(TORCH, _torch_step, _torch_passes, skips=lambda given: given.setting.scaled, tolerance=_TORCH_ERROR),
     StepProvider(
         ALONE,
         lambda given: given.optimizer.step(),
-        lambda given: given.choice.passes,
+        lambda given: PASSES,
         skips=lambda given: False,
         factor=lambda given, gradient: LOSS_SCALE if given.setting.scaled else 1.0,
     ),
@@ -214,7 +212,7 @@ def _expected(provider: StepProvider, given: StepInput) -> list[Tensor]:
         true = gradient.double() / scale
         wide = nn.Parameter(_ends(parameter.detach()))
         wide.grad = _ends(true * provider.factor(given, true))
-        optimizer = given.choice.make_plain([wide])
+        optimizer = torch.optim.AdamW([wide], lr=LEARNING_RATE, foreach=False)
         state = given.optimizer.state[parameter]
         optimizer.state[wide] = {name: _ends(value) for name, value in state.items()}
         optimizer.step()

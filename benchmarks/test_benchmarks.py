@@ -9,14 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import optimizer_steps
 import pytest
 import step_providers
 import torch
 from caches import Flush
 from cases import CASES, PROVIDERS, Input, Provider, input_of, verify
 from models import TRAININGS
-from optimizer_steps import SETTINGS, Setting, StepInput
+from optimizer_steps import QUICK_CASE, SETTINGS, Setting, StepInput
 from step_providers import StepProvider
 
 from gradstat.bench import machine, steps
@@ -27,7 +26,7 @@ LISTS = [
     for device in DEVICES
     for case in CASES
     if case.quick and device in case.devices
-    for dtype in (case.dtypes if len(case.shapes()) == 1 else case.dtypes[:1])
+    for dtype in case.dtypes
     for provider in PROVIDERS
 ]
 VARIANTS = [
@@ -61,8 +60,7 @@ def step_of(device: str, name: str) -> steps.Step:
 
 @lru_cache(maxsize=1)
 def step_input_of(device: str, setting: Setting) -> tuple[StepInput, Flush]:
-    ((case, choice),) = optimizer_steps.combinations(full=False)
-    return StepInput(case.shapes(), choice, setting, device), Flush(torch.device(device))
+    return StepInput(QUICK_CASE.shapes(), setting, device), Flush(torch.device(device))
 
 
 @pytest.mark.parametrize(("device", "name", "dtype", "provider"), LISTS)
