@@ -558,17 +558,6 @@ def test_old_rows_are_read_and_charts_in_the_documents_have_rows() -> None:
     assert there == shown, "run `python benchmarks/plots.py`"
 
 
-def test_pytest_benchmarks_run_in_any_order() -> None:
-    """Clips share their gradients with later tests."""
-    chosen = "ResNet and (clipped or plain)"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks", "-k", chosen]
-    # Not as a worker of pytest-xdist, in which pytest-benchmark does not time.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout
-    assert int(run.stdout.rsplit(" passed", 1)[0].split()[-1]) >= 7
-
-
 def test_documents_show_each_group_of_the_processor_it_was_last_run_on(tmp_path: Path) -> None:
     def row(on: str, group: str, run: str, driver: str = "") -> rows.Row:
         return rows.Row("p", "case", "wall time", "us", 1.0, group=group, run=run, device=on, driver=driver)
