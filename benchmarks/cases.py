@@ -264,21 +264,13 @@ def _read_report(report: gradstat.Report) -> dict[str, float]:
 
 
 def _read_table(table: Tensor) -> dict[str, float]:
-    column = {name: table[:, i] for i, name in enumerate(gradstat.FIELDS)}
+    column = dict(zip(gradstat.FIELDS, table.T, strict=True))
     return {
         "norm": math.sqrt(float(column["sq_sum"].sum())),
         "low": float(column["min"].min()),
         "high": float(column["max"].max()),
         "nonfinite": int(((column["nan_count"] + column["inf_count"]) > 0).sum()),
     }
-
-
-def _read_norms(norms: list[Tensor]) -> dict[str, float]:
-    return {"norm": float(torch.stack([n.double() for n in norms]).norm())}
-
-
-def _read_norm(norm: Tensor) -> dict[str, float]:
-    return {"norm": float(norm)}
 
 
 def _check(given: Input) -> gradstat.Report:
@@ -296,27 +288,16 @@ def _loop_supports(given: Input) -> bool:
     return _not_float8(given) and (given.device.type == "cpu" or len(given.gradients) <= 1000)
 
 
-def _gradstat_clip(name: str, share: float) -> Provider:
+def _clip(name: str, share: float, clip: Callable[[list[nn.Parameter], float], Tensor], **options: Any) -> Provider:
     """A clip to ``share`` times the gradients' norm."""
-    return Provider(
-        name,
-        lambda given: gradstat.clip_grad_norm_(given.parameters, share * given.max_norm),
-        _read_norm,
-        rounded=True,
-        factor=min(share, 1.0),
-        supports=_not_float8,
-    )
 
+    def run(given: Input) -> Tensor:
+        return clip(given.parameters, share * given.max_norm)
 
-def _torch_clip(name: str, share: float) -> Provider:
-    return Provider(
-        name,
-        lambda given: nn.utils.clip_grad_norm_(given.parameters, share * given.max_norm),
-        _read_norm,
-        TORCH_ERROR,
-        factor=min(share, 1.0),
-        supports=_not_float8,
-    )
+    def read(norm: Tensor) -> dict[str, float]:
+        return {"norm": float(norm)}
+
+    return Provider(name, run, read, factor=min(share, 1.0), supports=_not_float8, **options)
 
 
 PROVIDERS = (
@@ -331,7 +312,7 @@ PROVIDERS = (
     Provider(
         FOREACH_NORM,
         lambda given: torch._foreach_norm(given.gradients),
-        _read_norms,
+        lambda norms: {"norm": float(torch.stack([norm.double() for norm in norms]).norm())},
         TORCH_ERROR,
         supports=_not_float8,
     ),
@@ -342,10 +323,10 @@ PROVIDERS = (
         TORCH_ERROR,
         supports=_loop_supports,
     ),
-    _gradstat_clip(CLIP, 2.0),
-    _torch_clip(TORCH_CLIP, 2.0),
-    _gradstat_clip(CLIPPED, 0.5),
-    _torch_clip(TORCH_CLIPPED, 0.5),
+    _clip(CLIP, 2.0, gradstat.clip_grad_norm_, rounded=True),
+    _clip(TORCH_CLIP, 2.0, nn.utils.clip_grad_norm_, tolerance=TORCH_ERROR),
+    _clip(CLIPPED, 0.5, gradstat.clip_grad_norm_, rounded=True),
+    _clip(TORCH_CLIPPED, 0.5, nn.utils.clip_grad_norm_, tolerance=TORCH_ERROR),
     # The minimum work of any provider: read every byte once. Which reduction is fastest differs by machine, so the
     # limit is the fastest of these. Results of dtypes reinterpreted as float32 are meaningless, and are not checked.
     Provider(f"{LIMIT} (sum)", lambda given: given.buffer.view(given.widest).sum(), supports=_not_float8),

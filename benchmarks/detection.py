@@ -27,10 +27,11 @@ import runner
 import torch
 import torch.distributed
 import training_programs
-from detection_cases import ONSET, Case
 from detection_judging import (
+    ONSET,
     STEPS,
     Arm,
+    Case,
     Flag,
     Verdict,
     compare,

@@ -1,4 +1,4 @@
-"""What counts as harm and as a hit in the benchmark of detection, and the rows about it."""
+"""Cases of the benchmark of detection, what counts there as harm and as a hit, and the rows about it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import detection_tables
-from detection_cases import Case
 from detection_tools import GOLDEN, NAMES, Gradstat
+from helpers.training import RECORD, Training
 from rows import Row
 from runner import rows_of_values
 
@@ -19,10 +20,35 @@ from gradstat.bench.timing import Quartiles, quartiles
 from gradstat.monitor import Golden, Recording
 
 STEPS = 300  # of a run
+ONSET = 150  # the step in which faults in the middle of a run begin
 WITHIN = 60  # steps after the onset in which a finding is a hit
 HARM = 1.15  # a harmful fault raises the loss by at least this factor, with every seed
 WINDOW = 20  # steps over which losses are averaged
 FLOOR = 0.01  # of the first loss; added to the healthy loss, so that noise of losses near zero is no harm
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a training, which begins in step ``onset``."""
+
+    set: str
+    half: str  # "tuning", "figures" or "both"
+    subject: str
+    what: str
+    twin: Callable[[int], Training]  # the healthy training, from a seed
+    breaks: Callable[[Training], object]
+    place: str  # regular expression for names in findings about the right place; empty if the fault is everywhere
+    onset: int
+    broken: Callable[[int], Training] | None = None  # the training that ``breaks`` gets, if it is not the twin
+    is_everywhere: bool = False  # a comparison that says so names the place
+    is_held_out: bool = False  # judged by the healthy loss of unseen batches
+    ranks: int = 1
+    broken_ranks: tuple[int, ...] = (0,)
+    policy: Any = field(default_factory=lambda: RECORD)
+
+    @property
+    def when(self) -> str:
+        return "mid-run" if self.onset else "from step 0"
 
 
 @dataclass(frozen=True)

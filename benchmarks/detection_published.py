@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.nn.functional as F  # noqa: N812
-from detection_cases import ONSET, Case
+from detection_judging import ONSET, Case
 from detection_mistakes import never_zeroed, of_a_copy
 from helpers.training import CLASSES, TOKENS, Training, factory, train, train_mlp
 from torch import Tensor, nn
@@ -65,41 +65,22 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _bert(width: int, layers: int) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=TOKENS,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            intermediate_size=2 * width,
-            max_position_embeddings=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=CLASSES,
-            attn_implementation="eager",
-        )
-    )
+    config = BertConfig(
+        vocab_size=TOKENS, hidden_size=width, num_hidden_layers=layers, num_attention_heads=2, num_labels=CLASSES,
+        intermediate_size=2 * width, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
 
 
 def _gpt2(width: int, layers: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=TOKENS,
-            n_positions=32,
-            n_embd=width,
-            n_layer=layers,
-            n_head=2,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-            use_cache=False,
-            attn_implementation="eager",
-        )
-    )
+    config = GPT2Config(
+        vocab_size=TOKENS, n_positions=32, n_embd=width, n_layer=layers, n_head=2, embd_pdrop=0.0, resid_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def _transformer(model: Callable[[], nn.Module], length: int, is_encoder: bool) -> Callable[[int], Training]:

@@ -41,6 +41,19 @@ _WARM, _TIMED = 32, 64
 Trainings = dict[str, Callable[[], float]]
 
 
+class Clock:
+    """Records the durations of steps."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.perf_counter()
+
+    def end(self, *_: Any, **__: Any) -> None:
+        self.took.append(time.perf_counter() - self._began)
+
+
 def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
     """Lightning with and without the callback, ``detect_anomaly=True``, and norms that are logged."""
     import lightning.pytorch as pl
@@ -50,17 +63,8 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    class Clock(pl.Callback):
-        """Records the durations of steps."""
-
-        def __init__(self) -> None:
-            self.took: list[float] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self._began = time.perf_counter()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.took.append(time.perf_counter() - self._began)
+    class LightningClock(Clock, pl.Callback):
+        on_train_batch_start, on_train_batch_end = Clock.begin, Clock.end
 
     class Language(pl.LightningModule):
         def __init__(self) -> None:
@@ -98,7 +102,7 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
         loader = DataLoader(TensorDataset(data), batch_size=len(data) // (_WARM + _TIMED))
 
         def fit() -> float:
-            clock = Clock()
+            clock = LightningClock()
             made = {name: option() if callable(option) else option for name, option in options.items()}
             callbacks = [clock, *made.pop("callbacks", ())]
             trainer = pl.Trainer(
@@ -121,10 +125,8 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
             "detect_anomaly=True": training(Language(), tokens, detect_anomaly=True),
         },
     )
-    batch, board = (
-        torch.randn(8 * (_WARM + _TIMED), 8),
-        {"logger": lambda: TensorBoardLogger(folder), "log_every_n_steps": 1},
-    )
+    batch = torch.randn(8 * (_WARM + _TIMED), 8)
+    board = {"logger": lambda: TensorBoardLogger(folder), "log_every_n_steps": 1}
     yield (
         "Lightning steps",
         "300 norms to TensorBoard",
@@ -147,17 +149,8 @@ def trainer(folder: str) -> Iterator[tuple[str, str, Trainings]]:
 
     transformers.logging.set_verbosity_error()
 
-    class Clock(TrainerCallback):
-        """Records the durations of steps."""
-
-        def __init__(self) -> None:
-            self.took: list[float] = []
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self._began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.took.append(time.perf_counter() - self._began)
+    class TrainerClock(Clock, TrainerCallback):
+        on_step_begin, on_step_end = Clock.begin, Clock.end
 
     def training(attach: Callable[[Trainer], AbstractContextManager[object]], **settings: Any) -> Callable[[], float]:
         def train() -> float:
@@ -165,7 +158,7 @@ def trainer(folder: str) -> Iterator[tuple[str, str, Trainings]]:
             config = GPT2Config(
                 vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
             )
-            tokens, clock = torch.randint(256, (64, 64)), Clock()
+            tokens, clock = torch.randint(256, (64, 64)), TrainerClock()
             arguments = TrainingArguments(
                 output_dir=folder, max_steps=23, per_device_train_batch_size=8, logging_steps=10, report_to=[],
                 save_strategy="no", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, **settings,

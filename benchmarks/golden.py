@@ -36,7 +36,7 @@ import tables
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from detection_mistakes import constant_sample, groups, never_zeroed, times
+from detection_mistakes import changed, constant_sample, groups, never_zeroed, times
 from helpers.training import (
     CLASSES,
     TOKENS,
@@ -397,10 +397,6 @@ def _missing_feature(batch: Batch) -> Batch:
     return inputs, batch[1]
 
 
-def _initial(factor: float) -> Callable[[Any], None]:
-    return on_model(lambda model: [p.mul_(factor) for p in model.parameters() if p.dim() > 1])
-
-
 def _tied(model: Any) -> None:
     model.head.weight = model.tokens.weight
 
@@ -453,8 +449,8 @@ MISTAKES = (
     Case("weight decay 0", groups(weight_decay=0.0), "optimizer"),
     Case("decay on norms and biases", groups(weight_decay=0.1), "optimizer"),
     Case("label smoothing 0.1", with_loss(partial(F.cross_entropy, label_smoothing=0.1)), "the loss"),
-    Case("initial weights times 0.5", _initial(0.5), "initial parameters"),
-    Case("initial weights times 1.2", _initial(1.2), "initial parameters"),
+    Case("initial weights times 0.5", changed(lambda w: w.mul_(0.5)), "initial parameters"),
+    Case("initial weights times 1.2", changed(lambda w: w.mul_(1.2)), "initial parameters"),
     Case("each batch four times", _repeats(4), "batches"),
     Case("one batch for ever", _repeats(STEPS), "everywhere"),
     Case("ReLU for GELU", sets(activation=F.relu)),

@@ -18,7 +18,7 @@ import detection_tables
 import plots
 import rows
 import tables
-from optimizer_steps import GROUP
+from step_providers import GROUP
 
 ROOT = Path(__file__).resolve().parent.parent
 _PAGES = (

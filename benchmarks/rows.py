@@ -33,15 +33,15 @@ class Row:
     Attributes:
         provider: What was measured, such as ``"gradstat.check"`` or ``"torch clip, clipped"``.
         case: The input it was measured on.
-        metric: What the value is: ``"wall time"`` (with a final sync), ``"device time"``, ``"host time"``,
-            ``"time ratio"`` (to the plain step), ``"time inside"`` (of the added call alone, within a step),
-            ``"extra memory"``, ``"bytes moved"`` (calculated), ``"launches"`` and so on.
+        metric: What the value is: ``"wall time"`` (with a final sync), ``"device time"``, ``"time ratio"`` (to the
+            plain step), ``"time inside"`` (of the added call alone, within a step), ``"extra memory"``,
+            ``"bytes moved"`` (calculated) and so on.
         unit: The value's unit, such as ``"us"`` or ``"B"``; empty for ratios and counts.
         value: The measurement.
         bytes: Bytes of input read once; 0 if not applicable.
         low, high: First and third quartile, where the value is a median.
         device, driver, versions, threads, time: Where and when it was measured.
-        group: The part of the suite it belongs to; empty in the oldest rows.
+        group: The part of the suite it belongs to.
         dtype: The dtype of the gradients, such as ``"float32"``; empty if there is no single dtype.
         tensors: The number of gradients; 0 if not applicable.
         run: The time of the first row that the process recorded; the same for all rows of one run.
@@ -90,25 +90,9 @@ def row(
 ) -> Row:
     """A row about ``device``, with versions, threads and time filled in."""
     low, median, high = value if isinstance(value, Quartiles) else (None, value, None)
-    return Row(
-        provider=provider,
-        case=case,
-        metric=metric,
-        unit=unit,
-        value=median,
-        bytes=bytes,
-        low=low,
-        high=high,
-        device=machine.device_name(device),
-        driver=machine.driver_version(device),
-        versions=machine.versions(),
-        threads=torch.get_num_threads(),
-        time=_now(),
-        group=group,
-        dtype=dtype_name(dtype),
-        tensors=tensors,
-        run=_run(),
-    )
+    where = machine.device_name(device), machine.driver_version(device), machine.versions(), torch.get_num_threads()
+    of = (group, dtype_name(dtype), tensors, _run())
+    return Row(provider, case, metric, unit, median, bytes, low, high, *where, _now(), *of)
 
 
 def microseconds(seconds: Sequence[float]) -> Quartiles:

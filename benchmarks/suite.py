@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-import optimizer_steps
 import step_providers
 import tables
 import torch
@@ -41,8 +40,8 @@ from cases import (
 )
 from device_timing import interleaved
 from models import TRAININGS, Training
-from optimizer_steps import SETTINGS, Setting, StepInput
 from rows import Row, append, dtype_name, microseconds, parser_of, row
+from step_providers import SETTINGS, Setting, StepInput
 
 import gradstat
 from gradstat.bench import machine, steps, timing
@@ -272,9 +271,9 @@ def _training(plan: Plan, training: Training) -> list[Row]:
 
 def steps_of_optimizers(plan: Plan) -> Work:
     """Steps from scaled gradients to updated parameters in every setting."""
-    flush, case = Flush(plan.device), optimizer_steps.FULL_CASE if plan.full else optimizer_steps.QUICK_CASE
+    flush, case = Flush(plan.device), step_providers.FULL_CASE if plan.full else step_providers.QUICK_CASE
     for setting in SETTINGS:
-        what = optimizer_steps.case_name(case.name, setting)
+        what = step_providers.case_name(case.name, setting)
         yield what, partial(_steps_of_optimizer, plan, flush, what, case.shapes(), setting)
 
 
@@ -284,7 +283,7 @@ def _steps_of_optimizer(
     given = StepInput(shapes, setting, str(plan.device))
     providers = step_providers.providers_for(given)
     about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": torch.float32}
-    row_of = partial(row, optimizer_steps.GROUP, case, device=plan.device, **about)
+    row_of = partial(row, step_providers.GROUP, case, device=plan.device, **about)
     made = []
     for provider in providers:
         step_providers.verify(provider, given)
@@ -301,12 +300,12 @@ def _steps_of_optimizer(
 GROUPS: dict[str, Callable[[Plan], Work]] = {
     "steps": training_steps,
     "lists": lists,
-    optimizer_steps.GROUP: steps_of_optimizers,
+    step_providers.GROUP: steps_of_optimizers,
     "host path": host,
     "growth in bytes": growth_in_bytes,
     "growth in tensors": growth_in_tensors,
 }
-QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
+QUICK = ("steps", "lists", step_providers.GROUP, "host path")
 
 
 def measure(plan: Plan, groups: Iterable[str], first: int | None = None) -> Iterator[list[Row]]:

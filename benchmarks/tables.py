@@ -7,9 +7,8 @@ from statistics import fmean
 
 import rows as rows_module
 from cases import CHECK, CLIP, CLIPPED, FOREACH_NORM, LIMIT, STATS, STATS_TRITON, TORCH_CLIP, TORCH_CLIPPED
-from optimizer_steps import GROUP, SEPARATOR
 from rows import Row
-from step_providers import ADAPTIVE, ALONE, AMP, GUARD, GUARDED, TORCH
+from step_providers import ADAPTIVE, ALONE, AMP, GROUP, GUARD, GUARDED, SEPARATOR, TORCH
 
 from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes

@@ -16,10 +16,10 @@ from unittest.mock import Mock
 
 import caches
 import cases
-import optimizer_steps
 import plots
 import pytest
 import rows
+import step_providers
 import suite
 import tables
 import torch
@@ -471,7 +471,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     """Results of the whole suite on tiny inputs, and what it printed."""
     case = Case("10,000 tensors of 64", lambda: [(8, 8)] * 3, (torch.float32, torch.bfloat16))
     monkeypatch.setattr(suite, "CASES", [case])
-    monkeypatch.setattr(optimizer_steps, "FULL_CASE", case)
+    monkeypatch.setattr(step_providers, "FULL_CASE", case)
     monkeypatch.setattr(suite, "TRAININGS", [Training("tiny GPT", lambda device: gpt_step(TINY, 8, device))])
     monkeypatch.setattr(suite, "BYTES", (16, 64))
     monkeypatch.setattr(suite, "TENSORS", (1, 3))

@@ -14,8 +14,21 @@ import step_providers
 import suite
 import tables
 import torch
-from optimizer_steps import FULL_CASE, QUICK_CASE, SETTINGS, Setting, StepInput, case_name
-from step_providers import ALONE, AMP, GUARDED, TORCH, StepProvider, providers_for, verify
+from step_providers import (
+    ALONE,
+    AMP,
+    FULL_CASE,
+    GUARDED,
+    QUICK_CASE,
+    SETTINGS,
+    TORCH,
+    Setting,
+    StepInput,
+    StepProvider,
+    case_name,
+    providers_for,
+    verify,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
