@@ -387,15 +387,3 @@ def verify(provider: Provider, given: Input) -> float | None:
         if found != 1:
             raise WrongAnswerError(f"{provider.name} found {found} nonfinite gradients, expected 1")
     return abs(answer["norm"] / given.facts.norm - 1) if "norm" in answer else None
-
-
-def small_transformer() -> nn.Module:
-    """144 small parameters in 85 modules, with gradients: so little to read that host overhead dominates."""
-
-    def layer(width: int) -> nn.Module:
-        linear = [nn.Linear(width, width) for _ in range(4)]
-        return nn.Sequential(nn.LayerNorm(width), *linear, nn.LayerNorm(width))
-
-    model = nn.Sequential(*(layer(32) for _ in range(12)))
-    model(torch.randn(2, 32)).sum().backward()
-    return model

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import detection_mistakes
@@ -27,21 +28,9 @@ import runner
 import torch
 import torch.distributed
 import training_programs
-from detection_judging import (
-    ONSET,
-    STEPS,
-    Arm,
-    Case,
-    Flag,
-    Verdict,
-    compare,
-    has_diverged,
-    healthy_rows,
-    line,
-    rows_of,
-)
+from detection_judging import ONSET, STEPS, Arm, Case, Flag, Verdict, compare, has_diverged, healthy_rows, line, rows_of
 from detection_mistakes import SUBJECTS
-from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode
+from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Watcher, anomaly_mode
 from helpers.training import HEALTHY, RECORD, Healthy, Training
 from helpers.training_faults import FAULTS
 from rows import Row, record, step_rows
@@ -56,8 +45,6 @@ SETS = ("mistakes", "operators", "silent errors", "repository")
 SEEDS = {"tuning": range(5), "figures": range(5, 10)}
 GOLDEN_SEEDS = range(100, 105)
 HEALTHY_STEPS = 1000  # of a healthy training of the tests
-
-# Cases ------------------------------------------------------------------------------------------------------------
 
 
 def _repository() -> Iterator[Case]:
@@ -81,9 +68,6 @@ def _repository() -> Iterator[Case]:
 def all_cases() -> tuple[Case, ...]:
     """The cases of all sets, and the healthy trainings."""
     return (*detection_mistakes.cases(), *detection_published.cases(), *_repository())
-
-
-# One run ----------------------------------------------------------------------------------------------------------
 
 
 def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS, *, redrawn: int | None = None) -> Arm:
@@ -169,9 +153,6 @@ def run_job(job: Job) -> Arm:
     return run(case, seed, is_broken, steps, redrawn=redrawn)
 
 
-# All cases --------------------------------------------------------------------------------------------------------
-
-
 class ProgramRun(NamedTuple):
     """A run of a healthy program of another project under gradstat."""
 
@@ -220,7 +201,7 @@ def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]
     training = make(SEEDS["figures"][0])
     tools: list[Any] = [Gradstat(training, RECORD)] if name == Gradstat.name else []
     tools += [rival() for rival in RIVALS if rival.name == name]
-    watcher = Watcher(training, tools) if tools else Unwatched()
+    watcher = Watcher(training, tools) if tools else SimpleNamespace(batch=lambda batch: None, step=lambda loss: None)
     steps = training.steps(watcher, 0, 1 << 30)  # type: ignore[arg-type]
 
     def step() -> None:

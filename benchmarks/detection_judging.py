@@ -73,9 +73,6 @@ class Arm:
     recording: Recording | None = None  # until it is compared with golden runs
 
 
-# Judging ----------------------------------------------------------------------------------------------------------
-
-
 def harm(case: Case, broken: Arm, twin: Arm) -> float:
     """The factor by which the fault raises the loss: the larger one of the next steps and of the last steps."""
     if broken.raised:
@@ -180,9 +177,6 @@ def line(verdict: Verdict, tool: str) -> str:
     if verdict.status == "raises":
         text += "  " + verdict.arms[0][0].raised
     return text
-
-
-# Rows -------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:

@@ -130,9 +130,6 @@ def _wrapped(change: Callable[[Tensor], Tensor], name: str) -> Callable[[Trainin
     return lambda training: training.model.get_submodule(name).register_forward_hook(hook)
 
 
-# Data -------------------------------------------------------------------------------------------------------------
-
-
 def _shuffled(share: float) -> Callable[[Training], None]:
     def breaks(training: Training) -> None:
         random = torch.Generator().manual_seed(1)
@@ -182,9 +179,6 @@ def constant_sample(batch: Batch) -> Batch:
     return batch[0][:1].expand_as(batch[0]).clone(), batch[1][:1].expand_as(batch[1]).clone()
 
 
-# Loss -------------------------------------------------------------------------------------------------------------
-
-
 def times(factor: float) -> Callable[[Training], None]:
     def breaks(training: Training) -> None:
         healthy = training.loss
@@ -196,9 +190,6 @@ def times(factor: float) -> Callable[[Training], None]:
 def _over_batch(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(batch[0]).flatten(0, -2)
     return F.nll_loss(F.log_softmax(logits, 0), batch[1].flatten())
-
-
-# Weights ----------------------------------------------------------------------------------------------------------
 
 
 def changed(change: Callable[[Tensor], object], names: str | Sequence[str] = "") -> Callable[[Training], None]:
@@ -224,9 +215,6 @@ def _anew(name: str) -> Callable[[Training], None]:
                 module.reset_parameters()
 
     return breaks
-
-
-# Optimizer --------------------------------------------------------------------------------------------------------
 
 
 def groups(**values: Any) -> Callable[[Training], None]:

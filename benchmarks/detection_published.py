@@ -24,9 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 HAS_OPERATORS = find_spec("defaultplusplus") is not None and find_spec("transformers") is not None
 
 
-# Transformers -----------------------------------------------------------------------------------------------------
-
-
 class Sentences:
     """Token sequences, of which two tokens determine the next one three times out of four; the rest is chance.
 
@@ -139,9 +136,6 @@ def _operators() -> Iterator[Case]:
                     )  # fmt: skip
 
 
-# Silent errors ----------------------------------------------------------------------------------------------------
-
-
 def _on_ranks(seed: int) -> Training:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     made = train_mlp(2 * seed + rank, shown=False)
@@ -181,10 +175,6 @@ def _clipped_on_one_rank(training: Training) -> None:
     training.max_norm = 0.05 if torch.distributed.get_rank() == 0 else None
 
 
-def _never_synced(training: Training) -> None:
-    training.model.require_backward_grad_sync = False
-
-
 def _rate_of_its_own(training: Training) -> None:
     for group in training.optimizer.param_groups:
         group["lr"] *= 1 + torch.distributed.get_rank()
@@ -198,7 +188,7 @@ def _silent_errors() -> Iterator[Case]:
         ("parameters replaced after wrapping in DDP", _replaced, 2),
         ("every other step through the unwrapped module", _unwrapped, 2),
         ("gradients clipped on one rank only", _clipped_on_one_rank, 2),
-        ("gradients never synced", _never_synced, 2),
+        ("gradients never synced", lambda t: setattr(t.model, "require_backward_grad_sync", False), 2),
         ("another learning rate on each rank", _rate_of_its_own, 2),
     ):
         subject, training = ("MLP", train_mlp) if ranks == 1 else ("MLP, DDP on 2 ranks", _on_ranks)

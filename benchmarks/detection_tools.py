@@ -253,16 +253,6 @@ class Watcher:
             self.found[tool.name] += [(len(self.losses) - 1, found) for found in tool.end()]
 
 
-class Unwatched:
-    """Takes the place of a training's monitor, and does nothing."""
-
-    def batch(self, batch: Any) -> None:
-        """Nothing."""
-
-    def step(self, loss: Tensor) -> None:
-        """Nothing."""
-
-
 def anomaly_mode(is_on: bool) -> Any:
     """Torch's anomaly mode, in which the backward pass raises at the first operator that returns NaN."""
     return torch.autograd.detect_anomaly(check_nan=True) if is_on else nullcontext()

@@ -20,19 +20,7 @@ from typing import Any
 import runner
 import tables
 import torch
-from helpers.training import (
-    CLASSES,
-    GPT,
-    HEALTHY,
-    TOKENS,
-    Clusters,
-    Sentences,
-    Training,
-    cnn,
-    factory,
-    mlp,
-    train,
-)
+from helpers.training import CLASSES, GPT, HEALTHY, TOKENS, Clusters, Sentences, Training, cnn, factory, mlp, train
 from rows import Row, record
 from runner import rows_of_values
 from torch import Tensor
@@ -48,9 +36,6 @@ SETTLED = 20  # steps before the fault whose clean loss a training has to return
 Batch = tuple[Tensor, Tensor]
 
 
-# Trainings --------------------------------------------------------------------------------------------------------
-
-
 def _adam(lr: float) -> Any:
     return factory(torch.optim.AdamW, lr, betas=(0.9, 0.95))
 
@@ -60,9 +45,6 @@ MODELS: dict[str, Callable[[int], Training]] = {
     "CNN": lambda seed: train(seed, cnn, _adam(3e-3), Clusters(seed, 1, 8, 8, size=16, noise=2.0)),
     "MLP": lambda seed: train(seed, mlp, _adam(3e-3), Clusters(seed, 16, noise=2.0)),
 }
-
-
-# Faults -----------------------------------------------------------------------------------------------------------
 
 
 def _garbage(batch: Batch, random: torch.Generator) -> Batch:
@@ -102,9 +84,6 @@ FAULTS = {
 }
 
 
-# Guards -----------------------------------------------------------------------------------------------------------
-
-
 NONE, ZCLIP, SIGMA, GUARD = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard"
 GUARDS = (NONE, ZCLIP, SIGMA, GUARD)
 GUARDS_ON_HEALTHY = (SIGMA, GUARD)  # also tried on healthy trainings
@@ -116,9 +95,8 @@ class Stepper:
     def __init__(self, name: str) -> None:
         self._clip = gradstat.ZClip() if name == ZCLIP else None
         self._clipped = 0
-        self._guard = None
-        if name not in (NONE, ZCLIP):
-            self._guard = gradstat.SpikeGuard.sigma() if name == SIGMA else gradstat.SpikeGuard()
+        guards = {SIGMA: gradstat.SpikeGuard.sigma, GUARD: gradstat.SpikeGuard}
+        self._guard = guards[name]() if name in guards else None
 
     def step(self, optimizer: Optimizer, loss: Tensor) -> bool:
         """Takes or refuses a step; returns whether it was refused, or, for a clip, clipped."""

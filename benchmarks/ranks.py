@@ -1,17 +1,14 @@
-"""Clips of many distributed gradients, and checks of replicas in DDP steps: ``torchrun benchmarks/ranks.py``.
+"""Clips and checks of many distributed gradients, by torch and gradstat: ``torchrun benchmarks/ranks.py``.
 
 ::
 
-    torchrun --nproc-per-node 2 benchmarks/ranks.py gradients --record  # gloo on the CPU, or NCCL with GPUs
-    torchrun --nproc-per-node 2 benchmarks/ranks.py steps --rounds 20   # what track_origin and verify_replicas add
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --record    # gloo on the CPU, or NCCL with a GPU for each rank
 
-Shards of gradients are small, so that the overhead of calls and collectives dominates. Collectives are counted. Norms
-have to agree.
+Shards are small, so that the overhead of calls and collectives dominates. Collectives are counted. Norms have to agree.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -22,20 +19,16 @@ from unittest import mock
 import tables
 import torch
 import torch.distributed as dist
-from rows import Row, microseconds, parser_of, record, row, step_rows
+from rows import Row, microseconds, parser_of, record, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
 from gradstat.bench.steps import WrongAnswerError
 from gradstat.bench.timing import interleaved
-from gradstat.demo.model import GPT, SMALL
-from gradstat.distributed import track_origin, verify_replicas
 
 COUNT = 3000  # tensors
-Calls = dict[str, Callable[[], object]]
 
 
 @contextmanager
@@ -54,7 +47,7 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def gradients(device: torch.device, rounds: int) -> list[Row]:
+def measured(device: torch.device, rounds: int) -> list[Row]:
     """Clips and checks of distributed gradients, by torch and gradstat."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parameters = []
@@ -63,7 +56,7 @@ def gradients(device: torch.device, rounds: int) -> list[Row]:
         parameter.grad = distribute_tensor(torch.randn(16, 8, device=device), mesh, [Shard(0)])
         parameters.append(parameter)
     one = torch.zeros(9, dtype=torch.float64, device=device)
-    calls: Calls = {
+    calls: dict[str, Callable[[], object]] = {
         "gradstat clip": lambda: gradstat.clip_grad_norm_(parameters, 1e9),
         "torch clip": lambda: nn.utils.clip_grad_norm_(parameters, 1e9),
         "gradstat.check": lambda: gradstat.check(parameters).ok,
@@ -85,49 +78,14 @@ def gradients(device: torch.device, rounds: int) -> list[Row]:
     return made
 
 
-def steps(device: torch.device, rounds: int) -> list[Row]:
-    """DDP steps alone, and with `track_origin` or `verify_replicas`."""
-    torch.manual_seed(0)
-    model = GPT(SMALL).to(device)
-    plain, watched = DistributedDataParallel(model), DistributedDataParallel(copy.deepcopy(model))
-    tracker = track_origin(watched)
-    optimizers = {ddp: torch.optim.AdamW(ddp.parameters()) for ddp in (plain, watched)}
-    tokens = torch.randint(SMALL.vocabulary, (SMALL.batch, SMALL.context + 1), device=device)
-
-    def step(ddp: DistributedDataParallel, before_the_optimizer: Callable[[], object] = lambda: None) -> None:
-        nn.functional.cross_entropy(ddp(tokens[:, :-1]).flatten(0, -2).float(), tokens[:, 1:].flatten()).backward()
-        before_the_optimizer()
-        optimizers[ddp].step()
-        optimizers[ddp].zero_grad()
-
-    both = ("gradients", "parameters")
-    calls: Calls = {
-        "step": lambda: step(plain),
-        "+ track_origin, result()": lambda: step(watched, lambda: tracker.result().raise_if_nonfinite()),
-        "+ verify_replicas, gradients": lambda: step(plain, lambda: verify_replicas(plain).raise_if_drifted()),
-        "+ verify_replicas, parameters too": lambda: step(
-            plain, lambda: verify_replicas(plain, what=both).raise_if_drifted()
-        ),
-    }
-    samples, case = interleaved(calls, rounds, device=device), f"gpt-0.9m, {dist.get_world_size()} ranks"
-    return [
-        row for name, s in samples.items() for row in step_rows("DDP steps", case, name, s, samples["step"], device)
-    ]
-
-
-MEASURED = {"gradients": gradients, "steps": steps}
-
-
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("what", nargs="*", choices=[*MEASURED, []], help="default: both")
     parser.add_argument("--rounds", type=int, default=25, help="default %(default)s")
     options = parser.parse_args()
     with process_group() as device:
-        made = [row for what in options.what or MEASURED for row in MEASURED[what](device, options.rounds)]
+        made = measured(device, options.rounds)
         if dist.get_rank() == 0:
-            for group in dict.fromkeys(row.group for row in made):
-                print(tables.table_of_rows([row for row in made if row.group == group]))
+            print(tables.table_of_rows(made))
             # Its threads are those of all ranks.
             record([replace(row, threads=row.threads * dist.get_world_size()) for row in made], "full", options)
 

@@ -21,15 +21,7 @@ import tables
 from step_providers import GROUP
 
 ROOT = Path(__file__).resolve().parent.parent
-_PAGES = (
-    "alternatives",
-    "detection",
-    "golden",
-    "performance",
-    "numerics",
-    "stepping",
-    "testing",
-)
+_PAGES = ("alternatives", "detection", "golden", "performance", "numerics", "stepping", "testing")
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {

@@ -15,38 +15,22 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import cases
 import step_providers
 import tables
 import torch
 from caches import Flush
-from cases import (
-    CASES,
-    CHECK,
-    CLIP,
-    FOREACH_NORM,
-    LIMIT,
-    NAIVE,
-    TORCH_CLIP,
-    Case,
-    Dtypes,
-    Input,
-    Provider,
-    Shape,
-    bytes_of,
-    input_of,
-    providers_for,
-    small_transformer,
-    verify,
-)
+from cases import CASES, Case, Dtypes, Input, Provider, Shape, bytes_of, input_of, providers_for, verify
 from device_timing import interleaved
 from models import TRAININGS, Training
 from rows import Row, append, dtype_name, microseconds, parser_of, row
 from step_providers import SETTINGS, Setting, StepInput
+from torch import nn
 
 import gradstat
 from gradstat.bench import machine, steps, timing
 from gradstat.bench.steps import WrongAnswerError
-from gradstat.bench.timing import Quartiles, progress_bar, quartiles
+from gradstat.bench.timing import Quartiles, progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +130,7 @@ def lists(plan: Plan) -> Work:
     """Every provider but the naive loop on every list of gradients; a single tensor in every dtype."""
 
     def choose(given: Input) -> list[Provider]:
-        return [provider for provider in providers_for(given) if provider.name != NAIVE]
+        return [provider for provider in providers_for(given) if provider.name != cases.NAIVE]
 
     flush = Flush(plan.device)
     for case in CASES:
@@ -160,11 +144,11 @@ def lists(plan: Plan) -> Work:
             yield what, partial(compare, plan, flush, "lists", case.name, shapes, dtype, choose)
 
 
-GROWING = (CHECK, CLIP, TORCH_CLIP, FOREACH_NORM, NAIVE)
+GROWING = (cases.CHECK, cases.CLIP, cases.TORCH_CLIP, cases.FOREACH_NORM, cases.NAIVE)
 
 
 def _growing(given: Input) -> list[Provider]:
-    return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(LIMIT)]
+    return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(cases.LIMIT)]
 
 
 BYTES = tuple(1 << power for power in range(20, 35))  # to 16 GB, the last two on a GPU only
@@ -202,10 +186,13 @@ _MONITORED = 64
 
 
 def _host(plan: Plan) -> list[Row]:
-    model = small_transformer().to(plan.device)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(32), *(nn.Linear(32, 32) for _ in range(4)), nn.LayerNorm(32))
+
+    model = nn.Sequential(*(layer() for _ in range(12))).to(plan.device)
     parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
     monitor = gradstat.Monitor(model, torch.optim.AdamW(parameters, lr=0.0), on_anomaly="record")
     loss = torch.zeros((), device=plan.device)
     monitored = f"gradstat.Monitor.step(loss), mean of {_MONITORED}"
@@ -213,18 +200,16 @@ def _host(plan: Plan) -> list[Row]:
         "gradstat.check(model).ok": lambda: gradstat.check(model).ok,
         "gradstat.check_async(model)": lambda: gradstat.check_async(model),
         monitored: lambda: [monitor.step(loss) for _ in range(_MONITORED)],
-        CLIP: lambda: gradstat.clip_grad_norm_(parameters, 1e9),
-        TORCH_CLIP: lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
+        cases.CLIP: lambda: gradstat.clip_grad_norm_(parameters, 1e9),
+        cases.TORCH_CLIP: lambda: nn.utils.clip_grad_norm_(parameters, 1e9),
     }
     rounds = 2 * plan.rounds(1e-3)
     samples = timing.interleaved(calls, rounds, 20, device=plan.device, before=lambda name: calls[name]())
     case = "144 small parameters in 85 modules, warm"
 
-    def micro(name: str) -> float:
-        return 1e6 / _MONITORED if name == monitored else 1e6
-
+    samples[monitored] = [seconds / _MONITORED for seconds in samples[monitored]]
     return [
-        row("host path", case, name, "wall time", "us", quartiles([micro(name) * s for s in sample]), plan.device)
+        row("host path", case, name, "wall time", "us", microseconds(sample), plan.device)
         for name, sample in samples.items()
     ]
 

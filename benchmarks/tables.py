@@ -15,10 +15,7 @@ from gradstat.bench.steps import in_bytes
 
 _ON_DEVICE = [STATS, STATS_TRITON, FOREACH_NORM]  # calls that sync have no device time
 # Names in recorded rows that are displayed differently.
-_CAPTIONS = {
-    "time ratio": "added time",
-    "time inside": "call alone",
-}
+_CAPTIONS = {"time ratio": "added time", "time inside": "call alone"}
 # The calls that docs/alternatives.md compares within each framework, by group.
 ALTERNATIVES = {
     "Lightning steps": {
