@@ -88,7 +88,7 @@ def compare(
             print(f"{case}: {wrong}, so it is not timed", file=sys.stderr, flush=True)
             continue
         providers.append(provider)
-        if error is not None:
+        if error is not None and group == "lists":
             made.append(row(group, case, provider.name, "norm error", "", error, plan.device, **about))
     changing = {provider.name for provider in providers if provider.changes}
 

@@ -317,9 +317,10 @@ def optimizer_steps(rows: Sequence[Row]) -> str:
     parts = [
         f"From gradients of {name} to updated parameters, caches flushed ({brackets}):\n",
         grid(["optimizer", "scaler, clipping", GUARDED, AMP, TORCH, ALONE], lines, 2),
-        "Guarded steps with adaptive clips, clipped to the same norm:\n",
-        grid(["optimizer", "scaler, clipping", "call", "passes", "median"], adaptive, 3),
     ]
+    if adaptive:
+        parts.append("Guarded steps with adaptive clips, clipped to the same norm:\n")
+        parts.append(grid(["optimizer", "scaler, clipping", "call", "passes", "median"], adaptive, 3))
     return "\n".join(parts)
 
 
