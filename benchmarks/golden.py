@@ -16,13 +16,11 @@ import itertools
 import math
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -61,7 +59,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from gradstat.monitor import Golden, Monitor, Recording, Series
-from gradstat.monitor.recording import GoldenComparison, load, save
+from gradstat.monitor.recording import load, save
 
 STEPS = 160
 HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP, COST_GROUP = (
@@ -526,25 +524,20 @@ def run(what: str, seed: int) -> Recording:
     return case.run(training)
 
 
-def run_elsewhere(python: str, seed: int) -> Recording:
-    """As `run` of the transformer, in the environment of another Python, which needs torch and numpy."""
+def run_job(job: runner.Job) -> Recording:
+    """Runs a case, by what is changed and a seed; or, in the environment of another Python, the transformer.
+
+    That Python needs torch and numpy.
+    """
+    what, seed, *python = job
+    if not python:
+        return runner.on_two_ranks(run, what, seed) if CASES[what].is_on_ranks else run(what, seed)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.gradstat"
+        command = [python[0], "-W", "ignore", __file__, "--one", str(seed), str(file)]
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        subprocess.run(
-            [python, "-W", "ignore", __file__, "--one", str(seed), str(file)],
-            env={**os.environ, "PYTHONPATH": paths},
-            check=True,
-        )
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
         return load(file)
-
-
-def run_job(job: runner.Job) -> Recording:
-    """Runs a case, by what is changed and a seed; or in the environment of another Python."""
-    what, seed, *python = job
-    if python:
-        return run_elsewhere(python[0], seed)
-    return runner.on_two_ranks(run, what, seed) if CASES[what].is_on_ranks else run(what, seed)
 
 
 # What is measured ------------------------------------------------------------------------------------------------
@@ -572,22 +565,16 @@ def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int, *python:
         model: [Golden.of(runs([(model, seed) for seed in range(5 * i, 5 * i + 5)])) for i in range(sets)]
         for model in ("transformer", "MLP")
     }
-    made = iter(runs([(case.what, seed, *python) for case in cases for seed in SEEDS]))
-    for case in cases:
-        changed = list(itertools.islice(made, len(SEEDS)))
-        compared = [one.compare(recording) for one in golden[case.model] for recording in changed]
-        unlike = [comparison for comparison in compared if not comparison.ok]
-        told = Counter(re.sub(r" \(.*\)$", "", f"{one.where}: {one.what}") for one in unlike)
-        provider = told.most_common(1)[0][0] if told else ""
-        yield from rows_of_values(group, case.what, provider, {"called unlike": 100 * len(unlike) / len(compared)}, "%")
+    made = runs([(case.what, seed, *python) for case in cases for seed in SEEDS])
+    for number, case in enumerate(cases):
+        of_case = made[number * len(SEEDS) :][: len(SEEDS)]
+        compared = [one.compare(recording) for one in golden[case.model] for recording in of_case]
+        unlike = [f"{one.where}: {one.what}" for one in compared if not one.ok]
+        values = {"called unlike": 100 * len(unlike) / len(compared)}
         if unlike and case.names:
-            right = statistics.fmean(is_right(case, comparison) for comparison in unlike)
-            yield from rows_of_values(group, case.what, provider, {"right place": 100 * right}, "%")
-
-
-def is_right(case: Case, comparison: GoldenComparison) -> bool:
-    """Whether the comparison names what is changed."""
-    return any(name in f"{comparison.where}: {comparison.what}" for name in case.names.split("|"))
+            right = statistics.fmean(any(name in told for name in case.names.split("|")) for told in unlike)
+            values["right place"] = 100 * right
+        yield from rows_of_values(group, case.what, "Golden.compare", values, "%")
 
 
 def cost_rows() -> Iterator[Row]:
