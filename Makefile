@@ -98,9 +98,8 @@ bench-full: $(VENV)/.for-test $(BUILT) ## Measure everything, record it, redraw 
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
 
-bench-ranks: $(VENV)/.for-test $(BUILT) ## Time distributed clips and DDP steps, on two ranks of this machine
-	$(BIN)/torchrun --nproc-per-node 2 benchmarks/dtensor_clip.py
-	$(BIN)/torchrun --nproc-per-node 2 benchmarks/ddp_step.py
+bench-ranks: $(VENV)/.for-test $(BUILT) ## Time distributed clips, on two ranks of this machine
+	$(BIN)/torchrun --nproc-per-node 2 benchmarks/ranks.py
 
 bench-frameworks: $(VENV)/.for-test $(BUILT) ## Time the integrations and what the frameworks offer themselves
 	$(BIN)/python benchmarks/frameworks.py

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import gradstat
 from gradstat.bench.steps import WrongAnswerError, naive_loop
+from gradstat.demo.model import GPT, GPT2
 
 Shape = tuple[int, ...]
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...]  # of a list of gradients: one, or several that alternate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
-COMMON = (torch.float32, torch.bfloat16)
 ANYWHERE = frozenset({"cpu", "cuda"})
 
 
@@ -37,36 +37,29 @@ class Case:
         shapes: The shapes of the gradients.
         dtypes: The dtypes to measure in.
         devices: The types of device to measure on.
-        quick: Part of the quick set, where lists of several tensors are measured in float32 only.
+        quick: Part of the quick set.
         full: Part of the full set.
     """
 
     name: str
     shapes: Callable[[], list[Shape]]
-    dtypes: tuple[Dtypes, ...] = COMMON
+    dtypes: tuple[Dtypes, ...] = (torch.float32,)
     devices: frozenset[str] = ANYWHERE
     quick: bool = False
     full: bool = True
 
 
-def transformer_shapes(layers: int, width: int, vocabulary: int, context: int = 128) -> list[Shape]:
-    """The parameters of a GPT: embeddings, then attention, MLP and norms of each layer; the head is tied."""
-    w = width
-    layer: list[Shape] = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,)]
-    layer += [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
-    return [(vocabulary, w), (context, w), *(layer * layers), (w,), (w,)]
+def shapes_of(model: Callable[[], nn.Module]) -> list[Shape]:
+    """The shapes of a model's parameters."""
+    with torch.device("meta"):
+        return [tuple(parameter.shape) for parameter in model().parameters()]
 
 
-def llama_shapes(width_divisor: int) -> list[Shape]:
-    """The parameters of Llama 7B, 291 tensors: 6.7 G elements, divided by about the divisor squared."""
-    w, inner = 4096 // width_divisor, 11008 // width_divisor
+def llama_shapes() -> list[Shape]:
+    """The parameters of Llama 7B, 291 tensors: 6.7 G elements."""
+    w, inner = 4096, 11008
     layer: list[Shape] = [(w, w)] * 4 + [(inner, w), (inner, w), (w, inner), (w,), (w,)]
     return [(32000, w), *(layer * 32), (w,), (32000, w)]
-
-
-def experts_shapes() -> list[Shape]:
-    """1,250 small experts of two matrices and two biases: 5,000 tensors, 82 M elements."""
-    return [(256, 128), (256,), (128, 256), (128,)] * 1250
 
 
 def mixed_shapes() -> list[Shape]:
@@ -81,20 +74,16 @@ def mixed_shapes() -> list[Shape]:
     return shapes
 
 
-MIXED, LARGEST = "500 mixed matrices of 225 M", "one tensor of 1.536 G"
 # Cases for GPUs only come first, since the time on a GPU may run out.
 CASES = (
     Case("one tensor of 256 M", lambda: [(1 << 28,)], (*DTYPES, torch.float8_e5m2), frozenset({"cuda"})),
-    Case(LARGEST, lambda: [(1_536_000_000,)], (torch.bfloat16,), frozenset({"cuda"})),
-    Case(MIXED, mixed_shapes, (COMMON, *COMMON), frozenset({"cuda"})),
-    Case("Llama 7B, 291 tensors", lambda: llama_shapes(1), (torch.bfloat16,), frozenset({"cuda"})),
-    Case("300 tensors of 8x8", lambda: [(8, 8)] * 300, quick=True),
+    Case("one tensor of 1.536 G", lambda: [(1_536_000_000,)], (torch.bfloat16,), frozenset({"cuda"})),
+    Case("500 mixed matrices of 225 M", mixed_shapes, ((torch.float32, torch.bfloat16),), frozenset({"cuda"})),
+    Case("Llama 7B, 291 tensors", llama_shapes, (torch.bfloat16,), frozenset({"cuda"})),
     Case("10,000 tensors of 64", lambda: [(64,)] * 10_000, quick=True),
-    Case("5,000 tensors of small experts", experts_shapes),
-    Case("transformer of 17 M", lambda: transformer_shapes(6, 384, 16384), quick=True),
-    Case("ResNet-50, 161 tensors", lambda: [tuple(p.shape) for p in resnet(50, "meta").parameters()], quick=True),
-    Case("GPT-2 small, 148 tensors", lambda: transformer_shapes(12, 768, 50257, context=1024)),
-    Case("Llama 7B's list, width / 8", lambda: llama_shapes(8), devices=frozenset({"cpu"})),
+    Case("5,000 tensors of small experts", lambda: [(256, 128), (256,), (128, 256), (128,)] * 1250),
+    Case("ResNet-50, 161 tensors", lambda: shapes_of(lambda: resnet(50)), quick=True),
+    Case("GPT-2 small, 148 tensors", lambda: shapes_of(lambda: GPT(GPT2))),
     Case("one tensor of 16 M", lambda: [(1 << 24,)], DTYPES, quick=True, full=False),
     Case("one tensor of 64 M", lambda: [(1 << 26,)], DTYPES, frozenset({"cpu"})),
 )
@@ -261,15 +250,12 @@ class Provider:
 
 
 LIMIT = "plain read"
-CHECK, CHECK_TRITON = "gradstat.check", "gradstat.check, triton"
+CHECK = "gradstat.check"
 STATS, STATS_TRITON = "gradstat.stats", "gradstat.stats, triton"
 CLIP, CLIPPED = "gradstat clip, unclipped", "gradstat clip, clipped"
 TORCH_CLIP, TORCH_CLIPPED = "torch clip, unclipped", "torch clip, clipped"
-CLIP_LIMIT = "limit: read, then multiply"
-TORCH_LOOP_CLIP = "torch clip foreach=False, unclipped"
 FOREACH_NORM = "torch._foreach_norm"
 NAIVE = "naive .item() loop"
-_REFERENCE_LIMIT = 20_000_000  # bytes; larger inputs would take the reference backend too long
 
 
 def _read_report(report: gradstat.Report) -> dict[str, float]:
@@ -278,7 +264,7 @@ def _read_report(report: gradstat.Report) -> dict[str, float]:
 
 
 def _read_table(table: Tensor) -> dict[str, float]:
-    column = {name: table[:, i] for i, name in enumerate(gradstat.FIELDS)}
+    column = dict(zip(gradstat.FIELDS, table.T, strict=True))
     return {
         "norm": math.sqrt(float(column["sq_sum"].sum())),
         "low": float(column["min"].min()),
@@ -287,16 +273,8 @@ def _read_table(table: Tensor) -> dict[str, float]:
     }
 
 
-def _read_norms(norms: list[Tensor]) -> dict[str, float]:
-    return {"norm": float(torch.stack([n.double() for n in norms]).norm())}
-
-
-def _read_norm(norm: Tensor) -> dict[str, float]:
-    return {"norm": float(norm)}
-
-
-def _check(given: Input, backend: str | None = None) -> gradstat.Report:
-    report = gradstat.check(given.parameters, backend=backend)
+def _check(given: Input) -> gradstat.Report:
+    report = gradstat.check(given.parameters)
     _ = report.ok
     return report
 
@@ -310,48 +288,20 @@ def _loop_supports(given: Input) -> bool:
     return _not_float8(given) and (given.device.type == "cpu" or len(given.gradients) <= 1000)
 
 
-def _gradstat_clip(name: str, share: float) -> Provider:
+def _clip(name: str, share: float, clip: Callable[[list[nn.Parameter], float], Tensor], **options: Any) -> Provider:
     """A clip to ``share`` times the gradients' norm."""
-    return Provider(
-        name,
-        lambda given: gradstat.clip_grad_norm_(given.parameters, share * given.max_norm),
-        _read_norm,
-        rounded=True,
-        factor=min(share, 1.0),
-        supports=_not_float8,
-    )
 
+    def run(given: Input) -> Tensor:
+        return clip(given.parameters, share * given.max_norm)
 
-def _torch_clip(name: str, share: float, foreach: bool | None = None) -> Provider:
-    return Provider(
-        name,
-        lambda given: nn.utils.clip_grad_norm_(given.parameters, share * given.max_norm, foreach=foreach),
-        _read_norm,
-        TORCH_ERROR,
-        factor=min(share, 1.0),
-        supports=_not_float8 if foreach is None else _loop_supports,
-    )
+    def read(norm: Tensor) -> dict[str, float]:
+        return {"norm": float(norm)}
+
+    return Provider(name, run, read, factor=min(share, 1.0), supports=_not_float8, **options)
 
 
 PROVIDERS = (
     Provider(CHECK, _check, _read_report),
-    Provider(
-        CHECK_TRITON,
-        lambda given: _check(given, "triton"),
-        _read_report,
-        supports=lambda given: given.device.type == "cuda",
-    ),
-    Provider(
-        "gradstat.check, reference",
-        lambda given: _check(given, "reference"),
-        _read_report,
-        supports=lambda given: (
-            given.device.type == "cpu"
-            and given.bytes <= _REFERENCE_LIMIT
-            and len(given.gradients) <= 1000
-            and _not_float8(given)
-        ),
-    ),
     Provider(STATS, lambda given: gradstat.stats(given.gradients), _read_table),
     Provider(
         STATS_TRITON,
@@ -362,7 +312,7 @@ PROVIDERS = (
     Provider(
         FOREACH_NORM,
         lambda given: torch._foreach_norm(given.gradients),
-        _read_norms,
+        lambda norms: {"norm": float(torch.stack([norm.double() for norm in norms]).norm())},
         TORCH_ERROR,
         supports=_not_float8,
     ),
@@ -373,13 +323,10 @@ PROVIDERS = (
         TORCH_ERROR,
         supports=_loop_supports,
     ),
-    _gradstat_clip(CLIP, 2.0),
-    _torch_clip(TORCH_CLIP, 2.0),
-    _torch_clip(TORCH_LOOP_CLIP, 2.0, foreach=False),
-    _gradstat_clip(CLIPPED, 0.5),
-    _torch_clip(TORCH_CLIPPED, 0.5),
-    # The minimum work of a clip that scales: two torch operations on one contiguous tensor. It multiplies by one.
-    Provider(CLIP_LIMIT, lambda given: (given.buffer.amax(), given.buffer.mul_(1.0)), supports=_not_float8),
+    _clip(CLIP, 2.0, gradstat.clip_grad_norm_, rounded=True),
+    _clip(TORCH_CLIP, 2.0, nn.utils.clip_grad_norm_, tolerance=TORCH_ERROR),
+    _clip(CLIPPED, 0.5, gradstat.clip_grad_norm_, rounded=True),
+    _clip(TORCH_CLIPPED, 0.5, nn.utils.clip_grad_norm_, tolerance=TORCH_ERROR),
     # The minimum work of any provider: read every byte once. Which reduction is fastest differs by machine, so the
     # limit is the fastest of these. Results of dtypes reinterpreted as float32 are meaningless, and are not checked.
     Provider(f"{LIMIT} (sum)", lambda given: given.buffer.view(given.widest).sum(), supports=_not_float8),
@@ -440,15 +387,3 @@ def verify(provider: Provider, given: Input) -> float | None:
         if found != 1:
             raise WrongAnswerError(f"{provider.name} found {found} nonfinite gradients, expected 1")
     return abs(answer["norm"] / given.facts.norm - 1) if "norm" in answer else None
-
-
-def small_transformer() -> nn.Module:
-    """144 small parameters in 85 modules, with gradients: so little to read that host overhead dominates."""
-
-    def layer(width: int) -> nn.Module:
-        linear = [nn.Linear(width, width) for _ in range(4)]
-        return nn.Sequential(nn.LayerNorm(width), *linear, nn.LayerNorm(width))
-
-    model = nn.Sequential(*(layer(32) for _ in range(12)))
-    model(torch.randn(2, 32)).sum().backward()
-    return model

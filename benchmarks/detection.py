@@ -7,7 +7,6 @@ rows to ``benchmarks/results/<device>/detection.jsonl``.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import re
@@ -19,48 +18,33 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
+import detection_mistakes
+import detection_published
+import detection_tables
+import runner
 import torch
 import torch.distributed
+import training_programs
+from detection_judging import ONSET, STEPS, Arm, Case, Flag, Verdict, compare, has_diverged, healthy_rows, line, rows_of
+from detection_mistakes import SUBJECTS
+from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Watcher, anomaly_mode
+from helpers.training import HEALTHY, RECORD, Healthy, Training
+from helpers.training_faults import FAULTS
+from rows import Row, record, step_rows
+from runner import CPU, Job, on_two_ranks, results_of, rows_of_values
 from torch.nn.parallel import DistributedDataParallel
+from training_programs import PROGRAMS
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-import detection_mistakes  # noqa: E402
-import detection_published  # noqa: E402
-import detection_tables  # noqa: E402
-import runner  # noqa: E402
-import training_programs  # noqa: E402
-from detection_cases import ONSET, Case  # noqa: E402
-from detection_judging import (  # noqa: E402
-    STEPS,
-    Arm,
-    Flag,
-    Verdict,
-    compare,
-    has_diverged,
-    healthy_rows,
-    line,
-    rows_of,
-)
-from detection_mistakes import SUBJECTS  # noqa: E402
-from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, RIVALS, Gradstat, Unwatched, Watcher, anomaly_mode  # noqa: E402
-from helpers.training import HEALTHY, RECORD, Healthy, Training  # noqa: E402
-from helpers.training_faults import FAULTS  # noqa: E402
-from rows import Row, step_rows  # noqa: E402
-from runner import CPU, Job, on_two_ranks, results_of, rows_of_values  # noqa: E402
-from training_programs import PROGRAMS  # noqa: E402
-
-from gradstat.bench.timing import interleaved  # noqa: E402
-from gradstat.monitor import Golden  # noqa: E402
+from gradstat.bench.timing import interleaved
+from gradstat.monitor import Golden
 
 SETS = ("mistakes", "operators", "silent errors", "repository")
 SEEDS = {"tuning": range(5), "figures": range(5, 10)}
 GOLDEN_SEEDS = range(100, 105)
 HEALTHY_STEPS = 1000  # of a healthy training of the tests
-
-# Cases ------------------------------------------------------------------------------------------------------------
 
 
 def _repository() -> Iterator[Case]:
@@ -84,9 +68,6 @@ def _repository() -> Iterator[Case]:
 def all_cases() -> tuple[Case, ...]:
     """The cases of all sets, and the healthy trainings."""
     return (*detection_mistakes.cases(), *detection_published.cases(), *_repository())
-
-
-# One run ----------------------------------------------------------------------------------------------------------
 
 
 def run(case: Case, seed: int, is_broken: bool, steps: int = STEPS, *, redrawn: int | None = None) -> Arm:
@@ -172,9 +153,6 @@ def run_job(job: Job) -> Arm:
     return run(case, seed, is_broken, steps, redrawn=redrawn)
 
 
-# All cases --------------------------------------------------------------------------------------------------------
-
-
 class ProgramRun(NamedTuple):
     """A run of a healthy program of another project under gradstat."""
 
@@ -223,7 +201,7 @@ def _stepper(make: Callable[[int], Training], name: str) -> Callable[[], object]
     training = make(SEEDS["figures"][0])
     tools: list[Any] = [Gradstat(training, RECORD)] if name == Gradstat.name else []
     tools += [rival() for rival in RIVALS if rival.name == name]
-    watcher = Watcher(training, tools) if tools else Unwatched()
+    watcher = Watcher(training, tools) if tools else SimpleNamespace(batch=lambda batch: None, step=lambda loss: None)
     steps = training.steps(watcher, 0, 1 << 30)  # type: ignore[arg-type]
 
     def step() -> None:
@@ -260,14 +238,13 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runner.parser_of(__doc__)
     parser.add_argument("--set", nargs="+", choices=SETS, default=SETS, help="sets of faults (default: all)")
     parser.add_argument("--half", choices=SEEDS, default="tuning", help="models and seeds (default: tuning)")
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the five of the half)")
     parser.add_argument("--only", default="", help="only faults and subjects that match this regular expression")
     parser.add_argument("--healthy", action="store_true", help="also run the healthy trainings of the tests")
     parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="also time so many steps with each tool")
-    runner.add_arguments(parser)
     arguments = parser.parse_args()
     if "operators" in arguments.set and not detection_published.HAS_OPERATORS:
         parser.error(
@@ -303,7 +280,7 @@ def main() -> int:
     if arguments.time:
         made += time_rows(arguments.time)
     print("\n" + detection_tables.everything(made))
-    runner.record(made, "detection", arguments)
+    record(made, "detection", arguments)
     return 0
 
 

@@ -1,18 +1,18 @@
-"""What counts as harm and as a hit in the benchmark of detection, and the rows about it."""
+"""Cases of the benchmark of detection, what counts there as harm and as a hit, and the rows about it."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import detection_tables
-from detection_cases import Case
 from detection_tools import GOLDEN, NAMES, Gradstat
+from helpers.training import RECORD, Training
 from rows import Row
 from runner import rows_of_values
 
@@ -20,10 +20,35 @@ from gradstat.bench.timing import Quartiles, quartiles
 from gradstat.monitor import Golden, Recording
 
 STEPS = 300  # of a run
+ONSET = 150  # the step in which faults in the middle of a run begin
 WITHIN = 60  # steps after the onset in which a finding is a hit
 HARM = 1.15  # a harmful fault raises the loss by at least this factor, with every seed
 WINDOW = 20  # steps over which losses are averaged
 FLOOR = 0.01  # of the first loss; added to the healthy loss, so that noise of losses near zero is no harm
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault in a training, which begins in step ``onset``."""
+
+    set: str
+    half: str  # "tuning", "figures" or "both"
+    subject: str
+    what: str
+    twin: Callable[[int], Training]  # the healthy training, from a seed
+    breaks: Callable[[Training], object]
+    place: str  # regular expression for names in findings about the right place; empty if the fault is everywhere
+    onset: int
+    broken: Callable[[int], Training] | None = None  # the training that ``breaks`` gets, if it is not the twin
+    is_everywhere: bool = False  # a comparison that says so names the place
+    is_held_out: bool = False  # judged by the healthy loss of unseen batches
+    ranks: int = 1
+    broken_ranks: tuple[int, ...] = (0,)
+    policy: Any = field(default_factory=lambda: RECORD)
+
+    @property
+    def when(self) -> str:
+        return "mid-run" if self.onset else "from step 0"
 
 
 @dataclass(frozen=True)
@@ -46,9 +71,6 @@ class Arm:
     held_out: float = math.nan  # the healthy loss of unseen batches at the end
     raised: str = ""
     recording: Recording | None = None  # until it is compared with golden runs
-
-
-# Judging ----------------------------------------------------------------------------------------------------------
 
 
 def harm(case: Case, broken: Arm, twin: Arm) -> float:
@@ -157,69 +179,43 @@ def line(verdict: Verdict, tool: str) -> str:
     return text
 
 
-# Rows -------------------------------------------------------------------------------------------------------------
-
-MOST = 1e6  # the number recorded for an infinite harm
-
-
 def rows_of(verdicts: Sequence[Verdict]) -> list[Row]:
     """The rows of faults, each over its models and seeds, and of whole sets."""
     made = []
     for when in detection_tables.WHEN:
-        those = [verdict for verdict in verdicts if verdict.case.when == when]
+        group, those = detection_tables.group_of(when), [verdict for verdict in verdicts if verdict.case.when == when]
         for which in dict.fromkeys(verdict.case.set for verdict in those):
             of_set = [verdict for verdict in those if verdict.case.set == which]
-            made += _rows_of_tools(when, which, detection_tables.ALL, of_set, NAMES)
+            for tool in NAMES:
+                made += _rows_of_tool(when, which, detection_tables.ALL, of_set, tool)
             for what in dict.fromkeys(verdict.case.what for verdict in of_set):
                 of_fault = [verdict for verdict in of_set if verdict.case.what == what]
-                made += _rows_of_fault(when, which, what, of_fault)
+                statuses = Counter(verdict.status for verdict in of_fault)
+                case = detection_tables.case_of(which, what)
+                made += rows_of_values(group, case, detection_tables.FAULT, statuses)
+                if statuses["harmful"]:
+                    made += _rows_of_tool(when, which, what, of_fault, Gradstat.name)
     return made + golden_rows(verdicts)
 
 
-def _rows_of_fault(when: str, which: str, what: str, verdicts: Sequence[Verdict]) -> list[Row]:
-    group, case = detection_tables.group_of(when), detection_tables.case_of(which, what)
-    statuses = Counter(verdict.status for verdict in verdicts)
-    made = rows_of_values(group, case, detection_tables.FAULT, statuses)
+def _rows_of_tool(when: str, which: str, what: str, verdicts: Sequence[Verdict], tool: str) -> list[Row]:
+    """The harmful runs and those found; of gradstat also later ones and, of a whole set, when and where."""
     harmful = [verdict for verdict in verdicts if verdict.status == "harmful"]
-    if not harmful:
-        return made
-    harm = min(MOST, statistics.median(harm for verdict in harmful for harm in verdict.harms))
-    made += rows_of_values(group, case, detection_tables.FAULT, {"harm": harm})
-    finders = [tool for tool in NAMES if tool == Gradstat.name or any(any(v.hits(tool)) for v in harmful)]
-    return made + _rows_of_tools(when, which, what, harmful, finders)
-
-
-def _rows_of_tools(when: str, which: str, what: str, verdicts: Sequence[Verdict], tools: Sequence[str]) -> list[Row]:
-    harmful = [verdict for verdict in verdicts if verdict.status == "harmful"]
-    made = []
-    for tool in tools:
-        runs = [(verdict, flags) for verdict in harmful for flags in verdict.hits(tool)]
-        hit = [(verdict.case, flags) for verdict, flags in runs if flags]
-        later = [
-            flags
-            for verdict in harmful
-            for soon, flags in zip(verdict.hits(tool), verdict.hits(tool, STEPS), strict=True)
-            if flags and not soon
-        ]
-        values: dict[str, float | Quartiles] = {
-            "runs": float(len(runs)),
-            "found": float(len(hit)),
-            "found later": float(len(later)),
-            "twins flagged": float(sum(has_alarm(v.case, twin, tool) for v in harmful for _, twin in v.arms)),
-        }
+    runs = [(verdict, flags) for verdict in harmful for flags in verdict.hits(tool)]
+    hit = [(verdict.case, flags) for verdict, flags in runs if flags]
+    values: dict[str, float | Quartiles] = {"runs": len(runs), "found": len(hit)}
+    if tool == Gradstat.name:
+        later = [flags for verdict in harmful for flags in verdict.hits(tool, STEPS)]
+        values["found later"] = sum(bool(flags) and not soon for (_, soon), flags in zip(runs, later, strict=True))
+    if tool in (Gradstat.name, GOLDEN) and what == detection_tables.ALL:
+        values["twins flagged"] = sum(has_alarm(v.case, twin, tool) for v in harmful for _, twin in v.arms)
         if hit:
             values["delay"] = quartiles([min(flag.noticed for flag in flags) - case.onset for case, flags in hit])
-        if tool in (Gradstat.name, GOLDEN):
-            # Those of the repository are what a rule names first, though the fault may be everywhere.
-            is_known = [bool(case.place) and (tool, case.set) != (GOLDEN, "repository") for case, _ in hit]
-            placed = list(itertools.compress(hit, is_known))
-            values["found, with a place"] = float(len(placed))
-            values["place right"] = float(sum(is_right(case, flags[0]) for case, flags in placed))
-            if what != detection_tables.ALL:
-                rules = Counter(flags[0].rule for _, flags in hit)
-                values |= {f"first: {rule}": float(count) for rule, count in rules.items()}
-        made += rows_of_values(detection_tables.group_of(when), detection_tables.case_of(which, what), tool, values)
-    return made
+        # Those of the repository are what a rule names first, though the fault may be everywhere.
+        placed = [(c, flags) for c, flags in hit if c.place and (tool, c.set) != (GOLDEN, "repository")]
+        values["found, with a place"] = len(placed)
+        values["place right"] = sum(is_right(case, flags[0]) for case, flags in placed)
+    return rows_of_values(detection_tables.group_of(when), detection_tables.case_of(which, what), tool, values)
 
 
 def golden_rows(verdicts: Sequence[Verdict]) -> list[Row]:
@@ -234,7 +230,7 @@ def golden_rows(verdicts: Sequence[Verdict]) -> list[Row]:
             groups.setdefault(key, []).append(verdict)
     made = []
     for (which, what), of_group in groups.items():
-        made += _rows_of_tools(detection_tables.GOLDEN, which, what, of_group, [GOLDEN])
+        made += _rows_of_tool(detection_tables.GOLDEN, which, what, of_group, GOLDEN)
     twins = {id(twin): has_alarm(verdict.case, twin, GOLDEN) for verdict in those for _, twin in verdict.arms}
     group, values = (
         detection_tables.group_of(detection_tables.GOLDEN),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from detection_cases import ONSET, Case
+from detection_judging import ONSET, Case
 from helpers.training import (
     CLASSES,
     Bags,
@@ -66,14 +66,9 @@ def _residual() -> nn.Module:
 
 def _group_normed() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 12, 3, padding=1),
-        nn.GroupNorm(3, 12),
-        nn.SiLU(),
-        nn.Conv2d(12, 12, 3, padding=1),
-        nn.SiLU(),
-        nn.Flatten(),
-        nn.Linear(432, CLASSES),
-    )
+        nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.SiLU(), nn.Conv2d(12, 12, 3, padding=1), nn.SiLU(),
+        nn.Flatten(), nn.Linear(432, CLASSES),
+    )  # fmt: skip
 
 
 class _Encoder(nn.Module):
@@ -135,9 +130,6 @@ def _wrapped(change: Callable[[Tensor], Tensor], name: str) -> Callable[[Trainin
     return lambda training: training.model.get_submodule(name).register_forward_hook(hook)
 
 
-# Data -------------------------------------------------------------------------------------------------------------
-
-
 def _shuffled(share: float) -> Callable[[Training], None]:
     def breaks(training: Training) -> None:
         random = torch.Generator().manual_seed(1)
@@ -187,13 +179,6 @@ def constant_sample(batch: Batch) -> Batch:
     return batch[0][:1].expand_as(batch[0]).clone(), batch[1][:1].expand_as(batch[1]).clone()
 
 
-def _misplaced(training: Training) -> None:
-    every_batch(lambda batch: (batch[0].roll(1, 0), batch[1]))(training)
-
-
-# Loss -------------------------------------------------------------------------------------------------------------
-
-
 def times(factor: float) -> Callable[[Training], None]:
     def breaks(training: Training) -> None:
         healthy = training.loss
@@ -207,10 +192,7 @@ def _over_batch(model: nn.Module, batch: Batch) -> Tensor:
     return F.nll_loss(F.log_softmax(logits, 0), batch[1].flatten())
 
 
-# Weights ----------------------------------------------------------------------------------------------------------
-
-
-def _changed(change: Callable[[Tensor], object], names: str | Sequence[str] = "") -> Callable[[Training], None]:
+def changed(change: Callable[[Tensor], object], names: str | Sequence[str] = "") -> Callable[[Training], None]:
     """Changes the parameters ``names``, those of a module, or the weights of all."""
 
     @torch.no_grad()
@@ -233,9 +215,6 @@ def _anew(name: str) -> Callable[[Training], None]:
                 module.reset_parameters()
 
     return breaks
-
-
-# Optimizer --------------------------------------------------------------------------------------------------------
 
 
 def groups(**values: Any) -> Callable[[Training], None]:
@@ -276,10 +255,6 @@ def never_zeroed(training: Training) -> None:
 def _zeroed_too_late(training: Training) -> None:
     update = training._update
     training._update = lambda: (training.optimizer.zero_grad(), update())  # type: ignore[method-assign]
-
-
-def _never_stepped(training: Training) -> None:
-    training._update = lambda: None  # type: ignore[method-assign]
 
 
 def _made_anew(training: Training) -> None:
@@ -334,7 +309,8 @@ def mistakes(subject: Subject) -> tuple[Mistake, ...]:
         Mistake("shuffled labels", _shuffled(1.0), LABELS, is_held_out=True),
         Mistake("half of the labels shuffled", _shuffled(0.5), LABELS),
         Mistake("random labels", _random_labels, LABELS),
-        Mistake("inputs and labels of different samples", _misplaced, f"{DATA}|{LABELS}"),
+        Mistake("inputs and labels of different samples", every_batch(lambda b: (b[0].roll(1, 0), b[1])),
+                f"{DATA}|{LABELS}"),
         Mistake("all labels equal", every_batch(lambda b: (b[0], torch.zeros_like(b[1]))), LABELS, is_held_out=True),
         Mistake("the same batch for ever", _repeated, DATA, is_held_out=True),
         Mistake("sorted data: batches of one class", _one_class, LABELS, "float", is_held_out=True),
@@ -357,23 +333,23 @@ def mistakes(subject: Subject) -> tuple[Mistake, ...]:
         Mistake("all layers but the last are frozen", _all_frozen_but(head), ANYTHING),
         Mistake("zero_grad is missing", never_zeroed, ANYTHING),
         Mistake("zero_grad between backward and step", _zeroed_too_late, ANYTHING),
-        Mistake("optimizer.step is missing", _never_stepped, ANYTHING),
+        Mistake("optimizer.step is missing", lambda training: setattr(training, "_update", lambda: None), ANYTHING),
         Mistake("a new optimizer for every step", _made_anew, ANYTHING),
         Mistake("gradients clipped to 1e-6", lambda training: setattr(training, "max_norm", 1e-6), ANYTHING),
         Mistake("optimizer state is lost", _forgets_state, ANYTHING, onsets=(ONSET,)),
         # Weights
-        Mistake("dead units", _changed(lambda w: w.fill_(-1e3), subject.dead),
+        Mistake("dead units", changed(lambda w: w.fill_(-1e3), subject.dead),
                 _at(*(name.rpartition(".")[0] for name in subject.dead))),
-        Mistake("constant weights", _changed(lambda w: w.fill_(0.05)), ANYTHING),
-        Mistake("zero weights", _changed(Tensor.zero_), ANYTHING),
-        Mistake("weights times 20", _changed(lambda w: w.mul_(20)), ANYTHING),
-        Mistake("weights times 0.01", _changed(lambda w: w.mul_(0.01)), ANYTHING),
+        Mistake("constant weights", changed(lambda w: w.fill_(0.05)), ANYTHING),
+        Mistake("zero weights", changed(Tensor.zero_), ANYTHING),
+        Mistake("weights times 20", changed(lambda w: w.mul_(20)), ANYTHING),
+        Mistake("weights times 0.01", changed(lambda w: w.mul_(0.01)), ANYTHING),
         Mistake("a layer is initialised anew", _anew(hidden), _at(hidden), onsets=(ONSET,)),
-        Mistake("half of the embeddings are zeroed", _changed(lambda w: w[::2].zero_(), [f"{first}.weight"]),
+        Mistake("half of the embeddings are zeroed", changed(lambda w: w[::2].zero_(), [f"{first}.weight"]),
                 _at(first), "tokens", (ONSET,)),
-        Mistake("one layer times 30", _changed(lambda w: w.mul_(30), hidden), _at(hidden)),
+        Mistake("one layer times 30", changed(lambda w: w.mul_(30), hidden), _at(hidden)),
         Mistake("noise on one layer",
-                _changed(lambda w: w.add_(torch.randn(w.shape, generator=torch.Generator().manual_seed(1))), hidden),
+                changed(lambda w: w.add_(torch.randn(w.shape, generator=torch.Generator().manual_seed(1))), hidden),
                 _at(hidden)),
     )  # fmt: skip
 

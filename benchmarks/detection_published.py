@@ -15,16 +15,13 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.nn.functional as F  # noqa: N812
-from detection_cases import ONSET, Case
+from detection_judging import ONSET, Case
 from detection_mistakes import never_zeroed, of_a_copy
 from helpers.training import CLASSES, TOKENS, Training, factory, train, train_mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 HAS_OPERATORS = find_spec("defaultplusplus") is not None and find_spec("transformers") is not None
-
-
-# Transformers -----------------------------------------------------------------------------------------------------
 
 
 class Sentences:
@@ -65,41 +62,22 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _bert(width: int, layers: int) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=TOKENS,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            intermediate_size=2 * width,
-            max_position_embeddings=32,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=CLASSES,
-            attn_implementation="eager",
-        )
-    )
+    config = BertConfig(
+        vocab_size=TOKENS, hidden_size=width, num_hidden_layers=layers, num_attention_heads=2, num_labels=CLASSES,
+        intermediate_size=2 * width, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
 
 
 def _gpt2(width: int, layers: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=TOKENS,
-            n_positions=32,
-            n_embd=width,
-            n_layer=layers,
-            n_head=2,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-            use_cache=False,
-            attn_implementation="eager",
-        )
-    )
+    config = GPT2Config(
+        vocab_size=TOKENS, n_positions=32, n_embd=width, n_layer=layers, n_head=2, embd_pdrop=0.0, resid_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=None, eos_token_id=None, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def _transformer(model: Callable[[], nn.Module], length: int, is_encoder: bool) -> Callable[[int], Training]:
@@ -158,9 +136,6 @@ def _operators() -> Iterator[Case]:
                     )  # fmt: skip
 
 
-# Silent errors ----------------------------------------------------------------------------------------------------
-
-
 def _on_ranks(seed: int) -> Training:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     made = train_mlp(2 * seed + rank, shown=False)
@@ -200,10 +175,6 @@ def _clipped_on_one_rank(training: Training) -> None:
     training.max_norm = 0.05 if torch.distributed.get_rank() == 0 else None
 
 
-def _never_synced(training: Training) -> None:
-    training.model.require_backward_grad_sync = False
-
-
 def _rate_of_its_own(training: Training) -> None:
     for group in training.optimizer.param_groups:
         group["lr"] *= 1 + torch.distributed.get_rank()
@@ -217,7 +188,7 @@ def _silent_errors() -> Iterator[Case]:
         ("parameters replaced after wrapping in DDP", _replaced, 2),
         ("every other step through the unwrapped module", _unwrapped, 2),
         ("gradients clipped on one rank only", _clipped_on_one_rank, 2),
-        ("gradients never synced", _never_synced, 2),
+        ("gradients never synced", lambda t: setattr(t.model, "require_backward_grad_sync", False), 2),
         ("another learning rate on each rank", _rate_of_its_own, 2),
     ):
         subject, training = ("MLP", train_mlp) if ranks == 1 else ("MLP, DDP on 2 ranks", _on_ranks)

@@ -7,23 +7,18 @@ losses, Lightning's ``SpikeDetection`` and the test of ``EarlyStopping`` for fin
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-import itertools
-
 from helpers.training import Training
+from torch import Tensor, nn
 
 Found = tuple[int, str, str]  # the step it is about, a rule, a name
 
@@ -256,16 +251,6 @@ class Watcher:
         self._hook.remove()
         for tool in self._tools:
             self.found[tool.name] += [(len(self.losses) - 1, found) for found in tool.end()]
-
-
-class Unwatched:
-    """Takes the place of a training's monitor, and does nothing."""
-
-    def batch(self, batch: Any) -> None:
-        """Nothing."""
-
-    def step(self, loss: Tensor) -> None:
-        """Nothing."""
 
 
 def anomaly_mode(is_on: bool) -> Any:

@@ -21,14 +21,12 @@ class Samples(NamedTuple):
 
     Attributes:
         wall: From the call to the end of all its work, a final sync included.
-        host: Until the call returned. On a CPU the same as ``wall``.
         device: On a GPU, between events around the call: its kernels and copies, without host time. Rounds in which
             the GPU woke before the call was queued are left out, so this is empty for a call that syncs or that
             launches more than the queue holds (1,024), and on a CPU.
     """
 
     wall: list[float]
-    host: list[float]
     device: list[float]
 
 
@@ -41,12 +39,10 @@ def interleaved(
     before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Samples]:
     """Like `timing.interleaved`; on a GPU every call runs a second time per round, for `Samples.device`."""
-    host: dict[str, list[float]] = {name: [] for name in calls}
     asleep: dict[str, list[float | None]] = {name: [] for name in calls}
     tries = dict.fromkeys(calls, TRIES if device.type == "cuda" else 0)
 
     def after(name: str, seconds: float) -> None:
-        host[name].append(seconds)
         on_device = None
         if tries[name]:
             before(name)
@@ -56,10 +52,7 @@ def interleaved(
         asleep[name].append(on_device)
 
     wall = timing.interleaved(calls, rounds, warmup, device=device, before=before, after=after)
-    return {
-        name: Samples(wall[name], host[name][warmup:], [s for s in asleep[name][warmup:] if s is not None])
-        for name in calls
-    }
+    return {name: Samples(wall[name], [s for s in asleep[name][warmup:] if s is not None]) for name in calls}
 
 
 def _device_seconds(call: Callable[[], object], host: float, device: torch.device) -> float | None:

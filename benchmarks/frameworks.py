@@ -11,12 +11,10 @@ training.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import io
 import logging
-import random
 import statistics
 import tempfile
 import time
@@ -28,11 +26,12 @@ from typing import Any
 import tables
 import torch
 import torch.nn.functional as F  # noqa: N812
-from rows import Row, add_arguments, append, step_rows
+from rows import Row, parser_of, record, step_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstat
+from gradstat.bench.timing import interleaved
 from gradstat.demo.model import GPT, SMALL
 from gradstat.integrations.loggers import log_report
 
@@ -40,6 +39,19 @@ from gradstat.integrations.loggers import log_report
 _WARM, _TIMED = 32, 64
 # By name, a training that returns the seconds of a step; the first is the plain one.
 Trainings = dict[str, Callable[[], float]]
+
+
+class Clock:
+    """Records the durations of steps."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.perf_counter()
+
+    def end(self, *_: Any, **__: Any) -> None:
+        self.took.append(time.perf_counter() - self._began)
 
 
 def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
@@ -51,17 +63,8 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    class Clock(pl.Callback):
-        """Records the durations of steps."""
-
-        def __init__(self) -> None:
-            self.took: list[float] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self._began = time.perf_counter()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.took.append(time.perf_counter() - self._began)
+    class LightningClock(Clock, pl.Callback):
+        on_train_batch_start, on_train_batch_end = Clock.begin, Clock.end
 
     class Language(pl.LightningModule):
         def __init__(self) -> None:
@@ -99,7 +102,7 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
         loader = DataLoader(TensorDataset(data), batch_size=len(data) // (_WARM + _TIMED))
 
         def fit() -> float:
-            clock = Clock()
+            clock = LightningClock()
             made = {name: option() if callable(option) else option for name, option in options.items()}
             callbacks = [clock, *made.pop("callbacks", ())]
             trainer = pl.Trainer(
@@ -122,10 +125,8 @@ def lightning(folder: str) -> Iterator[tuple[str, str, Trainings]]:
             "detect_anomaly=True": training(Language(), tokens, detect_anomaly=True),
         },
     )
-    batch, board = (
-        torch.randn(8 * (_WARM + _TIMED), 8),
-        {"logger": lambda: TensorBoardLogger(folder), "log_every_n_steps": 1},
-    )
+    batch = torch.randn(8 * (_WARM + _TIMED), 8)
+    board = {"logger": lambda: TensorBoardLogger(folder), "log_every_n_steps": 1}
     yield (
         "Lightning steps",
         "300 norms to TensorBoard",
@@ -148,17 +149,8 @@ def trainer(folder: str) -> Iterator[tuple[str, str, Trainings]]:
 
     transformers.logging.set_verbosity_error()
 
-    class Clock(TrainerCallback):
-        """Records the durations of steps."""
-
-        def __init__(self) -> None:
-            self.took: list[float] = []
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self._began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.took.append(time.perf_counter() - self._began)
+    class TrainerClock(Clock, TrainerCallback):
+        on_step_begin, on_step_end = Clock.begin, Clock.end
 
     def training(attach: Callable[[Trainer], AbstractContextManager[object]], **settings: Any) -> Callable[[], float]:
         def train() -> float:
@@ -166,7 +158,7 @@ def trainer(folder: str) -> Iterator[tuple[str, str, Trainings]]:
             config = GPT2Config(
                 vocab_size=256, n_positions=64, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
             )
-            tokens, clock = torch.randint(256, (64, 64)), Clock()
+            tokens, clock = torch.randint(256, (64, 64)), TrainerClock()
             arguments = TrainingArguments(
                 output_dir=folder, max_steps=23, per_device_train_batch_size=8, logging_steps=10, report_to=[],
                 save_strategy="no", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, **settings,
@@ -238,24 +230,19 @@ FRAMEWORKS = {"Lightning": lightning, "Trainer": trainer, "wandb": wandb}
 
 
 def measured(group: str, case: str, trainings: Trainings, rounds: int) -> list[Row]:
-    """The rows of trainings that take turns, each round in another order, after a round to warm up."""
+    """The rows of trainings that take turns, after a round to warm up."""
     took: dict[str, list[float]] = {name: [] for name in trainings}
-    order, shuffle = list(trainings), random.Random(0).shuffle
-    for number in range(1 + rounds):
-        shuffle(order)
-        for name in order:
-            seconds = trainings[name]()
-            if number:
-                took[name].append(seconds)
-    plain, device = next(iter(took.values())), torch.device("cpu")
-    return [row for name, seconds in took.items() for row in step_rows(group, case, name, seconds, plain, device)]
+    calls = {name: (lambda name=name: took[name].append(trainings[name]())) for name in trainings}
+    interleaved(calls, rounds, 1)
+    seconds = {name: each[1:] for name, each in took.items()}
+    plain, device = next(iter(seconds.values())), torch.device("cpu")
+    return [row for name, each in seconds.items() for row in step_rows(group, case, name, each, plain, device)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("frameworks", nargs="*", choices=[*FRAMEWORKS, []], help="default: all")
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
-    add_arguments(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -265,8 +252,7 @@ def main() -> None:
             for group, case, trainings in FRAMEWORKS[name](folder):
                 made += measured(group, case, trainings, options.rounds)
     print(tables.table_of_rows(made))
-    if options.record:
-        print(f"recorded in {append(made, 'full', options.results)}")
+    record(made, "full", options)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,15 @@ With ``--python`` of an environment that has another torch, runs under that one 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,23 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import runner
+import tables
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-import runner  # noqa: E402
-import tables  # noqa: E402
-from detection_mistakes import constant_sample, groups, never_zeroed, times  # noqa: E402
-from helpers.training import (  # noqa: E402
+from detection_mistakes import changed, constant_sample, groups, never_zeroed, times
+from helpers.training import (
     CLASSES,
     TOKENS,
     Clusters,
@@ -60,12 +47,19 @@ from helpers.training import (  # noqa: E402
     factory,
     train,
 )
-from helpers.training_faults import every_batch  # noqa: E402
-from rows import Row, microseconds, row  # noqa: E402
-from runner import CPU, rows_of_values  # noqa: E402
+from helpers.training_faults import every_batch
+from rows import ROOT, Row, microseconds, record, row
+from runner import CPU, rows_of_values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
-from gradstat.monitor import Golden, Monitor, Recording, Series  # noqa: E402
-from gradstat.monitor.recording import GoldenComparison, load, save  # noqa: E402
+from gradstat.monitor import Golden, Monitor, Recording, Series
+from gradstat.monitor.recording import load, save
 
 STEPS = 160
 HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP, COST_GROUP = (
@@ -401,10 +395,6 @@ def _missing_feature(batch: Batch) -> Batch:
     return inputs, batch[1]
 
 
-def _initial(factor: float) -> Callable[[Any], None]:
-    return on_model(lambda model: [p.mul_(factor) for p in model.parameters() if p.dim() > 1])
-
-
 def _tied(model: Any) -> None:
     model.head.weight = model.tokens.weight
 
@@ -457,8 +447,8 @@ MISTAKES = (
     Case("weight decay 0", groups(weight_decay=0.0), "optimizer"),
     Case("decay on norms and biases", groups(weight_decay=0.1), "optimizer"),
     Case("label smoothing 0.1", with_loss(partial(F.cross_entropy, label_smoothing=0.1)), "the loss"),
-    Case("initial weights times 0.5", _initial(0.5), "initial parameters"),
-    Case("initial weights times 1.2", _initial(1.2), "initial parameters"),
+    Case("initial weights times 0.5", changed(lambda w: w.mul_(0.5)), "initial parameters"),
+    Case("initial weights times 1.2", changed(lambda w: w.mul_(1.2)), "initial parameters"),
     Case("each batch four times", _repeats(4), "batches"),
     Case("one batch for ever", _repeats(STEPS), "everywhere"),
     Case("ReLU for GELU", sets(activation=F.relu)),
@@ -534,25 +524,20 @@ def run(what: str, seed: int) -> Recording:
     return case.run(training)
 
 
-def run_elsewhere(python: str, seed: int) -> Recording:
-    """As `run` of the transformer, in the environment of another Python, which needs torch and numpy."""
+def run_job(job: runner.Job) -> Recording:
+    """Runs a case, by what is changed and a seed; or, in the environment of another Python, the transformer.
+
+    That Python needs torch and numpy.
+    """
+    what, seed, *python = job
+    if not python:
+        return runner.on_two_ranks(run, what, seed) if CASES[what].is_on_ranks else run(what, seed)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.gradstat"
+        command = [python[0], "-W", "ignore", __file__, "--one", str(seed), str(file)]
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        subprocess.run(
-            [python, "-W", "ignore", __file__, "--one", str(seed), str(file)],
-            env={**os.environ, "PYTHONPATH": paths},
-            check=True,
-        )
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
         return load(file)
-
-
-def run_job(job: runner.Job) -> Recording:
-    """Runs a case, by what is changed and a seed; or in the environment of another Python."""
-    what, seed, *python = job
-    if python:
-        return run_elsewhere(python[0], seed)
-    return runner.on_two_ranks(run, what, seed) if CASES[what].is_on_ranks else run(what, seed)
 
 
 # What is measured ------------------------------------------------------------------------------------------------
@@ -572,34 +557,24 @@ def healthy_rows(runs: Runs, held_out: int, sets: int) -> Iterator[Row]:
             values = {"called unlike": 100 * statistics.fmean(shares), "called unlike, worst set": 100 * max(shares)}
             case, provider = f"{name}, {held_out} held-out runs", f"{count} golden runs"
             yield from rows_of_values(HEALTHY_GROUP, case, provider, values, "%")
-            yield from rows_of_values(HEALTHY_GROUP, case, provider, {"golden sets": sets})
 
 
 def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int, *python: str) -> Iterator[Row]:
-    """How many runs with a change are called unlike, from which step on, and which places are named."""
+    """How many runs with a change are called unlike, and which places are named."""
     golden = {
         model: [Golden.of(runs([(model, seed) for seed in range(5 * i, 5 * i + 5)])) for i in range(sets)]
         for model in ("transformer", "MLP")
     }
-    made = iter(runs([(case.what, seed, *python) for case in cases for seed in SEEDS]))
-    for case in cases:
-        changed = list(itertools.islice(made, len(SEEDS)))
-        compared = [one.compare(recording) for one in golden[case.model] for recording in changed]
-        unlike = [comparison for comparison in compared if not comparison.ok]
-        told = Counter(re.sub(r" \(.*\)$", "", f"{one.where}: {one.what}") for one in unlike)
-        provider = told.most_common(1)[0][0] if told else ""
-        yield from rows_of_values(group, case.what, provider, {"called unlike": 100 * len(unlike) / len(compared)}, "%")
-        if unlike:
-            first = statistics.median(comparison.findings[0].step for comparison in unlike)
-            yield from rows_of_values(group, case.what, provider, {"first step": first})
+    made = runs([(case.what, seed, *python) for case in cases for seed in SEEDS])
+    for number, case in enumerate(cases):
+        of_case = made[number * len(SEEDS) :][: len(SEEDS)]
+        compared = [one.compare(recording) for one in golden[case.model] for recording in of_case]
+        unlike = [f"{one.where}: {one.what}" for one in compared if not one.ok]
+        values = {"called unlike": 100 * len(unlike) / len(compared)}
         if unlike and case.names:
-            right = statistics.fmean(is_right(case, comparison) for comparison in unlike)
-            yield from rows_of_values(group, case.what, provider, {"right place": 100 * right}, "%")
-
-
-def is_right(case: Case, comparison: GoldenComparison) -> bool:
-    """Whether the comparison names what is changed."""
-    return any(name in f"{comparison.where}: {comparison.what}" for name in case.names.split("|"))
+            right = statistics.fmean(any(name in told for name in case.names.split("|")) for told in unlike)
+            values["right place"] = 100 * right
+        yield from rows_of_values(group, case.what, "Golden.compare", values, "%")
 
 
 def cost_rows() -> Iterator[Row]:
@@ -631,12 +606,11 @@ def _long(seed: int) -> Recording:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runner.parser_of(__doc__)
     parser.add_argument("--held-out", type=int, default=100, help="healthy runs of each model (default %(default)s)")
     parser.add_argument("--sets", type=int, default=30, help="golden sets of each size (default %(default)s)")
     parser.add_argument("--python", help="the interpreter of an environment with another torch")
     parser.add_argument("--one", nargs=2, metavar=("SEED", "FILE"), help="only record one healthy run")
-    runner.add_arguments(parser)
     options = parser.parse_args()
     if options.one:
         save(run("transformer", int(options.one[0])), options.one[1])
@@ -660,7 +634,7 @@ def main() -> int:
         rows += case_rows(runs, HARMLESS_GROUP, [Case(f"torch {version}")], 4, options.python)
     rows += cost_rows()
     print(tables.golden(rows))
-    runner.record(rows, "golden", options)
+    record(rows, "golden", options)
     return 0
 
 

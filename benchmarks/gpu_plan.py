@@ -50,15 +50,12 @@ class Part:
         name: The name in outcomes.
         seconds: The time limit, after which it is stopped.
         argv: The program and its arguments, for a session.
-        measured: Seconds it took on an H100 on 2026-11-26, of rows from the first to the last; None if it has changed
-            since, or was not run.
         environment: Environment variables for this part only.
     """
 
     name: str
     seconds: float
     argv: Callable[[Session], list[str]]
-    measured: float | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -121,15 +118,11 @@ def _sanitized(tool: str) -> Part:
     return Part(tool, 130, argv, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 
-def _ranks(script: str) -> Callable[[Session], list[str]]:
-    """A benchmark on as many ranks as there are GPUs, over NCCL; in a rehearsal on one rank."""
-
-    def argv(session: Session) -> list[str]:
-        processes, rounds = ("gpu", "10") if session.on_gpu else ("1", "1")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes]
-        return [*launcher, f"benchmarks/{script}", "--rounds", rounds, "--record", "--results", str(session.results)]
-
-    return argv
+def _ranks(session: Session) -> list[str]:
+    """Distributed gradients on as many ranks as there are GPUs, over NCCL; in a rehearsal on one rank."""
+    processes, rounds = ("gpu", "10") if session.on_gpu else ("1", "1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", processes, "benchmarks/ranks.py"]
+    return [*launcher, "--rounds", rounds, "--record", "--results", str(session.results)]
 
 
 def _numerics(session: Session) -> list[str]:
@@ -142,11 +135,10 @@ def _numerics(session: Session) -> list[str]:
 COMMANDS: dict[str, tuple[tuple[Part, ...], ...]] = {
     "first": (
         (
-            Part("tests", 130, _tests, measured=85),
+            Part("tests", 130, _tests),
             *map(_sanitized, ("memcheck", "racecheck", "initcheck", "synccheck")),
             Part("random tensors", 130, _fuzz),
             Part("numerics", 130, _numerics),
-            Part("counts and memory", 130, _suite("counts", "memory", seconds=1.0)),
         ),
         (Part("lists", 75, _suite("lists", seconds=1.0)),),
         (Part("training steps", 80, _suite("steps", seconds=1.0)),),
@@ -154,11 +146,10 @@ COMMANDS: dict[str, tuple[tuple[Part, ...], ...]] = {
     ),
     "second": (
         (Part("test_gpu_costs", 25, lambda session: _pytest("tests/bench/test_gpu_costs.py")),),
-        (Part("growth in bytes", 20, _suite("growth in bytes", seconds=0.5), measured=7),),
+        (Part("growth in bytes", 20, _suite("growth in bytes", seconds=0.5)),),
         (Part("growth in tensors", 25, _suite("growth in tensors", seconds=0.5)),),
         (Part("steps of optimizers", 35, _suite("optimizer steps", seconds=0.3)),),
-        (Part("distributed gradients", 25, _ranks("dtensor_clip.py")),),
-        (Part("DDP steps", 20, _ranks("ddp_step.py")),),
+        (Part("distributed gradients", 25, _ranks),),
     ),
 }
 

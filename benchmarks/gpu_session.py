@@ -32,16 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from gpu_plan import (
-    AGAIN_SECONDS,
-    BUDGET_SECONDS,
-    COMMANDS,
-    START_SECONDS,
-    TRANSFER_SECONDS,
-    Part,
-    Session,
-    limit,
-)
+from gpu_plan import AGAIN_SECONDS, BUDGET_SECONDS, COMMANDS, START_SECONDS, TRANSFER_SECONDS, Part, Session, limit
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -211,11 +202,10 @@ def record(command: str, outcome: Outcome, session: Session) -> None:
     import torch
     from rows import append, row
 
-    of = {"device": torch.device(session.device)}
-    about = (f"gpu session, {command}", outcome.part, "make gpu")
-    passed = row(*about, "passed", "", float(outcome.how == "passed"), **of)
-    stopped = row(*about, "stopped", "", float(outcome.how == "STOPPED"), **of)
-    append([passed, stopped, row(*about, "time", "s", outcome.seconds, **of)], "gpu_session", session.results)
+    about, device = (f"gpu session, {command}", outcome.part, "make gpu"), torch.device(session.device)
+    passed, stopped = ((how, "", float(outcome.how.lower() == how)) for how in ("passed", "stopped"))
+    listed = [row(*about, *value, device) for value in (passed, stopped, ("time", "s", outcome.seconds))]
+    append(listed, "gpu_session", session.results)
 
 
 def _summary(name: str, outcomes: list[Outcome], session: Session) -> str:
@@ -281,13 +271,11 @@ def plan(results: str) -> Iterator[str]:
     yield "So that nothing has to be compiled there, make gpu-bundle/ here (for an H100 or H200: `make gpu-bundle"
     yield "ARCHITECTURES=90`). Git ignores this folder, so a copy of git's files lacks it: copy it by name."
     yield "Each leaves an archive in the results folder. Copy it back and merge it: `make gpu-merge FOLDER=...`."
-    yield "In brackets: seconds measured on an H100. Without them a part was not measured as it is now."
     for number, (name, groups) in enumerate(COMMANDS.items(), 1):
         yield f"\n{number}. {sum(map(limit, groups)):.0f} seconds at most:"
         yield f"   python3 benchmarks/gpu_session.py {name} --results {results}"
         for group in groups:
-            parts = [part.name + (f" ({part.measured:.0f})" if part.measured else "") for part in group]
-            yield f"   {limit(group):5.0f} s  {', '.join(parts)}"
+            yield f"   {limit(group):5.0f} s  {', '.join(part.name for part in group)}"
     yield f"\n{len(COMMANDS) + 1}. {AGAIN_SECONDS:.0f} seconds for parts that were stopped or have changed:"
     yield f"   python3 benchmarks/gpu_session.py all --only lists --results {results}"
 
@@ -306,11 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--results", type=plain, default="gpu-results", help="the folder for the archives; may name a variable"
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu for a rehearsal")
-    parser.add_argument(
-        "--part-seconds",
-        type=float,
-        help="time limit of every part instead of its own, as for a rehearsal on a slow machine",
-    )
+    parser.add_argument("--part-seconds", type=float, help="time limit of every part, as for a slow machine")
     parser.add_argument("--only", nargs="+", default=[], help="names of parts: only these")
     options = parser.parse_args(arguments)
     if options.command == "plan":

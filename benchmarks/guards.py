@@ -8,7 +8,6 @@ its level before the fault. ``--record`` appends rows to ``benchmarks/results/<d
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -18,31 +17,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import runner
+import tables
 import torch
+from helpers.training import CLASSES, GPT, HEALTHY, TOKENS, Clusters, Sentences, Training, cnn, factory, mlp, train
+from rows import Row, record
+from runner import rows_of_values
 from torch import Tensor
 from torch.optim import Optimizer
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-import runner  # noqa: E402
-import tables  # noqa: E402
-from helpers.training import (  # noqa: E402
-    CLASSES,
-    GPT,
-    HEALTHY,
-    TOKENS,
-    Clusters,
-    Sentences,
-    Training,
-    cnn,
-    factory,
-    mlp,
-    train,
-)
-from rows import Row  # noqa: E402
-from runner import rows_of_values  # noqa: E402
-
-import gradstat  # noqa: E402
+import gradstat
 
 GROUP, HEALTHY_GROUP = "guards", "guards, healthy"
 FAULT, END = 300, 420  # the step of the fault, and the number of steps
@@ -50,9 +34,6 @@ QUIET = 200  # length of a quiet phase before the fault: more steps than any gua
 HEALTHY_STEPS = 2000
 SETTLED = 20  # steps before the fault whose clean loss a training has to return to
 Batch = tuple[Tensor, Tensor]
-
-
-# Trainings --------------------------------------------------------------------------------------------------------
 
 
 def _adam(lr: float) -> Any:
@@ -64,9 +45,6 @@ MODELS: dict[str, Callable[[int], Training]] = {
     "CNN": lambda seed: train(seed, cnn, _adam(3e-3), Clusters(seed, 1, 8, 8, size=16, noise=2.0)),
     "MLP": lambda seed: train(seed, mlp, _adam(3e-3), Clusters(seed, 16, noise=2.0)),
 }
-
-
-# Faults -----------------------------------------------------------------------------------------------------------
 
 
 def _garbage(batch: Batch, random: torch.Generator) -> Batch:
@@ -106,9 +84,6 @@ FAULTS = {
 }
 
 
-# Guards -----------------------------------------------------------------------------------------------------------
-
-
 NONE, ZCLIP, SIGMA, GUARD = "no guard", "ZClip", "SpikeGuard.sigma", "SpikeGuard"
 GUARDS = (NONE, ZCLIP, SIGMA, GUARD)
 GUARDS_ON_HEALTHY = (SIGMA, GUARD)  # also tried on healthy trainings
@@ -120,9 +95,8 @@ class Stepper:
     def __init__(self, name: str) -> None:
         self._clip = gradstat.ZClip() if name == ZCLIP else None
         self._clipped = 0
-        self._guard = None
-        if name not in (NONE, ZCLIP):
-            self._guard = gradstat.SpikeGuard.sigma() if name == SIGMA else gradstat.SpikeGuard()
+        guards = {SIGMA: gradstat.SpikeGuard.sigma, GUARD: gradstat.SpikeGuard}
+        self._guard = guards[name]() if name in guards else None
 
     def step(self, optimizer: Optimizer, loss: Tensor) -> bool:
         """Takes or refuses a step; returns whether it was refused, or, for a clip, clipped."""
@@ -195,8 +169,8 @@ def recovery(outcome: Outcome, fault: Fault) -> int:
     return above[-1] + 1 - FAULT if above else 0
 
 
-def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
-    """For a model, fault and seed, by guard: flagged in time, steps until recovery, and steps refused too early.
+def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int]]:
+    """For a model, fault and seed, by guard: flagged in time, and steps until recovery.
 
     The first is NaN if no loss stands out and nothing is flagged, so that there is no time to compare with.
     """
@@ -208,8 +182,7 @@ def compare(case: tuple[str, str, int]) -> dict[str, tuple[float, int, int]]:
         outcome = plain if guard == NONE else run(model, fault, guard, seed)
         first = next((step for step in outcome.refused if step >= FAULT), None)
         is_in_time = math.nan if due is None and first is None else float(first is not None and first <= (due or END))
-        early = sum(step < FAULT + FAULTS[fault].level for step in outcome.refused)
-        found[guard] = is_in_time, recovery(outcome, FAULTS[fault]), early
+        found[guard] = is_in_time, recovery(outcome, FAULTS[fault])
     return found
 
 
@@ -243,12 +216,9 @@ def measure(seeds: int, processes: int, keep: Path | None = None) -> list[Row]:
             changes = [found[guard][1] - found[NONE][1] for found in those]
             values = {
                 "flagged in time": statistics.fmean(in_time) if in_time else math.nan,
-                "faults with a time": len(in_time),
                 "steps until back": statistics.median(found[guard][1] for found in those),
                 "sooner": sum(change < 0 for change in changes),
                 "later": sum(change > 0 for change in changes),
-                "seeds": len(those),
-                "refused before": sum(found[guard][2] for found in those),
             }
             known = {metric: value for metric, value in values.items() if not math.isnan(value)}
             made += rows_of_values(GROUP, f"{model}, {fault}", guard, known)
@@ -260,13 +230,12 @@ def measure(seeds: int, processes: int, keep: Path | None = None) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runner.parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=20, help="seeds of each model and fault (default 20)")
-    runner.add_arguments(parser)
     arguments = parser.parse_args()
     made = measure(arguments.seeds, arguments.jobs, arguments.keep)
     print(tables.guards(made))
-    runner.record(made, "guards", arguments)
+    record(made, "guards", arguments)
     return 0
 
 

@@ -42,22 +42,21 @@ class Residual(nn.Module):
         return F.relu(y + self.shortcut(x))
 
 
-def resnet(depth: int, device: str | torch.device = "cpu") -> nn.Sequential:
+def resnet(depth: int) -> nn.Sequential:
     """ResNet-18 (62 parameters, 11.7 M elements) or -50 (161 parameters, 25.6 M) for 1,000 classes."""
-    with torch.device(device):
-        layers: list[nn.Module] = [
-            nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(64),
-            nn.ReLU(),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        ]
-        bottleneck, channels = depth >= 50, 64
-        for stage, blocks in enumerate(_BLOCKS[depth]):
-            width = 64 << stage
-            for block in range(blocks):
-                layers.append(Residual(channels, width, 2 if stage and not block else 1, bottleneck))
-                channels = 4 * width if bottleneck else width
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    ]
+    bottleneck, channels = depth >= 50, 64
+    for stage, blocks in enumerate(_BLOCKS[depth]):
+        width = 64 << stage
+        for block in range(blocks):
+            layers.append(Residual(channels, width, 2 if stage and not block else 1, bottleneck))
+            channels = 4 * width if bottleneck else width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Training:
 def resnet_step(depth: int, images: int, device: torch.device, side: int = 224) -> Step:
     """One step of a ResNet on random images, in bfloat16 autocast on a GPU."""
     torch.manual_seed(0)
-    model = resnet(depth, device)
+    model = resnet(depth).to(device)
     batch = torch.randn(images, 3, side, side, device=device)
     labels = torch.randint(1000, (images,), device=device)
     return _step(model, lambda: F.cross_entropy(model(batch), labels), device)

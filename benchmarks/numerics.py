@@ -10,7 +10,6 @@ positive, so its own relative error stays below 1e-17 (a test compares it with r
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import sys
@@ -22,21 +21,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tables
 import torch
+from rows import Row, append, parser_of, row
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__" and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-
-sys.path.append(str(ROOT / "tests"))
-import rows as rows_module  # noqa: E402
-import tables  # noqa: E402
-from rows import Row  # noqa: E402
-
-import gradstat  # noqa: E402
-from gradstat._core import norms as _norms  # noqa: E402
-from gradstat.bench.timing import progress_bar  # noqa: E402
+import gradstat
+from gradstat._core.norms import l2_norms
+from gradstat.bench.timing import progress_bar
 
 GROUP = "numerics"
 Norms = npt.NDArray[np.longdouble]
@@ -48,10 +40,9 @@ LENGTHS = (1, 8192)  # range of the lengths of most vectors, log-uniform
 LONG = 1 << 20  # length of the few long vectors of every family
 LONG_VECTORS = 4
 BATCHES = 20  # at most, of every family; all vectors of a batch have the same length
-FEW = (
-    2,
-    2048,
-)  # most vectors of a batch, and their greatest length, for Triton's interpreter and the reference on a GPU
+# Most vectors of a batch, and their greatest length, for Triton's interpreter and the reference on a GPU.
+FEW = (2, 2048)
+Values = npt.NDArray[np.float64]
 
 
 class Draw:
@@ -64,85 +55,41 @@ class Draw:
         limits = torch.finfo(dtype)
         self.max, self.tiny, self.eps = limits.max, limits.smallest_normal, limits.eps
 
-    def normal(self) -> npt.NDArray[np.float64]:
+    def normal(self) -> Values:
         return self.random.standard_normal(self.shape)
 
-    def between(self, low: float, high: float, per_vector: bool = False) -> npt.NDArray[np.float64]:
+    def between(self, low: float, high: float, per_vector: bool = False) -> Values:
         return self.random.uniform(low, high, (self.shape[0], 1) if per_vector else self.shape)
 
-    def signs(self) -> npt.NDArray[np.float64]:
+    def signs(self) -> Values:
         return self.random.integers(0, 2, self.shape) * 2.0 - 1
 
 
-Values = npt.NDArray[np.float64]
-
-
-def _normal(draw: Draw) -> Values:
-    """Normally distributed, of any magnitude."""
-    return draw.normal() * np.exp2(draw.between(-6, 6, per_vector=True))
-
-
 def _heavy(draw: Draw) -> Values:
-    """Mostly small values and a few a thousand times larger, as in gradients."""
     return draw.normal() * np.exp(2 * draw.normal())
 
 
-def _sparse(draw: Draw) -> Values:
-    """99 % zeros."""
-    return draw.normal() * (draw.between(0, 1) < 0.01)
-
-
 def _bits(draw: Draw) -> Values:
-    """Any bit pattern that is a finite number."""
     size = torch.finfo(draw.dtype).bits // 8
     raw = torch.from_numpy(draw.random.integers(0, 256, (*draw.shape, size), dtype=np.uint8))
     return raw.view(draw.dtype).squeeze(-1).double().nan_to_num(0.0, 0.0, 0.0).numpy()
 
 
-def _magnitudes(draw: Draw) -> Values:
-    """All magnitudes of the dtype in one vector."""
-    return draw.signs() * np.exp2(draw.between(np.log2(draw.tiny), np.log2(draw.max)))
-
-
 def _overflow(draw: Draw) -> Values:
-    """Values so large that their squares overflow, while their norm is still finite in the dtype."""
     return draw.signs() * draw.between(0.5, 0.9) * (draw.max / np.sqrt(draw.shape[1]))
 
 
 def _underflow(draw: Draw) -> Values:
-    """Values around the smallest normal number, whose squares underflow."""
     return draw.normal() * draw.tiny
 
 
-def _both_ends(draw: Draw) -> Values:
-    """Half of them huge, half of them tiny."""
-    return np.where(draw.between(0, 1) < 0.5, _overflow(draw), _underflow(draw))
-
-
 def _one_large(draw: Draw) -> Values:
-    """One large element first; the square of any other, added to its square, would be rounded away."""
     values = draw.between(0.5, 0.99) * np.sqrt(draw.eps / 2)
     values[:, 0] = 1.0
     return values
 
 
-def _constant(draw: Draw) -> Values:
-    """The same number throughout, so that roundings of a running sum go in one direction for long stretches."""
-    return np.broadcast_to(draw.between(1, 2, per_vector=True), draw.shape).copy()
-
-
-def _rising(draw: Draw) -> Values:
-    """From small to large."""
-    return np.sort(np.abs(_heavy(draw)), axis=1)
-
-
-def _falling(draw: Draw) -> Values:
-    """From large to small."""
-    return -np.sort(-np.abs(_heavy(draw)), axis=1)
-
-
 def _rounded_down(draw: Draw) -> Values:
-    """Numbers whose squares all round down by nearly half a unit in the precision of the sum."""
     wide = np.float64 if draw.dtype == torch.float64 else np.float32
     pool = torch.from_numpy(draw.random.uniform(1, 2, 1 << 15)).to(draw.dtype).double().numpy()
     exact = np.square(pool.astype(np.longdouble))
@@ -151,20 +98,24 @@ def _rounded_down(draw: Draw) -> Values:
 
 
 ORDINARY: dict[str, Callable[[Draw], Values]] = {
-    "normal": _normal,
-    "heavy-tailed": _heavy,
-    "sparse": _sparse,
+    "normal": lambda draw: draw.normal() * np.exp2(draw.between(-6, 6, per_vector=True)),  # of any magnitude
+    "heavy-tailed": _heavy,  # mostly small values and a few a thousand times larger, as in gradients
+    "sparse": lambda draw: draw.normal() * (draw.between(0, 1) < 0.01),  # 99 % zeros
 }
 ADVERSARIAL: dict[str, Callable[[Draw], Values]] = {
-    "any bits": _bits,
-    "all magnitudes": _magnitudes,
+    "any bits": _bits,  # that are a finite number
+    "all magnitudes": lambda draw: draw.signs() * np.exp2(draw.between(np.log2(draw.tiny), np.log2(draw.max))),
+    # Values so large that their squares overflow, while their norm is still finite in the dtype.
     "squares overflow": _overflow,
-    "squares underflow": _underflow,
-    "huge and tiny": _both_ends,
+    "squares underflow": _underflow,  # around the smallest normal number
+    "huge and tiny": lambda draw: np.where(draw.between(0, 1) < 0.5, _overflow(draw), _underflow(draw)),
+    # The square of any element but the first, added to that of the first, would be rounded away.
     "one large": _one_large,
-    "constant": _constant,
-    "rising": _rising,
-    "falling": _falling,
+    # Roundings of a running sum go in one direction for long stretches.
+    "constant": lambda draw: np.broadcast_to(draw.between(1, 2, per_vector=True), draw.shape).copy(),
+    "rising": lambda draw: np.sort(np.abs(_heavy(draw)), axis=1),
+    "falling": lambda draw: -np.sort(-np.abs(_heavy(draw)), axis=1),
+    # All squares round down by nearly half a unit in the precision of the sum.
     "squares round down": _rounded_down,
 }
 KINDS = {"ordinary": ORDINARY, "adversarial": ADVERSARIAL}
@@ -228,64 +179,16 @@ class Provider:
     """
 
     name: str
-    norms: Callable[[Tensor], npt.NDArray[np.float64]]
+    norms: Callable[[Tensor], Tensor]
     result: Callable[[torch.dtype], torch.dtype] = lambda dtype: torch.float64
     supports: Callable[[torch.dtype], bool] = lambda dtype: True
     sample: tuple[int, int] | None = None
 
 
-def _gradstat(backend: str, device: torch.device) -> Callable[[Tensor], npt.NDArray[np.float64]]:
-    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
-        table = gradstat.stats(list(vectors.to(device)), backend=backend)
-        result: npt.NDArray[np.float64] = _norms.l2_norms(table).cpu().numpy()
-        return result
-
-    return norms
-
-
-def _each(norm: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], npt.NDArray[np.float64]]:
-    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
-        return np.array([norm(vector).item() for vector in vectors.to(device)])
-
-    return norms
-
-
-def _foreach(device: torch.device) -> Callable[[Tensor], npt.NDArray[np.float64]]:
-    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = (
-            torch.stack(torch._foreach_norm(list(vectors.to(device)))).double().cpu().numpy()
-        )
-        return found
-
-    return norms
-
-
-def _numpy(vectors: Tensor) -> npt.NDArray[np.float64]:
+def _numpy(vectors: Tensor) -> Tensor:
     exact = vectors.float() if vectors.dtype == torch.bfloat16 else vectors
     with np.errstate(over="ignore", under="ignore"):
-        return np.array([np.linalg.norm(vector) for vector in exact.numpy()], dtype=np.float64)
-
-
-def _kernels_on_host(library: ctypes.CDLL) -> Callable[[Tensor], npt.NDArray[np.float64]]:
-    from helpers.cuda_on_cpu import EmulatedKernels
-
-    kernels = EmulatedKernels(library)
-
-    def norms(vectors: Tensor) -> npt.NDArray[np.float64]:
-        result: npt.NDArray[np.float64] = _norms.l2_norms(kernels.check(list(vectors))[0]).numpy()
-        return result
-
-    return norms
-
-
-def _built_on_host(folder: Path) -> ctypes.CDLL:
-    from helpers.cuda_on_cpu_build import build
-
-    return build(folder)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()
+        return torch.tensor([np.linalg.norm(vector) for vector in exact.numpy()], dtype=torch.float64)
 
 
 def total_norm_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -296,22 +199,44 @@ def providers(device: torch.device, kernels_on_host: ctypes.CDLL | None = None) 
     """All providers of norms on ``device``; ``kernels_on_host`` are the CUDA kernels compiled for the CPU."""
     float8 = [dtype for dtype in DTYPES if "float8" in str(dtype)]
     on_gpu = device.type == "cuda"
+
+    def of_backend(name: str, sample: tuple[int, int] | None = None) -> Provider:
+        def norms(vectors: Tensor) -> Tensor:
+            return l2_norms(gradstat.stats(list(vectors.to(device)), backend=name))
+
+        return Provider(f"gradstat {name}", norms, sample=sample)
+
     found = [
-        Provider("gradstat native", _gradstat("native", device)),
-        # 55 launches per vector.
-        Provider("gradstat reference", _gradstat("reference", device), sample=FEW if on_gpu else None),
-        Provider("gradstat triton", _gradstat("triton", device), sample=None if on_gpu else FEW),
+        of_backend("native"),
+        of_backend("reference", FEW if on_gpu else None),  # 55 launches per vector
+        of_backend("triton", None if on_gpu else FEW),
     ]
     if kernels_on_host is not None:
-        found.append(Provider("gradstat CUDA kernels, on the CPU", _kernels_on_host(kernels_on_host)))
+        from helpers.cuda_on_cpu import EmulatedKernels
+
+        kernels = EmulatedKernels(kernels_on_host)
+
+        def norms(vectors: Tensor) -> Tensor:
+            return l2_norms(kernels.check(list(vectors))[0])
+
+        found.append(Provider("gradstat CUDA kernels, on the CPU", norms))
     return [
         *found,
-        Provider("gradstat clip's norm", _each(lambda v: gradstat.get_total_norm([v]), device), total_norm_dtype),
-        Provider("torch._foreach_norm", _foreach(device), _real, lambda dtype: dtype not in float8),
+        Provider(
+            "gradstat clip's norm",
+            lambda vectors: torch.stack([gradstat.get_total_norm([vector]) for vector in vectors.to(device)]),
+            total_norm_dtype,
+        ),
+        Provider(
+            "torch._foreach_norm",
+            lambda vectors: torch.stack(torch._foreach_norm(list(vectors.to(device)))),
+            torch.dtype.to_real,
+            lambda dtype: dtype not in float8,
+        ),
         Provider(
             "numpy.linalg.norm",
             _numpy,
-            lambda dtype: torch.float32 if dtype == torch.bfloat16 else _real(dtype),
+            lambda dtype: torch.float32 if dtype == torch.bfloat16 else dtype.to_real(),
             lambda dtype: dtype not in (*float8, torch.complex32),
         ),
     ]
@@ -327,7 +252,7 @@ class Errors:
     lost: int = 0
     family: str = ""
 
-    def add(self, got: npt.NDArray[np.float64], exact: Norms, result: torch.dtype, family: str) -> None:
+    def add(self, got: Values, exact: Norms, result: torch.dtype, family: str) -> None:
         limits = torch.finfo(result)
         # Norms out of the range of the result's dtype are left out: Inf or 0 is the right answer there.
         there = (exact <= limits.max) & (exact >= limits.smallest_normal)
@@ -357,7 +282,7 @@ def measure(
             for provider in supported:
                 count, length = provider.sample or (len(exact), LONG)
                 if batch.vectors.shape[1] <= length:
-                    got = provider.norms(batch.vectors[:count])
+                    got = provider.norms(batch.vectors[:count]).double().cpu().numpy()
                     about = errors.setdefault((dtype, batch.kind, provider.name), Errors())
                     about.add(got, exact[:count], provider.result(dtype), batch.family)
             progress.update(1)
@@ -375,31 +300,35 @@ def as_rows(errors: dict[Key, Errors], device: torch.device) -> list[Row]:
             ("norms lost", each.lost),
             ("vectors", each.vectors),
         ):
-            found.append(rows_module.row(GROUP, kind, name, metric, "", float(value), device, dtype=dtype))
+            found.append(row(GROUP, kind, name, metric, "", float(value), device, dtype=dtype))
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+    parser = parser_of(__doc__)
     parser.add_argument("--vectors", type=int, default=100_000, help="vectors of each dtype (default: 100,000)")
     parser.add_argument(
         "--dtypes", nargs="*", default=DTYPES, type=lambda name: getattr(torch, name), help="e.g. float32"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random vectors")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", type=torch.device)
-    rows_module.add_arguments(parser)
     options = parser.parse_args()
     families = sum(map(len, KINDS.values()))
     steps = families * len(_lengths(-(-options.vectors // families), np.random.default_rng()))
     with tempfile.TemporaryDirectory() as folder, progress_bar(steps * len(options.dtypes), "measuring") as progress:
-        known = providers(options.device, _built_on_host(Path(folder)) if options.device.type == "cpu" else None)
+        kernels = None
+        if options.device.type == "cpu":
+            from helpers.cuda_on_cpu_build import build
+
+            kernels = build(Path(folder))
         made: list[Row] = []
         for dtype in options.dtypes:
-            errors = measure([dtype], options.vectors, options.seed, known, progress)
-            of_dtype = as_rows(errors, options.device)
-            made += of_dtype
+            errors = measure([dtype], options.vectors, options.seed, providers(options.device, kernels), progress)
+            made += as_rows(errors, options.device)
             if options.record:
-                rows_module.append(of_dtype, GROUP, options.results)
+                append(as_rows(errors, options.device), GROUP, options.results)
             for (_, kind, name), each in errors.items():
                 print(f"{dtype}, {kind}, {name}: the worst among {each.family!r}", flush=True)
     print(tables.norm_errors(made))

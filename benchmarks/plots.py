@@ -11,6 +11,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,7 @@ def _shares(members: Sequence[Row]) -> list[Row]:
     plain = {r.case: r.value for r in members if r.metric == "wall time" and r.provider == steps.PLAIN}
     inside = {(r.case, r.provider): r for r in members if r.metric == "time inside"}
     shares = []
-    for row in _of(members, "time ratio"):
+    for row in (row for row in members if row.metric == "time ratio"):
         call = inside.get((row.case, row.provider))
         if call is not None:
             low, value, high = (1 + (v or call.value) / plain[row.case] for v in (call.low, call.value, call.high))
@@ -111,24 +113,18 @@ def _shares(members: Sequence[Row]) -> list[Row]:
     return shares
 
 
-def time_vs_bytes(members: Sequence[Row], path: Path) -> None:
-    """Lines: time against the bytes of one tensor."""
-    _growth(members, path, lambda row: row.bytes, "bytes of gradients, one float32 tensor", in_bytes)
+_SIZES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "bytes": ("bytes of gradients, one float32 tensor", in_bytes),
+    "tensors": ("number of gradients, 64 float32 elements each", "{:,.0f}".format),
+}
 
 
-def time_vs_tensors(members: Sequence[Row], path: Path) -> None:
-    """Lines: time against the number of small tensors."""
-    _growth(
-        members, path, lambda row: row.tensors, "number of gradients, 64 float32 elements each", lambda n: f"{n:,.0f}"
-    )
-
-
-def _growth(
-    members: Sequence[Row], path: Path, place: Callable[[Row], int], label: str, formatter: Callable[[float], str]
-) -> None:
+def growth(members: Sequence[Row], path: Path, size: str) -> None:
+    """Lines: time against the size of the input, an attribute of rows."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    times = _of(members, "wall time")
+    (label, formatter), place = _SIZES[size], attrgetter(size)
+    times = [row for row in members if row.metric == "wall time"]
     figure, axes = _figure(8.6, 5.2)
     ax = axes.flat[0]
     ends = []
@@ -238,10 +234,6 @@ def _short_time(micro: float) -> str:
     return f"{micro:g} µs"
 
 
-def _of(members: Sequence[Row], metric: str) -> list[Row]:
-    return [row for row in members if row.metric == metric]
-
-
 def _figure(width: float, height: float, lines: int = 1, columns: int = 1) -> tuple[Any, Any]:
     # Without pyplot no display is needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -268,8 +260,8 @@ def _finish(figure: Any, title: str, members: Sequence[Row], path: Path) -> None
 # For each chart, by name: the groups of rows it shows the first of, and the function that draws it.
 DRAWN: dict[str, tuple[tuple[str, ...], Callable[[Sequence[Row], Path], None]]] = {
     "step-overhead": ((STEADY, "steps"), step_overhead),
-    "time-vs-bytes": (("growth in bytes",), time_vs_bytes),
-    "time-vs-tensors": (("growth in tensors",), time_vs_tensors),
+    "time-vs-bytes": (("growth in bytes",), partial(growth, size="bytes")),
+    "time-vs-tensors": (("growth in tensors",), partial(growth, size="tensors")),
     "norm-errors": (("numerics",), norm_errors),
 }
 
@@ -285,7 +277,7 @@ def charts_of(device: Sequence[Row]) -> dict[str, list[Row]]:
 
 def drawn_devices(results: Path = rows.RESULTS) -> list[list[Row]]:
     """The rows that charts are drawn from: those of the suite, and of the errors of norms."""
-    return rows.shown(results) + rows.devices(results, ["numerics"])
+    return rows.shown(results) + rows.devices(results, "numerics")
 
 
 def file_of(chart: str, members: Sequence[Row]) -> str:

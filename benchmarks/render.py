@@ -18,17 +18,10 @@ import detection_tables
 import plots
 import rows
 import tables
+from step_providers import GROUP
 
 ROOT = Path(__file__).resolve().parent.parent
-_PAGES = (
-    "alternatives",
-    "detection",
-    "golden",
-    "performance",
-    "numerics",
-    "stepping",
-    "testing",
-)
+_PAGES = ("alternatives", "detection", "golden", "performance", "numerics", "stepping", "testing")
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _PAGES)]
 MARKED = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 TITLES = {
@@ -54,71 +47,40 @@ def alternatives(folder: Path) -> str:
 def of_lists(folder: Path, on_gpu: bool) -> str:
     """For docs/performance.md: charts and tables of GPUs or of CPUs, except those of optimizer steps."""
     devices = [device for device in rows.shown() if bool(device[-1].driver) is on_gpu]
-    return "".join(_charts(device, folder, list(TITLES)) + tables.selected(device) for device in devices)
+    shown = ("lists", "host path", "distributed gradients")
+    return "".join(_charts(device, folder, list(TITLES)) + tables.selected(device, *shown) for device in devices)
 
 
 def steps_of_optimizers(folder: Path) -> str:
     """For docs/performance.md: the tables of optimizer steps."""
-    return "".join(map(tables.selected_optimizer_steps, rows.shown()))
+    return "".join(tables.selected(device, GROUP) for device in rows.shown())
 
 
 def numerics(folder: Path) -> str:
     """For docs/numerics.md: the chart and tables of errors, for every device."""
     parts = []
-    for device in rows.devices(suites=["numerics"]):
+    for device in rows.devices(suite="numerics"):
         parts += [
             _charts(device, folder, ["norm-errors"]),
-            tables.norm_errors(rows.current(device), short=True),
+            tables.norm_errors(rows.current(device)),
             tables.where(device),
         ]
     return "\n".join(["", *parts, ""])
 
 
-def fuzzed(folder: Path) -> str:
-    """For docs/testing.md: the results of the tests with random tensors."""
-    return _of_every_device("fuzz", tables.fuzzed)
-
-
-def leaks(folder: Path) -> str:
-    """For docs/testing.md: the memory growth of a process."""
-    return _of_every_device("leaks", tables.leaks_summary)
-
-
-def golden_healthy(folder: Path) -> str:
-    """For docs/golden.md: how often healthy runs are called unlike."""
-    return _of_every_device("golden", tables.golden_healthy)
-
-
-def golden_cases(folder: Path) -> str:
-    """For docs/golden.md: which mistakes and harmless changes are called unlike."""
-    return _of_every_device("golden", tables.golden_cases)
-
-
-def golden_cost(folder: Path) -> str:
-    """For docs/golden.md: the time of a comparison, and the size of a file."""
-    return _of_every_device("golden", tables.golden_cost)
-
-
-def guards(folder: Path) -> str:
-    """For docs/stepping.md: how guards handle faults."""
-    return _of_every_device("guards", partial(tables.guards, short=True))
-
-
 def detected(folder: Path) -> str:
     """For the README: how many faults the monitor finds."""
-    return "\n" + "\n\n".join(
-        map(detection_tables.in_a_sentence, map(rows.current, rows.devices(suites=["detection"])))
-    )
+    return "\n" + "\n\n".join(map(detection_tables.in_a_sentence, map(rows.current, rows.devices(suite="detection"))))
 
 
-def detection(folder: Path) -> str:
-    """For docs/detection.md: what the monitor, other tools and golden runs find, and in healthy trainings; time."""
-    return _of_every_device("detection", detection_tables.everything)
+def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> Callable[[Path], str]:
+    """A table of the rows of a suite, for every device."""
 
+    def region(folder: Path) -> str:
+        parts = [table(rows.current(device)) + "\n" + tables.where(device) for device in rows.devices(suite=suite)]
+        return "\n" + "\n\n".join(parts) + "\n"
 
-def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> str:
-    parts = [table(rows.current(device)) + "\n" + tables.where(device) for device in rows.devices(suites=[suite])]
-    return "\n" + "\n\n".join(parts or ["Not yet measured."]) + "\n"
+    return region
 
 
 def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
@@ -131,21 +93,22 @@ def _charts(device: Sequence[rows.Row], folder: Path, names: list[str]) -> str:
     )
 
 
+# What is between the markers, by their names.
 REGIONS: dict[str, Callable[[Path], str]] = {
     "alternatives": alternatives,
     "summary": summary,
     "detected": detected,
-    "detection": detection,
+    "detection": _of_every_device("detection", detection_tables.everything),
     "gpu": partial(of_lists, on_gpu=True),
     "cpu": partial(of_lists, on_gpu=False),
     "optimizer_steps": steps_of_optimizers,
     "numerics": numerics,
-    "fuzz": fuzzed,
-    "golden_healthy": golden_healthy,
-    "golden_cases": golden_cases,
-    "golden_cost": golden_cost,
-    "guards": guards,
-    "leaks": leaks,
+    "fuzz": _of_every_device("fuzz", tables.fuzzed),
+    "golden_healthy": _of_every_device("golden", tables.golden_healthy),
+    "golden_cases": _of_every_device("golden", tables.golden_cases),
+    "golden_cost": _of_every_device("golden", tables.golden_cost),
+    "guards": _of_every_device("guards", tables.guards),
+    "leaks": _of_every_device("leaks", tables.leaks),
 }
 
 

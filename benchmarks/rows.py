@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -20,7 +21,9 @@ from gradstat._core.files import replacing
 from gradstat.bench import machine
 from gradstat.bench.timing import Quartiles, quartiles, ratios
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "tests"))  # whose helpers benchmarks share
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,15 @@ class Row:
     Attributes:
         provider: What was measured, such as ``"gradstat.check"`` or ``"torch clip, clipped"``.
         case: The input it was measured on.
-        metric: What the value is: ``"wall time"`` (with a final sync), ``"device time"``, ``"host time"``,
-            ``"time ratio"`` (to the plain step), ``"time inside"`` (of the added call alone, within a step),
-            ``"extra memory"``, ``"bytes moved"`` (calculated), ``"launches"`` and so on.
+        metric: What the value is: ``"wall time"`` (with a final sync), ``"device time"``, ``"time ratio"`` (to the
+            plain step), ``"time inside"`` (of the added call alone, within a step), ``"extra memory"``,
+            ``"bytes moved"`` (calculated) and so on.
         unit: The value's unit, such as ``"us"`` or ``"B"``; empty for ratios and counts.
         value: The measurement.
         bytes: Bytes of input read once; 0 if not applicable.
         low, high: First and third quartile, where the value is a median.
         device, driver, versions, threads, time: Where and when it was measured.
-        group: The part of the suite it belongs to; empty in the oldest rows.
+        group: The part of the suite it belongs to.
         dtype: The dtype of the gradients, such as ``"float32"``; empty if there is no single dtype.
         tensors: The number of gradients; 0 if not applicable.
         run: The time of the first row that the process recorded; the same for all rows of one run.
@@ -87,25 +90,9 @@ def row(
 ) -> Row:
     """A row about ``device``, with versions, threads and time filled in."""
     low, median, high = value if isinstance(value, Quartiles) else (None, value, None)
-    return Row(
-        provider=provider,
-        case=case,
-        metric=metric,
-        unit=unit,
-        value=median,
-        bytes=bytes,
-        low=low,
-        high=high,
-        device=machine.device_name(device),
-        driver=machine.driver_version(device),
-        versions=machine.versions(),
-        threads=torch.get_num_threads(),
-        time=_now(),
-        group=group,
-        dtype=dtype_name(dtype),
-        tensors=tensors,
-        run=_run(),
-    )
+    where = machine.device_name(device), machine.driver_version(device), machine.versions(), torch.get_num_threads()
+    of = (group, dtype_name(dtype), tensors, _run())
+    return Row(provider, case, metric, unit, median, bytes, low, high, *where, _now(), *of)
 
 
 def microseconds(seconds: Sequence[float]) -> Quartiles:
@@ -139,10 +126,18 @@ def append(rows: Iterable[Row], suite: str, results: Path = RESULTS) -> Path:
     return path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a program that records rows."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of a program that records rows."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="append the rows to benchmarks/results")
     parser.add_argument("--results", type=Path, default=RESULTS, help="record them below this folder instead")
+    return parser
+
+
+def record(made: Sequence[Row], suite: str, options: argparse.Namespace) -> None:
+    """Appends the rows to the file of ``suite``, if this was asked for."""
+    if options.record:
+        print(f"recorded in {append(made, suite, options.results)}")
 
 
 def slug(device: str) -> str:
@@ -174,13 +169,10 @@ def current(rows: Iterable[Row]) -> list[Row]:
     )
 
 
-def devices(results: Path = RESULTS, suites: Sequence[str] = ("full", "quick")) -> list[list[Row]]:
-    """The rows of every device, from the first of ``suites`` that it has a file for; GPUs first."""
-    found = []
-    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-        files = [folder / f"{suite}.jsonl" for suite in suites]
-        found += [read(path) for path in files if path.exists()][:1]
-    return sorted(found, key=lambda rows: not rows[-1].driver)
+def devices(results: Path = RESULTS, suite: str = "full") -> list[list[Row]]:
+    """The rows of every device that has a file for ``suite``; GPUs first."""
+    files = sorted(results.glob(f"*/{suite}.jsonl"))
+    return sorted(map(read, files), key=lambda rows: not rows[-1].driver)
 
 
 def shown(results: Path = RESULTS) -> list[list[Row]]:

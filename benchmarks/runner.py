@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -13,14 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
-import rows  # noqa: E402
-import torch  # noqa: E402
-from helpers.ranks import Ranks  # noqa: E402
+import rows
+import torch
+from helpers.ranks import Ranks
 
-from gradstat._core.files import replacing  # noqa: E402
-from gradstat.bench.timing import Quartiles, progress_bar  # noqa: E402
+from gradstat._core.files import replacing
+from gradstat.bench.timing import Quartiles, progress_bar
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
@@ -28,17 +25,12 @@ Result = TypeVar("Result")
 Job = tuple[Any, ...]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a program that runs jobs and records rows."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of a program that runs jobs and records rows."""
+    parser = rows.parser_of(description)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s)")
     parser.add_argument("--keep", type=Path, help="a folder for finished trainings, which are then run only once")
-    rows.add_arguments(parser)
-
-
-def record(made: Sequence[rows.Row], suite: str, arguments: argparse.Namespace) -> None:
-    """Appends the rows to the file of ``suite``, if this was asked for."""
-    if arguments.record:
-        print(rows.append(made, suite, arguments.results))
+    return parser
 
 
 def results_of(

@@ -1,8 +1,8 @@
-"""The compared implementations of a step from scaled gradients to updated parameters, and their verification.
+"""Steps from scaled gradients to updated parameters: settings, input, compared implementations, and their verification.
 
 Each provider states its memory traffic in passes. A pass reads or writes as many bytes as there are gradients;
 parameters and state are float32 like them. The counts follow from the sources, plus those of the optimizer's step
-(`optimizer_steps.OPTIMIZERS`):
+(`PASSES`):
 
 - torch's ``unscale_`` and its clip multiply in place whatever the factor, one pass to read and one to write
   (``_amp_foreach_non_finite_check_and_unscale_``; ``torch/nn/utils/clip_grad.py``); the clip's norms are one more read.
@@ -15,18 +15,123 @@ parameters and state are float32 like them. The counts follow from the sources, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from optimizer_steps import LOSS_SCALE, OPTIMIZERS, StepInput
+from cases import CASES, Shape, input_of
 from torch import Tensor, nn
 
 import gradstat
 from gradstat import amp
 from gradstat.adaptive import AdaptiveClip
-from gradstat.bench.steps import WrongAnswerError
+from gradstat.bench.steps import LEARNING_RATE, WrongAnswerError
+
+GROUP = "optimizer steps"
+QUICK_CASE, FULL_CASE = (case for case in CASES if case.name in ("ResNet-50, 161 tensors", "GPT-2 small, 148 tensors"))
+LOSS_SCALE = 2.0**16
+SEPARATOR = "; "  # between the parts of a row's case
+OPTIMIZER = "AdamW, fused"
+# It reads parameters, gradients and two states, and writes parameters and states
+# (`aten/src/ATen/native/cpu/FusedAdamKernel.cpp`, `cuda/fused_adam_utils.cuh`).
+PASSES = 4 + 3
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The setting of a step.
+
+    Attributes:
+        scaled: Whether gradients carry a loss scale.
+        share: The limit of their norm, as a share of the actual norm.
+    """
+
+    scaled: bool
+    share: float
+
+    @property
+    def name(self) -> str:
+        return f"{'loss' if self.scaled else 'no'} scaler, {'clipped' if self.share < 1 else 'unclipped'}"
+
+    @property
+    def multiplier(self) -> float:
+        return min(1.0, self.share)
+
+
+SETTINGS = tuple(Setting(scaled, share) for scaled in (True, False) for share in (2.0, 0.5))
+SCALED_AND_CLIPPED = SETTINGS[1]
+
+
+def case_name(case: str, setting: Setting) -> str:
+    """The ``case`` of a row."""
+    return SEPARATOR.join((case, OPTIMIZER, setting.name))
+
+
+class StepInput:
+    """The input of a provider: gradients, parameters, an optimizer that has stepped before, scalers and clips.
+
+    Attributes:
+        setting: What it is made from.
+        gradients: Random, times the loss scale if there is one.
+        facts: Their true statistics without the loss scale.
+        parameters: They begin at zero, so that changes by a small learning rate are not rounded away.
+        optimizer: The optimizer of the parameters.
+        torch_scaler, gradstat_scaler: Loss scalers whose scale stays constant; disabled if there is no loss scale.
+        limit: The limit of the gradients' norm.
+    """
+
+    def __init__(self, shapes: list[Shape], setting: Setting, device: str = "cpu") -> None:
+        self.setting = setting
+        given = input_of(shapes, torch.float32, device)
+        self.gradients, self.facts, self._fill = given.gradients, given.facts, given.restore
+        self.bytes, self.device = given.bytes, given.device
+        self.limit = setting.share * self.facts.norm
+        self.parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in self.gradients]
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, fused=True)
+        self.renew()
+
+    def restore(self) -> None:
+        """Restores the gradients."""
+        self._fill()
+        if self.setting.scaled:
+            torch._foreach_mul_(self.gradients, LOSS_SCALE)
+
+    def renew(self) -> None:
+        """Restores everything: the optimizer has taken one step, and the parameters are zero again."""
+        self._fill()
+        self.optimizer.state.clear()
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_zero_(self.parameters)
+        self.forget()
+        self.restore()
+
+    def forget(self) -> None:
+        """Replaces scalers and clips by new ones."""
+        self.torch_scaler, self.gradstat_scaler = self._scaler(torch.amp.GradScaler), self._scaler(amp.GradScaler)
+        self._made: dict[Callable[[StepInput], Any], Any] = {}
+
+    def _scaler(self, kind: Callable[..., torch.amp.GradScaler]) -> torch.amp.GradScaler:
+        enabled = self.setting.scaled
+        scaler = kind(self.device.type, init_scale=LOSS_SCALE, growth_interval=1 << 30, enabled=enabled)
+        scaler.scale(torch.zeros(1, device=self.device))  # creates the scale tensor
+        return scaler
+
+    def made(self, make: Callable[[StepInput], Any]) -> Any:
+        """The clip or guard that ``make`` returned on the first call."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that a step changes, parameters and state, each with a name."""
+        for i, parameter in enumerate(self.parameters):
+            yield f"parameter {i}", parameter.detach()
+            for name, value in self.optimizer.state[parameter].items():
+                yield f"{name} of parameter {i}", value
 
 
 def _agreed_factor(given: StepInput, gradient: Tensor) -> Tensor | float:
@@ -75,7 +180,7 @@ def _torch_step(given: StepInput) -> Tensor:
 
 def _torch_passes(given: StepInput) -> int:
     unscaling = _MULTIPLY if given.setting.scaled else 0
-    return unscaling + _READ + _MULTIPLY + given.choice.passes
+    return unscaling + _READ + _MULTIPLY + PASSES
 
 
 def _guarded_step(given: StepInput, max_norm: float | AdaptiveClip, **guard: Any) -> Tensor:
@@ -86,11 +191,9 @@ def _guarded_step(given: StepInput, max_norm: float | AdaptiveClip, **guard: Any
 
 
 def _guarded_passes(given: StepInput) -> int:
-    rewritten = given.setting.scaled or given.setting.share < 1
-    if given.choice.fused:
-        # Given a divisor, the optimizer writes gradients back. On a GPU it is always given one, even if that is 1.
-        return _READ + given.choice.passes + (1 if rewritten or given.device.type != "cpu" else 0)
-    return _READ + (_MULTIPLY if rewritten else 0) + given.choice.passes
+    # Given a divisor, the optimizer writes gradients back. On a GPU it is always given one, even if that is 1.
+    rewritten = given.setting.scaled or given.setting.share < 1 or given.device.type != "cpu"
+    return _READ + PASSES + rewritten
 
 
 def _amp_step(given: StepInput) -> Tensor:
@@ -103,7 +206,7 @@ def _amp_step(given: StepInput) -> Tensor:
 
 
 def _amp_passes(given: StepInput) -> int:
-    return _MULTIPLY + (_MULTIPLY if given.setting.share < 1 else 0) + given.choice.passes
+    return _MULTIPLY + (_MULTIPLY if given.setting.share < 1 else 0) + PASSES
 
 
 def _auto_clip(given: StepInput) -> gradstat.AutoClip:
@@ -141,12 +244,12 @@ def _adaptive(
     passes: Callable[[StepInput], int] = _guarded_passes,
     factor: Callable[[StepInput, Tensor], Tensor | float] = _agreed_factor,
 ) -> Callable[[str], StepProvider]:
-    """A guarded step with an adaptive clip, for one optimizer and clipped inputs only: some always clip."""
+    """A guarded step with an adaptive clip, in one setting only, in which all clip."""
     return lambda name: StepProvider(
         name,
         lambda given: _guarded_step(given, given.made(make)),
         passes,
-        supports=lambda given: given.choice is OPTIMIZERS[0] and given.setting.share < 1,
+        supports=lambda given: given.setting is SCALED_AND_CLIPPED,
         factor=factor,
     )
 
@@ -158,12 +261,12 @@ _ADAPTIVE = {
     "ZClip": _adaptive(lambda given: gradstat.ZClip(max_norm=given.limit)),
     "AdaGC": _adaptive(
         lambda given: gradstat.AdaGC(absolute=given.limit, warmup=1 << 30),
-        lambda given: _READ + _MULTIPLY + given.choice.passes,
+        lambda given: _READ + _MULTIPLY + PASSES,
     ),
     "AGC": _adaptive(
         lambda given: gradstat.AGC(clipping=_unit_limit(given), eps=1.0),
         # The norms of units of gradients and of parameters are two more reads.
-        lambda given: _READ + 2 * _READ + _MULTIPLY + given.choice.passes,
+        lambda given: _READ + 2 * _READ + _MULTIPLY + PASSES,
         _unit_factor,
     ),
 }
@@ -176,14 +279,14 @@ PROVIDERS = (
         GUARD,
         lambda given: _guarded_step(given, given.limit, **given.made(_spike_guard)),
         _guarded_passes,
-        supports=lambda given: given.choice is OPTIMIZERS[0],
+        supports=lambda given: given.setting is SCALED_AND_CLIPPED,
     ),
     StepProvider(AMP, _amp_step, _amp_passes, supports=lambda given: given.setting.scaled),
     StepProvider(TORCH, _torch_step, _torch_passes, skips=lambda given: given.setting.scaled, tolerance=_TORCH_ERROR),
     StepProvider(
         ALONE,
         lambda given: given.optimizer.step(),
-        lambda given: given.choice.passes,
+        lambda given: PASSES,
         skips=lambda given: False,
         factor=lambda given, gradient: LOSS_SCALE if given.setting.scaled else 1.0,
     ),
@@ -214,7 +317,7 @@ def _expected(provider: StepProvider, given: StepInput) -> list[Tensor]:
         true = gradient.double() / scale
         wide = nn.Parameter(_ends(parameter.detach()))
         wide.grad = _ends(true * provider.factor(given, true))
-        optimizer = given.choice.make_plain([wide])
+        optimizer = torch.optim.AdamW([wide], lr=LEARNING_RATE, foreach=False)
         state = given.optimizer.state[parameter]
         optimizer.state[wide] = {name: _ends(value) for name, value in state.items()}
         optimizer.step()

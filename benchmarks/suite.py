@@ -7,7 +7,6 @@ chart in the documents.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -16,42 +15,22 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-import counts
-import optimizer_steps
+import cases
 import step_providers
 import tables
 import torch
 from caches import Flush
-from cases import (
-    CASES,
-    CHECK,
-    CLIP,
-    FOREACH_NORM,
-    LIMIT,
-    NAIVE,
-    TORCH_CLIP,
-    Case,
-    Dtypes,
-    Input,
-    Provider,
-    Shape,
-    bytes_of,
-    input_of,
-    providers_for,
-    small_transformer,
-    verify,
-)
+from cases import CASES, Case, Dtypes, Input, Provider, Shape, bytes_of, input_of, providers_for, verify
 from device_timing import interleaved
 from models import TRAININGS, Training
-from optimizer_steps import SETTINGS, OptimizerChoice, Setting, StepInput
-from rows import Row, add_arguments, append, dtype_name, microseconds, row
+from rows import Row, append, dtype_name, microseconds, parser_of, row
+from step_providers import SETTINGS, Setting, StepInput
+from torch import nn
 
 import gradstat
-from gradstat._core.parameters import gradients_of, named_parameters_of
 from gradstat.bench import machine, steps, timing
-from gradstat.bench.memory import peak_bytes
 from gradstat.bench.steps import WrongAnswerError
-from gradstat.bench.timing import Quartiles, progress_bar, quartiles
+from gradstat.bench.timing import Quartiles, progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +64,7 @@ Work = Iterator[tuple[str, Callable[[], list[Row]]]]
 
 def compare(
     plan: Plan,
-    before: Callable[[], object] | None,
+    before: Callable[[], object],
     group: str,
     case: str,
     shapes: list[Shape],
@@ -95,7 +74,7 @@ def compare(
     """Verifies every chosen provider, then times them interleaved, with ``before`` called ahead of each call.
 
     If a provider of another project is wrong, that is printed and it is not timed; a wrong provider of gradstat ends
-    the benchmark. Without ``before`` caches are warm: each call runs once, untimed, before it is timed.
+    the benchmark.
     """
     given = input_of(shapes, dtype, str(plan.device))
     about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
@@ -109,19 +88,16 @@ def compare(
             print(f"{case}: {wrong}, so it is not timed", file=sys.stderr, flush=True)
             continue
         providers.append(provider)
-        if error is not None:
+        if error is not None and group == "lists":
             made.append(row(group, case, provider.name, "norm error", "", error, plan.device, **about))
     changing = {provider.name for provider in providers if provider.changes}
 
     calls = {provider.name: (lambda p=provider: p.run(given)) for provider in providers}
 
     def ready(name: str) -> None:
-        if before is None:
-            calls[name]()
         if name in changing:
             given.restore()
-        if before is not None:
-            before()
+        before()
 
     return made + _timed(plan, calls, ready, partial(row, group, case, device=plan.device, **about))
 
@@ -136,11 +112,9 @@ def _timed(
     samples = interleaved(calls, rounds, 1, device=plan.device, before=ready)
     made = []
     for name, sample in samples.items():
-        metrics = {"wall time": sample.wall}
+        made.append(row_of(name, "wall time", "us", microseconds(sample.wall)))
         if sample.device:
-            metrics |= {"device time": sample.device, "host time": sample.host}
-        for metric, seconds in metrics.items():
-            made.append(row_of(name, metric, "us", microseconds(seconds)))
+            made.append(row_of(name, "device time", "us", microseconds(sample.device)))
     return made
 
 
@@ -153,25 +127,28 @@ def _fits(plan: Plan, size: int) -> bool:
 
 
 def lists(plan: Plan) -> Work:
-    """Every provider on every list of gradients in every dtype."""
+    """Every provider but the naive loop on every list of gradients; a single tensor in every dtype."""
+
+    def choose(given: Input) -> list[Provider]:
+        return [provider for provider in providers_for(given) if provider.name != cases.NAIVE]
+
     flush = Flush(plan.device)
     for case in CASES:
         if not plan.holds(case):
             continue
         shapes = case.shapes()
-        single = len(shapes) == 1
-        for dtype in case.dtypes if plan.full or single else case.dtypes[:1]:
+        for dtype in case.dtypes:
             if not _fits(plan, bytes_of(shapes, dtype)):
                 continue
             what = f"{case.name}, {dtype_name(dtype)}"
-            yield what, partial(compare, plan, flush, "lists", case.name, shapes, dtype, providers_for)
+            yield what, partial(compare, plan, flush, "lists", case.name, shapes, dtype, choose)
 
 
-GROWING = (CHECK, CLIP, TORCH_CLIP, FOREACH_NORM, NAIVE)
+GROWING = (cases.CHECK, cases.CLIP, cases.TORCH_CLIP, cases.FOREACH_NORM, cases.NAIVE)
 
 
 def _growing(given: Input) -> list[Provider]:
-    return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(LIMIT)]
+    return [p for p in providers_for(given) if p.name in GROWING or p.name.startswith(cases.LIMIT)]
 
 
 BYTES = tuple(1 << power for power in range(20, 35))  # to 16 GB, the last two on a GPU only
@@ -193,22 +170,14 @@ def growth_in_tensors(plan: Plan) -> Work:
 
     The flush also evicts the tensor objects themselves, which dominates the times.
     """
-    yield from _growth_in_tensors(plan, "growth in tensors", Flush(plan.device))
-
-
-def warm_growth_in_tensors(plan: Plan) -> Work:
-    """`growth_in_tensors` with warm caches: each call runs once, untimed, before it is timed."""
-    yield from _growth_in_tensors(plan, "growth in tensors, warm", None)
-
-
-def _growth_in_tensors(plan: Plan, group: str, before: Callable[[], object] | None) -> Work:
+    flush = Flush(plan.device)
     for count in TENSORS:
         what, shapes = f"{count:,} tensors", [(64,)] * count
-        yield what, partial(compare, plan, before, group, what, shapes, torch.float32, _growing)
+        yield what, partial(compare, plan, flush, "growth in tensors", what, shapes, torch.float32, _growing)
 
 
 def host(plan: Plan) -> Work:
-    """The parts of a check's time if there is little to read, with warm caches."""
+    """Calls whose time is that of the host, as there is little to read, with warm caches."""
     yield "144 small parameters", partial(_host, plan)
 
 
@@ -217,12 +186,13 @@ _MONITORED = 64
 
 
 def _host(plan: Plan) -> list[Row]:
-    model = small_transformer().to(plan.device)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(32), *(nn.Linear(32, 32) for _ in range(4)), nn.LayerNorm(32))
+
+    model = nn.Sequential(*(layer() for _ in range(12))).to(plan.device)
     parameters = list(model.parameters())
-    named = named_parameters_of(model)
-    gradients = gradients_of(named.parameters).tensors
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
     monitor = gradstat.Monitor(model, torch.optim.AdamW(parameters, lr=0.0), on_anomaly="record")
     loss = torch.zeros((), device=plan.device)
     monitored = f"gradstat.Monitor.step(loss), mean of {_MONITORED}"
@@ -230,21 +200,16 @@ def _host(plan: Plan) -> list[Row]:
         "gradstat.check(model).ok": lambda: gradstat.check(model).ok,
         "gradstat.check_async(model)": lambda: gradstat.check_async(model),
         monitored: lambda: [monitor.step(loss) for _ in range(_MONITORED)],
-        CLIP: lambda: gradstat.clip_grad_norm_(parameters, 1e9),
-        TORCH_CLIP: lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9),
-        "of a check: find parameters": lambda: named_parameters_of(model),
-        "of a check: collect gradients": lambda: gradients_of(named.parameters),
-        "of a check: the table": lambda: gradstat.stats(gradients),
+        cases.CLIP: lambda: gradstat.clip_grad_norm_(parameters, 1e9),
+        cases.TORCH_CLIP: lambda: nn.utils.clip_grad_norm_(parameters, 1e9),
     }
     rounds = 2 * plan.rounds(1e-3)
     samples = timing.interleaved(calls, rounds, 20, device=plan.device, before=lambda name: calls[name]())
     case = "144 small parameters in 85 modules, warm"
 
-    def micro(name: str) -> float:
-        return 1e6 / _MONITORED if name == monitored else 1e6
-
+    samples[monitored] = [seconds / _MONITORED for seconds in samples[monitored]]
     return [
-        row("host path", case, name, "wall time", "us", quartiles([micro(name) * s for s in sample]), plan.device)
+        row("host path", case, name, "wall time", "us", microseconds(sample), plan.device)
         for name, sample in samples.items()
     ]
 
@@ -290,26 +255,20 @@ def _training(plan: Plan, training: Training) -> list[Row]:
 
 
 def steps_of_optimizers(plan: Plan) -> Work:
-    """Steps from scaled gradients to updated parameters, for every optimizer in every setting."""
-    flush = Flush(plan.device)
-    for case, choice in optimizer_steps.combinations(plan.full):
-        for setting in SETTINGS:
-            what = optimizer_steps.case_name(case.name, choice, setting)
-            yield what, partial(_steps_of_optimizer, plan, flush, what, case.shapes(), choice, setting)
+    """Steps from scaled gradients to updated parameters in every setting."""
+    flush, case = Flush(plan.device), step_providers.FULL_CASE if plan.full else step_providers.QUICK_CASE
+    for setting in SETTINGS:
+        what = step_providers.case_name(case.name, setting)
+        yield what, partial(_steps_of_optimizer, plan, flush, what, case.shapes(), setting)
 
 
 def _steps_of_optimizer(
-    plan: Plan,
-    flush: Callable[[], object],
-    case: str,
-    shapes: list[Shape],
-    choice: OptimizerChoice,
-    setting: Setting,
+    plan: Plan, flush: Callable[[], object], case: str, shapes: list[Shape], setting: Setting
 ) -> list[Row]:
-    given = StepInput(shapes, choice, setting, str(plan.device))
+    given = StepInput(shapes, setting, str(plan.device))
     providers = step_providers.providers_for(given)
     about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": torch.float32}
-    row_of = partial(row, optimizer_steps.GROUP, case, device=plan.device, **about)
+    row_of = partial(row, step_providers.GROUP, case, device=plan.device, **about)
     made = []
     for provider in providers:
         step_providers.verify(provider, given)
@@ -323,42 +282,15 @@ def _steps_of_optimizer(
     return made + _timed(plan, {p.name: (lambda p=p: p.run(given)) for p in providers}, ready, row_of)
 
 
-MEMORY_CASES = ("10,000 tensors of 64", "transformer of 17 M", "one tensor of 64 M", "one tensor of 256 M")
-
-
-def memory(plan: Plan) -> Work:
-    """Peak memory of a call, beyond the gradients."""
-    for case in CASES:
-        if case.name in MEMORY_CASES and plan.holds(case):
-            yield f"memory, {case.name}", partial(_memory, plan, case)
-
-
-def _memory(plan: Plan, case: Case) -> list[Row]:
-    given = input_of(case.shapes(), torch.float32, str(plan.device))
-    made = []
-    for provider in providers_for(given):
-        if provider.name.startswith(LIMIT):
-            continue
-        for _ in range(2):
-            provider.run(given)
-        peak = peak_bytes(lambda p=provider: p.run(given), plan.device, given.restore)
-        about = {"bytes": given.bytes, "tensors": len(given.gradients), "dtype": given.dtype}
-        made.append(row("memory", case.name, provider.name, "peak memory", "B", float(peak), plan.device, **about))
-    return made
-
-
 GROUPS: dict[str, Callable[[Plan], Work]] = {
     "steps": training_steps,
     "lists": lists,
-    optimizer_steps.GROUP: steps_of_optimizers,
+    step_providers.GROUP: steps_of_optimizers,
     "host path": host,
     "growth in bytes": growth_in_bytes,
     "growth in tensors": growth_in_tensors,
-    "growth in tensors, warm": warm_growth_in_tensors,
-    "memory": memory,
-    counts.GROUP: lambda plan: counts.counts(plan.device, [case for case in CASES if case.name in counts.CASES]),
 }
-QUICK = ("steps", "lists", optimizer_steps.GROUP, "host path")
+QUICK = ("steps", "lists", step_providers.GROUP, "host path")
 
 
 def measure(plan: Plan, groups: Iterable[str], first: int | None = None) -> Iterator[list[Row]]:
@@ -372,19 +304,16 @@ def measure(plan: Plan, groups: Iterable[str], first: int | None = None) -> Iter
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--full", action="store_true", help="run everything; takes about twenty minutes")
     parser.add_argument("--only", nargs="*", choices=list(GROUPS), help="only these groups")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one comparison (default 3, full 4)")
     parser.add_argument("--first", type=int, help="only so many pieces of work of each group, once if --seconds allow")
-    add_arguments(parser)
     options = parser.parse_args()
     seconds = options.seconds or (4.0 if options.full else 3.0)
     plan = Plan(torch.device(options.device), options.full, seconds, min_rounds=1 if options.first else 7)
     groups = options.only or (GROUPS if options.full else QUICK)
-    if plan.device.type == "cpu" and not options.only:
-        groups = [group for group in groups if group != counts.GROUP]  # a CPU has no launches or syncs
     details = machine.driver_or_threads(machine.driver_version(plan.device), torch.get_num_threads())
     print(f"{machine.device_name(plan.device)}, {details}; {machine.versions()}", flush=True)
     rows: list[Row] = []

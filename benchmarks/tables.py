@@ -6,48 +6,16 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import rows as rows_module
-from cases import (
-    CHECK,
-    CHECK_TRITON,
-    CLIP,
-    CLIP_LIMIT,
-    CLIPPED,
-    FOREACH_NORM,
-    LIMIT,
-    NAIVE,
-    STATS,
-    STATS_TRITON,
-    TORCH_CLIP,
-    TORCH_CLIPPED,
-    TORCH_LOOP_CLIP,
-)
-from optimizer_steps import FULL_CASE, GROUP, OPTIMIZERS, SEPARATOR
+from cases import CHECK, CLIP, CLIPPED, FOREACH_NORM, LIMIT, STATS, STATS_TRITON, TORCH_CLIP, TORCH_CLIPPED
 from rows import Row
-from step_providers import ADAPTIVE, ALONE, AMP, GUARD, GUARDED, TORCH
+from step_providers import ADAPTIVE, ALONE, AMP, GROUP, GUARD, GUARDED, SEPARATOR, TORCH
 
 from gradstat.bench import machine, steps
 from gradstat.bench.steps import in_bytes
 
-_MEASURING = [CHECK, CHECK_TRITON, FOREACH_NORM, NAIVE]
 _ON_DEVICE = [STATS, STATS_TRITON, FOREACH_NORM]  # calls that sync have no device time
-_CLIPPING = [
-    CLIP,
-    TORCH_CLIP,
-    TORCH_LOOP_CLIP,
-    CLIPPED,
-    TORCH_CLIPPED,
-    CLIP_LIMIT,
-]
-_STEPPING = [GUARDED, AMP, TORCH, ALONE]
-_SETTING = ["gradients", "optimizer", "scaler, clipping"]
 # Names in recorded rows that are displayed differently.
-_CAPTIONS = {
-    "time ratio": "added time",
-    "time inside": "call alone",
-}
-_STATISTICS_TITLE = "From the call to the report, caches flushed (in brackets: ratio to the fastest plain read):\n"
-_DEVICE_TITLE = "Device time alone:\n"
-_ADAPTIVE_TITLE = "Guarded steps with adaptive clips, clipped to the same norm:\n"
+_CAPTIONS = {"time ratio": "added time", "time inside": "call alone"}
 # The calls that docs/alternatives.md compares within each framework, by group.
 ALTERNATIVES = {
     "Lightning steps": {
@@ -108,8 +76,8 @@ def in_time(micro: float) -> str:
     return f"{micro / 1e3:,.1f} ms" if micro < 1e6 else f"{micro / 1e6:,.2f} s"
 
 
-def guards(rows: Sequence[Row], short: bool = False) -> str:
-    """How each guard handles each fault, in each model or, if ``short``, averaged over the models.
+def guards(rows: Sequence[Row]) -> str:
+    """How each guard handles each fault, averaged over the models.
 
     Cells hold the share flagged in time, the median number of steps until recovery, and how many trainings recovered
     sooner and later than without a guard.
@@ -117,10 +85,10 @@ def guards(rows: Sequence[Row], short: bool = False) -> str:
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
         if row.group == "guards":
-            case = row.case.split(", ", 1)[1] if short else row.case
-            by_metric = found.setdefault(case, {}).setdefault(row.provider, {})
+            _, fault = row.case.split(", ", 1)
+            by_metric = found.setdefault(fault, {}).setdefault(row.provider, {})
             by_metric.setdefault(row.metric, []).append(row.value)
-    names = list(dict.fromkeys(name for case in found.values() for name in case))
+    names = _in_order(name for case in found.values() for name in case)
 
     def cell(values: dict[str, list[float]]) -> str:
         timed = f"{fmean(values['flagged in time']):.0%}" if "flagged in time" in values else "-"
@@ -141,7 +109,7 @@ def guards(rows: Sequence[Row], short: bool = False) -> str:
         for name, of in healthy.items()
     ]
     headers = ["healthy trainings", "refused", "steps", "largest increase of the final loss over no guard"]
-    return "\n".join([grid(["fault" if short else "model, fault", plain, *others], lines), grid(headers, rates)])
+    return "\n".join([grid(["fault", plain, *others], lines), grid(headers, rates)])
 
 
 def golden_healthy(rows: Sequence[Row]) -> str:
@@ -150,7 +118,7 @@ def golden_healthy(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.group == "golden, healthy":
             cells.setdefault(row.case, {}).setdefault(row.provider, {})[row.metric] = row.value
-    providers = list(dict.fromkeys(provider for case in cells.values() for provider in case))
+    providers = _in_order(provider for case in cells.values() for provider in case)
 
     def cell(of: dict[str, float]) -> str:
         return f"{of['called unlike']:.1f} ({of['called unlike, worst set']:.0f})"
@@ -216,74 +184,55 @@ def _relative(row: Row | None, base: Row | None) -> str:
     return in_time(row.value) + (f" ({row.value / base.value:.2f})" if base is not None else "")
 
 
-def measuring(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """Statistics, with the ratio to the fastest plain read of the same bytes."""
-    fastest, cases = limits(rows, metric), _by_case(rows, metric)
-    known = _ON_DEVICE if metric == "device time" else _MEASURING
-    columns = [name for name in known if any(name in found for found in cases.values())]
-    lines = []
-    for key, found in cases.items():
-        if key not in fastest:
-            continue
-        limit = fastest[key]
-        rate = f" ({limit.bytes / limit.value / 1e3:.1f} GB/s)"
-        lines.append([*key, in_time(limit.value) + rate, *(_relative(found.get(name), limit) for name in columns)])
-    return grid(["gradients", "dtype", "fastest plain read", *columns], lines, 2)
+def lists(rows: Sequence[Row]) -> str:
+    """The time of a check, with the ratio to the fastest plain read, and of clips, torch's with that to gradstat's.
 
-
-def clipping(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """Clips, torch's with the ratio to gradstat's."""
-    lines = []
-    for key, found in _by_case(rows, metric).items():
-        if {CLIP, CLIPPED} <= found.keys():
-            unclipped, clipped = found[CLIP], found[CLIPPED]
-            base = dict(zip(_CLIPPING, [None, unclipped, unclipped, None, clipped, clipped], strict=True))
-            lines.append([*key, *(_relative(found.get(name), base[name]) for name in _CLIPPING)])
-    return grid(["gradients", "dtype", *_CLIPPING], lines, 2)
-
-
-def accuracy(rows: Sequence[Row]) -> str:
-    """The relative error of each norm, compared with float64."""
-    cases = _by_case(rows, "norm error")
-    columns = [name for name in (*_MEASURING, _CLIPPING[0], _CLIPPING[1]) if any(name in f for f in cases.values())]
-    lines = [
-        [*key, *(f"{found[name].value:.1e}" if name in found else "" for name in columns)]
-        for key, found in cases.items()
-    ]
-    return grid(["gradients", "dtype", *columns], lines, 2)
-
-
-def norm_errors(rows: Sequence[Row], short: bool = False) -> str:
-    """The worst relative error of norms, and the share of norms lost.
-
-    Unless ``short`` also the mean error, the reference backend, the number of vectors, complex32, and the ``fnuz``
-    float8 types.
+    If there is device time, also that of statistics, for single tensors in every dtype.
     """
-    parts = []
-    hidden = ("gradstat reference", "numpy.linalg.norm") if short else ()
-    providers = [p for p in _in_order(row.provider for row in rows) if p not in hidden]
+    on_device = device_times(rows)
+    dtype = {row.case: row.dtype for row in reversed(rows)}
+    kept = [row for row in rows if row.dtype == dtype[row.case]] if on_device else rows
+    fastest, lines = limits(kept, "wall time"), []
+    for key, found in _by_case(kept, "wall time").items():
+        limit, mine, clipped = (fastest.get(key), found.get(CLIP), found.get(CLIPPED))
+        bases = [(CHECK, limit), (CLIP, None), (TORCH_CLIP, mine), (CLIPPED, None), (TORCH_CLIPPED, clipped)]
+        lines.append([*key, _relative(limit, None), *(_relative(found.get(name), base) for name, base in bases)])
+    title = "Caches flushed (in brackets: ratio of a check to the plain read, of torch's clip to gradstat's):\n"
+    header = ["gradients", "dtype", "plain read", CHECK, CLIP, TORCH_CLIP, CLIPPED, TORCH_CLIPPED]
+    return "\n".join([title, grid(header, lines, 2), *(["Device time alone:\n", on_device] if on_device else [])])
+
+
+def device_times(rows: Sequence[Row]) -> str:
+    """The device time of statistics, with the ratio to the fastest plain read; empty if there is none."""
+    fastest, lines = limits(rows, "device time"), []
+    for key, found in _by_case(rows, "device time").items():
+        if key in fastest:
+            limit = fastest[key]
+            rate = f" ({limit.bytes / limit.value / 1e3:.1f} GB/s)"
+            cells = [_relative(found.get(name), limit) for name in _ON_DEVICE]
+            lines.append([*key, in_time(limit.value) + rate, *cells])
+    return grid(["gradients", "dtype", "fastest plain read", *_ON_DEVICE], lines, 2) if lines else ""
+
+
+def norm_errors(rows: Sequence[Row]) -> str:
+    """The worst relative error of norms, and the share of norms lost; the chart shows more providers."""
+    parts, hidden = [], ("gradstat reference", "numpy.linalg.norm")
+    providers = [name for name in _in_order(row.provider for row in rows) if name not in hidden]
     for kind in _in_order(row.case for row in rows):
         of_kind = [row for row in rows if row.case == kind]
         metrics = {(r.dtype, r.provider, r.metric): r.value for r in of_kind}
-        lines = []
-        dtypes = _in_order(row.dtype for row in of_kind)
-        for dtype in [name for name in dtypes if not (short and name.endswith(("fnuz", "complex32")))]:
-            cells = [_norm_error(metrics, dtype, provider, short) for provider in providers]
-            vectors = max(row.value for row in of_kind if row.metric == "vectors" and row.dtype == dtype)
-            lines.append([dtype, *([] if short else [f"{vectors:,.0f}"]), *cells])
-        mean = "" if short else " (in brackets: the mean)"
-        parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, worst relative error{mean}:\n")
-        parts.append(grid(["dtype", *([] if short else ["vectors"]), *providers], lines))
+        dtypes = [name for name in _in_order(row.dtype for row in of_kind) if not name.endswith(("fnuz", "complex32"))]
+        lines = [[dtype, *(_norm_error(metrics, dtype, provider) for provider in providers)] for dtype in dtypes]
+        parts.append(f"{kind[:1].upper()}{kind[1:]} vectors, worst relative error:\n")
+        parts.append(grid(["dtype", *providers], lines))
     return "\n".join(parts)
 
 
-def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider: str, short: bool) -> str:
+def _norm_error(metrics: dict[tuple[str, str, str], float], dtype: str, provider: str) -> str:
     if (dtype, provider, "vectors") not in metrics:
         return "unsupported"
-    worst, mean, lost, count = (
-        metrics[dtype, provider, metric] for metric in ("worst error", "mean error", "norms lost", "vectors")
-    )
-    text = f"{worst:.1e}" + ("" if short else f" ({mean:.1e})") if count > lost else ""
+    worst, lost, count = (metrics[dtype, provider, metric] for metric in ("worst error", "norms lost", "vectors"))
+    text = f"{worst:.1e}" if count > lost else ""
     return f"{text}, lost {100 * lost / count:.1f} %".lstrip(", ") if lost else text
 
 
@@ -296,21 +245,6 @@ def fuzzed(rows: Sequence[Row]) -> str:
 
 
 def leaks(rows: Sequence[Row]) -> str:
-    """The growth of a process in thousands of steps."""
-    values = {(row.case, row.metric): row.value for row in rows}
-    lines = [
-        [
-            kind,
-            f"{values[kind, 'steps']:,.0f}",
-            f"{values[kind, 'memory'] / 1024:,.0f} KiB",
-            *(f"{values[kind, metric]:,.0f}" for metric in ("objects", "tensors")),
-        ]
-        for kind in _in_order(row.case for row in rows)
-    ]
-    return grid(["kind of step", "steps", "memory", "Python objects", "tensors"], lines)
-
-
-def leaks_summary(rows: Sequence[Row]) -> str:
     """The largest growth of any kind of step, as a sentence."""
     values = {
         metric: {r.case: r.value for r in rows if r.metric == metric} for metric in ("steps", "objects", "tensors")
@@ -326,30 +260,6 @@ def leaks_summary(rows: Sequence[Row]) -> str:
 
 def _added(row: Row | None) -> str:
     return "" if row is None else f"{(row.value - 1) * 100:+.1f} %"
-
-
-def step_times(rows: Sequence[Row]) -> str:
-    """The time each variant adds to a step."""
-    lines = []
-    times = _by_case(rows, "wall time")
-    columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
-    for key, ratios in _by_case(rows, "time ratio").items():
-        plain = times[key][steps.PLAIN].value
-        lines.append([key[0], in_time(plain), *(_added(ratios.get(name)) for name in columns)])
-    return grid(["training step", "plain", *columns], lines)
-
-
-def step_calls(rows: Sequence[Row]) -> str:
-    """The time of the added calls themselves within a step, and their share of the plain step."""
-    times, inside = (_by_case(rows, metric) for metric in ("wall time", "time inside"))
-    columns = _in_order(row.provider for row in rows if row.metric == "time inside" and row.provider != steps.PLAIN)
-    lines = []
-    for key, found in inside.items():
-        plain = times[key][steps.PLAIN].value
-        calls = [found[name].value if name in found else None for name in columns]
-        shares = ["" if call is None else f"{in_time(call)} ({100 * call / plain:.1f} %)" for call in calls]
-        lines.append([key[0], in_time(plain), *shares])
-    return grid(["training step", "plain", *columns], lines)
 
 
 def step_ranges(rows: Sequence[Row]) -> str:
@@ -383,97 +293,39 @@ def alternatives(rows: Iterable[Row]) -> str:
     return grid(["where", "what", "added time"], lines, 2)
 
 
-def step_memory(rows: Sequence[Row]) -> str:
-    """The peak memory each variant adds to a step."""
-    columns = _in_order(row.provider for row in rows if row.provider != steps.PLAIN)
-    lines = [
-        [key[0], *(in_bytes(found[name].value) if name in found else "" for name in columns)]
-        for key, found in _by_case(rows, "extra memory").items()
+def optimizer_steps(rows: Sequence[Row]) -> str:
+    """Optimizer steps on a list of gradients, with the ratios of times and of passes to a guarded step.
+
+    And guarded steps with adaptive clips, with their passes.
+    """
+    name, lines, adaptive = rows[0].case.split(SEPARATOR)[0], [], []
+    moved = _by_case(rows, "bytes moved")
+    for key, found in _by_case(rows, "wall time").items():
+        setting, base, passes = key[0].split(SEPARATOR)[1:], found.get(GUARDED), moved[key]
+        lines.append([*setting, _relative(base, None)])
+        for other in (AMP, TORCH, ALONE):
+            text = _relative(found.get(other), base)
+            if other in found and base is not None:
+                text = f"{text[:-1]}; {passes[other].value / passes[GUARDED].value:.2f})"
+            lines[-1].append(text)
+        if found.keys() & {GUARD, *ADAPTIVE}:
+            for each in [each for each in (GUARDED, GUARD, *ADAPTIVE) if each in found]:
+                time = _relative(found[each], None if each == GUARDED else base)
+                count = f"{passes[each].value / passes[each].bytes:.0f}"
+                adaptive.append([*(part * (each == GUARDED) for part in setting), each, count, time])
+    brackets = "in brackets: ratio to a guarded step; ratio of passes"
+    parts = [
+        f"From gradients of {name} to updated parameters, caches flushed ({brackets}):\n",
+        grid(["optimizer", "scaler, clipping", GUARDED, AMP, TORCH, ALONE], lines, 2),
     ]
-    return grid(["training step", *columns], lines)
-
-
-def optimizer_steps(rows: Sequence[Row], metric: str = "wall time", short: bool = False) -> str:
-    """Optimizer steps of each provider, with the ratio to a guarded step.
-
-    If ``short``, also with the ratio of their passes, and without the name of the gradients.
-    """
-    lines, moved = [], _by_case(rows, "bytes moved") if short else {}
-    for key, found in _by_case(rows, metric).items():
-        base = found.get(GUARDED)
-        cells = [_relative(found.get(name), None if name == GUARDED else base) for name in _STEPPING]
-        if GUARDED in moved.get(key, {}) and base is not None:
-            passes = moved[key][GUARDED].value
-            for i, name in enumerate(_STEPPING[1:], 1):
-                if cells[i] and name in moved[key]:
-                    cells[i] = cells[i][:-1] + f"; {moved[key][name].value / passes:.2f})"
-        lines.append([*key[0].split(SEPARATOR)[short:], *cells])
-    return grid([*_SETTING[short:], *_STEPPING], lines, len(_SETTING) - short)
-
-
-def optimizer_passes(rows: Sequence[Row]) -> str:
-    """Memory passes of each provider over as many bytes as there are gradients; the same for every list of shapes."""
-    lines = {}
-    for (case, _), found in _by_case(rows, "bytes moved").items():
-        _, *setting = case.split(SEPARATOR)
-        cells = [_passes(found.get(name), None if name == GUARDED else found.get(GUARDED)) for name in _STEPPING]
-        lines[tuple(setting)] = [*setting, *cells]
-    return grid([*_SETTING[1:], *_STEPPING], lines.values(), len(_SETTING) - 1)
-
-
-def _passes(row: Row | None, base: Row | None) -> str:
-    if row is None:
-        return ""
-    return f"{row.value / row.bytes:.0f}" + (f" ({row.value / base.value:.2f})" if base is not None else "")
-
-
-def adaptive_steps(rows: Sequence[Row], short: bool = False) -> str:
-    """A guarded step with a fixed limit and with each adaptive clip: passes, and time with the ratio to the former.
-
-    If ``short``, for one setting only and without the name of the gradients.
-    """
-    moved, lines = _by_case(rows, "bytes moved"), []
-    cases = [each for each in _by_case(rows, "wall time").items() if ADAPTIVE[0] in each[1]]
-    for key, found in cases[:1] if short else cases:
-        for name in (GUARDED, GUARD, *ADAPTIVE):
-            if name in found:
-                time = _relative(found[name], None if name == GUARDED else found.get(GUARDED))
-                setting = [part * (name == GUARDED) for part in key[0].split(SEPARATOR)[short:]]
-                lines.append([*setting, name, _passes(moved[key][name], None), time])
-    return grid([*_SETTING[short:], "call", "passes", "median"], lines, len(_SETTING) + 1 - short)
+    if adaptive:
+        parts.append("Guarded steps with adaptive clips, clipped to the same norm:\n")
+        parts.append(grid(["optimizer", "scaler, clipping", "call", "passes", "median"], adaptive, 3))
+    return "\n".join(parts)
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
-
-
-def growth(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """Times for growing inputs, the fastest plain read first."""
-    fastest, cases = limits(rows, metric), _by_case(rows, metric)
-    columns = _in_order(r.provider for r in rows if not r.provider.startswith(LIMIT))
-    lines = [
-        [key[0], _relative(fastest.get(key), None), *(_relative(found.get(name), None) for name in columns)]
-        for key, found in cases.items()
-    ]
-    return grid(["gradients", "fastest plain read", *columns], lines)
-
-
-def slopes(rows: Sequence[Row], metric: str = "wall time") -> str:
-    """The cost of one more small tensor, averaged between one tensor and each larger count."""
-    by_count = {next(iter(found.values())).tensors: found for found in _by_case(rows, metric).values()}
-    if 1 not in by_count:
-        return ""
-    counts = [count for count in sorted(by_count) if count >= 1000]
-
-    def slope(name: str, count: int) -> str:
-        if name not in by_count[count]:
-            return ""
-        return f"{1e3 * (by_count[count][name].value - by_count[1][name].value) / (count - 1):,.0f} ns"
-
-    names = [name for name in by_count[1] if not name.startswith(LIMIT)]
-    lines = [[name, *(slope(name, count) for count in counts)] for name in names]
-    headers = ["per additional tensor of 64 elements", *(f"to {count:,}" for count in counts)]
-    return grid(headers, lines) if counts else ""
 
 
 def table_of_rows(rows: Sequence[Row]) -> str:
@@ -500,17 +352,6 @@ def _cell(row: Row | None, first: Row | None) -> str:
     return in_bytes(row.value) if row.unit == "B" else f"{row.value:,.0f}"
 
 
-def memory(rows: Sequence[Row]) -> str:
-    """Peak memory: a line for each call, a column for each case."""
-    cases = _groups(rows)
-    found = {(case, row.provider): row for case, members in cases.items() for row in members}
-    lines = [
-        [name, *(in_bytes(found[case, name].value) if (case, name) in found else "" for case in cases)]
-        for name in _in_order(row.provider for row in rows)
-    ]
-    return grid(["call", *(case for case, _ in cases)], lines)
-
-
 def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -519,10 +360,10 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def everything(rows: Iterable[Row]) -> str:
-    """All tables of one device's current rows."""
+    """All tables of one device's current rows; empty if there are none."""
     kept = rows_module.current(rows)
-    parts = [part for name, members in _by_group(kept).items() for part in _section(name, members)]
-    return "\n" + "\n".join([*parts, where(kept)]) + "\n"
+    parts = [_of_group(name, members) for name, members in _by_group(kept).items()]
+    return "\n" + "\n".join([*parts, where(kept)]) + "\n" if parts else ""
 
 
 def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -532,98 +373,18 @@ def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def _section(name: str, rows: list[Row]) -> list[str]:
-    on_device = any(row.metric == "device time" for row in rows)
-    if name in ("steps", STEADY):
-        return _steps(rows)
+def _of_group(name: str, rows: list[Row]) -> str:
     if name == "lists":
-        parts = [_STATISTICS_TITLE, measuring(rows)]
-        if on_device:
-            parts += [_DEVICE_TITLE, measuring(rows, "device time")]
-        parts += ["Clips, caches flushed (in brackets: ratio to gradstat's):\n", clipping(rows)]
-        if on_device:
-            parts += [_DEVICE_TITLE, clipping(rows, "device time")]
-        return [*parts, "Relative error of the norm (clips return it in the gradients' dtype):\n", accuracy(rows)]
+        return lists(rows)
     if name == GROUP:
-        return _optimizer_steps(rows)
-    if name == "growth in bytes":
-        return ["One float32 tensor of growing size, caches flushed:\n", growth(rows)]
-    if name.startswith("growth in tensors"):
-        caches = "warm caches" if name.endswith("warm") else "caches flushed, tensors' own objects included"
-        return [f"A growing number of tensors of 64 float32 elements, {caches}:\n", growth(rows), slopes(rows)]
-    if name == "memory":
-        return ["Peak memory of a call:\n", memory(rows)]
+        return optimizer_steps(rows)
     brackets = "" if any(row.metric == "time ratio" for row in rows) else " (in brackets: ratio to the first)"
-    name = _CAPTIONS.get(name, name)
-    return [f"{name[:1].upper()}{name[1:]}{brackets}:\n"] * bool(name) + [table_of_rows(rows)]
+    return f"{name[:1].upper()}{name[1:]}{brackets}:\n\n{table_of_rows(rows)}"
 
 
-def _steps(rows: list[Row]) -> list[str]:
-    each = "each block of steps" if rows[0].group == STEADY else "each step"
-    parts = [f"Time added to a training step (median of the ratios to the plain step; a sync ends {each}):\n"]
-    parts += [step_times(rows)]
-    if any(row.metric == "time inside" for row in rows):
-        parts += ["The added call alone, within a step (in brackets: share of the plain step):\n", step_calls(rows)]
-    return [*parts, "Peak memory added to the step:\n", step_memory(rows)]
-
-
-def _optimizer_steps(rows: list[Row]) -> list[str]:
-    parts = ["From gradients to updated parameters, caches flushed (in brackets: ratio to a guarded step):\n"]
-    parts += [optimizer_steps(rows)]
-    if any(row.metric == "device time" for row in rows):
-        parts += [_DEVICE_TITLE, optimizer_steps(rows, "device time")]
-    parts += ["Calculated passes over as many bytes as there are gradients:\n", optimizer_passes(rows)]
-    return [*parts, _ADAPTIVE_TITLE, adaptive_steps(rows)]
-
-
-def selected(rows: Iterable[Row]) -> str:
-    """For docs/performance.md: most lists, the host path, distributed gradients. Charts show steps and growth."""
-    kept = rows_module.current(rows)
-    groups, parts = _by_group(kept), []
-    if "lists" in groups:
-        first, every = _selected_lists(groups["lists"])
-        on_device = any(row.metric == "device time" for row in every)
-        parts += ["Caches flushed (in brackets: ratio of a check to the plain read, of torch's clip to gradstat's):\n"]
-        parts += [lists(first if on_device else every)]
-        if on_device:
-            parts += [_DEVICE_TITLE, measuring(every, "device time")]
-    if "host path" in groups:
-        parts += _section("host path", [r for r in groups["host path"] if not r.provider.startswith("of a check")])
-    if "distributed gradients" in groups:
-        of_ranks = groups["distributed gradients"]
-        parts += _section("distributed gradients", [r for r in of_ranks if r.case == of_ranks[-1].case])
-    return "\n" + "\n".join([*parts, where(kept)]) + "\n" if parts else ""
-
-
-def _selected_lists(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """Rows of lists in their first dtype, and these with a single tensor in every dtype; none that resemble another."""
-    alike = ("Llama 7B's", "transformer", "300 tensors", "5,000 tensors")
-    kept = [row for row in rows if not row.case.startswith(alike)]
-    dtype = {row.case: row.dtype for row in reversed(kept)}
-    first = [row for row in kept if row.dtype == dtype[row.case]]
-    return first, [row for row in kept if row.tensors == 1 or row.dtype == dtype[row.case]]
-
-
-def lists(rows: Sequence[Row]) -> str:
-    """The time of a check, with the ratio to the fastest plain read, and of clips, torch's with that to gradstat's."""
-    fastest, lines = limits(rows, "wall time"), []
-    for key, found in _by_case(rows, "wall time").items():
-        limit, mine, clipped = (fastest.get(key), found.get(CLIP), found.get(CLIPPED))
-        bases = [(CHECK, limit), (CLIP, None), (TORCH_CLIP, mine), (CLIPPED, None), (TORCH_CLIPPED, clipped)]
-        lines.append([*key, _relative(limit, None), *(_relative(found.get(name), base) for name, base in bases)])
-    return grid(["gradients", "dtype", "plain read", CHECK, CLIP, TORCH_CLIP, CLIPPED, TORCH_CLIPPED], lines, 2)
-
-
-def selected_optimizer_steps(rows: Iterable[Row]) -> str:
-    """For docs/performance.md: steps of the longest list by an optimizer that can skip its step on the device."""
-    name, kept = FULL_CASE.name, [row for row in rows_module.current(rows) if row.group == GROUP]
-    shown = [row for row in kept if row.case.split(SEPARATOR)[:2] == [name, OPTIMIZERS[0].name]]
-    if not shown:
-        return ""
-    brackets = "in brackets: ratio to a guarded step; ratio of passes"
-    parts = [f"From gradients of {name} to updated parameters, caches flushed ({brackets}):\n"]
-    parts += [optimizer_steps(shown, short=True), _ADAPTIVE_TITLE, adaptive_steps(shown, short=True), where(shown)]
-    return "\n" + "\n".join(parts) + "\n"
+def selected(rows: Iterable[Row], *groups: str) -> str:
+    """The tables of some groups of one device."""
+    return everything(row for row in rows if row.group in groups)
 
 
 def summary(rows: Iterable[Row]) -> str:

@@ -289,13 +289,6 @@ class CartPole:
         return self.state, fell or self.steps >= self.longest
 
 
-def _returns(length: int) -> Tensor:
-    """Normalized discounted returns of a reward of 1 per step."""
-    returns = itertools.accumulate([1.0] * length, lambda total, reward: reward + 0.99 * total)
-    made = torch.tensor([*returns][::-1])
-    return (made - made.mean()) / (made.std() + 1e-7)
-
-
 def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **parts: nn.Module) -> Outcome:
     """One optimizer step per episode, with a loss summed over moves; ``judge`` gives probabilities and a value."""
     model = Net(judge, **parts)
@@ -310,7 +303,10 @@ def _by_episodes(session: Session, judge: Callable[..., Any], rate: float, **par
             logs.append(choice.log_prob(action))
             values.append(value)
             state, over = world.step(int(action))
-        returns, guessed = _returns(len(logs)), torch.cat(values)
+        # Normalized discounted returns of a reward of 1 per step.
+        returns = torch.tensor([*itertools.accumulate([1.0] * len(logs), lambda total, reward: reward + 0.99 * total)])
+        returns, guessed = returns.flip(0), torch.cat(values)
+        returns = (returns - returns.mean()) / (returns.std() + 1e-7)
         actor = -(torch.stack(logs) * (returns - guessed.detach())).sum()
         train_step(optimizer, actor + F.smooth_l1_loss(guessed, returns, reduction="sum"))
         curve.append(-float(len(logs)))
@@ -384,9 +380,7 @@ def gat(session: Session) -> Outcome:
     first, second = _attention(60, 16, 4), _attention(16, 4, 1)
     model = nn.ModuleList([first, second])
 
-    def loss() -> Tensor:
-        return F.nll_loss(second(F.elu(first(words, links)), links).log_softmax(1)[:80], subject[:80])
-
+    loss = lambda: F.nll_loss(second(F.elu(first(words, links)), links).log_softmax(1)[:80], subject[:80])  # noqa: E731
     return session.fit(model, tuple, loss, factory(Adam, 0.005, weight_decay=5e-4), "monitor")
 
 
@@ -493,9 +487,7 @@ def mnist(session: Session) -> Outcome:
         nn.Linear(256, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10), nn.LogSoftmax(1),
     )  # fmt: skip
 
-    def loss(images: Tensor, labels: Tensor) -> Tensor:
-        return F.nll_loss(model((images - 0.1307) / 0.3081), labels)
-
+    loss = lambda images, labels: F.nll_loss(model((images - 0.1307) / 0.3081), labels)  # noqa: E731
     return session.fit(model, Images(session.seed, 12, 32), loss, *_adadelta(model, "auto"))
 
 
@@ -579,6 +571,10 @@ def translation(session: Session) -> Outcome:
 # Language models, vision -------------------------------------------------------------------------------------
 
 
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
 @program("nanoGPT", 120, 600, None)
 def nano_gpt(session: Session) -> Outcome:
     """Manual warm-up and cosine, weight decay for matrices only, a clip at 1, micro-batches, a disabled scaler."""
@@ -595,7 +591,7 @@ def nano_gpt(session: Session) -> Outcome:
     for step in range(steps):
         done = (step - 100) / max(1, steps - 100)
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (step + 1) / 101 if step < 100 else 1e-4 + 0.5 * (1 + math.cos(math.pi * done)) * 9e-4
+            group["lr"] = 1e-3 * (step + 1) / 101 if step < 100 else 1e-4 + _cosine(done) * 9e-4
         for _ in range(2):
             tokens, following = sentences()
             loss = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten()) / 2
@@ -636,10 +632,6 @@ def switch(session: Session) -> Outcome:
     return session.fit(model, Images(session.seed, 4, 24), loss, factory(AdamW, 3e-3))
 
 
-def _cosine(done: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * done))
-
-
 def _by_epochs(optimizer: Optimizer, first: float, epochs: int) -> Callable[[int], None]:
     """A warm-up over 5 epochs from a share of the learning rate, then a cosine; an epoch has 40 steps."""
 
@@ -661,9 +653,7 @@ def timm_sgd(session: Session) -> Outcome:
         update_average(kept, model, 0.9998)
         by_epochs(step)
 
-    def loss(images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(model(images), labels, label_smoothing=0.1)
-
+    loss = lambda images, labels: F.cross_entropy(model(images), labels, label_smoothing=0.1)  # noqa: E731
     return session.fit(model, Images(session.seed, 12, 32), loss, optimizer, each=each, kept=[kept])
 
 

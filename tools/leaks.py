@@ -185,7 +185,7 @@ def main() -> int:
         found += as_rows(kind, steps // divisor, grown)
         if grown.resident > MOST_BYTES or grown.objects > MOST_OBJECTS or grown.tensors > 0:
             failed.append(kind)
-    print(tables.leaks(found))
+    print(tables.table_of_rows(found))
     if failed:
         print(f"memory grows: {', '.join(failed)}", file=sys.stderr)
     if options.record:

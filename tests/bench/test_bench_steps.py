@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optimizer_steps
 import pytest
 import render
 import rows
@@ -14,8 +14,21 @@ import step_providers
 import suite
 import tables
 import torch
-from optimizer_steps import FULL_CASE, OPTIMIZERS, SETTINGS, OptimizerChoice, Setting, StepInput, case_name
-from step_providers import ALONE, AMP, GUARDED, TORCH, StepProvider, providers_for, verify
+from step_providers import (
+    ALONE,
+    AMP,
+    FULL_CASE,
+    GUARDED,
+    QUICK_CASE,
+    SETTINGS,
+    TORCH,
+    Setting,
+    StepInput,
+    StepProvider,
+    case_name,
+    providers_for,
+    verify,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +39,6 @@ from gradstat.bench import steps
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (200, 3, 5)]
 SCALED, PLAIN = SETTINGS[1], SETTINGS[3]  # clipped
-choices = pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda choice: choice.name)
 in_every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 
 
@@ -34,28 +46,25 @@ def provider(name: str) -> StepProvider:
     return next(each for each in step_providers.PROVIDERS if each.name == name)
 
 
-def measured(choice: OptimizerChoice, setting: Setting, case: str = "tiny") -> list[rows.Row]:
+def measured(setting: Setting) -> list[rows.Row]:
     plan = suite.Plan(CPU, full=True, seconds=0.0, min_rounds=2)
-    name = case_name(case, choice, setting)
-    return suite._steps_of_optimizer(plan, lambda: None, name, SHAPES, choice, setting)
+    return suite._steps_of_optimizer(plan, lambda: None, case_name("tiny", setting), SHAPES, setting)
 
 
-@choices
 @in_every_setting
-def test_every_axis_runs(choice: OptimizerChoice, setting: Setting) -> None:
-    made = measured(choice, setting)
-    supporting = [each.name for each in providers_for(StepInput(SHAPES, choice, setting))]
+def test_every_axis_runs(setting: Setting) -> None:
+    made = measured(setting)
+    supporting = [each.name for each in providers_for(StepInput(SHAPES, setting))]
     assert {GUARDED, TORCH, ALONE} <= set(supporting)
     for metric in ("wall time", "bytes moved"):
         assert sorted(row.provider for row in made if row.metric == metric) == sorted(supporting)
 
 
 def test_every_provider_supports_some_setting() -> None:
-    inputs = [StepInput([(2,)], choice, setting) for choice in OPTIMIZERS for setting in SETTINGS]
+    inputs = [StepInput([(2,)], setting) for setting in SETTINGS]
     assert all(any(each.supports(given) for given in inputs) for each in step_providers.PROVIDERS)
-    ((case, choice),) = optimizer_steps.combinations(full=False)
-    assert (case, choice.fused, case.quick) == (optimizer_steps.QUICK_CASE, True, True)
-    assert [case.full for case, _ in optimizer_steps.combinations(full=True)] == [True] * len(OPTIMIZERS)
+    assert QUICK_CASE.quick
+    assert FULL_CASE.full
 
 
 def unclipped(given: StepInput) -> Tensor:
@@ -93,25 +102,23 @@ def without_skipping(given: StepInput) -> Tensor:
         (ALONE, SCALED, step_providers._torch_step, "updated .* differently from a step in float64"),
     ],
 )
-@pytest.mark.parametrize("choice", [OPTIMIZERS[0], OPTIMIZERS[-1]], ids=lambda choice: choice.name)
 def test_a_wrong_step_is_never_timed(
     name: str,
     setting: Setting,
     run: Callable[[StepInput], Tensor],
     message: str,
-    choice: OptimizerChoice,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = dataclasses.replace(provider(name), run=run)
     monkeypatch.setattr(step_providers, "PROVIDERS", [broken])
     monkeypatch.setattr(suite, "interleaved", lambda *_, **__: pytest.fail("was timed"))
     with pytest.raises(steps.WrongAnswerError, match=message):
-        measured(choice, setting)
+        measured(setting)
 
 
 def test_the_ends_of_large_tensors_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_providers, "_END", 4)
-    given = StepInput(SHAPES, OPTIMIZERS[0], SCALED)
+    given = StepInput(SHAPES, SCALED)
     verify(provider(GUARDED), given)
 
     def spoiling(given: StepInput) -> Tensor:
@@ -135,7 +142,7 @@ def test_every_call_finds_the_same_gradients_and_loss_scale(name: str, monkeypat
         return original.run(given)
 
     monkeypatch.setattr(step_providers, "PROVIDERS", [dataclasses.replace(original, run=run)])
-    measured(OPTIMIZERS[0], SCALED)
+    measured(SCALED)
     assert len(seen) > 4
     assert len(set(seen)) == 1
 
@@ -164,12 +171,11 @@ class PassesOfTorch(TorchDispatchMode):
         return returned
 
 
-@choices
 @in_every_setting
-def test_passes_are_those_of_the_operators(choice: OptimizerChoice, setting: Setting) -> None:
-    given = StepInput([(200, 300), (50_000,)], choice, setting)
+def test_passes_are_those_of_the_operators(setting: Setting) -> None:
+    given = StepInput([(200, 300), (50_000,)], setting)
     # gradstat's own pass does not go through torch's dispatcher.
-    for name, unseen in ((TORCH, 0), (ALONE, 0), *([(GUARDED, 1)] if choice.fused else [])):
+    for name, unseen in ((TORCH, 0), (ALONE, 0), (GUARDED, 1)):
         given.renew()
         with PassesOfTorch() as counted:
             provider(name).run(given)
@@ -177,17 +183,16 @@ def test_passes_are_those_of_the_operators(choice: OptimizerChoice, setting: Set
 
 
 def test_rows_become_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = [row for setting in (SCALED, PLAIN) for row in measured(OPTIMIZERS[0], setting)]
+    made = [row for setting in (SCALED, PLAIN) for row in measured(setting)]
     shown = tables.everything(made)
-    assert shown.count("| tiny") == 2 + 2
+    assert "From gradients of tiny to updated parameters" in shown
+    assert len(re.findall(r"^\| AdamW, fused +\| (?:loss|no) scaler, clipped ", shown, re.MULTILINE)) == 2 + 1
     for row in made:
         assert row.provider in shown
         assert tables.in_time(row.value) in shown or row.metric != "wall time"
-    assert "12 (1.33)" in shown  # passes
+    assert "; 1.33)" in shown  # the ratio of passes, after that of times
     assert tables.summary(made) == ""
-
-    longest = [row for setting in (SCALED, PLAIN) for row in measured(OPTIMIZERS[0], setting, FULL_CASE.name)]
-    monkeypatch.setattr(rows, "shown", lambda: [made, longest])
-    assert "; 1.33)" in render.steps_of_optimizers(tmp_path)  # the ratio of passes, after that of times
     monkeypatch.setattr(rows, "shown", lambda: [made])
+    assert render.steps_of_optimizers(tmp_path) == shown
+    monkeypatch.setattr(rows, "shown", lambda: [[]])
     assert render.steps_of_optimizers(tmp_path) == ""

@@ -11,11 +11,12 @@ import detection_tables
 import pytest
 import torch
 from detection import all_cases
-from detection_cases import ONSET, Case
 from detection_judging import (
     HARM,
+    ONSET,
     WITHIN,
     Arm,
+    Case,
     Flag,
     Verdict,
     compare,

@@ -81,8 +81,8 @@ def test_rows_become_a_table_and_a_chart(tmp_path: Path) -> None:
     }
     rows = numerics.as_rows(errors, CPU)
     table = tables.norm_errors(rows)
-    assert "4.0e-08 (5.0e-09)" in table
-    assert "1.0e-05 (1.0e-06), lost 25.0 %" in table
+    assert " 4.0e-08 |" in table
+    assert " 1.0e-05, lost 25.0 %" in table
     assert " lost 100.0 % |" in table
     assert "unsupported" in table
     plots.norm_errors(rows, tmp_path / "chart.png")

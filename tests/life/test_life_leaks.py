@@ -52,7 +52,7 @@ def test_growth_is_detected() -> None:
 
 
 def test_growth_becomes_a_table() -> None:
-    table = tables.leaks(leaks.as_rows("check", 10_240, leaks.Sizes(-2048, 3, 0)))
+    table = tables.table_of_rows(leaks.as_rows("check", 10_240, leaks.Sizes(-2048, 3, 0)))
     assert [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")] == [
-        *("check", "10,240", "-2 KiB", "3", "0")
+        *("check", "gradstat", "10,240", "-2.0 kB", "3", "0")
     ]
