@@ -59,7 +59,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from gradstat.monitor import Golden, Monitor, Recording, Series
-from gradstat.monitor.recording import load, save
+from gradstat.recording import load, save
 
 STEPS = 160
 HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP, COST_GROUP = (

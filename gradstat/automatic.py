@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from gradstat._core.announce import Closure
 from gradstat._core.engines import refuse_engine
 from gradstat._core.parameters import Parameters, named_parameters_of
+from gradstat._core.warn import not_replacing, warn
 from gradstat._step import decision, optimizers, torch_calls
 from gradstat._step.loss_scale import is_still_scaled
 from gradstat._step.measured import clip_before_step
@@ -25,7 +26,6 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.monitor import Monitor
 from gradstat.monitor.arguments import refuse_unknown
-from gradstat.monitor.reporting import not_replacing, warn
 from gradstat.monitor.unwatched import Unwatched
 
 if TYPE_CHECKING:

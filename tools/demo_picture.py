@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradstat.monitor.recording import Recording, load
+from gradstat.recording import Recording, load
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -18,7 +18,7 @@ from gradstat.demo import corpus
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import train
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.recording import save, write_page
+from gradstat.recording import save, write_page
 
 
 def _parser() -> argparse.ArgumentParser:

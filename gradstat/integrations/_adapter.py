@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradstat._core.saved import MAPPING, require, require_version
+from gradstat._core.warn import not_replacing
 from gradstat._version import __version__
 from gradstat.accumulation import AccumulationReport
 from gradstat.adaptive import AdaptiveClip
@@ -21,11 +22,10 @@ from gradstat.integrations._engines import engine_clips
 from gradstat.integrations.loggers import scalars_of
 from gradstat.monitor import POLICIES, Finding, Monitor
 from gradstat.monitor.arguments import Settings, refuse_unknown
-from gradstat.monitor.kinds import asked_for
-from gradstat.monitor.replay.step_state import is_replaying
-from gradstat.monitor.reporting import not_replacing
 from gradstat.monitor.unwatched import Unwatched
 from gradstat.patch import Layer
+from gradstat.recording.kinds import asked_for
+from gradstat.replay.step_state import is_replaying
 
 if TYPE_CHECKING:
     from typing_extensions import Self

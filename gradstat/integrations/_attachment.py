@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from gradstat._core.engines import engine_of
 from gradstat._core.host_copy import HostCopy
+from gradstat._core.warn import warn
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive._base import Limit
 from gradstat.automatic import AutoHandle
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.policies import Policy
-from gradstat.monitor.replay.step_state import is_replaying
-from gradstat.monitor.reporting import warn
+from gradstat.replay.step_state import is_replaying
 
 if TYPE_CHECKING:
     from gradstat.integrations._adapter import Adapter

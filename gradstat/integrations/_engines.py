@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
+from gradstat._core.warn import warn
 from gradstat.adaptive._base import Limit
-from gradstat.monitor.reporting import warn
 
 # The class names of their Lightning strategies, and their Accelerate distributed types.
 _NAMES = {

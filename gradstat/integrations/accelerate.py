@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradstat._core.parameters import as_list
+from gradstat._core.warn import warn
 from gradstat._core.wrappers import without_ddp
 from gradstat._step.optimizers import unwrapped
 from gradstat.adaptive import AdaptiveClip
@@ -17,7 +18,6 @@ from gradstat.integrations._adapter import Adapter, require_framework
 from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_name_of
 from gradstat.monitor.policies import Policies
-from gradstat.monitor.reporting import warn
 
 require_framework("accelerate", (1, 0))
 

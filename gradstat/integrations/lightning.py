@@ -25,8 +25,8 @@ from gradstat.integrations._attachment import Attachment
 from gradstat.integrations._engines import engine_name_of
 from gradstat.integrations.loggers import AGGREGATES, Choice, log_scalars, scalars_of
 from gradstat.monitor import Finding
-from gradstat.monitor.replay import RngState
 from gradstat.patch import Layer
+from gradstat.replay import RngState
 
 __all__ = ["GradstatCallback"]
 

@@ -15,11 +15,11 @@ from gradstat._step.loss_scale import inner_scaler
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
 from gradstat.guard import SpikeGuard
-from gradstat.monitor.kinds import periods
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, Policies, PolicyTable
-from gradstat.monitor.replay.rerun import takes_batch
-from gradstat.monitor.rules import Rule, default_rules
+from gradstat.recording.kinds import periods
+from gradstat.replay.rerun import takes_batch
+from gradstat.rules import Rule, default_rules
 
 
 class Settings(NamedTuple):
@@ -64,7 +64,7 @@ class Settings(NamedTuple):
         return cls(listed, table, periods(watch), checked_limit(max_norm), MonitorOptions.of(options))
 
     def remedies(self) -> set[str]:
-        """Those of `gradstat.monitor.advice` that are in use already."""
+        """Those of `gradstat.rules.advice` that are in use already."""
         used = [policy for policy in ("replay", "rollback") if self.policies.uses(policy)]
         return {*used, *["activations"] * bool(self.periods["activations"]), *["clip"] * (self.limit is not None)}
 

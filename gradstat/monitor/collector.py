@@ -27,9 +27,9 @@ from gradstat.guard import last_guards
 from gradstat.monitor import observers
 from gradstat.monitor.connection import Connection
 from gradstat.monitor.options import MonitorOptions
-from gradstat.monitor.rows import Observation, rate_name
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
 from gradstat.monitor.unwatched import Unwatched
+from gradstat.rules.rows import Observation, rate_name
 
 _META = torch.device("meta")
 

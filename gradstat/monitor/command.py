@@ -13,13 +13,13 @@ from typing import Any
 from gradstat._core.importing import UsageError
 from gradstat._core.text import listed, printable, steps_in_words
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.kinds import plural_of
-from gradstat.monitor.recording import archive
-from gradstat.monitor.recording.diff import TOLERANCE, compare
-from gradstat.monitor.recording.file import load
-from gradstat.monitor.recording.golden import Golden
-from gradstat.monitor.recording.recording import Recording, extent_of, headline
-from gradstat.monitor.recording.view import write_page
+from gradstat.recording import archive
+from gradstat.recording.diff import TOLERANCE, compare
+from gradstat.recording.file import load
+from gradstat.recording.golden import Golden
+from gradstat.recording.kinds import plural_of
+from gradstat.recording.recording import Recording, extent_of, headline
+from gradstat.recording.view import write_page
 
 # The option that all commands with results share.
 _JSON = argparse.ArgumentParser(add_help=False)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstat._core.text import count_of, lines_of, printable, steps_in_words
-from gradstat.monitor.findings import Finding, in_words
-from gradstat.monitor.recording.recording import Recording
-from gradstat.monitor.rules import RULES
+from gradstat.recording.findings import Finding, in_words
+from gradstat.recording.recording import Recording
+from gradstat.rules import RULES
 from gradstat.tensor_stats import Judged
 
 # Findings that begin within this many steps of each other form one incident.

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from gradstat._core.files import try_replacing
 from gradstat._core.text import printable
-from gradstat.monitor.findings import Finding
-from gradstat.monitor.recording.file import SUFFIX, save
-from gradstat.monitor.recording.recording import Recording
-from gradstat.monitor.reporting import warn
+from gradstat._core.warn import warn
+from gradstat.recording.file import SUFFIX, save
+from gradstat.recording.findings import Finding
+from gradstat.recording.recording import Recording
 
 # Errors that may be gone by the time a recording is written.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)

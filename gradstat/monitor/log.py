@@ -15,11 +15,11 @@ from gradstat import _fields
 from gradstat._core.measurement import without_scale
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor.collector import Pending
-from gradstat.monitor.kinds import GRADIENT
-from gradstat.monitor.recording.recording import Recording, joined
-from gradstat.monitor.rows import Floats, Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.monitor.segments import PendingRows, Segment
+from gradstat.recording.kinds import GRADIENT
+from gradstat.recording.recording import Recording, joined
 from gradstat.report import Report
+from gradstat.rules.rows import Floats, Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.tensor_stats import l2_norm_of
 
 _NAN, _INF = _fields.INDEX["nan_count"], _fields.INDEX["inf_count"]

@@ -19,6 +19,7 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.engines import engine_of
 from gradstat._core.parameters import Trained
 from gradstat._core.tensors import is_uninitialized
+from gradstat._core.warn import QUIET, not_replacing, warn, warning_of_failure
 from gradstat._step import decision, torch_calls
 from gradstat._step.decision import SkipRequest
 from gradstat._step.loss_scale import inner_scaler
@@ -27,26 +28,25 @@ from gradstat.adaptive import AdaptiveClip
 from gradstat.guard import SpikeGuard
 from gradstat.monitor import endings
 from gradstat.monitor.actions import Snapshots
-from gradstat.monitor.advice import causes_and_advice, fitted
 from gradstat.monitor.arguments import Settings, check_arguments, check_engine_options, check_guard, check_policies
 from gradstat.monitor.collector import Collector, Pending, model_name, optimizer_settings
 from gradstat.monitor.connection import Connection
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.findings import Finding
 from gradstat.monitor.flight_file import FlightFile
 from gradstat.monitor.log import LatestStep, StepLog
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import AnomalyError, Policies, Policy, Warner
-from gradstat.monitor.recording.recording import Recording
-from gradstat.monitor.replay.culprit import Culprit
-from gradstat.monitor.replay.rerun import Replayer
-from gradstat.monitor.reporting import QUIET, not_replacing, warn, warning_of_failure
-from gradstat.monitor.rows import Observation, RunSettings
-from gradstat.monitor.rules import Rule
-from gradstat.monitor.rules.runner import RuleRunner
 from gradstat.monitor.segments import PendingRows, ReduceTo
 from gradstat.monitor.state import load_rules, recording_of, state_of
 from gradstat.monitor.unwatched import PROPAGATED_ERRORS, Unwatched
+from gradstat.recording.findings import Finding
+from gradstat.recording.recording import Recording
+from gradstat.replay.culprit import Culprit
+from gradstat.replay.rerun import Replayer
+from gradstat.rules import Rule
+from gradstat.rules.advice import causes_and_advice, fitted
+from gradstat.rules.rows import Observation, RunSettings
+from gradstat.rules.runner import RuleRunner
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -596,7 +596,7 @@ class Monitor:
         Raises:
             OSError: The file cannot be written; nothing is left behind.
         """
-        from gradstat.monitor.recording.file import save
+        from gradstat.recording.file import save
 
         target = Path(path)
         save(self.recording(why), target)

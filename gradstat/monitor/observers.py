@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat import _fields
+from gradstat._core.hooks import Hook, hook_forward, removed_with
 from gradstat._core.host_copy import peek_interpreter_stack
 from gradstat._core.measurement import Measurement
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import PLAIN_TYPES
 from gradstat._core.tensors import TensorInfo, is_uninitialized, why_not_measured
 from gradstat.check import stats
-from gradstat.monitor.hooks import Hook, hook_forward, removed_with
-from gradstat.monitor.kinds import name_of_state
-from gradstat.monitor.replay.step_state import in_backward, is_replaying
 from gradstat.monitor.segments import Segment
+from gradstat.recording.kinds import name_of_state
+from gradstat.replay.step_state import in_backward, is_replaying
 
 _MEASURABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 

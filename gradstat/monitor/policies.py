@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradstat._core.text import printable
-from gradstat.monitor.findings import SEVERITIES, Finding
-from gradstat.monitor.reporting import warn
+from gradstat._core.warn import warn
+from gradstat.recording.findings import SEVERITIES, Finding
 
 POLICIES: tuple[str, ...] = ("record", "warn", "raise", "skip", "stop", "snapshot", "rollback", "replay")
 """Names of policies; docs/monitor.md says what each does."""

@@ -17,7 +17,7 @@ from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.measure import measure, measure_directly
 from gradstat._core.measurement import HostRows, Measurement
 from gradstat._core.tensors import ExtraGroups, is_distributed, to_device, why_not_measured
-from gradstat.monitor.kinds import STATE, kind_of
+from gradstat.recording.kinds import STATE, kind_of
 
 ReduceTo: TypeAlias = Literal["flag", "norm"] | None
 """What `PendingRows` computes of gradients on the device; ``"norm"`` means flag and norm."""

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.findings import SEVERITIES
 from gradstat.monitor.monitor import Monitor
+from gradstat.recording.findings import SEVERITIES
 
 
 class UnhealthyTrainingError(AssertionError):

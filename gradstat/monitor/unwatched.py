@@ -5,8 +5,8 @@ from __future__ import annotations
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.native import BackendUnavailableError
 from gradstat._core.text import and_more, printable
-from gradstat.monitor.findings import Finding
-from gradstat.monitor.reporting import warn, warn_of_failure
+from gradstat._core.warn import warn, warn_of_failure
+from gradstat.recording.findings import Finding
 
 # Any other error in a step is internal to gradstat, and must not end the training.
 PROPAGATED_ERRORS = (BackendUnavailableError, UnreachableRankError)

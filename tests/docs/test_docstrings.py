@@ -71,8 +71,8 @@ args = TrainingArguments("out", use_cpu=True, max_steps=2, report_to="none", dis
     "gradstat.Monitor": "",
     "gradstat.monitor.rule": "",
     "gradstat.monitor.Schedule": "loader = [x for x, _ in batches]",
-    "gradstat.monitor.replay.StepStateKeeper": """
-from gradstat.monitor.replay import StepStateKeeper
+    "gradstat.replay.StepStateKeeper": """
+from gradstat.replay import StepStateKeeper
 loader = [x for x, _ in batches]
 def train_step(batch):
     loss = model(batch).mean()

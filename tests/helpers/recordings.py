@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradstat.monitor import Finding, Recording, Series
-from gradstat.monitor.recording import COLUMNS
+from gradstat.recording import COLUMNS
 
 HOSTILE = (
     "</script><script>window.harmed = 1</script>",

@@ -392,7 +392,7 @@ def test_raising_names_the_micro_batch_and_comes_before_the_step(under: Any, tmp
     case = Case(tmp_path, accumulate=2, bad_at=frozenset({1}), watch=watch, kind=lambda: net)
     with pytest.raises(AnomalyError, match=r"(?s)step 0, nonfinite.*what to try.*micro-batch 1 of 2") as caught:
         under(case)
-    why = gradstat.monitor.recording.load(tmp_path / "run.gradstat").meta["why"]
+    why = gradstat.recording.load(tmp_path / "run.gradstat").meta["why"]
     assert why.startswith("AnomalyError" if under is under_lightning else "the run ended")  # it reports errors
     assert caught.value.finding is not None
     assert caught.value.finding.step == 0

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import gradstat
 from gradstat.monitor import AnomalyError
-from gradstat.monitor.recording import load
 from gradstat.monitor.segments import PendingRows
+from gradstat.recording import load
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 # Different seeds each day, and the same in all processes of a parallel run.

@@ -9,7 +9,7 @@ import pytest
 from helpers.processes import ROOT, output_of, run
 from helpers.recordings import recording
 
-from gradstat.monitor.recording import load, save
+from gradstat.recording import load, save
 
 # All in one program, since importing torch takes seconds; in a file, since a spawned worker imports it again.
 #

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import gradstat
 from gradstat.monitor import RULES, Finding
-from gradstat.monitor.advice import Remedy, fitted
+from gradstat.rules.advice import Remedy, fitted
 
 
 class Codebook(nn.Module):

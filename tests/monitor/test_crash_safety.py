@@ -33,7 +33,7 @@ from gradstat._version import __version__
 from gradstat.integrations.loggers import JsonlWriter
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.monitor.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
+from gradstat.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
 
 # Names that try to harm pages, paths, terminals, lines and encodings.
 NAMES = (
@@ -304,7 +304,7 @@ import gradstat
 from helpers.recordings import recording
 from gradstat._core.files import replacing
 from gradstat.integrations.loggers import JsonlWriter
-from gradstat.monitor.recording import save, write_page
+from gradstat.recording import save, write_page
 
 large = recording(300, 300)
 model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(200)))

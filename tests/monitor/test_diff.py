@@ -14,8 +14,8 @@ from helpers.recordings import HOSTILE, assert_same, recording, series
 from gradstat.__main__ import main
 from gradstat.monitor import Finding, Recording
 from gradstat.monitor.command import describe
-from gradstat.monitor.recording import COLUMNS, compare, load, save
-from gradstat.monitor.recording.recording import headline
+from gradstat.recording import COLUMNS, compare, load, save
+from gradstat.recording.recording import headline
 
 NORM, MEAN, NAN, INF = (COLUMNS.index(name) for name in ("l2_norm", "mean", "nan_count", "inf_count"))
 

@@ -23,8 +23,8 @@ from torch import nn
 import gradstat
 from gradstat._core.files import replacing
 from gradstat.monitor import AnomalyWarning, Finding, Rule, rule
-from gradstat.monitor.recording import load
 from gradstat.monitor.segments import PendingRows
+from gradstat.recording import load
 
 SECONDS = 60
 

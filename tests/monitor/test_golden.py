@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradstat.__main__ import main
 from gradstat.monitor import Golden, Monitor, Recording, Series
-from gradstat.monitor.recording import COLUMNS, RecordingFileError, load, save
-from gradstat.monitor.recording import golden_statistics as statistics
+from gradstat.recording import COLUMNS, RecordingFileError, load, save
+from gradstat.recording import golden_statistics as statistics
 
 NAMES = tuple(f"blocks.{i}.{part}" for i in range(4) for part in ("up.weight", "up.bias", "down.weight", "down.bias"))
 SIZES = np.array([4096, 64, 4096, 64] * 4)

@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy, relu
 
 import gradstat
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, endings, rule
-from gradstat.monitor.kinds import in_order
 from gradstat.monitor.segments import PendingRows
+from gradstat.recording.kinds import in_order
 
 
 class Net(nn.Module):
@@ -906,7 +906,7 @@ def test_the_culprit_of_a_step_is_not_blamed_for_a_later_one() -> None:
 
 
 def test_what_went_wrong_is_on_the_disk_at_once(tmp_path: Path) -> None:
-    from gradstat.monitor.recording import load
+    from gradstat.recording import load
 
     path = tmp_path / "run.gradstat"
     model, optimizer, monitor = made(save_to=path, on_anomaly={"error": ("record", "snapshot", "raise")})

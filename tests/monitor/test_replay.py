@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradstat.monitor.replay import Culprit, StepStateKeeper, find_culprit
+from gradstat.replay import Culprit, StepStateKeeper, find_culprit
 
 Forward = Callable[[Tensor], Tensor]
 

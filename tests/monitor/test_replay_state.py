@@ -14,7 +14,7 @@ from helpers.recordings import bits
 from torch import Tensor, nn
 
 from gradstat import SpikeGuard, amp, guarded_step, step_counters
-from gradstat.monitor.replay import StepStateKeeper, find_culprit
+from gradstat.replay import StepStateKeeper, find_culprit
 
 
 class Net(nn.Module):

@@ -24,8 +24,8 @@ from gradstat._core.tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.collector import optimizer_settings
 from gradstat.monitor.observers import Coverage, Outputs
-from gradstat.monitor.rows import Observation, Rows, RunSettings, TensorSet, Window
-from gradstat.monitor.rules import ClipActivity, MissingGradient
+from gradstat.rules import ClipActivity, MissingGradient
+from gradstat.rules.rows import Observation, Rows, RunSettings, TensorSet, Window
 
 # The monitor runs rules with numpy's warnings off.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

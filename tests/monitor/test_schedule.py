@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradstat.monitor.replay import Schedule
+from gradstat.replay import Schedule
 
 
 def run(schedule: Schedule, steps: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 from helpers.recordings import HOSTILE, recording, spoil
 
 from gradstat.monitor import Finding, Recording
-from gradstat.monitor.recording import COLUMNS, page_data, view, write_page
+from gradstat.recording import COLUMNS, page_data, view, write_page
 
 CULPRIT = "blocks.0.mlp.down.weight"  # of `recording(names=HOSTILE)`
 

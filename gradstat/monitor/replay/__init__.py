@@ -1,8 +1,0 @@
-"""Replay: runs a step again to find the first place that produced a NaN or Inf; and scheduled anomaly mode."""
-
-from gradstat.monitor.replay.culprit import Culprit
-from gradstat.monitor.replay.rerun import find_culprit
-from gradstat.monitor.replay.schedule import Schedule
-from gradstat.monitor.replay.step_state import RngState, StepState, StepStateKeeper
-
-__all__ = ["Culprit", "RngState", "Schedule", "StepState", "StepStateKeeper", "find_culprit"]

@@ -1,0 +1,138 @@
+"""Where a run deviates from golden ones, and what kind of change that is, in words."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gradstat._core.text import count_of
+from gradstat.recording.golden_statistics import Floats, exponential
+
+# If more than this share of the gradients deviates, the deviation is everywhere.
+_EVERYWHERE = 0.4
+# A module with more than this share of all tensors is too large to be named as the place.
+_NEARLY_ALL = 0.8
+# All norms have a factor in common if it is no smaller than this, and those of tensors, and of the first window, differ
+# from it by no more than these parts, on a logarithmic scale.
+_LEAST_FACTOR = math.log(1.15)
+_OF_TENSORS, _OF_WINDOWS = 0.2, 0.4
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """How the tensors of one kind, or a scalar, deviate.
+
+    Attributes:
+        names: ``[n]``.
+        excess: ``[windows, n]``: the largest deviation of the features over its limit, so that above 1 it is unlike.
+        change: ``[windows, n]``: by how much the logarithm of the norm, or of the scalar, is larger; NaN if not known.
+    """
+
+    names: tuple[str, ...]
+    excess: Floats
+    change: Floats
+
+
+def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
+    """Where the run deviates, and what kind of change it is; ``first`` is the first window in which it deviates."""
+    at_first = {kind: of_kind for kind, of_kind in kinds.items() if (of_kind.excess[first] > 1).any()}
+    for kind, of_kind in at_first.items():
+        if kind.startswith("lr"):
+            return "the learning rate" + f" {kind}" * (
+                kind != "lr"
+            ), f"times {exponential(of_kind.change[first, 0]):.4g}"
+    if "batch" in at_first:
+        return "the batch", "its values are distributed otherwise"
+    for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
+        if first == 0 and kind in at_first:
+            of_kind = at_first[kind]
+            factor = _factor(of_kind.change[:1, of_kind.excess[0] > 1])
+            return _place(of_kind, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
+    loss, gradient = kinds.get("loss"), kinds.get("gradient")
+    is_loss_unlike = loss is not None and bool((loss.excess > 1).any())
+    if gradient is not None:
+        absent = np.isinf(gradient.excess)
+        if absent[first].any():
+            place = _place(replace(gradient, excess=np.where(absent, np.inf, np.nan)), first)
+            if place == "everywhere":  # those from which a part of the graph is cut off
+                modules = [_module_of(gradient.names[j]) for j in np.flatnonzero(absent[first])]
+                place = f"{modules[0]} to {modules[-1]}"
+            return place, "gradients are absent"
+        change, deviates = gradient.change[first:], gradient.excess[first:] > 1
+        factor = _factor(change)
+        if factor is not None and (is_loss_unlike or deviates.any()):
+            return "everywhere", f"all norms of gradients times {factor:.3g}, {_scaled(loss, first, factor)}"
+        if deviates.any() and ("gradient" in at_first or "loss" in at_first):
+            place = _place(gradient, first + int(np.argmax(deviates.any(1))))
+            what = "gradients and the loss" if is_loss_unlike else "gradients"
+            overall = replace(gradient, excess=np.fmax.reduce(gradient.excess[first:], 0)[None])
+            if _place(overall, 0) == "everywhere":
+                place = "everywhere" + f", first in {place}" * (place != "everywhere")
+                what += " (data, labels, loss or forward pass" + ", or updates" * (first > 0) + ")"
+            return place, what
+    for kind, of_kind in at_first.items():
+        if kind != "loss":
+            why = "the optimizer, its settings, clipping, or how batches repeat"
+            return _place(of_kind, first), f"{kind}, not the gradients before ({why})"
+    return "the loss", "not the gradients (how it is reduced, smoothed or reported)"
+
+
+def _factor(change: Floats) -> float | None:
+    """The factor that the norms have in common over ``[windows, n]`` changes of logarithms, None if there is none."""
+    by_tensor, at_first = _means(change), _means(change[:1])
+    if not by_tensor.size:
+        return None
+    middle = float(np.median(by_tensor))
+    now = float(np.median(at_first)) if at_first.size else middle
+    spread = float(np.median(np.abs(by_tensor - middle)))
+    is_common = abs(middle) > _LEAST_FACTOR and spread < _OF_TENSORS * abs(middle)
+    return exponential(middle) if is_common and abs(now - middle) < _OF_WINDOWS * abs(middle) else None
+
+
+def _means(change: Floats) -> Floats:
+    """``[n]``: means over the windows that are known, without tensors of which none is."""
+    means: Floats = np.nanmean(change[:, ~np.isnan(change).all(0)], axis=0)
+    return means
+
+
+def _scaled(loss: Residuals | None, first: int, factor: float) -> str:
+    """Whether the loss changed by the factor of the norms, in words."""
+    of_loss = _means(loss.change[first:]) if loss is not None else np.empty(0)
+    if of_loss.size and abs(float(of_loss[0]) - math.log(factor)) < _OF_WINDOWS * abs(math.log(factor)):
+        return "as the loss (it is scaled)"
+    return "the loss not (the size or variety of batches, or a scale after the loss)"
+
+
+def _place(of_kind: Residuals, window: int) -> str:
+    """The module of what deviates, the kind of modules, ``"everywhere"``, or the modules that deviate most."""
+    excess, modules = of_kind.excess[window], list(map(_module_of, of_kind.names))
+    farthest = [j for j in np.argsort(-excess, kind="stable").tolist() if excess[j] > 1]
+    deviating = dict.fromkeys(modules[j] for j in farthest)
+    partly = {_kind_of(module) for module in modules if module not in deviating}  # kinds of which not all deviate
+    names = list(dict.fromkeys(module if _kind_of(module) in partly else _kind_of(module) for module in deviating))
+    if len(names) == 1:
+        return names[0]
+    levels = zip(*(module.split(".") for module in deviating), strict=False)
+    shared = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
+    inside = sum(module.split(".")[: len(shared)] == shared for module in modules)
+    if _EVERYWHERE * inside < len(farthest) and inside < _NEARLY_ALL * len(modules):
+        return ".".join(shared)
+    if len(farthest) > _EVERYWHERE * len(excess):
+        return "everywhere"
+    more = [count_of(len(names) - 2, "other module")] if len(names) > 2 else []
+    return " and ".join([*names[:2], *more])
+
+
+def _kind_of(module: str) -> str:
+    """The name with a star for every number, if anything else is left."""
+    kind = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", module)
+    return kind if any(map(str.isalpha, kind)) else module
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or name

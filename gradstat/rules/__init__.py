@@ -1,0 +1,95 @@
+"""The built-in rules. Each is a small class whose thresholds are arguments."""
+
+from gradstat.rules.base import Rule, rule
+from gradstat.rules.data import (
+    BatchRange,
+    ConstantFeature,
+    LabelRange,
+    NonfiniteRank,
+    RepeatedBatch,
+    ReplicaMismatch,
+)
+from gradstat.rules.finite import (
+    LostLoss,
+    NonfiniteActivation,
+    NonfiniteBatch,
+    NonfiniteBuffer,
+    NonfiniteGradient,
+    NonfiniteLoss,
+    NonfiniteOptimizerState,
+    NonfiniteParameter,
+    SporadicNonfinite,
+)
+from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGradient, VanishingGradient
+from gradstat.rules.learning import NoLearning
+from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
+from gradstat.rules.precision import LossScale, Underflow
+from gradstat.rules.training import (
+    ClipActivity,
+    LearningRateJump,
+    LossSpike,
+    OptimizerCoverage,
+    RefusedStep,
+    SaturatedOutput,
+)
+from gradstat.rules.weights import (
+    GradientWeightRatio,
+    OverwrittenParameter,
+    ParameterJump,
+    UnchangedParameter,
+    UpdateWeightRatio,
+)
+
+RULES: tuple[type[Rule], ...] = (
+    # The inputs of a step.
+    NonfiniteBatch,
+    BatchRange,
+    LabelRange,
+    ConstantFeature,
+    RepeatedBatch,
+    LearningRateJump,
+    # The state it begins with. The optimizer's comes first, since it produced the parameters by its last update.
+    OptimizerCoverage,
+    GradientsNotZeroed,
+    ReplicaMismatch,
+    NonfiniteOptimizerState,
+    SecondMomentDrop,
+    MomentumDrift,
+    UpdateWeightRatio,
+    NonfiniteParameter,
+    ParameterJump,
+    OverwrittenParameter,
+    NonfiniteBuffer,
+    # Its forward pass, and the rule that explains sporadic NaN anywhere.
+    SporadicNonfinite,
+    NonfiniteActivation,
+    NonfiniteLoss,
+    LostLoss,
+    SaturatedOutput,
+    # Its backward pass.
+    NonfiniteRank,
+    LossScale,
+    NonfiniteGradient,
+    MissingGradient,
+    DeadGradient,
+    Underflow,
+    VanishingGradient,
+    LossSpike,  # it names no place, unlike what stopped a part of the model
+    ExplodingGradient,
+    GradientWeightRatio,
+    # Its results.
+    UnchangedParameter,
+    NoLearning,
+    SmallSecondMoment,
+    RefusedStep,
+    ClipActivity,
+)
+"""All built-in rules, in the order in which they run: causes before effects, if both show in one step."""
+
+
+def default_rules() -> list[Rule]:
+    """A new instance of every rule, with default thresholds."""
+    return [kind() for kind in RULES]
+
+
+__all__ = ["RULES", "Rule", "default_rules", "rule", *(kind.__name__ for kind in RULES)]

@@ -1,0 +1,290 @@
+"""What a rule is, and how users add their own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, require
+from gradstat._core.text import printable
+from gradstat.recording.findings import SEVERITIES, Finding, Severity
+from gradstat.rules.rows import Bools, Floats, Rows, Window
+
+Band = tuple[float, float]
+"""A closed interval of a scalar; a step outside of it is reviewed at once."""
+
+# Causes of a loss that is negative, for the rules on losses.
+WRONG_SIGN = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
+# Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
+NEVER_INITIALISED: dict[str, Any] = {
+    "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
+    "advice": ("initialise it, or load a checkpoint that contains it", "check which other modules were left out"),
+}
+
+
+class Rule:
+    """Reviews new steps and reports problems. A subclass sets the attributes and implements `review`.
+
+    Steps are reviewed in blocks, over arrays, so that a healthy step costs next to nothing. A step in which a scalar
+    leaves the rule's `bands`, or in which something is not finite, is reviewed at once.
+
+    Attributes:
+        name: Its name in findings.
+        severity: Severity of its findings, unless a finding has its own.
+        causes, advice: Default causes and advice of its findings, the most important first.
+        quiet: After this many steps without it, the same problem is reported again.
+    """
+
+    name: ClassVar[str] = ""
+    severity: ClassVar[Severity] = "warning"
+    causes: ClassVar[tuple[str, ...]] = ()
+    advice: ClassVar[tuple[str, ...]] = ()
+    quiet: ClassVar[int] = 100
+
+    def __init__(self) -> None:
+        self._episodes = Episodes(self.quiet)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        """Finds problems in the steps of ``window``.
+
+        Every step is reviewed once, in order, up to 256 at a time. A rule keeps what it needs of earlier steps in
+        attributes that begin with an underscore, which `state_dict` saves. A rule that raises is switched off.
+
+        Args:
+            window: The new steps, as `gradstat.rules.rows.Window`.
+
+        Returns:
+            Findings, preferably made by `found`.
+        """
+        raise NotImplementedError
+
+    def bands(self) -> Mapping[str, Band]:
+        """By scalar, the interval in which a step needs no immediate review."""
+        return {}
+
+    def found(
+        self,
+        step: int,
+        name: str,
+        text: str,
+        about: str = "series",
+        severity: Severity | None = None,
+        causes: Sequence[str] | None = None,
+        advice: Sequence[str] | None = None,
+        **evidence: Any,
+    ) -> Finding:
+        """A finding of this rule.
+
+        Args:
+            step: The step in which it began.
+            name: What it is about: a parameter, a module or a series.
+            text: What was found, in one sentence.
+            about: The kind of ``name``, as in `gradstat.monitor.Recording.tables`, or ``"series"``.
+            severity, causes, advice: None takes those of the rule.
+            evidence: The numbers it is based on, by name.
+        """
+        return Finding(
+            self.name,
+            severity or self.severity,
+            int(step),
+            name,
+            {key: _plain(value) for key, value in evidence.items()},
+            tuple(self.causes if causes is None else causes),
+            tuple(self.advice if advice is None else advice),
+            printable(text),
+            about,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, as plain values."""
+        return {key: _plain(value) for key, value in vars(self).items() if key.startswith("_")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            ValueError: A value is not of the kind that the rule keeps there; nothing is loaded.
+        """
+        require(state, MAPPING, self.name)
+        is_own = type(self).__module__.startswith("gradstat.")  # what users keep may change its type
+        held = {key: value for key, value in vars(self).items() if key.startswith("_") and key in state}
+        loaded = {key: _loaded(value, state[key], f"{self.name}.{key}", is_own) for key, value in held.items()}
+        vars(self).update(loaded)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
+        return f"{type(self).__name__}({settings})"
+
+
+def _plain(value: Any) -> Any:
+    """Converts numpy numbers and arrays to Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, PerName):
+        return value.saved()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _loaded(held: Any, value: Any, place: str, is_own: bool) -> Any:
+    """``value`` of a state, as a rule keeps it in place of ``held``. ValueError if it is of another kind."""
+    if isinstance(held, PerName):
+        require(value, {str: WHOLE if isinstance(held.initial, int) else NUMBER}, place)
+        return PerName(held.initial, value)
+    if isinstance(held, Episodes):
+        require(value, {str: WHOLE}, place)
+        return Episodes(held.quiet, value)
+    if is_own:
+        kinds: dict[type, Any] = {dict: {str: NUMBER}, list: [FINITE], bool: FLAG, int: WHOLE, str: TEXT}
+        require(value, kinds.get(type(held), NUMBER), place)
+    return copy.deepcopy(value)
+
+
+class PerName:
+    """One number for each tensor, ``initial`` at first, kept across windows while tensors are added and removed."""
+
+    def __init__(self, initial: float, saved: Mapping[str, float] = MappingProxyType({})) -> None:
+        self.initial = initial
+        self._names = tuple(saved)
+        self._values: npt.NDArray[Any] = np.array(list(saved.values()), dtype=type(initial))
+
+    def values_for(self, names: tuple[str, ...]) -> Floats:
+        """``[n]`` in the order of ``names``, int64 or float64 as ``initial``, to be changed in place."""
+        if names is not self._names and names != self._names:
+            by_name = dict(zip(self._names, self._values.tolist(), strict=True))
+            self._values = np.array([by_name.get(name, self.initial) for name in names], dtype=type(self.initial))
+        self._names = names
+        return self._values
+
+    def saved(self) -> dict[str, float]:
+        return dict(zip(self._names, self._values.tolist(), strict=True))
+
+
+class Episodes(dict[str, int]):
+    """The last step of each problem, by name; after ``quiet`` steps without it, a new episode begins."""
+
+    def __init__(self, quiet: int = 100, saved: Mapping[str, int] = MappingProxyType({})) -> None:
+        super().__init__(saved)
+        self.quiet = quiet
+
+    def record(self, name: str, step: int) -> bool:
+        """Records the problem ``name`` in ``step``; returns whether that begins a new episode."""
+        last = self.get(name)
+        self[name] = int(step)
+        return last is None or step - last > self.quiet
+
+
+def series(window: Window, name: str) -> Iterator[tuple[int, float]]:
+    """The steps and values of the scalar ``name``; empty if it has none in these steps."""
+    values = window.scalars.get(name)
+    return iter(()) if values is None else zip(window.steps.tolist(), values.tolist(), strict=True)
+
+
+def median(values: Any) -> float:
+    """As numpy's. The first call of that one imports numpy.ma, which takes a tenth of a second in a training step."""
+    ordered, middle = np.sort(values), len(values) // 2
+    if np.isnan(ordered[-1]):
+        return math.nan
+    return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
+
+
+def run_lengths(condition: Bools, lengths: Floats) -> Floats:
+    """For how many rows in a row the ``condition`` has held for each tensor, in each of its rows, ``[m, n]``.
+
+    ``lengths`` are the lengths so far, ``[n]``; updated in place.
+    """
+    row = np.arange(1.0, len(condition) + 1)[:, None]
+    ended = np.maximum.accumulate(np.where(condition, -lengths, row))  # the last row in which it did not hold
+    every: Floats = row - ended
+    lengths[:] = every[-1]
+    return every
+
+
+class LastingRule(Rule):
+    """Base of rules about a condition that holds for several measurements of a tensor in a row."""
+
+    quiet = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lasts_for, self._since, self._times = PerName(0.0), PerName(0), PerName(0.0)
+
+    def is_intermittent(self, names: tuple[str, ...]) -> bool:
+        """Whether the condition has begun more than once for one of the tensors ``names``."""
+        return bool((self._times.values_for(names) > 1).any())
+
+    def lasting(
+        self, rows: Rows, condition: Bools, measurements: int | npt.NDArray[Any], names: tuple[str, ...] | None = None
+    ) -> Iterator[tuple[int, list[int], Floats, Floats]]:
+        """Finds tensors whose ``condition``, ``[m, n]``, has held for ``measurements`` rows and begins an episode.
+
+        Yields the row, the positions of these tensors, and for all tensors for how many rows and since which step it
+        has held. ``measurements`` broadcasts to ``[m, n]``; ``names`` replace those of the rows in episodes.
+        """
+        names = rows.names if names is None else names
+        lasts_for, since = self._lasts_for.values_for(names), self._since.values_for(names)
+        times = self._times.values_for(names)
+        if not condition.any():  # nearly always
+            lasts_for[:] = 0
+            return
+        needed = np.broadcast_to(measurements, condition.shape)
+        for row, lengths in enumerate(run_lengths(condition, lasts_for)):
+            step = int(rows.steps[row])
+            since[lengths == 1] = step
+            times += lengths == 1
+            due = np.flatnonzero(lengths == needed[row]).tolist()
+            fresh = [i for i in due if self._episodes.record(names[i], step)]
+            if fresh:
+                yield row, fresh, lengths, since
+
+
+def rule(
+    name: str, *, severity: Severity = "warning", causes: Sequence[str] = (), advice: Sequence[str] = ()
+) -> Callable[[Callable[[Rule, Window], Iterable[Finding]]], type[Rule]]:
+    """Turns a function ``(rule, window) -> findings`` into a rule::
+
+        @gradstat.monitor.rule("loss-negative", advice=["look at the sign of the loss"])
+        def loss_negative(rule, window):
+            loss = window.scalar("loss")
+            if loss is not None and (loss < 0).any():
+                first = (loss < 0).argmax()
+                yield rule.found(window.steps[first], "loss", f"the loss is {loss[first]:.3g}", loss=loss[first])
+
+        monitor = gradstat.Monitor(model, rules=[*gradstat.monitor.default_rules(), loss_negative()])
+
+    Args:
+        name: As in `Finding.rule`.
+        severity, causes, advice: As for `Rule`.
+
+    Returns:
+        A subclass of `Rule` that takes no arguments.
+
+    Raises:
+        ValueError: ``severity`` is not one of the three, or ``name`` is empty.
+    """
+    if severity not in SEVERITIES:
+        raise ValueError(f"severity is {severity!r}; expected one of {', '.join(SEVERITIES)}")
+    if not name:
+        raise ValueError("name is empty; a rule needs a name, by which its findings refer to it")
+
+    def made(function: Callable[[Rule, Window], Iterable[Finding]]) -> type[Rule]:
+        def review(self: Rule, window: Window) -> Iterable[Finding]:
+            return function(self, window) or ()
+
+        functools.update_wrapper(review, function)
+        attributes: dict[str, Any] = {"name": name, "severity": severity, "review": review}
+        attributes |= {"causes": tuple(causes), "advice": tuple(advice)}
+        attributes |= {"__doc__": function.__doc__, "__module__": function.__module__}
+        return type(function.__name__, (Rule,), attributes)
+
+    return made

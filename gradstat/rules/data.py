@@ -1,0 +1,304 @@
+"""Rules about batches, and about differences between ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from gradstat.recording.findings import Finding, Severity
+from gradstat.recording.kinds import INPUT_KINDS
+from gradstat.rules.base import Episodes, Rule
+from gradstat.rules.rows import Floats, Rows, RunSettings, Window
+
+
+class BatchRange(Rule):
+    """Inputs far outside of their previous range, or that hardly vary any more: not normalised, damaged, or zero.
+
+    Args:
+        factor: Largest magnitude over the largest one before; smallest standard deviation before over that of now.
+        offset: Smallest magnitude of values of one sign over the largest one before.
+        measurements: Minimum number of earlier measurements. If the model's first input has a single value in so many
+            from the beginning on, and no other input varies, that is a finding, too.
+        in_a_row: Number of measurements in a row with a standard deviation that is too small. One of zeros and ones,
+            such as a mask, is not judged by it.
+    """
+
+    name = "batch-range"
+    causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
+    advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
+
+    def __init__(self, factor: float = 100.0, offset: float = 5.0, measurements: int = 20, in_a_row: int = 5) -> None:
+        self.factor, self.offset, self.measurements, self.in_a_row = factor, offset, measurements, in_a_row
+        self._largest: dict[str, float] = {}
+        self._least_spread: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+        self._low_for: dict[str, int] = {}
+        self._single_for: dict[str, int] = {}  # measurements with a single value, since the first
+        self._episodes = Episodes()
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in INPUT_KINDS:
+            rows = window.rows(kind)
+            if rows is None:
+                continue
+            low, high = rows.field("min"), rows.field("max")
+            is_binary = (low == 0) & (high == 1) & (rows.field("sum") == rows.field("sq_sum"))
+            values = np.stack([rows.max_abs, rows.std, low, high, is_binary], -1).tolist()
+            for step, of_step in zip(rows.steps.tolist(), values, strict=True):
+                for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
+                    yield from self._review_one(rows, i, step, name, kind, *numbers)
+                    self._seen[name] = self._seen.get(name, 0) + 1
+
+    def _review_one(
+        self, rows: Rows, i: int, step: int, name: str, kind: str,
+        value: float, spread: float, low: float, high: float, is_binary: float,
+    ) -> Iterable[Finding]:  # fmt: skip
+        if not math.isfinite(value):
+            return
+        most, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
+        is_far = value > self.factor * most or max(low, -high) > self.offset * most
+        if is_far and seen >= self.measurements and most > 0 and self._episodes.record(name, step):
+            text = f"the largest magnitude in {name} is {value:.3g}; before it was at most {most:.3g}"
+            yield self.found(step, name, text, about=kind, largest=value, before=most)
+        else:
+            self._largest[name] = max(most, value)
+        least = self._least_spread.get(name, np.inf)
+        if seen >= self.measurements and spread * self.factor < least:
+            self._low_for[name] = self._low_for.get(name, 0) + 1
+            if self._low_for[name] == self.in_a_row and self._episodes.record(f"low {name}", step):
+                now = f"is {low:.3g} everywhere" if low == high else f"has a standard deviation of {spread:.3g}"
+                text = f"{name} {now} for {self.in_a_row} steps; before, its deviation was at least {least:.3g}"
+                evidence: dict[str, Any] = {"std": spread, "before": least, "min": low, "max": high}
+                yield self.found(step - self.in_a_row + 1, name, text, about=kind, causes=_FLAT, **evidence)
+        else:
+            self._least_spread[name] = 0.0 if is_binary else min(least, spread)
+            self._low_for[name] = 0
+        if low == high and self._single_for.get(name, 0) == seen and seen < self.measurements:
+            self._single_for[name] = seen + 1
+            is_alone = all(self._single_for.get(other) for other in rows.names[:i] + rows.names[i + 1 :])
+            if name == _FIRST_INPUT and seen + 1 == self.measurements and rows.tensors.matrices[i] and is_alone:
+                text = f"the model's input {name} has been {low:.3g} everywhere since the first step"
+                yield self.found(0, name, text, about=kind, causes=_FLAT, value=low)
+
+
+_FIRST_INPUT = "input[0]"
+_FLAT = (
+    "inputs that are never filled, masked out entirely, or multiplied by 0",
+    "inputs that are divided by their scale twice, or normalised by a huge standard deviation",
+)
+
+
+class ConstantFeature(Rule):
+    """Features that are the same in every sample of a batch.
+
+    Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
+    are. A tensor of a single value never counts: it is a mask or the like. Integers, such as tokens, only count if the
+    samples are the same in all inputs, since those of positions and masks may be.
+
+    Args:
+        share: Fraction of features.
+        measurements: Number of measurements in a row; two, if all samples are the same.
+    """
+
+    name = "constant-feature"
+    causes = ("columns that were filled with a default, or lost in preprocessing", "one sample repeated many times")
+    advice = ("look at these features in the data loader's output", "leave constant columns out")
+
+    def __init__(self, share: float = 0.9, measurements: int = 3) -> None:
+        self.share, self.measurements = share, measurements
+        self._run: dict[str, int] = {}
+        self._since: dict[str, int] = {}
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("constant")
+        if rows is None:
+            return
+        for row, step in enumerate(rows.steps.tolist()):
+            for i, name in enumerate(rows.names):
+                share = float(rows.mean[row, i])
+                is_constant = share > self.share and not _is_naturally_constant(window, step, name, share)
+                self._run[name] = self._run.get(name, 0) + 1 if is_constant else 0
+                if self._run[name] == 1:
+                    self._since[name] = step
+                needed = min(2, self.measurements) if share == 1 else self.measurements
+                if self._run[name] >= needed and self._episodes.record(name, step):
+                    what = "all samples" if share == 1 else f"{share:.0%} of the features of all samples"
+                    text = f"{what} of a batch are the same in {name}"
+                    about = name.partition("[")[0].partition(".")[0]
+                    yield self.found(self._since.get(name, step), name, text, about=about, share=share)
+
+
+def _is_naturally_constant(window: Window, step: int, name: str, share: float) -> bool:
+    for batches in map(window.rows, INPUT_KINDS):
+        if batches is not None and name in batches.names and step in batches.steps:
+            row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)
+            has_one_value = bool(batches.field("min")[row, i] == batches.field("max")[row, i])
+            return has_one_value or (share < 1 and bool(batches.zero_fraction[row, i] > 0.5))
+    return False
+
+
+class LabelRange(Rule):
+    """Integer labels that are not among the classes."""
+
+    name = "label-out-of-range"
+    severity = "error"
+    causes = (
+        "labels that count from 1, or a number of classes that is too small",
+        "a padding value other than the loss's ignore_index",
+    )
+    advice = ("compare labels with the number of outputs before training", "pass the right ignore_index to the loss")
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("label"):
+            name, low, high, classes = (seen.value[key] for key in ("name", "low", "high", "classes"))
+            if self._episodes.record(name, seen.step):
+                text = f"the labels {name} run from {low} to {high}; expected 0 to {classes - 1}"
+                yield self.found(seen.step, name, text, about="batch", low=low, high=high, classes=classes)
+
+
+class _RankRule(Rule):
+    """Base of rules about a comparison of ranks; ``observed`` is the kind of its observations."""
+
+    severity = "error"
+    quiet = 1000
+    observed = ""
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed(self.observed):
+            if not seen.value.ok and self._episodes.record("", seen.step):
+                yield self._finding(seen.step, seen.value, window.run)
+
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
+        raise NotImplementedError
+
+
+class RepeatedBatch(_RankRule):
+    """The same batch step after step, in place of ever new ones; or on all ranks, for which ``watch={"batches": n}``.
+
+    Two batches are the same if the sums of all their inputs are equal. Tokens are not measured. Without other inputs,
+    batches are the same if equally many rows of gradients are zero: an embedding has such rows for tokens that are not
+    in the batch. The smallest number so far does not count, as a batch may contain all tokens. A training that begins
+    with repeated batches is not reported, since all its data may be in one batch.
+
+    Args:
+        in_a_row: Number of steps.
+        changing: The share of steps that brought a change before, weighted over the last 32 or so. If changes come by
+            chance, the chance of ``in_a_row`` steps without one is then 0.4 ** 20.
+    """
+
+    name = "repeated-batch"
+    observed = "batches"
+    causes = ("data that is not divided among the ranks: no DistributedSampler, or one made with the wrong rank",)
+    advice = ("use DistributedSampler(dataset)", "seed generators of random data differently on each rank")
+
+    def __init__(self, in_a_row: int = 20, changing: float = 0.6) -> None:
+        super().__init__()
+        self.in_a_row, self.changing = in_a_row, changing
+        # By kind: the last sum of its rows, and the least; the share of steps with a change, and steps since the last.
+        self._last: dict[str, float] = {}
+        self._least: dict[str, float] = {}
+        self._share: dict[str, float] = {}
+        self._same_for: dict[str, float] = {}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        yield from super().review(window)
+        measured = [kind for kind in INPUT_KINDS if window.rows(kind) is not None]
+        for kind in measured or ["gradient"]:
+            rows = window.rows(kind)
+            if rows is not None and self._repeats(rows, kind) and self._episodes.record("repeats", rows.steps[-1]):
+                steps, name = int(self._same_for[kind]), rows.names[0]
+                text = f"{name} has been exactly the same for {steps} steps, and changed before"
+                if kind == "gradient":
+                    columns, counts = _zero_rows(rows)
+                    name = rows.names[columns[int((counts[-1] > 0).argmax())]]
+                    text = f"the gradient of {name} has had zeros in the same number of rows for {steps} steps, which "
+                    text += "changed before: batches have the same tokens"
+                began = max(0, int(rows.steps[-1]) - steps)
+                yield self.found(began, name, text, kind, "warning", _STUCK, _LOOK, steps=steps)
+
+    def _repeats(self, rows: Rows, kind: str) -> bool:
+        """Notes whether ``rows`` of a kind change; returns whether they no longer do."""
+        columns = _zero_rows(rows)[1] if kind == "gradient" else rows.field("sum")
+        sums: list[float] = np.where(np.isnan(columns), 0.0, columns).sum(1).tolist()
+        last, least = self._last.get(kind, math.nan), self._least.get(kind, math.inf)
+        share, same_for = self._share.get(kind, 0.0), self._same_for.get(kind, 0.0)
+        kept = 1 - 1 / 32
+        for value, before in zip(sums, [last, *sums], strict=False):
+            is_other = value != before
+            same_for = 0.0 if is_other else same_for + 1
+            share = kept * share + is_other / 32
+        last, least = sums[-1], min(least, *sums)
+        self._last[kind], self._least[kind], self._share[kind], self._same_for[kind] = last, least, share, same_for
+        is_same = same_for >= self.in_a_row and share > self.changing * kept**same_for
+        # Inputs of a single value are no batch; `BatchRange` tells about them.
+        return is_same and (
+            last > least if kind == "gradient" else bool((rows.field("min")[-1] != rows.field("max")[-1]).any())
+        )
+
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
+        repeated = [list(ranks) for ranks in report.repeated]
+        return self.found(step, "batch", str(report), about="batch", ranks=repeated)
+
+
+def _zero_rows(rows: Rows) -> tuple[list[int], Floats]:
+    """Of gradients with rows of zeros their positions, and how many such rows, ``[m, k]``, if all zeros are in some.
+
+    Left out is what cannot be an embedding: a vector, or a weight with a bias, whose rows also are zero for dead units.
+    """
+    names, columns, sizes = {*rows.names}, [], []
+    is_reached = rows.field("zero_count")[-1] < rows.newest.numel  # by the backward pass
+    for i in np.flatnonzero(rows.tensors.matrices & (rows.field("zero_count") > 0).any(0) & is_reached).tolist():
+        info = rows.tensors.infos[i]
+        if info is not None and f"{rows.names[i].rpartition('.')[0]}.bias" not in names:
+            columns.append(i)
+            sizes.append(max(1, math.prod(info.shape[1:])))
+    counts: Floats = rows.field("zero_count")[:, columns] // sizes
+    return columns, counts
+
+
+_STUCK = (
+    "next(iter(loader)) in each step, an iterator or a cache that no longer moves on, or an index that stays the same",
+    "inputs that are replaced by constants",
+)
+_LOOK = ("compare the samples of two steps, right before the model",)
+
+
+class ReplicaMismatch(_RankRule):
+    """Replicas whose parameters differ; needs ``watch={"replicas": n}``."""
+
+    name = "replica-mismatch"
+    observed = "replicas"
+    causes = (
+        "a rank that skipped or took a step alone, by a decision on the host that the other ranks did not make",
+        "parameters changed outside of the optimizer, or a checkpoint loaded on some ranks",
+        "memory that was overwritten on one rank",
+    )
+    advice = (
+        "broadcast parameters from a correct rank, or load a checkpoint",
+        "decide on skips with all-reduced values",
+    )
+
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
+        return self.found(step, report.drifted[0].name, str(report).removeprefix("gradstat: "), about="parameter")
+
+
+class NonfiniteRank(_RankRule):
+    """The rank that brought NaN or Inf into reduced gradients; needs ``watch={"origin": 1}``."""
+
+    name = "nonfinite-rank"
+    observed = "origin"
+    quiet = 1
+    causes = ("a damaged batch or faulty memory on that rank: gradients of others were finite before the reduction",)
+    advice = ("look at that rank's batch and log", "if it is always the same rank, suspect its hardware")
+
+    def _finding(self, step: int, report: Any, run: RunSettings) -> Finding:
+        names = list(report.nonfinite)  # without the prefix of DDP
+        as_watched = {name.removeprefix("module."): name for name in run.backward_order}
+        name = run.first_in_backward([as_watched.get(name, name) for name in names])
+        severity: Severity = "info" if run.is_scaled else self.severity  # occasional overflows are normal
+        ranks = sorted({report.rank_of(name) for name in names})
+        return self.found(step, name, str(report).removeprefix("gradstat: "), "gradient", severity, ranks=ranks)

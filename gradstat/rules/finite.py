@@ -1,0 +1,391 @@
+"""Rules about NaN and Inf: in batches, gradients, losses, parameters, buffers, optimizer states and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat._core.text import nan_and_inf
+from gradstat.recording.findings import Finding, Severity
+from gradstat.recording.kinds import INPUT_KINDS, STATE, kind_of
+from gradstat.rules.advice import FIRST_MODULE, SKIP, Remedy, replay
+from gradstat.rules.base import PerName, Rule, series
+from gradstat.rules.rows import Rows, Window
+
+
+def _nonfinite_rows(
+    window: Window, kind: str, is_nonfinite: Callable[[Rows], npt.NDArray[Any]] | None = None
+) -> Iterator[tuple[Rows, int, int, list[str]]]:
+    """Yields measurements with NaN or Inf: the rows, the index in them, the step, and the names of the tensors.
+
+    ``is_nonfinite`` says which tensors of some rows are, ``[m, n]``; by default those with any.
+    """
+    rows = window.rows(kind)
+    if rows is None:
+        return
+    nonfinite = rows.nonfinite if is_nonfinite is None else is_nonfinite(rows)
+    for row in np.flatnonzero(nonfinite.any(1)).tolist():
+        yield rows, row, int(rows.steps[row]), [rows.names[i] for i in np.flatnonzero(nonfinite[row])]
+
+
+def _counts(rows: Rows, row: int, name: str) -> dict[str, Any]:
+    position = rows.names.index(name)
+    counted: dict[str, Any] = {
+        "nan_count": int(rows.field("nan_count")[row, position]),
+        "inf_count": int(rows.field("inf_count")[row, position]),
+        "numel": int(np.broadcast_to(rows.numel, rows.nonfinite.shape)[row, position]),
+    }
+    first = rows.first_nonfinite(row, position)
+    return counted if first is None else {**counted, "first": first}
+
+
+def _described(counted: dict[str, Any]) -> str:
+    where = f", the first at {counted['first']}" if "first" in counted else ""
+    return f"{nan_and_inf(counted['nan_count'], counted['inf_count'])} in {counted['numel']:,} elements{where}"
+
+
+class NonfiniteBatch(Rule):
+    """NaN or Inf in a batch that was passed to ``monitor.batch``, or in what the model was called with.
+
+    Models may take masks of -Inf, and programs handle NaN themselves, which may mark missing labels. So it is an error
+    only if loss or gradients of the step are not finite either. NaN in another is an info, and then left alone.
+    """
+
+    name = "nonfinite-batch"
+    severity = "error"
+    quiet = 1
+    causes = ("missing values in the data, a division by a standard deviation of 0", "a damaged file")
+    advice = ("find the sample: the index of the first is in the evidence", "filter such samples in the data loader")
+    advice_without_index = ("find the micro-batch with gradstat.MicroBatches", advice[1])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handled: dict[str, int] = {}  # inputs that were not finite in healthy steps, and when first
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for kind in INPUT_KINDS:
+            for rows, row, step, nonfinite in _nonfinite_rows(window, kind):
+                at = int(np.searchsorted(window.steps, step))
+                is_harmless = not any(window.value(name, at) > 0 for name in ("loss_nonfinite", "nonfinite"))
+                for name in (name for name in nonfinite if name not in self._handled):
+                    counted = _counts(rows, row, name)
+                    text = f"{name} has {_described(counted)}"
+                    if is_harmless:
+                        self._handled[name] = step
+                        text += "; loss and gradients are finite, so the program handles it"
+                        if not counted["nan_count"]:
+                            continue
+                    if self._episodes.record(name, step):
+                        severity: Severity = "info" if is_harmless else self.severity
+                        advice = self.advice if "first" in counted else self.advice_without_index
+                        yield self.found(step, name, text, kind, severity, advice=advice, **counted)
+
+
+def _nonfinite_inputs(window: Window, step: int) -> list[str]:
+    """What has NaN in ``step`` of the batch, and of what the model was called with; Inf may be a mask."""
+    measured = (one for kind in INPUT_KINDS for one in _nonfinite_rows(window, kind))
+    return [
+        name
+        for rows, row, at, names in measured
+        if at == step
+        for name in names
+        if _counts(rows, row, name)["nan_count"]
+    ]
+
+
+def _is_measured(window: Window, kind: str, step: int) -> bool:
+    rows = window.rows(kind)
+    return rows is not None and step in rows.steps
+
+
+_CLIP = "clipping before gradients were measured: one NaN makes the norm NaN, which multiplies all gradients"
+
+
+class NonfiniteGradient(Rule):
+    """NaN or Inf in a gradient; names the parameter whose gradient was the first not to be finite in the backward pass.
+
+    With a loss scaler, occasional overflows are expected, so a step that is not finite is only an info; `LossScale`
+    reports too many of them.
+    """
+
+    name = "nonfinite-gradient"
+    severity = "error"
+    quiet = 1
+    causes = (
+        "an operation whose derivative is not finite: sqrt or norm at 0, log or division near 0, pow",
+        "an overflow in the forward pass that reached the loss: exp, float16 beyond 65,504",
+        "a batch, a weight or a saved activation that is not finite",
+        "a learning rate so high that the last updates were far too large",
+    )
+    advice = (
+        replay("names the operation and its source line", otherwise=FIRST_MODULE),
+        "guard the operation: add eps inside sqrt and log, clamp before exp, divide by x.norm().clamp_min(eps)",
+        SKIP,
+    )
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for rows, row, step, nonfinite in _nonfinite_rows(window, "gradient"):
+            if not self._episodes.record("", step):
+                continue
+            name = window.run.first_in_backward(nonfinite)
+            counted = _counts(rows, row, name)
+            text = f"the gradient of {name} has {_described(counted)}; {len(nonfinite)} of {len(rows.names)} gradients "
+            text += "are not finite" if len(nonfinite) > 1 else "is not finite"
+            severity: Severity = self.severity
+            if window.run.is_scaled:
+                severity = "info"
+                text += " (with a loss scaler, occasional overflows are normal)"
+            if window.run.skipped_by:
+                text += f"; {window.run.skipped_by} skips this step"
+            evidence = {"parameters": nonfinite[:20], "nonfinite_tensors": len(nonfinite), **counted}
+            causes: tuple[str, ...] = self.causes
+            advice: tuple[str, ...] = self.advice
+            if window.run.origin_is_unknown:
+                advice = (
+                    'DDP\'s reduction spreads it to all ranks; watch={"origin": 1} names the rank that produced it',
+                    *advice,
+                )
+            is_whole = len(nonfinite) == len(rows.names) > 1
+            if is_whole and (rows.field("nan_count") == rows.numel)[row].all():
+                words, causes, advice = self._all_nan(window, step, causes, advice)
+                text += words
+            yield self.found(step, name, text, "gradient", severity, causes, advice, **evidence)
+
+    def _all_nan(
+        self, window: Window, step: int, causes: tuple[str, ...], advice: tuple[str, ...]
+    ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """The addition to the text, the causes and the advice if every element of every gradient is NaN.
+
+        That results from a NaN in the loss, in a weight or in an operation near the loss, or from a clip by a NaN norm.
+        """
+        scalars = {name: values[window.steps == step] for name, values in window.scalars.items()}
+        if (scalars.get("loss_nonfinite", np.empty(0)) > 0).any() or any(
+            at <= step for _, _, at, _ in _nonfinite_rows(window, "parameter")
+        ):
+            return "", ("a loss or parameter that is not finite: see its own finding", *causes), advice
+        if inputs := _nonfinite_inputs(window, step):
+            return "", (f"{inputs[0]} is not finite", *causes), advice
+        by_hand = window.run.is_stepped_by_user
+        if by_hand:
+            causes = (_CLIP, *causes)
+            advice = ("call monitor.step() before clip_grad_norm_, to see which gradient was NaN first", *advice)
+        else:
+            causes = (*causes, _CLIP)  # gradstat runs before the clips that it knows
+        if np.isfinite(scalars.get("loss", np.empty(0))).any():
+            return "; every element is NaN" + ", as after clipping if one was NaN before" * by_hand, causes, advice
+        causes = ("a loss that was NaN, because of the batch or of an operation in the forward pass", *causes)
+        how = "monitor.step(loss)" if by_hand else "a Monitor's step(loss)"
+        advice = (f"check whether the loss of that step was NaN, and its batch; {how} reports a NaN loss", *advice)
+        return "; every element is NaN, as after the backward pass of a NaN loss", causes, advice
+
+
+class NonfiniteLoss(Rule):
+    """A loss that is NaN or Inf."""
+
+    name = "nonfinite-loss"
+    severity = "error"
+    quiet = 1
+    causes = (
+        "log of 0, division by 0 or an overflow in the loss or in the model before it",
+        "a batch with NaN or Inf, or one in which everything is masked out, so that a mean is 0 / 0",
+        "parameters that have not been finite since an earlier step",
+    )
+    advice = (
+        replay("names the operation that produced it", otherwise=FIRST_MODULE),
+        "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
+    )
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for step, value in series(window, "loss_nonfinite"):
+            if value > 0 and self._episodes.record("", step):
+                kind = "NaN" if value == 1 else "infinite"
+                yield self.found(step, "loss", f"the loss is {kind}", value=kind, causes=self._causes(window, step))
+
+    def _causes(self, window: Window, step: int) -> tuple[str, ...]:
+        """The causes that are left after what was measured of ``step``."""
+        nonfinite = _nonfinite_inputs(window, step) + [
+            name for _, _, at, names in _nonfinite_rows(window, "parameter") if at <= step for name in names[:1]
+        ]
+        if nonfinite:
+            return (f"{nonfinite[0]} is not finite",)
+        operation, batch, parameters = self.causes
+        if any(_is_measured(window, kind, step) for kind in INPUT_KINDS):
+            batch = "a batch in which everything is masked out, so that a mean is 0 / 0"
+        is_known = _is_measured(window, "parameter", step)
+        return (operation, batch, *((parameters,) if not is_known else ()))
+
+
+class LostLoss(Rule):
+    """A loss that is not finite for several steps in a row: training will not recover.
+
+    Args:
+        in_a_row: Number of steps. A single damaged batch accounts for one.
+    """
+
+    name = "lost-loss"
+    severity = "error"
+    causes = ("parameters are not finite, or so large that the forward pass overflows on every batch",)
+    advice = (
+        "stop and go back to a checkpoint from before the first of these steps",
+        "lower the learning rate, or skip the batches",
+        Remedy("prevent this: on_anomaly={'nonfinite-gradient': 'skip'} keeps parameters finite", "skip"),
+    )
+
+    def __init__(self, in_a_row: int = 3) -> None:
+        self.in_a_row = in_a_row
+        self._run = 0
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for step, value in series(window, "loss_nonfinite"):
+            self._run = self._run + 1 if value > 0 else 0
+            if self._run == self.in_a_row:
+                text = f"the loss has not been finite for {self.in_a_row} steps in a row"
+                yield self.found(step - self.in_a_row + 1, "loss", text, in_a_row=self.in_a_row)
+
+
+class _NonfiniteTensor(Rule):
+    """NaN or Inf in tensors of one kind, of `gradstat.recording.kinds.KINDS`."""
+
+    severity = "error"
+    kind = what = ""
+    causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
+    advice_of_statistics: tuple[str, ...] = ()  # for running statistics of a normalisation
+    _is_nonfinite: Any = None  # as for `_nonfinite_rows`
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        is_state = self.kind == STATE.name
+        for kind in (k for k in window.tables if k == self.kind or (is_state and kind_of(k) is STATE)):
+            for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._is_nonfinite):
+                if not self._episodes.record(kind, step):
+                    continue
+                counted = _counts(rows, row, nonfinite[0])
+                more = f"; {len(nonfinite)} of {len(rows.names)} are not finite" if len(nonfinite) > 1 else ""
+                text = f"the {self.what.format(kind=kind)} {nonfinite[0]} has {_described(counted)}{more}"
+                causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
+                evidence = {"all": nonfinite[:20], "nonfinite_tensors": len(nonfinite), **counted}
+                is_statistic = bool(self.advice_of_statistics) and ".running_" in f".{nonfinite[0]}"
+                advice = self.advice_of_statistics if is_statistic else self.advice
+                yield self.found(step, nonfinite[0], text, kind, causes=causes, advice=advice, **evidence)
+
+
+class NonfiniteParameter(_NonfiniteTensor):
+    """NaN or Inf in a parameter."""
+
+    name = "nonfinite-parameter"
+    kind = what = "parameter"
+    causes_at_first = ("memory that was never initialised: to_empty() or torch.empty without reset_parameters()",)
+    causes = (
+        "a step of the optimizer on gradients that were not finite",
+        "memory that was overwritten, or a checkpoint that had NaN or Inf when it was loaded",
+    )
+    advice = (
+        "go back to a checkpoint from before this step",
+        Remedy("on_anomaly='rollback' goes back to a step before", "rollback"),
+        SKIP,
+    )
+
+
+class NonfiniteBuffer(_NonfiniteTensor):
+    """NaN in a buffer, such as the running variance of a batch norm, or more Inf than at first.
+
+    A mask may have Inf on purpose. Training may look healthy while every evaluation is NaN.
+    """
+
+    name = "nonfinite-buffer"
+    kind = what = "buffer"
+    causes = ("a forward pass of the module that updates it, with values that were not finite", "memory overwritten")
+    advice = ("load a checkpoint from before this step, or set the buffer to what the module begins with",)
+    advice_of_statistics = (
+        "reset the running statistics (module.reset_running_stats()) and run some batches, or load a checkpoint",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inf_at_first, self._numel = PerName(0.0), PerName(-1.0)
+
+    def _is_nonfinite(self, rows: Rows) -> npt.NDArray[Any]:
+        at_first, last_numel = self._inf_at_first.values_for(rows.names), self._numel.values_for(rows.names)
+        nonfinite = rows.field("nan_count") > 0
+        for row, inf in enumerate(rows.field("inf_count")):
+            numel = np.broadcast_to(rows.numel, nonfinite.shape)[row]
+            np.copyto(at_first, inf, where=last_numel != numel)  # new, or of another size
+            last_numel[:] = numel
+            nonfinite[row] |= inf > at_first
+        return nonfinite
+
+
+class NonfiniteActivation(_NonfiniteTensor):
+    """NaN or Inf in the output of a module; the module nearest to the input is named."""
+
+    name = "nonfinite-activation"
+    kind = "activation"
+    what = "output of module"
+    causes = ("an overflow, a log or a division in this module's forward pass", "an input that was not finite")
+    advice = (
+        "look at this module's inputs and weights",
+        replay("names the operation"),
+        "in float16, run it in float32: torch.autocast(..., enabled=False)",
+    )
+
+
+class NonfiniteOptimizerState(_NonfiniteTensor):
+    """NaN or Inf in the state of an optimizer: all later updates of that parameter are NaN."""
+
+    name = "nonfinite-optimizer-state"
+    kind = "optimizer state"
+    what = "optimizer's {kind} of"
+    causes = (
+        "a step on gradients that were not finite",
+        "memory that was overwritten, or a checkpoint of the optimizer that had NaN or Inf",
+    )
+    advice = ("clear the state of the parameter (del optimizer.state[parameter]) or go back to a checkpoint", SKIP)
+
+
+class SporadicNonfinite(Rule):
+    """Gradients that are occasionally not finite, each time in another place, with healthy steps in between.
+
+    A bug in the program strikes in the same place; a hardware fault or a race does not. Silent data corruption looks
+    like this (P. H. Hochschild and others, Cores that don't count, HotOS 2021).
+
+    Args:
+        min_count: Number of separate incidents that begin in different parameters.
+        within_steps: Number of steps in which they occur.
+    """
+
+    name = "sporadic-nonfinite"
+    severity = "error"
+    causes = (
+        "a faulty GPU or memory: bit flips occur anywhere",
+        "a race: memory written while it is read, a stream without synchronisation, an extension with a bug",
+    )
+    advice = (
+        "run the same steps from a checkpoint on another device, and diagnostics of GPU and memory on this one",
+        replay("tells whether the step itself is at fault: if the replay is clean, it is not"),
+        "switch off custom kernels and torch.compile one by one",
+    )
+
+    def __init__(self, min_count: int = 3, within_steps: int = 1000) -> None:
+        self.min_count, self.within_steps = min_count, within_steps
+        self._incidents: dict[str, int] = {}  # by step and place, the step
+        self._last_nonfinite = -2
+        self._reported = -within_steps - 1
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for _, _, step, nonfinite in () if window.run.is_scaled else _nonfinite_rows(window, "gradient"):
+            going_on, self._last_nonfinite = step == self._last_nonfinite + 1, step
+            if going_on:
+                continue
+            self._incidents[f"{step} {window.run.first_in_backward(nonfinite)}"] = step
+            recent = {key: at for key, at in self._incidents.items() if 0 <= step - at < self.within_steps}
+            self._incidents = recent
+            incidents = [(at, key.partition(" ")[2]) for key, at in recent.items()]
+            places = {name for _, name in incidents}
+            if len(places) >= self.min_count and step - self._reported > self.within_steps:
+                self._reported = step
+                first, first_name = incidents[0]
+                listed = ", ".join(f"{name} at step {when}" for when, name in incidents[-5:])
+                text = f"NaN or Inf in {len(incidents)} separate steps, first in different parameters: {listed}"
+                yield self.found(first, first_name, text, about="gradient", incidents=incidents)

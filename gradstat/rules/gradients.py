@@ -1,0 +1,383 @@
+"""Rules about how large gradients are: exploding, vanishing, dead, missing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gradstat.recording.findings import Finding, Severity
+from gradstat.rules.advice import Remedy
+from gradstat.rules.base import NEVER_INITIALISED, Band, LastingRule, PerName, series
+from gradstat.rules.rows import Bools, Floats, Rows, Window
+from gradstat.rules.spikes import NormLevelRule, SpikeRule
+
+
+class ExplodingGradient(SpikeRule, NormLevelRule):
+    """A total norm that is too large compared to those of earlier steps, or whose level rises at once.
+
+    Args:
+        sigmas, log_sigmas, factor, lost_progress, min_count, within_steps: As for `SpikeRule`. Norms have heavy tails,
+            so healthy steps often exceed three standard deviations.
+        single_factor, warmup_factor, errors, moves, window: As there.
+    """
+
+    name = "exploding-gradient"
+    causes = (
+        "a learning rate too high for this stage, or raised too soon",
+        "an unusual batch, or a loss summed over a batch instead of averaged",
+        "a recurrent or very deep model without normalisation or clipping",
+    )
+    advice = (
+        Remedy("clip: gradstat.clip_grad_norm_, or gradstat.AutoClip if no limit is known", "clip"),
+        "lower the learning rate or lengthen the warm-up",
+        "look at the batch of that step",
+    )
+
+    def __init__(
+        self,
+        sigmas: float = 3.0,
+        log_sigmas: float = 5.0,
+        factor: float = 10.0,
+        lost_progress: float = 0.25,
+        min_count: int = 4,
+        within_steps: int = 5,
+        single_factor: float = 10.0,
+        warmup_factor: float = 1e3,
+        errors: float = 10.0,
+        moves: float = 4.0,
+        window: int = 100,
+    ) -> None:
+        super().__init__(
+            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, errors,
+            moves, window, quiet=20,
+        )  # fmt: skip
+        self.factor = factor
+
+    def bands(self) -> Mapping[str, Band]:
+        return {"norm": (-math.inf, min(self._high, self._beyond))}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for row, step, norm, shift in self.in_order(window, "norm", self.norm_shifts(window, 1)):
+            if shift is not None:
+                # One that has converged may rise, like a loss.
+                relapse = self.lost_progress * (self.beginning() - shift.before)
+                if shift.after - shift.before > relapse and self._episodes.record("level", shift.step):
+                    text = f"the gradient norm rises to a level of {shift.after:.4g} from {shift.before:.4g}"
+                    yield self.found(shift.began, "norm", f"{text}, and stays there", norm=shift.after)
+                continue
+            if not math.isfinite(norm):
+                continue
+            limit, median = min(self._high, self._beyond), self._median
+            began = self.detect_jump(step, norm)
+            if began is not None:
+                yield self._finding(window, row, norm, began, median, limit)
+
+    def _finding(self, window: Window, row: int, norm: float, began: int, median: float, limit: float) -> Finding:
+        rows = window.rows("gradient")
+        name, share = "norm", None
+        if rows is not None and window.steps[row] in rows.steps:
+            squares = np.nan_to_num(rows.l2_norm[np.searchsorted(rows.steps, window.steps[row])]) ** 2
+            largest = int(squares.argmax())
+            name, share = rows.names[largest], float(squares[largest] / max(squares.sum(), 1e-300))
+        beside = f", {norm / median:.3g} times the median of the last {self.window} steps" if median > 0 else ""
+        text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
+        about = "gradient" if name != "norm" else "series"
+        finite_median = None if math.isnan(median) else median
+        return self.found(began, name, text, about, norm=norm, median=finite_median, limit=limit, share=share)
+
+
+# Causes of a norm that falls at once.
+_FALLEN = (
+    "a softmax or sigmoid before a loss that applies its own, or a loss or inputs multiplied by less",
+    "a part of the model that was cut off, overwritten, or whose weights decay to zero",
+    "a sudden change of data, to batches that are easier or all alike",
+)
+
+
+class VanishingGradient(NormLevelRule):
+    """Gradients that are almost zero in total, whose level falls at once, or that shrink from layer to layer.
+
+    Args:
+        limit: A total norm below it is vanishing.
+        ratio: Smallest over largest root mean square of the weight gradients. Below it, with a nearly linear decay over
+            depth on a logarithmic scale, gradients vanish layer by layer.
+        correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
+        layers: Minimum number of weights of two dimensions and more.
+        in_a_row: Number of steps in a row.
+        errors, moves: As for `NormLevelRule`.
+    """
+
+    name = "vanishing-gradient"
+    causes = (
+        "saturating activations (sigmoid, tanh) in a deep model, or weights initialised too small",
+        "a loss that hardly depends on the parameters: saturated outputs, a scale or mask that is nearly zero",
+        "training has converged",
+    )
+    advice = (
+        "add residual connections or normalisation",
+        "use ReLU-like activations and an initialisation made for them",
+        "check what the loss is multiplied by",
+    )
+
+    def __init__(
+        self,
+        limit: float = 1e-8,
+        ratio: float = 1e-5,
+        correlation: float = 0.9,
+        layers: int = 5,
+        in_a_row: int = 5,
+        errors: float = 10.0,
+        moves: float = 4.0,
+    ) -> None:
+        super().__init__(errors, moves)
+        self.limit, self.ratio, self.correlation = limit, ratio, correlation
+        self.layers, self.in_a_row = layers, in_a_row
+        self._low = self._decaying = 0
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
+        for step, norm in series(window, "norm"):
+            self._low = self._low + 1 if 0 < norm < self.limit else 0
+            if self._low >= self.in_a_row and self._episodes.record("norm", step):
+                text = f"the gradient norm is {norm:.3g}; it has been below {self.limit:g} for {self.in_a_row} steps"
+                yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
+        for shift in self.norm_shifts(window, -1):
+            if self._episodes.record("level", shift.step):
+                before, after = shift.before, shift.after
+                text = f"the gradient norm falls to a level of {after:.4g} from {before:.4g}, and stays there"
+                yield self.found(shift.began, "norm", text, causes=_FALLEN, norm=after, before=before)
+        rows = window.rows("gradient")
+        if rows is not None:
+            yield from self._layer_by_layer(rows)
+
+    def _layer_by_layer(self, rows: Rows) -> Iterable[Finding]:
+        # Only the last of these steps is examined, since the decay does not come and go.
+        sizes = rows.newest.rms[0]
+        is_positive = rows.tensors.matrices & np.isfinite(sizes) & (sizes > 0)
+        sizes = sizes[is_positive]
+        if len(sizes) < self.layers:
+            return
+        if sizes.min() > self.ratio * sizes.max():
+            self._decaying = 0
+            return
+        weights = np.flatnonzero(rows.tensors.matrices)
+        logs, depth = np.log(sizes), np.flatnonzero(is_positive[weights])
+        smallest, largest = int(logs.argmin()), int(logs.argmax())
+        correlation = abs(float(np.corrcoef(depth, logs)[0, 1]))
+        self._decaying = self._decaying + len(rows) if correlation >= self.correlation else 0
+        step = int(rows.steps[-1])
+        if self._decaying >= self.in_a_row and self._episodes.record("layers", step):
+            name = rows.names[weights[int(depth[smallest])]]
+            other = rows.names[weights[int(depth[largest])]]
+            ratio = math.exp(logs[smallest] - logs[largest])
+            text = f"gradients vanish layer by layer: that of {name} is {ratio:.2g} times as large as that of {other}"
+            began = max(0, step - self._decaying + 1)
+            yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+# Number of steps before reporting that there are no gradients at all, or that a weight stays zero.
+_SOON = 5
+# By whether the user calls monitor.step(), rather than gradstat before the optimizer's step: where the call belongs,
+# causes, advice.
+_CALLED_TOO_EARLY_OR_LATE = {
+    True: (
+        "monitor.step() belongs between backward() and optimizer.step(), with no zero_grad() before it",
+        ("monitor.step() is called before backward(), or after optimizer.zero_grad()", "backward() is never called"),
+        ("use this order: backward(), monitor.step(loss), the clip, optimizer.step(), optimizer.zero_grad()",),
+    ),
+    False: (
+        "the optimizer gets no gradients to step with",
+        (
+            "optimizer.zero_grad() is called between backward() and optimizer.step()",
+            "backward() runs on another copy of the model, not on the parameters that the optimizer has",
+        ),
+        (
+            "use this order: backward(), the clip, optimizer.step(), optimizer.zero_grad()",
+            "make the optimizer after everything that copies, wraps or replaces the model",
+        ),
+    ),
+}
+
+
+class _AbsentGradientRule(LastingRule):
+    """Base of rules about gradients that are zero or missing for ``in_a_row`` steps.
+
+    An info if gradients come and go, as for experts chosen by a router.
+    """
+
+    def __init__(self, in_a_row: int) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
+
+    def _finding(
+        self, rows: Rows, lengths: Floats, since: Floats, name: str, text: str, is_serious: bool = True, **more: Any
+    ) -> Finding:
+        steps = int(lengths[rows.names.index(name)])
+        every = [rows.names[i] for i in np.flatnonzero(lengths >= steps)]
+        text += f"; the same holds for {len(every) - 1} more" * (len(every) > 1)
+        began = since[rows.names.index(name)]
+        severity: Severity = "info" if not is_serious or self.is_intermittent(rows.names) else self.severity
+        return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
+
+
+_ALL_ZERO: dict[str, Any] = {
+    **NEVER_INITIALISED,
+    "causes": (
+        *NEVER_INITIALISED["causes"],
+        "consecutive weights that were all initialised to zero, so that no gradient reaches them",
+    ),
+}
+
+
+class DeadGradient(_AbsentGradientRule):
+    """Gradients whose elements are all zero, step after step.
+
+    Args:
+        in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change. Five
+            are enough for a weight that has itself been zero since the run began, like memory never initialised.
+    """
+
+    name = "dead-gradient"
+    causes = (
+        "ReLU units that are never positive, so that no gradient passes",
+        "a multiplication by zero on the way to the loss: a mask, a gate, a weight initialised to zero",
+        "a parameter whose result is not used, or only inside a branch that is not taken",
+    )
+    advice = (
+        Remedy("look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})", "activations"),
+        "try a smaller learning rate, another initialisation, LeakyReLU or GELU",
+    )
+
+    def __init__(self, in_a_row: int = 20) -> None:
+        super().__init__(in_a_row)
+        self._never_alive = PerName(1.0)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("gradient")
+        if rows is None:
+            return
+        dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
+        stuck = self._stuck(window, rows, dead)
+        needed = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
+        for row, fresh, lengths, since in self.lasting(rows, dead, needed):
+            if (lengths > 0).sum() == rows.present[row].sum() == len(fresh):
+                text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
+                text += "they are zeroed before they are measured"
+                _, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
+                more: dict[str, Any] = {"causes": (*self.causes, *causes), "advice": (*advice, *self.advice)}
+                yield self.found(since[fresh[0]], "gradients", text, in_a_row=self.in_a_row, **more)
+                continue
+            if stuck[fresh].any():
+                name = window.run.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
+                steps = int(lengths[fresh[0]])
+                for i in np.flatnonzero(lengths >= steps):  # reported in this finding
+                    self._episodes.record(rows.names[i], int(rows.steps[row]))
+                text = f"all elements of {name} and of its gradient have been zero for {steps} steps: it cannot change"
+                yield self._finding(rows, lengths, since, name, text, **_ALL_ZERO)
+                continue
+            # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
+            # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
+            alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[row])}
+            names = [rows.names[i] for i in fresh]
+            whole = [name for name in names if _module(name) not in alive]
+            name = window.run.first_in_backward(whole or names)
+            # The loss may not depend on a bias, for example that of a critic of which only differences count.
+            is_serious = bool(whole or rows.tensors.matrices[fresh].any())
+            text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
+            yield self._finding(rows, lengths, since, name, text, is_serious)
+
+    def _stuck(self, window: Window, rows: Rows, dead: Bools) -> Bools:
+        """Which weights, ``[n]``, are zero and had zero gradients since the run began, while others had gradients."""
+        never_alive = self._never_alive.values_for(rows.names)
+        parameters = window.latest.get("parameter")
+        if parameters is None:
+            never_alive[:] = 0
+        else:
+            zeros = parameters.of(rows.names).field("zero_count")[-1]
+            others_live = (rows.present & ~dead).any(1).all()
+            never_alive *= dead.all(0) & (zeros == rows.tensors.numel) & rows.tensors.matrices & others_live
+        return never_alive > 0
+
+
+class MissingGradient(_AbsentGradientRule):
+    """Parameters in the optimizer that require a gradient and get none.
+
+    Args:
+        in_a_row: Number of steps in a row.
+        expert_steps: Number of steps if each has a twin with a gradient: one of the same shape whose name differs
+            only in digits. A router may leave out some of its experts for long.
+    """
+
+    name = "missing-gradient"
+    causes = (
+        "the parameter is not used in the forward pass",
+        "its result is cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax",
+    )
+    advice = (
+        "follow the module's output to the loss and look for what detaches it",
+        "if it is not to be trained, call requires_grad_(False), which also saves memory",
+    )
+
+    def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
+        super().__init__(in_a_row)
+        self.expert_steps = expert_steps
+        self._resting: dict[str, int] = {}  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
+
+    def is_intermittent(self, names: tuple[str, ...]) -> bool:
+        # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
+        came_back = (self._times.values_for(names) > 0) & (self._lasts_for.values_for(names) == 0)
+        return super().is_intermittent(names) or bool(came_back.any())
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("coverage"):
+            self._resting = dict.fromkeys(seen.value.unused, seen.step)
+        rows = window.rows("gradient")
+        if rows is None:
+            return
+        missing = np.zeros(rows.present.shape, dtype=bool)
+        for seen in window.observed("missing"):  # rows cannot tell which parameters are frozen
+            missing[np.ix_(rows.steps == seen.step, seen.value)] = True
+        if self._resting:
+            missing &= ~np.isin(rows.names, list(self._resting))
+        needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
+        if missing.any():
+            needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, self.in_a_row), needed)
+        for row, fresh, lengths, since in self.lasting(rows, missing, needed):
+            if not rows.present[row].any():
+                # That is due to where the monitor is called, not to a parameter.
+                where, causes, advice = _CALLED_TOO_EARLY_OR_LATE[window.run.is_stepped_by_user]
+                text = f"no parameter has had a gradient for {_SOON} steps: {where}"
+                more: dict[str, Any] = {"causes": (*causes, *self.causes), "advice": (*advice, *self.advice)}
+                yield self.found(since[fresh[0]], "gradients", text, in_a_row=_SOON, **more)
+                continue
+            name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
+            text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
+            # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first.
+            is_removed = name in window.run.backward_order and lengths[fresh[-1]] > rows.steps[row]
+            yield self._finding(rows, lengths, since, name, text, not is_removed)
+
+
+def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:
+    """``[m, 1]``: in which steps all ``missing`` parameters have twins with a gradient."""
+    parameters = window.latest.get("parameter")
+    if parameters is None:
+        return np.zeros((len(rows), 1), dtype=bool)
+    shapes = (info and info.shape for info in parameters.of(rows.names).tensors.infos)
+    numbers: dict[Any, int] = {}
+    kinds = [
+        numbers.setdefault((re.sub(r"\d+", "", name), shape), len(numbers))
+        for name, shape in zip(rows.names, shapes, strict=True)
+    ]
+    alive = np.zeros((len(rows), len(numbers)), dtype=bool)
+    at, which = rows.present.nonzero()
+    alive[at, np.take(kinds, which)] = True
+    every: Bools = np.logical_and.reduce(alive[:, kinds] | ~missing, axis=1, keepdims=True)
+    return every

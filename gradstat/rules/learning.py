@@ -1,0 +1,357 @@
+"""The rule on trainings that do not learn: a loss that stays at chance, and beginnings that allow no learning."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from gradstat.recording.findings import Finding
+from gradstat.recording.kinds import LOGITS
+from gradstat.rules.base import WRONG_SIGN, Rule, median
+from gradstat.rules.rows import Floats, Rows, Window
+
+# Losses of the first steps that are compared with chance, and values per median of later ones.
+_SOON, _HALF, _SPAN = 16, 32, 64
+# Weights have grown large in the first so many steps if the median of their sizes, as in `NoLearning`, exceeds this.
+_EARLY, _GROWN = 128, 2.0
+# A loss is that of guessing, up to its sign, between these shares of it.
+_CLOSE = 0.75, 1.25
+# By |sum| / (norm * sqrt(count)), up to which a gradient's elements cancel, even if it was computed in 16 bits.
+_CANCELS = 3e-4
+
+# By chance, so many labels are all of a class that has 95 % of them in 1 of 100 trainings; and batches of one class,
+# not all of the same, have so many labels beside the first of each in 1 of 2 ** 16.
+_ALIKE, _BITS = 90, 16
+
+_SCALES = (
+    "inputs that are not normalised, or logits or weights with a factor too many",
+    "weights initialised far too large",
+)
+_RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
+_ACTIVATIONS = {
+    1.0: "are probabilities already",
+    2.0: "are all between 0 and 1",
+    3.0: "are never negative, but often 0",
+}
+_ACTIVATED = (
+    "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
+)
+_ASKEW, _DIM = 4.0, ("a log_softmax whose dim= is that of the samples, or is not given",)
+_ONE_LABEL = (
+    "data sorted by class, and not shuffled",
+    "labels that were lost, or read from the wrong column",
+    "one class far more frequent than all others",
+)
+
+
+class NoLearning(Rule):
+    """A classifier that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
+
+    The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
+    a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
+    loss of ln C. If the first loss is more than twice that, the loss may be a sum, and the first one counts as chance.
+    If it is less than half of that, the model has learned before and is not judged. Neither is a model whose last layer
+    has other gradients as well, as a tied embedding has, or whose gradients are in bfloat16.
+
+    Thresholds are conventions of gradstat. The slowest healthy classifiers of its tests leave chance between steps 130
+    and 230, hence 256.
+
+    Args:
+        steps: After so many, and then every 64 until it has learned, the median of the last 64 losses is judged, unless
+            the learning rate still rises or more than half of the predictions above chance are right.
+        share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
+        flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
+            the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
+            their norm, or shrunk to 0.3 of it.
+        early_share: This share suffices in the first 128 steps if weights have also grown to a median of more than 2,
+            as ``large``. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate
+            of 20.
+        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
+            all of the latter or one of them, by ten times the median.
+        small, large: Limits of the median over the weights of a weight's root mean square times the root of its number
+            of inputs, which is about 1 if they keep the size of signals.
+        measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
+            takes the softmax are not negative, as after an activation. If autograd names it, it is told at once, and
+            probabilities are told in the first step or after outputs that were none, or not at all. In at least so
+            many, the first ones, over ``soon`` steps, all labels are of one class.
+    """
+
+    name = "no-learning"
+    causes = (
+        "labels that do not belong to the inputs, or that are random",
+        "inputs without information: zero, constant, or in a scale that the model was not made for",
+        "a learning rate far too low or too high for this model",
+    )
+    advice = (
+        "train on a single batch: a loss that does not fall to nearly 0 means that the program is wrong, not the data",
+        "look at a batch, and at its labels, right before the model",
+    )
+
+    def __init__(
+        self,
+        steps: int = 256,
+        share: float = 0.97,
+        flat: float = 0.05,
+        flat_share: float = 0.9,
+        early_share: float = 0.75,
+        far: float = 2.5,
+        small: float = 0.02,
+        large: float = 5.0,
+        measurements: int = 3,
+        lasts: int = 100,
+        soon: int = 32,
+    ) -> None:
+        self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
+        self.early_share, self.far, self.small, self.large = early_share, far, small, large
+        self.measurements, self.lasts, self.soon = measurements, lasts, soon
+        self._reported: dict[str, int] = {}  # what was found, and when
+        self._odd = ""  # a weight that begins far larger than others
+        self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
+        self._activated_for = self._askew_for = 0  # measurements in a row
+        self._activated_since = self._labels_since = 0
+        self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
+        self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
+        self._chance = self._gradient = math.nan  # the gradient norm of the first step
+        self._first_certain = math.nan  # the share of certain predictions when first measured
+        self._first: list[float] = []
+        self._recent: list[float] = []
+        # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
+        self._rate = math.nan
+        self._norm = self._sums = self._scale = self._grown = self._moved = math.nan
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        losses = window.scalars.get("loss", np.empty(0))
+        is_finite = np.isfinite(losses)
+        if not is_finite.any():
+            return
+        if not self._count:
+            self._begin(window, float(losses[is_finite][0]))
+            self._recent = []
+        outputs = window.rows("output")
+        if outputs is not None:
+            if math.isnan(self._first_certain):
+                self._first_certain = float(np.nan_to_num(outputs.of((LOGITS,)).mean[0, 0]))
+            yield from self._outputs(window, outputs, losses)
+        if not self._classes:
+            self._count = 1  # of no interest from now on
+            return
+        values, steps = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist()
+        parameters, at = window.rows("parameter"), 0
+        if parameters is not None:
+            for row, step in enumerate(parameters.steps.tolist()):
+                stop = bisect.bisect_right(steps, step)
+                yield from self._add(window, values[at:stop], steps[at:stop])
+                yield from self._weights(parameters, row)
+                at = stop
+        yield from self._add(window, values[at:], steps[at:])
+
+    def _add(self, window: Window, values: list[float], steps: list[int]) -> Iterator[Finding]:
+        """Judges the losses ``values``."""
+        at = 0
+        while at < len(values):
+            stop = (self._count // _SOON + 1) * _SOON
+            more = values[at : at + stop - self._count]
+            at += len(more)
+            self._count += len(more)
+            self._recent = [*self._recent, *more][-_SPAN:]
+            if len(self._first) < _SPAN:
+                self._first += more[: _SPAN - len(self._first)]
+            if self._count == _SOON:
+                yield from self._beginning(window)
+            elif self._count == stop and stop >= _SOON + _HALF:
+                row = int(np.searchsorted(window.steps, steps[at - 1]))
+                rate = window.value("lr", row)
+                is_warm_up, self._rate = rate > 1.001 * self._rate, rate
+                yield from self._later(window, row, is_warm_up)
+
+    def _begin(self, window: Window, loss: float) -> None:
+        gradients = window.rows("gradient")
+        self._classes = 0 if gradients is None else _classes_of(window, gradients)
+        if self._classes:
+            usual = math.log(self._classes)
+            self._chance = usual if abs(loss) <= 2 * usual else abs(loss)
+            self._gradient = window.value("norm", 0)
+            if abs(loss) < usual / 2:
+                self._classes = 0  # it has learned before
+
+    def _outputs(self, window: Window, outputs: Rows, losses: Floats) -> Iterator[Finding]:
+        """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
+        seen = outputs.of(("activation", "classes", "labels", "label")).mean
+        for step, (activation, classes, count, label) in zip(outputs.steps.tolist(), seen.tolist(), strict=True):
+            is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
+            self._activated_for = self._activated_for + 1 if activation in (2, 3) else 0
+            self._askew_for = self._askew_for + 1 if activation == _ASKEW else 0
+            if self._activated_for == 1:
+                self._activated_since = step
+            # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
+            is_first = not self._count and step == window.steps[0]
+            is_one = activation == 1 and (self._were_logits or (is_first and 0.9 < losses[0] / math.log(classes) < 1.1))
+            self._were_logits |= activation == 0 and classes > 0
+            lasts = self._activated_for >= self.measurements and step - self._activated_since >= self.lasts
+            if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._reported:
+                least = math.log1p((classes - 1) / math.e)
+                text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
+                text += f": it cannot fall below {least:.4g}" * (activation < 3)
+                yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
+            if self._askew_for == 2 and "askew" not in self._reported:
+                text = "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
+                yield self._once("askew", step, LOGITS, text, "output", _DIM)
+            if not self._classes or "label" in self._reported or math.isnan(count):
+                continue
+            if not self._labels:
+                self._labels_since = step
+            self._labels += [label, count]
+            each, counts = self._labels[::2], self._labels[1::2]
+            if not label:
+                self._reported["label"] = step  # of several classes, as it should be
+            elif (
+                len(each) >= self.measurements
+                and step - self._labels_since >= self.soon
+                and (sum(counts) >= _ALIKE or (len({*each}) > 1 and sum(counts) - len(counts) >= _BITS))
+            ):
+                which = "one" if len({*each}) > 1 else "the same"
+                text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
+                yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
+
+    def _weights(self, parameters: Rows, row: int) -> Iterator[Finding]:
+        """Looks at the weights of the first step, and at how far they have come."""
+        step = int(parameters.steps[row])
+        weights = parameters.tensors.matrices  # others may begin at zero, or be statistics that are kept as parameters
+        norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[row, weights])))
+        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[row, weights])).sum())
+        if not math.isnan(self._norm):
+            self._grown = norm / self._norm
+            self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
+            change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
+            if change is not None and is_soon and not {"rate", "chance"} & {*self._reported}:
+                loss, sizes = median(self._recent[-_HALF:]), _sizes(parameters, row)[1]
+                is_large = self._grown > 1 and self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
+                if loss > (self.early_share if is_large else self.flat_share) * self._chance:
+                    name, causes, text = change
+                    text += f" in {self._count} steps, the loss is {loss:.4g}, and guessing has {self._chance:.4g}"
+                    yield self._once("rate", step, name, text, "series", causes, grown=self._grown, loss=loss)
+            return
+        self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
+        judged, scales = _sizes(parameters, row)
+        if len(judged) < 2:
+            return
+        self._scale = median(scales)
+        if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
+            self._odd = parameters.names[judged[int(scales.argmax())]]
+        name = parameters.names[judged[0]]
+        if (parameters.field("min")[row, judged] == parameters.field("max")[row, judged]).all():
+            text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
+            text += "begin alike stay alike"
+            causes = ("an initialisation that is constant or zero, or was never called",)
+            yield self._once("weights", step, name, text, "parameter", causes, weights=len(judged))
+        elif self._scale < self.small:
+            text = f"weights begin {self._scale:.2g} times as large as keeps signals their size, by the median"
+            causes = ("an initialisation with a factor or a standard deviation far too small",)
+            yield self._once("weights", step, name, text, "parameter", causes, size=self._scale)
+
+    def _once(self, what: str, step: int, name: str, text: str, about: str, causes: Any, **more: Any) -> Finding:
+        self._reported[what] = step
+        return self.found(step, name, text, about, causes=causes, **more)
+
+    def _beginning(self, window: Window) -> Iterator[Finding]:
+        """Judges the losses of the first steps."""
+        usual, first, soon = math.log(self._classes), abs(self._first[0]), median(np.abs(self._first))
+        share = 0.0 if math.isnan(self._first_certain) else self._first_certain
+        if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
+            text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
+            text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
+            text += f"; {self._odd} begins far larger than other weights" * bool(self._odd)
+            where = (self._odd, text, "parameter") if self._odd else ("loss", text, "series")
+            yield self._once("far", 0, *where, _SCALES, loss=first, chance=usual, share=share)
+        elif soon > 2 * self.far * max(first, self._chance):
+            text = f"within {_SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
+            yield self._once("rate", 0, "lr", text, "series", _RATES, loss=soon, first=first)
+
+    def _later(self, window: Window, row: int, is_warm_up: bool) -> Iterator[Finding]:
+        """Judges the last losses, up to that of ``row``."""
+        step = int(window.steps[row])
+        # A loss that has become negative, though that of a classifier has a lowest value, usually 0.
+        usual, last, soon = math.log(self._classes), self._recent[-_SOON:], self._first[:_SOON]
+        least = usual + 2 * max(0.0, -median(soon))
+        if _CLOSE[0] * usual < -median(soon) < _CLOSE[1] * usual:
+            least = _CLOSE[1] * usual  # minus the loss of guessing, and worse than that
+        if "negative" not in self._reported and max(last) < min(0.0, *soon) and -median(last) > least:
+            text = f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
+            self._reported["chance"] = step
+            yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=self._recent[-1])
+        if {"chance", "rate", "learned"} & {*self._reported}:
+            return
+        now, chance = median(self._recent), self._chance
+        if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
+            self._reported["learned"] = step  # in the latter case its loss has other terms as well
+            return
+        if self._count < self.steps or self._count % _SPAN or is_warm_up:
+            return
+        is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
+        if now >= self.share * chance or is_flat:
+            text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
+            name, causes, more = self._likely(window, row)
+            text += f"{chance:.4g}{more}"
+            yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
+
+    def _change(self) -> tuple[str, tuple[str, ...], str] | None:
+        """If the norm of all weights has changed by far, what is to blame, causes, and how it has."""
+        if self._grown < 0.3:
+            causes = ("a weight decay that is far too large",)
+            return "weight_decay", causes, f"the weights have shrunk to {self._grown:.2g} of their norm"
+        if self._grown > 3:
+            return "lr", _RATES, f"the weights have grown to {self._grown:.3g} times their norm"
+        return None
+
+    def _likely(self, window: Window, row: int) -> tuple[str, tuple[str, ...], str]:
+        """The series that is to blame, causes, and an addition to the text, by what the rows show."""
+        share = _last_output(window, LOGITS)
+        norm = window.value("norm", row)
+        causes: tuple[str, ...]
+        if self._moved < 1e-3:
+            causes = ("a learning rate that is far too low, or falls too fast", "gradients clipped to a tiny norm",
+                      "an optimizer that does not step, or has other parameters")  # fmt: skip
+            return "lr", causes, f"; parameters have moved by {self._moved:.1g} of their norm"
+        change = self._change()
+        if change is not None:
+            return change[0], change[1], f"; {change[2]}"
+        if share > 0.3:
+            return "loss", _SCALES, f"; {share:.0%} of the predictions are certain"
+        if norm < 0.01 * self._gradient:
+            causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
+            return "norm", causes, f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
+        return "loss", self.causes, ""
+
+
+def _sizes(parameters: Rows, row: int) -> tuple[list[int], Floats]:
+    """The positions of weights, and for each its root mean square times the root of its number of inputs."""
+    shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
+    judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
+    inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
+    return judged, parameters.rms[row, judged] * np.sqrt(inputs)
+
+
+def _last_output(window: Window, name: str) -> float:
+    """The number ``name`` of the outputs, when last measured; 0 if it never was."""
+    outputs = window.latest.get("output")
+    return 0.0 if outputs is None else float(np.nan_to_num(outputs.of((name,)).mean[-1, 0]))
+
+
+def _classes_of(window: Window, gradients: Rows) -> int:
+    """The number of classes of the softmax that the loss ends with; 0 if there is none."""
+    order = window.run.backward_order or gradients.names[::-1]
+    last = order[0].rpartition(".")[0] if order else ""  # which may have more than a weight and a bias
+    for name in [*order[:2], *(name for name in order[2:6] if last and name.rpartition(".")[0] == last)]:
+        if name not in gradients.names:
+            continue
+        at = gradients.names.index(name)
+        info, norm = gradients.tensors.infos[at], float(gradients.l2_norm[0, at])
+        if info is None or not info.shape or info.shape[0] < 2 or not norm > 0:
+            continue
+        if abs(float(gradients.field("sum")[0, at])) <= _CANCELS * norm * math.sqrt(info.numel):
+            return int(info.shape[0])
+    return 0

@@ -1,0 +1,260 @@
+"""Rules about optimizer states, as measured by ``watch={"optimizer": n}``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from gradstat.recording.findings import Finding
+from gradstat.rules.base import Band, Episodes, LastingRule, PerName, Rule, series
+from gradstat.rules.rows import Floats, Rows, Window
+
+_SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
+
+
+def _states(window: Window, kinds: tuple[str, ...]) -> Iterator[tuple[str, Rows, tuple[str, ...]]]:
+    """For each measured kind, its name, its rows, and names of its tensors that are unique among kinds."""
+    for kind in kinds:
+        rows = window.rows(kind)
+        if rows is not None:
+            yield kind, rows, tuple(f"{kind} {name}" for name in rows.names)
+
+
+class GradientsNotZeroed(Rule):
+    """Steps with gradients that still contain those of the step before, since nobody has zeroed them.
+
+    Known exactly, from versions of a gradient. Gradients that are added up between two steps are not meant, nor those
+    that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``. Not known under FSDP 2, which adds to
+    gradients itself, and if gradients are added with ``create_graph=True``.
+
+    Args:
+        in_a_row: Number of steps in a row.
+    """
+
+    name = "gradients-not-zeroed"
+    causes = (
+        "optimizer.zero_grad() is not called between steps, or only that of another optimizer",
+        "gradients that are kept on purpose, as momentum by hand: then leave this rule out of rules=",
+    )
+    advice = ("call optimizer.zero_grad() once per step, after optimizer.step()",)
+
+    def __init__(self, in_a_row: int = 2) -> None:
+        self.in_a_row = in_a_row
+        self._run = 0
+        self._reported = False
+
+    def bands(self) -> Mapping[str, Band]:
+        return {} if self._reported else {"not_zeroed": (-math.inf, 0.0)}
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        for step, is_kept in series(window, "not_zeroed"):
+            self._run = self._run + 1 if is_kept > 0 else 0
+            self._reported = self._reported and self._run > 0
+            if self._run >= self.in_a_row and not self._reported:
+                self._reported = True
+                text = f"the last {self._run} steps of the optimizer used gradients that still contained those of the "
+                text += "step before: nobody zeroes them"
+                # It is known of a step when the next one is measured.
+                yield self.found(step - self._run, "gradients", text, in_a_row=self._run)
+        if "not_zeroed" not in window.scalars and len(window.steps):
+            self._run, self._reported = 0, False
+
+
+class MomentumDrift(Rule):
+    """Momentum far larger or smaller than the gradients can make it, or one that never forgets.
+
+    Args:
+        factor: Norm of a momentum over the largest total norm of gradients so far, so that weight decay does not
+            matter. A momentum of 0.99 without dampening reaches 100 times a constant gradient.
+        max_momentum: The largest momentum, or beta1, that is no mistake: 0.999 averages the gradients of the last 1,000
+            steps.
+        least: The norm of all momenta over the lowest norm of gradients since they were measured before, if all
+            parameters with a gradient have one.
+        tiny: That norm is also below this. Gradients of any size may be clipped to a norm of 1, and 0.01 is rare.
+        falls: Or the ratio falls below this fraction of the smallest so far, and the norm of the momenta below ten
+            times this fraction. A momentum of 0.9 keeps 0.005 of itself in 50 steps; in healthy trainings of the tests
+            and in public programs the ratio falls to no less than 0.16.
+    """
+
+    name = "momentum-drift"
+    causes = (
+        "a state of the optimizer that was overwritten or restored wrongly",
+        "a momentum so close to 1 that gradients accumulate",
+    )
+    advice = ("compare the state with that of the last checkpoint", "lower the momentum (or beta1)")
+
+    def __init__(
+        self,
+        factor: float = 100.0,
+        max_momentum: float = 0.999,
+        least: float = 1e-4,
+        tiny: float = 1e-3,
+        falls: float = 0.02,
+    ) -> None:
+        self.factor, self.max_momentum, self.least, self.tiny, self.falls = factor, max_momentum, least, tiny, falls
+        self._largest = 0.0
+        self._ratio = self._norm = 0.0  # the smallest so far, as for `least`, the ratio at most 1; 0 if none
+        self._lowest, self._count = math.inf, 0  # since the momenta were measured: the lowest norm, and steps
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        momentum = window.run.momentum
+        if momentum > self.max_momentum and len(window.steps) and self._episodes.record("momentum", window.steps[-1]):
+            span = f"the last {1 / (1 - momentum):,.0f} steps" if momentum < 1 else "all steps"
+            text = f"the momentum (or beta1) of the optimizer is {momentum:g}: a step follows the gradients of {span}"
+            advice = ("use a momentum from 0.9 to 0.99",)
+            causes = ("momentum and the decay of the second moment (beta2) interchanged, or a digit too many",)
+            yield self.found(window.steps[-1], "optimizer", text, causes=causes, advice=advice, momentum=momentum)
+        yield from self._small(window, window.scalars.get("finite_norm", np.empty(0)))
+        norms = np.concatenate([[self._largest], window.scalars.get("finite_norm", ())])
+        norms[~np.isfinite(norms)] = 0.0
+        np.maximum.accumulate(norms, out=norms)
+        self._largest = float(norms[-1])
+        for kind, rows, names in _momenta(window):
+            for row, step in enumerate(rows.steps.tolist()):
+                largest = norms[np.searchsorted(window.steps, step)]  # of earlier steps, which produced the state
+                if not largest > 0:
+                    continue
+                sizes = np.nan_to_num(rows.l2_norm[row], posinf=np.finfo(np.float64).max)
+                due = np.flatnonzero(sizes > self.factor * largest).tolist()
+                fresh = [i for i in due if self._episodes.record(names[i], step)]
+                if fresh:
+                    i = max(fresh, key=lambda i: sizes[i])
+                    text = f"the optimizer's {kind} of {rows.names[i]} has a norm of {sizes[i]:.3g}; the norm of "
+                    text += f"all gradients together never exceeded {largest:.3g}"
+                    evidence = {"norm": sizes[i], "largest_gradient": largest, "parameters": len(fresh)}
+                    yield self.found(step, rows.names[i], text, about=kind, **evidence)
+
+    def _small(self, window: Window, norms: Floats) -> Iterator[Finding]:
+        """Finds that the optimizer averages far smaller gradients than were measured, which had these ``norms``."""
+        at = 0
+        for kind, rows, _ in itertools.islice(_momenta(window), 1):
+            for row, step in enumerate(rows.steps.tolist()):
+                stop = int(np.searchsorted(window.steps, step))
+                lowest, count = min([self._lowest, *norms[at:stop].tolist()]), self._count + stop - at
+                at, self._lowest, self._count = stop, math.inf, 0
+                norm = math.hypot(*np.nan_to_num(rows.l2_norm[row]).tolist())
+                if count < _ENOUGH or not 0 < norm < lowest < math.inf or not _are_of_all(rows.names, window):
+                    continue
+                ratio = norm / lowest
+                has_fallen = ratio < self.falls * self._ratio and norm < 10 * self.falls * self._norm
+                is_small = has_fallen or (ratio < self.least and norm < self.tiny)
+                if is_small and self._episodes.record("small", step):
+                    text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
+                    text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
+                    more: dict[str, Any] = {"causes": _SMALLER, "advice": (), "norm": norm, "gradients": lowest}
+                    yield self.found(step - count, "optimizer", text, about=kind, **more)
+                self._ratio, self._norm = min(self._ratio or 1.0, ratio), min(self._norm or norm, norm)
+        self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
+
+
+def _momenta(window: Window) -> Iterator[tuple[str, Rows, tuple[str, ...]]]:
+    """The averages of gradients; RMSprop's ``momentum_buffer`` is one of gradients over their size."""
+    return _states(window, ("exp_avg", "momentum_buffer") if window.rows("square_avg") is None else ())
+
+
+def _are_of_all(names: tuple[str, ...], window: Window) -> bool:
+    """Whether all parameters with a gradient are among ``names``: there may be several optimizers."""
+    gradients = window.latest.get("gradient")
+    if gradients is None or gradients.names == names:
+        return True
+    return {gradients.names[i] for i in np.flatnonzero(gradients.present[-1])} <= {*names}
+
+
+# A momentum is compared with the gradients of so many steps.
+_ENOUGH = 16
+_SMALLER = (
+    "gradients that are clipped to a tiny norm, or divided, between backward() and the step",
+    "gradients that are set to zero before the step",
+)
+
+
+class SecondMomentDrop(Rule):
+    """A second moment that has shrunk faster than beta2 allows: overwritten, cleared, or restored wrongly.
+
+    It is an average of squares whose weights decay by beta2 per step, so a fraction of at least ``beta2 ** steps``
+    remains of it. Nothing is reported if beta2 is not known.
+
+    Args:
+        factor: Reported below this fraction of what must remain: optimizers may step several times per monitored step.
+    """
+
+    name = "second-moment-drop"
+    causes = (
+        "a state of the optimizer that was cleared or restored wrongly; the next updates are far too large",
+        "memory that was overwritten",
+    )
+    advice = (
+        "restore the optimizer together with the model, from the same checkpoint",
+        "if states were cleared on purpose, warm up the learning rate again",
+    )
+
+    def __init__(self, factor: float = 0.5) -> None:
+        self.factor = factor
+        self._norms, self._when = PerName(0.0), PerName(0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        decay = window.run.second_moment_decay
+        for kind, rows, names in _states(window, _SECOND_MOMENTS if decay else ()):
+            last_norms, when = self._norms.values_for(names), self._when.values_for(names)
+            for row, step in enumerate(rows.steps.tolist()):
+                norms = rows.l2_norm[row]
+                dropped = norms < self.factor * decay ** (step - when) * last_norms
+                due = [i for i in np.flatnonzero(dropped).tolist() if rows.nonfinite[row, i] == 0]
+                fresh = [i for i in due if self._episodes.record(names[i], step)]
+                if fresh:
+                    i = min(fresh, key=lambda i: norms[i] / last_norms[i])
+                    name, steps = rows.names[i], step - int(when[i])
+                    fallen = f"has fallen to {norms[i] / last_norms[i]:.2g} of what it was {steps} steps before"
+                    evidence = {"before": last_norms[i], "now": norms[i], "steps": steps, "parameters": len(fresh)}
+                    text = f"the optimizer's {kind} of {name} {fallen}, faster than beta2 allows"
+                    yield self.found(step, name, text, about=kind, **evidence)
+                is_finite = np.isfinite(norms)
+                np.copyto(last_norms, norms, where=is_finite)
+                np.copyto(when, step, where=is_finite)
+
+
+class SmallSecondMoment(LastingRule):
+    """A second moment so small that eps dominates the optimizer's denominator.
+
+    Then updates shrink with the gradients, and the parameter stops learning (M. Wortsman and others, Small-scale
+    proxies for large-scale Transformer training instabilities, arXiv 2309.14322). Only weights of two dimensions and
+    more are judged: the gradient of a bias before a batch norm is rounding error, and no problem.
+
+    Args:
+        eps_multiple: The square roots of all elements are below this many times eps, or ``usual`` if that is less.
+        usual: The eps that torch's optimizers have if none is given. A larger one is chosen to dominate, as in PPO.
+        measurements: Number of measurements in a row.
+    """
+
+    name = "small-second-moment"
+    quiet = 10_000
+    causes = ("gradients that are tiny for this parameter: a deep or wide model, or vanishing gradients",)
+    advice = (
+        "use a smaller eps in the optimizer, 1e-15 for example",
+        "find out why its gradients are so small: see vanishing-gradient",
+    )
+
+    def __init__(self, eps_multiple: float = 1.0, measurements: int = 2, usual: float = 1e-8) -> None:
+        super().__init__()
+        self.eps_multiple, self.measurements, self.usual = eps_multiple, measurements, usual
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        eps = window.run.optimizer_eps
+        limit = (self.eps_multiple * min(eps, self.usual)) ** 2
+        for kind, rows, names in _states(window, _SECOND_MOMENTS):
+            largest = rows.field("max")
+            # All zero means no gradient yet, which other rules report.
+            low = rows.tensors.matrices & (largest < limit) & (largest > 0)
+            for row, fresh, _, since in self.lasting(rows, low, self.measurements, names):
+                i = fresh[0]
+                name, value = rows.names[i], largest[row, i]
+                text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"
+                text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
+                evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
+                yield self.found(since[i], name, text, about=kind, **evidence)

@@ -1,0 +1,232 @@
+"""The input of rules: rows of new steps as arrays, with derived statistics computed lazily."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat._core.tensors import TensorInfo
+from gradstat.recording.recording import COLUMNS, Series
+from gradstat.tensor_stats import RowValues, TensorStats
+
+__all__ = ["Observation", "Rows", "RunSettings", "Window"]
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a parameter is a weight rather than a bias or gain, which may have a shape such as (1, 64, 1, 1)."""
+    return len(shape) == 2 or (len(shape) > 2 and sum(size != 1 for size in shape) > 1)
+
+
+class TensorSet(NamedTuple):
+    """Which tensors the rows of a kind belong to."""
+
+    names: tuple[str, ...]  # in the order of the model
+    infos: tuple[TensorInfo | None, ...]  # None for a tensor that was never measured
+    numel: npt.NDArray[np.int64]
+    values: Floats  # count of real numbers: a complex element is two
+    matrices: Bools  # which tensors have two or more dimensions, and are no vectors shaped for broadcasting
+
+    @classmethod
+    def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> TensorSet:
+        numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
+        parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
+        matrices = np.array([info is not None and _is_matrix(info.shape) for info in infos], dtype=bool)
+        return cls(tuple(names), tuple(infos), numel, numel * parts, matrices)
+
+
+class Rows(RowValues):
+    """The rows of one kind of tensors over some steps.
+
+    Attributes:
+        tensors: Which tensors the rows belong to; the newest, if some changed their size.
+        steps: ``[m]`` int64, rising.
+        raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
+        numel: Number of elements, ``[n]``, or ``[m, n]`` if it varies.
+        values: Count of real numbers, of the shape of ``numel``: a complex element is two.
+        by_row: Which tensors each row belongs to, of the same names; None if ``tensors`` is true of all.
+
+    All values below are ``[m, n]`` float64 over finite elements, as in `gradstat.TensorStats`, NaN where there is none.
+    """
+
+    def __init__(
+        self, tensors: TensorSet, steps: npt.NDArray[np.int64], raw: Floats, by_row: Sequence[TensorSet] | None = None
+    ) -> None:
+        numel, values = tensors.numel, tensors.values
+        if by_row is not None:
+            numel, values = np.stack([row.numel for row in by_row]), np.stack([row.values for row in by_row])
+        super().__init__(raw, numel, values)
+        self.tensors, self.steps, self.by_row = tensors, steps, by_row
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``[n]`` names."""
+        return self.tensors.names
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def of(self, names: tuple[str, ...]) -> Rows:
+        """The rows of the tensors ``names``, in this order; tensors that have no rows count as absent."""
+        if names == self.names:
+            return self
+        place = {name: i for i, name in enumerate(self.names)}
+        here = [i for i, name in enumerate(names) if name in place]
+        at = [place[names[i]] for i in here]
+        raw = np.full((len(self), len(names), self.raw.shape[2]), math.nan)
+        raw[:, here] = self.raw[:, at]
+
+        def renamed(tensors: TensorSet) -> TensorSet:
+            return TensorSet.of(names, [tensors.infos[place[name]] if name in place else None for name in names])
+
+        by_row = None if self.by_row is None else list(map(renamed, self.by_row))
+        return Rows(renamed(self.tensors), self.steps, raw, by_row)
+
+    def first_nonfinite(self, row: int, position: int) -> list[int] | None:
+        """Index of the first NaN or Inf of one tensor, as in `gradstat.TensorStats`; None if all are finite.
+
+        Args:
+            row: Position in `Rows.steps`.
+            position: Position in `names`.
+        """
+        info = (self.tensors if self.by_row is None else self.by_row[row]).infos[position]
+        stats = None if info is None else TensorStats(self.names[position], info, self, (row, position))
+        return None if stats is None or stats.first_nonfinite is None else list(stats.first_nonfinite)
+
+    @functools.cached_property
+    def newest(self) -> Rows:
+        """A copy of the rows of the newest step, which keeps no other rows alive."""
+        return Rows(self.tensors, self.steps[-1:], self.raw[-1:].copy())
+
+    @functools.cached_property
+    def present(self) -> Bools:
+        """Which tensors were present."""
+        present: Bools = ~np.isnan(self.raw[:, :, 0])
+        return present
+
+    @functools.cached_property
+    def l2_norm(self) -> Floats:
+        """L2 norm, of the finite elements like all other values."""
+        return self.finite_norm
+
+    def series(self) -> Series:
+        """The rows in the float32 form that the history keeps."""
+        values = np.empty((*self.raw.shape[:2], len(COLUMNS)), dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for i, name in enumerate(COLUMNS):
+                values[:, :, i] = self.column(name)
+        # Values beyond float32 are clamped to its largest number, since infinity has another meaning here.
+        if np.isinf(values).any():
+            limit = np.finfo(np.float32).max
+            np.clip(values, -limit, limit, out=values)
+        return Series(self.names, self.tensors.numel, self.steps, values)
+
+
+def rate_name(group: int) -> str:
+    """The name of the scalar with a group's learning rate.
+
+    Other groups than the first have this scalar only in steps in which their rate differs from the first group's.
+    """
+    return f"lr[{group}]" if group else "lr"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An observation that is not a row of statistics.
+
+    Attributes:
+        kind: What was observed, ``"replicas"`` for example.
+        step: The step.
+        value: The result; its type depends on ``kind``.
+    """
+
+    kind: str
+    step: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings and properties of the run.
+
+    Attributes:
+        backward_order: Parameters in the order in which their gradients were complete; empty if not known.
+        is_scaled: Whether there is a loss scaler, so that occasional overflows are expected.
+        max_norm: The norm that gradients are clipped to, if the monitor was told.
+        optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
+        momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
+        second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
+        initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
+        classes: Number of classes of labels, if the monitor was told.
+        is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
+        origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
+        skipped_by: What skips steps with gradients that are not finite; empty if nothing is known to.
+    """
+
+    backward_order: tuple[str, ...] = ()
+    is_scaled: bool = False
+    max_norm: float | None = None
+    optimizer_eps: float = 0.0
+    momentum: float = 0.0
+    second_moment_decay: float = 0.0
+    initial_lrs: tuple[float, ...] = ()
+    classes: int | None = None
+    is_stepped_by_user: bool = True
+    origin_is_unknown: bool = False
+    skipped_by: str = ""
+
+    def first_in_backward(self, names: Sequence[str]) -> str:
+        """The parameter among ``names``, given in model order, whose gradient was complete first."""
+        return next((name for name in self.backward_order if name in names), names[-1])
+
+
+@dataclass(frozen=True)
+class Window:
+    """New steps, as rules get them.
+
+    Attributes:
+        steps: ``[k]`` int64.
+        scalars: By name ``[k]`` float64, as in `gradstat.monitor.Recording.scalars`.
+        tables: By kind, as in `gradstat.monitor.Recording.tables`, the rows of the steps in which it was measured.
+        run: What else is known about the run.
+        observations: Other observations, in order.
+        latest: By kind, the newest rows before or in these steps, of one step; without kinds that were never measured.
+    """
+
+    steps: npt.NDArray[np.int64]
+    scalars: Mapping[str, Floats]
+    tables: Mapping[str, Rows]
+    run: RunSettings = field(default_factory=RunSettings)
+    observations: Sequence[Observation] = ()
+    latest: Mapping[str, Rows] = field(default_factory=dict)
+
+    def scalar(self, name: str) -> Floats | None:
+        """The values of the scalar ``name`` in these steps, or None if there are none."""
+        values = self.scalars.get(name)
+        return None if values is None or (np.isnan(values).all() and name != "loss") else values
+
+    def value(self, name: str, row: int) -> float:
+        """The value of the scalar ``name`` in one of these steps, NaN if there is none.
+
+        Args:
+            name: As in ``scalars``.
+            row: The position of the step in ``steps``.
+        """
+        return float(self.scalars[name][row]) if name in self.scalars else math.nan
+
+    def observed(self, kind: str) -> list[Observation]:
+        """The observations of a kind."""
+        return [seen for seen in self.observations if seen.kind == kind]
+
+    def rows(self, kind: str) -> Rows | None:
+        """The rows of a kind, or None if it was not measured in these steps."""
+        rows = self.tables.get(kind)
+        return None if rows is None or not (len(rows.steps) and rows.tensors.names) else rows

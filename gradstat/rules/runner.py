@@ -1,0 +1,115 @@
+"""Runs the rules on new steps, and switches off one that fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from gradstat._core.warn import warn_of_failure
+from gradstat.recording.findings import Finding
+from gradstat.rules import Rule
+from gradstat.rules.base import Band, Episodes
+from gradstat.rules.rows import Floats, Window
+
+# Number of rows that may wait for a review, unless they are of less than 64 steps: 16 MB.
+_MAX_ROWS = 200_000
+
+
+class RuleRunner:
+    """Runs the rules; at most ``every`` healthy steps are between two reviews.
+
+    Reviews come right after a step whose number is a multiple of ``weights``, in which parameters are measured, so that
+    these numbers do not wait; 0 if they never are.
+
+    Attributes:
+        next_review: The number of steps after which the next review is due.
+    """
+
+    def __init__(self, rules: Sequence[Rule], every: int, weights: int = 0) -> None:
+        self.rules = list(rules)
+        self._banded = [rule for rule in rules if type(rule).bands is not Rule.bands]
+        self._every, self._weights = every, weights
+        self._failed: set[int] = set()
+        self._rates: list[float] = []
+        self._bands: list[tuple[str, float, float]] = []
+        self.next_review = 1
+        self.refresh(0)
+
+    def is_out_of_band(self, scalars: Mapping[str, float]) -> bool:
+        """Whether one of ``scalars`` is outside of a rule's band, so that the step is reviewed at once."""
+        for name, low, high in self._bands:  # noqa: SIM110 - a generator takes longer, in every step
+            if name in scalars and not low <= scalars[name] <= high:
+                return True
+        return False
+
+    def review(self, window: Window) -> list[Finding]:
+        """The findings of the rules, by the steps in which they began."""
+        findings: list[Finding] = []
+        # Squares and sums of huge float64 numbers overflow, but comparisons with them stay correct.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            for rule in self.rules:
+                if id(rule) in self._failed:
+                    continue
+                try:
+                    findings += list(rule.review(window))
+                except Exception:
+                    self._switch_off(rule)
+        self._remember(window.scalars)
+        rows = window.rows("gradient")
+        self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
+        findings.sort(key=lambda finding: finding.step)
+        if len(self._rates) == 101 and self._rates[0] > 0:
+            first, middle, last = self._rates[::50]
+            # A learning rate that has grown by the same factor for a hundred steps: in the end training diverges.
+            if middle > 1.5 * first and 0.8 < (last / middle) / (middle / first) < 1.25:
+                return [replace(finding, severity="info") for finding in findings]
+        return findings
+
+    def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
+        """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
+        self._rates = []
+        self._remember(scalars)
+        self.refresh(steps)
+
+    def _remember(self, scalars: Mapping[str, Floats]) -> None:
+        self._rates = [*self._rates, *scalars.get("lr", np.empty(0)).tolist()][-101:]
+
+    def last_steps(self, names: set[str]) -> list[int]:
+        """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""
+        recorded = [getattr(rule, "_episodes", None) for rule in self.rules if rule.name in names]
+        return [step for episodes in recorded if isinstance(episodes, Episodes) for step in episodes.values()]
+
+    def refresh(self, steps: int | None, tensors: int = 0) -> None:
+        """Updates the bands of all rules; if ``steps``, the number so far, is given, schedules the next review.
+
+        ``tensors`` are measured in every step: rows that wait for the review take memory.
+        """
+        joined: dict[str, Band] = {}
+        for rule in self._banded:
+            if id(rule) in self._failed:
+                continue
+            try:
+                for name, (low, high) in rule.bands().items():
+                    band = joined.get(name, (-math.inf, math.inf))
+                    joined[name] = (max(low, band[0]), min(high, band[1]))
+            except Exception:
+                self._switch_off(rule)
+        self._bands = [(name, low, high) for name, (low, high) in joined.items()]
+        if steps is not None:
+            # The first steps are reviewed soon, so that problems from the start are reported early. Later a review may
+            # be late by a sixteenth of the run: its cost per step falls with the number of steps. A review of a step
+            # out of band does not put off the next one, so that whatever began in that step is reported early, too.
+            later = min(steps // 16, _MAX_ROWS // max(tensors, 1))
+            due = steps + min(max(steps, 1), max(later, 64), self._every)
+            if self._weights:
+                measured = (due - 1) // self._weights * self._weights + 1
+                due = measured if measured > steps else due
+            self.next_review = self.next_review if steps < self.next_review < due else due
+
+    def _switch_off(self, rule: Rule) -> None:
+        """Monitoring must not end the training: after the exception being handled, ``rule`` does not run again."""
+        self._failed.add(id(rule))
+        warn_of_failure(f"the rule {rule.name!r} failed and is switched off")

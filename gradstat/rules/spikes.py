@@ -1,0 +1,282 @@
+"""Jumps of losses and gradient norms: values far above their running median, and levels that change at once."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
+from gradstat.rules.base import Episodes, Rule, series
+from gradstat.rules.rows import Floats, Window
+
+# Number of values that define the initial level.
+_BEGINNING = 20
+
+# Minimum number of values before there is any limit.
+_FEW = 5
+
+# Limits are updated after this many values, whatever the length of windows.
+_EVERY = 32
+
+
+# A level is the median of this many values.
+_BLOCK = 8
+# So many levels must be known before the last ones are judged.
+_KNOWN = 12
+
+
+class Shift(NamedTuple):
+    """A level that changed in step ``began``, which showed in ``step``."""
+
+    began: int
+    step: int
+    before: float
+    after: float
+
+
+class LevelRule(Rule):
+    """A series whose level changes at once, and lasts.
+
+    A single value may be anything, but medians of eight are nearly normally distributed, however heavy the tails. The
+    mean of the last ones is compared with those before, continued by their trend, so that neither learning nor a slow
+    drift counts; each of them exceeds all but one of those before.
+
+    Six errors are where a guard draws the line. Other thresholds are conventions of gradstat: the smallest round
+    numbers with which healthy trainings and programs of its tests are silent over five seeds.
+
+    Args:
+        errors: The level moved by so many standard errors, estimated from differences of neighbouring values.
+        moves: It also moved by so many times its largest earlier move, since values may depend on each other.
+    """
+
+    fresh: ClassVar[int] = 2
+    before: ClassVar[int] = 6
+    kept: ClassVar[int] = 18
+
+    def __init__(self, errors: float, moves: float) -> None:
+        super().__init__()
+        self.errors, self.moves = errors, moves
+        self._levels: list[float] = []
+        self._scatters: list[float] = []  # median differences of neighbouring values, by level
+        self._rest = 0  # values that are in no level yet
+        self._recent: list[float] = []  # the last values, with these
+        self._recent_steps: list[int] = []
+
+    def shifts(self, steps: npt.NDArray[np.int64], values: Floats, sign: int) -> Iterator[Shift]:
+        """Adds the ``values`` of ``steps``; yields when their level has risen (``sign`` 1) or fallen (-1)."""
+        is_finite = np.isfinite(values)
+        steps, values = steps[: len(values)][is_finite], values[is_finite]
+        recent, recent_steps = self._recent + values.tolist(), self._recent_steps + steps.tolist()
+        first = len(self._recent) - self._rest
+        count, self._rest = divmod(self._rest + len(values), _BLOCK)
+        blocks = np.array(recent[first : first + count * _BLOCK]).reshape(count, _BLOCK)
+        ordered, apart = np.sort(blocks), np.sort(np.abs(blocks[:, 1:] - blocks[:, :-1]))
+        levels = self._levels + (ordered[:, 3] / 2 + ordered[:, 4] / 2).tolist()
+        scatters = self._scatters + apart[:, 3].tolist()
+        for block in range(count):
+            at = len(levels) - count + block + 1
+            if at < self.before + self.fresh:
+                continue
+            older, now = levels[at - self.fresh - self.before : at - self.fresh], levels[at - self.fresh : at]
+            if min(now) <= sorted(older)[-2] if sign > 0 else max(now) >= sorted(older)[1]:
+                continue
+            last = slice(max(0, at - self.kept), at)
+            moved = self._moved(levels[last], scatters[last], sign)
+            if moved is not None:
+                before, after = moved
+                # It began where the sum of signs around the middle, from there on, is largest.
+                end = first + (block + 1) * _BLOCK
+                middle = before / 2 + after / 2
+                span = recent[end - (self.fresh + 1) * _BLOCK : end]
+                sums = list(itertools.accumulate(1 if sign * (value - middle) > 0 else -1 for value in reversed(span)))
+                began = end - 1 - sums.index(max(sums))
+                yield Shift(recent_steps[began], recent_steps[end - 1], before, after)
+        self._levels, self._scatters = levels[-self.kept :], scatters[-self.kept :]
+        kept = (self.fresh + 2) * _BLOCK
+        self._recent, self._recent_steps = recent[-kept:], recent_steps[-kept:]
+
+    def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float] | None:
+        """If it has moved, the level before, as its trend would have continued it, and now."""
+        fresh, count = self.fresh, self.before
+        older, now = levels[:-fresh], levels[-fresh:]
+        if len(older) < _KNOWN:  # too few moves to know the usual ones
+            return None
+        reference = older[-count:]
+        before, after = median(reference), sum(now) / fresh
+        trend = median(reference[count // 2 :]) - median(reference[: count // 2])
+        shift = sign * (after - before) - max(0.0, sign * trend * (count + fresh) / count)
+        # The standard error of a median is 1.25 times that of a mean.
+        deviation = MAD / math.sqrt(2) * median(scatters[:-fresh])
+        error = 1.25 * deviation * math.sqrt(1 / (fresh * _BLOCK) + 1 / (count * _BLOCK))
+        if not shift > self.errors * error:
+            return None
+        means = np.convolve(older, np.ones(fresh) / fresh, "valid")
+        moves = means[fresh:] - means[:-fresh]
+        largest = float(np.abs(moves - median(moves.tolist())).max())
+        return (after - sign * shift, after) if shift > self.moves * largest else None
+
+
+class NormLevelRule(LevelRule):
+    """Base of rules on the level of the total gradient norm, on a logarithmic scale.
+
+    It may change with the number of parameters that have gradients, as when layers are frozen, and with the learning
+    rate, as in a warm-up by epochs; both count for ``settling`` steps.
+
+    Args:
+        errors, moves: As for `LevelRule`.
+        level_factor: The level moved by at least this factor. Batches, learning rates and progress move it less.
+    """
+
+    settling: ClassVar[int] = 64
+
+    def __init__(self, errors: float, moves: float, level_factor: float = 2.2) -> None:
+        super().__init__(errors, moves)
+        self.level_factor = level_factor
+        self._present = 0  # gradients in the last step
+        self._rate = math.nan
+        self._changes: list[int] = []  # the last steps in which either changed
+
+    def norm_shifts(self, window: Window, sign: int) -> Iterator[Shift]:
+        """As `shifts`, of the norms of ``window``, with the same ``sign``."""
+        rows, norms = window.rows("gradient"), window.scalars.get("norm", np.empty(0))
+        if rows is not None:
+            for step, count in zip(rows.steps.tolist(), rows.present.sum(1).tolist(), strict=True):
+                if count != self._present:
+                    self._present = count
+                    self._changes.append(step)
+        rates = [self._rate, *window.scalars.get("lr", np.empty(0)).tolist()]
+        self._rate = rates[-1]
+        pairs = zip(window.steps.tolist(), rates, rates[1:], strict=False)
+        self._changes += [step for step, old, new in pairs if max(old, new) > 1.5 * min(old, new)]
+        for shift in self.shifts(window.steps, np.log(norms), sign):
+            is_same = not any(shift.began - self.settling < step <= shift.step for step in self._changes)
+            if is_same and abs(shift.after - shift.before) > math.log(self.level_factor):
+                yield shift._replace(before=math.exp(shift.before), after=math.exp(shift.after))
+        last = int(window.steps[-1]) if len(window.steps) else 0
+        self._changes = [step for step in self._changes if last - step < 2 * self.settling]
+
+
+class SpikeRule(LevelRule):
+    """A series that jumps and stays high, or that jumps beyond all earlier values.
+
+    A jump of one step means little: the better a model has learned, the more a single hard sample stands out, at any
+    ratio to the median, up to the values with which training began. So a finding takes several values above the limit
+    within few steps, or one that is beyond the initial level.
+
+    Args:
+        sigmas: The limit is so many spreads above the median of the window, each as a `gradstat.SpikeGuard` defines
+            it: the largest of the robust standard deviation, half the distance from the median to the largest value,
+            and a hundredth of the median. They are those of the newer half of the window, since losses fall.
+        log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
+            this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
+            counts, are no heavier than those of a normal distribution.
+        lost_progress: It is also at least this fraction of the way from the median back to the initial level, the third
+            quartile of the first 20 values.
+        min_count, within_steps: A jump is so many values above the limit in so many steps. It began with the first.
+        single_factor: A single value is a jump if it is above this many times the initial level and the largest in the
+            window.
+        warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.
+        errors, moves: As for `LevelRule`.
+        factor: The limit is also at least this many times the median.
+        window: Number of steps in the window.
+        quiet: A jump this many steps after the last one is a new finding.
+    """
+
+    factor = 1.0
+
+    def __init__(
+        self, sigmas: float, log_sigmas: float, lost_progress: float, min_count: int, within_steps: int,
+        single_factor: float, warmup_factor: float, errors: float, moves: float, window: int, quiet: int,
+    ) -> None:  # fmt: skip
+        super().__init__(errors, moves)
+        self.sigmas, self.log_sigmas = sigmas, log_sigmas
+        self.lost_progress, self.min_count, self.within_steps = lost_progress, min_count, within_steps
+        self.single_factor, self.warmup_factor, self.window = single_factor, warmup_factor, window
+        self._values: list[float] = []
+        self._first: list[float] = []
+        self._leaps: list[int] = []
+        self._new = 0
+        self._median = math.nan  # of the window, when it is half full
+        self._scatter = 1.0  # the factor by which values of this series usually differ
+        self._high = self._beyond = math.inf
+        self._episodes = Episodes(quiet)
+
+    def in_order(
+        self, window: Window, name: str, shifts: Iterable[Shift]
+    ) -> Iterator[tuple[int, int, float, Shift | None]]:
+        """Rows, steps and values of ``name`` in ``window``; each of ``shifts`` behind the value in which it showed."""
+        values = ((row, step, value, None) for row, (step, value) in enumerate(series(window, name)))
+        return heapq.merge(values, [(0, shift.step, 0.0, shift) for shift in shifts], key=operator.itemgetter(1))
+
+    def detect_jump(self, step: int, value: float) -> int | None:
+        """Adds a finite value; returns the step in which a jump detected now began, or None."""
+        began = None
+        alone, is_high = value > self._beyond, value > self._high
+        if is_high:
+            self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
+        if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.record("leap", step):
+            began = self._leaps[0] if is_high else step
+        if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
+            self._values[-self.within_steps :], default=math.inf
+        ):
+            self._beyond = self.single_factor * value  # steady growth is not a jump
+        if len(self._first) < _BEGINNING:
+            self._first.append(value)
+        self._values.append(value)
+        self._new += 1
+        # Counted in values, so that results do not depend on where one review ends and the next begins.
+        if self._new == _EVERY:
+            self._new = 0
+        if not self._new or len(self._values) in (_FEW, self.window // 2):
+            self.set_limits()
+        return began
+
+    def beginning(self) -> float:
+        """The initial level: the third quartile of the first values."""
+        first = sorted(self._first or self._values)
+        return first[len(first) * 3 // 4]
+
+    def set_limits(self) -> None:
+        """Updates the limits for the next steps."""
+        del self._values[: -self.window]
+        if len(self._values) < self.window // 2:
+            largest = max(self._values)
+            self._high = self._beyond = self.warmup_factor * largest if largest > 0 else math.inf
+            return
+        # Sorting a hundred numbers is faster than numpy's median of them.
+        newer = sorted(self._values[-self.window // 2 :])
+        self._median = median = newer[len(newer) // 2]
+        first = self.beginning()
+        sizes = newer if newer[0] > 0 else sorted(abs(value) for value in newer if value)
+        if sizes:
+            self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
+        size = sizes[len(sizes) // 2] if sizes else 0.0
+        relapse = self.lost_progress * (first - median)
+        spread = max(_spread(newer), OF_LARGEST * (newer[-1] - median), OF_MEDIAN * size)
+        above = max(self.sigmas * spread, (self.factor - 1) * size, relapse)
+        self._beyond = max(median + above, self.single_factor * max(first, *self._values))
+        self._high = median + max(above, (self._scatter - 1) * size)
+
+
+def _spread(values: Sequence[float], scale: Callable[[float], float] = float) -> float:
+    """A robust standard deviation of sorted ``values``, on a monotonic ``scale``."""
+    half = len(values) // 2
+    median = scale(values[half])
+    # The ``half`` nearest neighbours of the median are contiguous. Bisection finds where they begin: the first value
+    # that is no farther from the median than the one just above the range.
+    low, high = 0, len(values) - half - 1
+    while low < high:
+        middle = (low + high) // 2
+        if median - scale(values[middle]) > scale(values[middle + half + 1]) - median:
+            low = middle + 1
+        else:
+            high = middle
+    return MAD * max(median - scale(values[low]), scale(values[low + half]) - median)

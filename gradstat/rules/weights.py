@@ -1,0 +1,422 @@
+"""Rules about weights, and gradients and updates relative to them: out of proportion, overwritten, unchanged."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from gradstat.recording.findings import Finding, Severity
+from gradstat.rules.advice import CLIP, Remedy
+from gradstat.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, median, run_lengths
+from gradstat.rules.rows import Bools, Rows, Window
+
+
+class GradientWeightRatio(Rule):
+    """Gradients out of proportion to their weights.
+
+    Only weights of two dimensions and more are judged, since biases and gains begin at 0 or 1 by convention. A weight
+    is measured again before it is reported, since one that begins near zero may have grown within a few steps.
+
+    Args:
+        std_ratio: Limit of the gradient's standard deviation over the weight's; also of that ratio over the median
+            ratio of all weights, since a loss that is summed or multiplied makes all ratios large. Embeddings of
+            positions that begin at 0.01, as CLIP's, reach 300.
+        norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn by plain SGD. An info, since
+            Adam is not affected, and large models trained on large batches reach it in healthy training.
+        in_a_row, long: Number of steps in a row, for ``std_ratio`` and for ``norm_ratio``.
+    """
+
+    name = "gradient-weight-ratio"
+    causes = (
+        "weights initialised far too small or too large for the loss at hand",
+        "a loss that is summed instead of averaged, or scaled",
+    )
+    advice = ("look at the initialisation of that weight", CLIP, "give the weight its own learning rate")
+
+    def __init__(self, std_ratio: float = 1000.0, norm_ratio: float = 1e-5, in_a_row: int = 5, long: int = 500) -> None:
+        self.std_ratio, self.norm_ratio, self.in_a_row, self.long = std_ratio, norm_ratio, in_a_row, long
+        self._high_for, self._low_for, self._zero = PerName(0.0), PerName(0.0), PerName(0.0)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
+        if gradients is None or parameters is None:
+            return
+        names = gradients.names
+        parameters = parameters.of(names)
+        size = parameters.l2_norm[-1]
+        # Weights that were all zero were initialised so on purpose, and constants have no spread.
+        zero = self._zero.values_for(names)
+        zero += size == 0
+        judged = parameters.tensors.matrices & (zero == 0)
+        spread = parameters.std[-1]
+        spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
+        smallest = np.where(judged, self.norm_ratio * size, 0.0)
+        norms = gradients.l2_norm
+        # The root mean square is never below the standard deviation, and cheaper.
+        high = norms > self.std_ratio * spreads * np.sqrt(gradients.values)
+        if high.any():
+            ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
+            last_finite = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
+            typical = np.sort(ratios, axis=1)[np.arange(len(ratios)), last_finite // 2]  # NaN are sorted to the end
+            high = ratios > self.std_ratio * np.maximum(1, typical)[:, None]
+        low = (norms < smallest) & (norms > 0)
+        for condition, state, needed, measure in (
+            (high, self._high_for, self.in_a_row, "standard deviation"),
+            (low, self._low_for, self.long, "norm"),
+        ):
+            lengths_of = run_lengths(condition, state.values_for(names))
+            is_due = (lengths_of >= needed) & (lengths_of > gradients.steps[:, None] + 1 - parameters.steps[-1])
+            for row in np.flatnonzero(is_due.any(1)):
+                step, lengths = int(gradients.steps[row]), lengths_of[row]
+                began = step - lengths + 1
+                for i in np.flatnonzero(is_due[row]):
+                    name = gradients.names[i]
+                    if not self._episodes.record(name, step):
+                        continue
+                    is_high = condition is high
+                    value = gradients.std[row, i] / spread[i] if is_high else gradients.l2_norm[row, i] / size[i]
+                    text = f"the {measure} of the gradient of {name} is {value:.3g} times that of the weight, "
+                    text += f"for {lengths[i]:.0f} steps"
+                    severity: Severity = self.severity if is_high else "info"
+                    yield self.found(began[i], name, text, "gradient", severity, ratio=value, in_a_row=lengths[i])
+
+
+class UpdateWeightRatio(LastingRule):
+    """Updates out of proportion to their weights; needs ``watch={"updates": n}``.
+
+    Around 1e-3 is what practitioners aim at (A. Karpathy, lecture notes of Stanford's CS231n, "Babysitting the learning
+    process").
+
+    Args:
+        high, low: Limits of ``|update| / |weight|``.
+        measurements: Number of measurements in a row.
+    """
+
+    name = "update-weight-ratio"
+    causes = ("a learning rate too high (or too low) for this weight", "an optimizer state that was restored wrongly")
+    advice = ("multiply the learning rate by 1e-3 divided by the ratio",)
+
+    def __init__(self, high: float = 0.3, low: float = 1e-7, measurements: int = 2) -> None:
+        super().__init__()
+        self.high, self.low, self.measurements = high, low, measurements
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        updates, parameters = window.rows("update"), window.latest.get("parameter")
+        if updates is None or parameters is None:
+            return
+        parameters = parameters.of(updates.names)
+        judged = parameters.tensors.matrices
+        ratio = updates.l2_norm / parameters.l2_norm[-1]
+        off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
+        for row, fresh, _, since in self.lasting(updates, off, self.measurements):
+            worst = max(fresh, key=lambda i: abs(math.log(ratio[row, i])))
+            name, value = updates.names[worst], ratio[row, worst]
+            evidence = {"ratio": value, "high": self.high, "low": self.low, "parameters": len(fresh)}
+            text = f"one step changes {name} by {value:.3g} times its norm; expected {self.low:g} to {self.high:g}"
+            yield self.found(since[worst], name, text, about="update", **evidence)
+
+
+class ParameterJump(Rule):
+    """A parameter whose size jumped since its last measurement: overwritten, or hit by a wrong update.
+
+    If its largest magnitude grew, it must also exceed all earlier weights, since one that begins near zero may grow by
+    any factor. Parameters with a gradient that are out of place when first measured are reported, too.
+
+    Args:
+        factor: Factor by which the largest magnitude grew.
+        grown: Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root.
+            Of the weights in the healthy trainings of the tests, one that grew by 1.07 before grew by 1.6.
+        shrunk: Factor by which the norm fell. In those trainings it falls to no less than half between two
+            measurements, except to 1/11 where a WGAN first cuts off its weights.
+        huge: Magnitude above which no initialised parameter begins.
+        unlike: The root mean square of a weight at the start over that of its twins in other layers, of the same shape
+            and with a name that differs only in digits: the median, or the smaller of two. Initial weights divided by
+            the root of their layer's number differ by 6.4 in 80 layers.
+    """
+
+    name = "parameter-jump"
+    severity = "error"
+    causes = (
+        "memory that was overwritten: a bit flip in an exponent multiplies by a power of two",
+        "an update that was far too large: a learning rate or an optimizer state that is wrong",
+    )
+    advice = (
+        "compare with the last checkpoint",
+        "if a single element jumped, suspect the hardware",
+        Remedy("go back to the checkpoint: on_anomaly='rollback'", "rollback"),
+    )
+
+    def __init__(
+        self, factor: float = 100.0, grown: float = 5.0, shrunk: float = 30.0, huge: float = 1e8, unlike: float = 10.0
+    ) -> None:
+        self.factor, self.grown, self.shrunk, self.huge, self.unlike = factor, grown, shrunk, huge, unlike
+        self._largest, self._norms = PerName(math.nan), PerName(math.nan)
+        self._usual, self._moves = PerName(0.0), PerName(0.0)  # the largest change of a log norm, and how many
+        self._episodes = Episodes()
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows = window.rows("parameter")
+        if rows is None:
+            return
+        earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
+        usual, moves = self._usual.values_for(rows.names), self._moves.values_for(rows.names)
+        judged = rows.tensors.matrices
+        fresh = judged & np.isnan(earlier)
+        if "gradient" in window.latest and fresh.any():
+            fresh &= window.latest["gradient"].of(rows.names).present[-1]
+            for i in np.flatnonzero(fresh & (rows.max_abs[0] > self.huge)).tolist():
+                self._episodes.record(rows.names[i], rows.steps[0])
+                text = f"{rows.names[i]} has an element of magnitude {rows.max_abs[0, i]:.3g} at the start"
+                more = {**NEVER_INITIALISED, "now": rows.max_abs[0, i]}
+                yield self.found(rows.steps[0], rows.names[i], text, "parameter", **more)
+            if fresh.any():
+                yield from self._unlike(rows, fresh)
+        for row, step in enumerate(rows.steps.tolist()):
+            largest = rows.max_abs[row]
+            jumped = judged & (earlier > 0) & (largest > self.factor * earlier)
+            if jumped.any():
+                jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=0.0)
+            if jumped.any():
+                i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
+                if self._episodes.record(rows.names[i], step):
+                    text = f"the largest magnitude in {rows.names[i]} jumps from {earlier[i]:.3g} to {largest[i]:.3g}"
+                    evidence = {"before": earlier[i], "now": largest[i], "parameters": int(jumped.sum())}
+                    yield self.found(step, rows.names[i], text, "parameter", **evidence)
+            now = np.where(rows.nonfinite[row] > 0, math.nan, rows.l2_norm[row])
+            move = np.log(now / norms)
+            grown = judged & (moves > 1) & (move > np.maximum(math.log(self.grown), 3 * usual)) & ~jumped
+            fallen = judged & (self.shrunk * now < norms)
+            for which, changed, causes in (("grows", grown, self.causes), ("falls", fallen, _SHRUNK)):
+                if changed.any():
+                    i, count = int(np.argmax(np.where(changed, now + norms, 0))), int(changed.sum())
+                    if self._episodes.record(rows.names[i], step):
+                        text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
+                        text += f"; the same holds for {count - 1} more" * (count > 1)
+                        evidence = {"before": norms[i], "now": now[i], "parameters": count}
+                        yield self.found(step, rows.names[i], text, "parameter", causes=causes, **evidence)
+            is_known = np.isfinite(move)
+            moves += is_known
+            np.maximum(usual, np.abs(move), out=usual, where=is_known)
+            for state, values in ((earlier, largest), (norms, now)):
+                np.copyto(state, values, where=np.isfinite(values))
+
+    def _unlike(self, rows: Rows, judged: Bools) -> Iterable[Finding]:
+        """Finds the weight that is largest beside its twins, among those ``judged``, in the first row."""
+        twins: dict[Any, list[int]] = {}
+        for i, info in enumerate(rows.tensors.infos):
+            if info is not None and judged[i] and rows.rms[0, i] > 0:
+                twins.setdefault((re.sub(r"\d+", "", rows.names[i]), info.shape), []).append(i)
+        ratios = {}
+        for group in twins.values():
+            sizes = np.sort(rows.rms[0, group])
+            ratios[group[int(rows.rms[0, group].argmax())]] = sizes[-1] / sizes[(len(sizes) - 1) // 2]
+        worst = max(ratios, key=lambda i: ratios[i], default=0)
+        if ratios.get(worst, 0.0) > self.unlike and self._episodes.record(rows.names[worst], rows.steps[0]):
+            name, ratio = rows.names[worst], ratios[worst]
+            text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
+            severity: Severity = "warning"
+            causes = ("an initialisation of its own, or one that was applied twice",)
+            yield self.found(rows.steps[0], name, text, "parameter", severity, causes, ratio=ratio)
+
+
+_SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
+
+
+class UnchangedParameter(Rule):
+    """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
+
+    Or all weights change by next to nothing. How far one has moved is estimated from its sum.
+
+    Args:
+        measurements: Minimum number of measurements in a row without any change; one if no parameter has changed.
+        steps: Minimum number of steps without any change: after an incident, measurements are close together.
+        rounding: Its gradient has elements above this fraction of the largest in the model. Smaller ones may be the
+            rounding error of sums that are zero, as for a bias before a batch norm.
+        least: No weight has moved by this fraction of its norm between two measurements, which are the first two, or
+            ``stops`` holds.
+        stops: That is this fraction of the farthest move so far, per step and learning rate, while the norm of the
+            gradients is no less than a tenth of what it was then.
+    """
+
+    name = "unchanged-parameter"
+    causes = (
+        "it is not in the optimizer, which was made before the parameter was replaced, tied, moved or cast",
+        "the learning rate of its group is 0",
+        "updates below the precision of the weight: bfloat16 weights keep 8 bits",
+    )
+    advice = (
+        "make the optimizer after everything that replaces parameters",
+        "keep float32 master weights, or use stochastic rounding, if weights are bfloat16",
+    )
+
+    def __init__(
+        self, measurements: int = 2, steps: int = 50, rounding: float = 1e-5, least: float = 1e-5, stops: float = 1e-3
+    ) -> None:
+        self.measurements, self.steps, self.rounding = measurements, steps, rounding
+        self.least, self.stops = least, stops
+        self._means, self._measured = PerName(math.nan), 0  # sums over norms
+        # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
+        self._usual = self._strength = math.nan
+        self._same_for, self._since = PerName(0.0), PerName(0)
+        self._sums, self._squares = PerName(math.nan), PerName(math.nan)
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        rows, gradients = window.rows("parameter"), window.latest.get("gradient")
+        if rows is None or gradients is None:
+            return
+        names = rows.names
+        counts, since = self._same_for.values_for(names), self._since.values_for(names)
+        # Both stay the same only by chance if any element changes.
+        last_sums, last_squares = self._sums.values_for(names), self._squares.values_for(names)
+        for row, step in enumerate(rows.steps.tolist()):
+            sums, squares = rows.field("sum")[row], rows.field("sq_sum")[row]
+            same = (sums == last_sums) & (squares == last_squares)
+            last_sums[:], last_squares[:] = sums, squares
+            yield from self._hardly(window, rows, row)
+            enough = 1 if same.all() else self.measurements
+            largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
+            same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
+            same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
+            counts[:] = np.where(same, counts + 1, 0)
+            since[:] = np.where(same, since, step)
+            still = np.flatnonzero((counts >= enough) & (step - since >= self.steps))
+            fresh = [names[i] for i in still if self._episodes.record(names[i], step)]
+            if fresh:
+                began = int(since[names.index(fresh[0])])
+                text = f"{fresh[0]} has gradients and has not changed since step {began}"
+                text += f"; {len(fresh) - 1} more have not changed either" * (len(fresh) > 1)
+                rates = [values[-1] for name, values in window.scalars.items() if name.partition("[")[0] == "lr"]
+                rests = 0 in rates and any(rate > 0 for rate in rates)  # as a group that is not to be trained
+                severity: Severity = "info" if rests else self.severity
+                yield self.found(began, fresh[0], text, "parameter", severity, parameters=fresh[:20])
+
+    def _hardly(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
+        """Finds that no weight with a gradient moves by more than next to nothing."""
+        step, means = int(rows.steps[row]), self._means.values_for(rows.names)
+        now = rows.field("sum")[row] / np.maximum(rows.l2_norm[row], 1e-300)  # which weight decay does not change
+        moves, steps = np.abs(now - means), step - self._measured
+        # Not those that began at zero a while ago, such as biases.
+        moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
+        means[:], self._measured = now, step
+        moved = float(np.fmax.reduce(moves))
+        if steps < self.steps or not moved > 0:
+            return
+        at = int(window.steps.searchsorted(step))
+        rate, strength = window.value("lr", at), window.value("finite_norm", at)
+        usual = self._usual * steps * rate
+        has_stopped = strength > 0.1 * self._strength and moved < self.stops * usual
+        if moved < self.least and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
+            text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
+            text += f"; up to {usual:.2g} was usual before" * (usual > 0)
+            more: dict[str, Any] = {"causes": _HARDLY, "advice": _LARGER, "moved": moved, "steps": steps}
+            name = rows.names[int((moves == moved).argmax())]
+            yield self.found(step - steps, name, text, "parameter", **more)
+        if rate > 0 and not moved < usual:
+            self._usual, self._strength = moved / steps / rate, strength
+
+
+_HARDLY = ("gradients clipped to a tiny norm, or a loss multiplied by almost 0", "a learning rate that is far too low")
+_LARGER = ("compare the norm that gradients are clipped to with their norm", "print the learning rate of all groups")
+
+
+class OverwrittenParameter(Rule):
+    """A parameter that something else than the optimizer changed in place, so that it grew far or the loss rose.
+
+    Autograd counts the changes in place of a tensor, and in most programs each step of the optimizer makes as many. One
+    that gets more between two measurements, while others do not, was overwritten. Not known where the optimizer works
+    on ``parameter.data``, which is not counted. Programs may prune, clamp or average, which makes weights smaller and
+    need not raise the loss.
+
+    Args:
+        measurements: Intervals in a row with equally many changes per step, before one with more is judged.
+        before, within, median: The loss has risen if a median of so many is above all of ``before`` losses, at most
+            ``within`` steps after the measurement. Without a loss, the norm of the gradients is judged.
+        grown: Or the norm of the parameter has grown by this factor, and three times as far as ever between two
+            measurements, on a logarithmic scale. A convention of gradstat.
+    """
+
+    name = "overwritten-parameter"
+    causes = (
+        "a layer that is initialised or loaded anew in the middle of the training",
+        "a callback that writes to weights: pruning, clamping, averaging, a restored copy",
+    )
+    advice = ("look for code that changes this parameter outside of optimizer.step()",)
+
+    def __init__(
+        self, measurements: int = 2, before: int = 32, within: int = 24, median: int = 8, grown: float = 2.0
+    ) -> None:
+        self.measurements, self.before, self.within, self.median = measurements, before, within, median
+        self.grown = grown
+        self._norms, self._usual = PerName(math.nan), PerName(0.0)  # and the largest change of its logarithm
+        self._versions, self._rates, self._regular = PerName(math.nan), PerName(math.nan), PerName(0.0)
+        self._measured = self._since = self._until = -1  # steps; of what waits for the loss, from and to
+        self._waiting: dict[str, int] = {}  # parameters, and when they were found
+        self._recent: list[float] = []
+        self._episodes = Episodes(quiet=1000)
+
+    def review(self, window: Window) -> Iterable[Finding]:
+        signal = "loss" if window.scalar("loss") is not None else "finite_norm"
+        values = window.scalars[signal] if signal in window.scalars else np.full(len(window.steps), math.nan)
+        self._recent = [*self._recent, *np.fmax(np.fmin(values, 1e300), -1e300).tolist()][-256:]
+        for seen in window.observed("versions"):
+            names = tuple(seen.value)
+            versions, rates = self._versions.values_for(names), self._rates.values_for(names)
+            regular = self._regular.values_for(names)
+            now, steps = np.fromiter(seen.value.values(), np.float64, len(names)), seen.step - self._measured
+            rate = (now - versions) / max(steps, 1)
+            np.copyto(versions, now)
+            self._measured, last = seen.step, self._measured
+            is_same, grown = rate == rates, self._grown(window, seen.step)
+            # Experts of a mixture, which rest in some or all steps, have no whole number of changes per step, or none.
+            more = (regular >= self.measurements) & (rate > rates) & (rates % 1 == 0) & (rates > 0)
+            if more.any() and (rate[~more] > 0).any() and not self._waiting:
+                those = [names[i] for i in np.flatnonzero(more) if self._episodes.record(names[i], seen.step)]
+                self._waiting = dict.fromkeys(those, seen.step)
+                self._since, self._until = last, seen.step + self.within
+                first = next((name for name in self._waiting if name in grown), None)
+                if first is not None:
+                    old, new = grown[first]
+                    rise = f"the norm of the parameter rose from {old:.3g} to {new:.3g}"
+                    yield self._overwritten(first, rise, before=old, now=new)
+            regular[:] = np.where(is_same, regular + 1, np.where(rate < rates, regular, 1))
+            np.copyto(rates, rate, where=(rate > rates) | np.isnan(rates))
+        if self._waiting and len(window.steps):
+            last = int(window.steps[-1])
+            after = self._recent[len(self._recent) - 1 - (last - self._since) :][: self._until - self._since + 1]
+            before = self._recent[: len(self._recent) - 1 - (last - self._since)][-self.before :]
+            highest = max(before) if len(before) == self.before else math.inf
+            medians = [median(after[i - self.median : i]) for i in range(self.median, len(after) + 1)]
+            if max(medians, default=-math.inf) > highest:
+                what = "loss" if signal == "loss" else "norm of the gradients"
+                rise = f"the {what} rose to {max(medians):.3g}, above all of the {self.before} steps before"
+                yield self._overwritten(next(iter(self._waiting)), rise, highest=highest, now=max(medians))
+            elif last >= self._until:
+                self._waiting = {}
+
+    def _grown(self, window: Window, step: int) -> dict[str, tuple[float, float]]:
+        """The parameters whose norm has grown far since they were last measured, before ``step``, and both norms."""
+        rows = window.rows("parameter")
+        if rows is None or step not in rows.steps:
+            return {}
+        norms, usual = self._norms.values_for(rows.names), self._usual.values_for(rows.names)
+        now = rows.l2_norm[np.searchsorted(rows.steps, step)]
+        move = np.log(now / norms)
+        is_known = np.isfinite(move)
+        far = np.flatnonzero(is_known & (move > np.maximum(math.log(self.grown), 3 * usual)))
+        found = {rows.names[i]: (float(norms[i]), float(now[i])) for i in far}
+        np.maximum(usual, np.abs(move), out=usual, where=is_known)
+        np.copyto(norms, now, where=np.isfinite(now))
+        return found
+
+    def _overwritten(self, first: str, rise: str, **evidence: Any) -> Finding:
+        """The finding about the parameter ``first`` and all others that wait, which then wait no more."""
+        names, self._waiting = list(self._waiting), {}
+        text = f"{first} was changed in place by something else than the optimizer, after step {self._since}"
+        text += f", and {len(names) - 1} more" * (len(names) > 1) + f"; {rise}"
+        return self.found(self._since + 1, first, text, "parameter", parameters=names[:20], **evidence)
