@@ -15,7 +15,7 @@ import torch
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_GRADSTAT = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_GRADSTAT = os.path.dirname(_HERE) + os.sep
 _REPLAY = os.path.join(_HERE, "rerun.py")
 # Frames of decorators and context managers of the standard library are left out.
 _PASSED_THROUGH = ("contextlib.py", "functools.py")

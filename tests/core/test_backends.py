@@ -194,7 +194,8 @@ LAYERS = [
     {"guard"},
     {"_step"},
     {"step", "amp"},
-    {"distributed"},
+    {"distributed", "recording", "replay"},
+    {"rules"},
     {"monitor"},
     {"automatic"},
     {"__init__"},
@@ -206,7 +207,7 @@ LAYERS = [
 CORE_LAYERS = [
     {"files", "importing", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors"}
     | {"host_copy", "engines", "announce", "text"},
-    {"native", "reference", "saved"},
+    {"native", "reference", "saved", "hooks"},
     {"backends", "parameters"},
     {"measurement", "agreement"},
     {"sharded"},
@@ -215,11 +216,7 @@ CORE_LAYERS = [
 ]
 
 MONITOR_LAYERS = [
-    {"reporting", "findings"},
-    {"hooks", "unwatched", "kinds", "options", "connection"},
-    {"recording"},
-    {"rows", "replay", "advice"},
-    {"rules", "policies", "actions", "segments", "flight_file", "endings"},
+    {"unwatched", "options", "connection", "policies", "actions", "segments", "flight_file", "endings"},
     {"observers", "diagnosis", "arguments", "state"},
     {"collector", "command"},
     {"log"},

@@ -53,7 +53,7 @@ PROGRAM = """
                     show(what + " pairs", gradstat.stats([pairs]), gradstat.get_total_norm([pairs]))
     tiny = torch.tensor([3], dtype=torch.int64).view(float64)[0]
     for rule in range(3):
-        state = torch.zeros(6 + 4 + 2 * (rule == 2), dtype=float64)
+        state = torch.zeros(6 + 4 + 3 * (rule == 2), dtype=float64)
         for norm in (tiny, tiny.view(torch.int64).add(9).view(float64)):
             given = [1e-322, 0.9, 1.0, 0.0, 1e-322] if rule else [1e-322]
             show(f"rule {rule}", ops.decide_clip_(rule, given, state, 4, norm), state)

@@ -69,8 +69,8 @@ dataset = [{"x": x, "labels": y} for x, y in zip(torch.randn(8, 4), torch.randn(
 args = TrainingArguments("out", use_cpu=True, max_steps=2, report_to="none", disable_tqdm=True)
 """,
     "gradstat.Monitor": "",
-    "gradstat.monitor.rule": "",
-    "gradstat.monitor.Schedule": "loader = [x for x, _ in batches]",
+    "gradstat.rules.rule": "",
+    "gradstat.replay.Schedule": "loader = [x for x, _ in batches]",
     "gradstat.replay.StepStateKeeper": """
 from gradstat.replay import StepStateKeeper
 loader = [x for x, _ in batches]
