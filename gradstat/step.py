@@ -365,9 +365,11 @@ def _measure(
         if request.guard is not None:
             request.guard.leave(request.loss, error)
         raise
-    for flag in flags:
+    if flags:
         skip = measured.verdict[norms.SKIP]
-        skip.add_(to_device(flag, skip.device)).clamp_(max=1.0)
+        for flag in flags:
+            skip.add_(to_device(flag, skip.device))
+        skip.clamp_(max=1.0)
     if wish is not None and wish.guard is not None and wish.reason is not None:
         measured = measured.judged(wish.flag, wish.reason)
     return measured, counters

@@ -100,10 +100,10 @@ def take(optimizer: Optimizer, guard: SpikeGuard | None = None) -> SkipRequest |
     requests = list(step.requests.values())
     step.requests.clear()
     guards = {one.guard: one for one in requests if one.guard is not None}
-    both = list(dict.fromkeys([*guards, guard])) if guards and guard is not None else [*guards]
-    if len(both) > 1:
+    judges = dict.fromkeys(one for one in (*guards, guard) if one is not None)
+    if len(judges) > 1:
         raise RuntimeError(
-            f"two guards judge one step of this optimizer: {' and '.join(map(repr, both))}; use one of them, or pass "
+            f"two guards judge one step of this optimizer: {' and '.join(map(repr, judges))}; use one of them, or pass "
             "the same guard to the monitor and to guarded_step"
         )
     judged = next(iter(guards.values()), requests[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +50,14 @@ class Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name: str = func.overloadpacket.__name__
         self._func = func
-        self._values = [*args, *kwargs.values()]
+        self._values = {**dict(zip(_accesses(func), args, strict=False)), **kwargs}  # of the arguments, by name
         self.is_unwritten = self.name in _UNWRITTEN  # returns uninitialised memory
         self.is_constant = self.name == "lift_fresh"  # makes a tensor of Python numbers
-        self.arguments = list(self._arguments(args, kwargs))
-
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Argument]:
-        formal = _accesses(self._func)
-        pairs = [*zip(formal.items(), args, strict=False), *(((key, formal[key]), kwargs[key]) for key in kwargs)]
-        for (name, (written, read)), value in pairs:
-            for suffix, tensor in tensors_in(value, ""):
-                yield Argument(name + suffix, tensor, written, read)
+        self.arguments = [
+            Argument(name + suffix, tensor, *_accesses(func)[name])
+            for name, value in self._values.items()
+            for suffix, tensor in tensors_in(value, "")
+        ]
 
     @property
     def is_view(self) -> bool:
@@ -72,12 +69,12 @@ class Call:
     @property
     def has_infinite_number(self) -> bool:
         """Whether an argument is an infinite number, as in ``masked_fill(mask, -inf)``."""
-        return any(isinstance(value, float) and math.isinf(value) for value in self._values)
+        return any(isinstance(value, float) and math.isinf(value) for value in self._values.values())
 
     @property
     def lengths(self) -> list[str]:
         """Lists of lengths among the arguments, as of a CTC loss, in words."""
-        named = zip(_accesses(self._func), self._values, strict=False)
+        named = self._values.items()
         return [f"{name}: {value}" for name, value in named if name.endswith("lengths") and isinstance(value, list)]
 
     def reduces(self, tensors: Iterable[Tensor], result: Tensor) -> bool:

@@ -111,7 +111,10 @@ def other_in_words(name: str, tensor: Tensor) -> str | None:
         return f"{about}: {int(tensor.sum()):,} True"
     if tensor.is_floating_point() or tensor.is_complex():
         return None
-    low, high = tensor.min().item(), tensor.max().item()
+    try:
+        low, high = tensor.min().item(), tensor.max().item()
+    except RuntimeError:  # an exotic dtype must not cost the rest of the answer
+        return about
     return f"{about}: {low if low == high else f'{low} to {high}'}"
 
 

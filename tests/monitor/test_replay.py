@@ -613,6 +613,7 @@ def test_a_mask_that_reaches_the_loss_is_blamed_on_what_did_not_leave_it_out(
         ("other, scalar int64: 0", lambda out: (out.sum(1) * 0).sum() / torch.zeros(4, dtype=torch.bool).sum()),
         ("self, 0x3 float32: empty", lambda out: out[torch.zeros(4, dtype=torch.bool)].mean()),
         ("target_lengths: [7]", lambda out: _ctc(out, 7)),
+        ("other, 4x3 uint16", lambda out: (out / torch.zeros(4, 3, dtype=torch.uint16)).sum()),  # torch has no minimum
         ("mask, 4x3 bool: 12 True", lambda out: out.masked_fill(torch.ones(4, 3, dtype=torch.bool), math.nan).sum()),
     ],
 )
