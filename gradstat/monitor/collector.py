@@ -504,6 +504,7 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
         "momentum": max((_momentum_of(group) for group in groups), default=0.0),
         "second_moment_decay": _second_moment_decay_of(optimizer),
+        "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
     }
 

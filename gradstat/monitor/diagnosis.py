@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstat._core.text import count_of, lines_of, printable, steps_in_words
-from gradstat.recording.findings import Finding, in_words
+from gradstat.recording.findings import Finding, in_words, reference_to
 from gradstat.recording.recording import Recording
 from gradstat.rules import RULES
 from gradstat.tensor_stats import Judged
@@ -126,6 +126,7 @@ class Diagnosis(Judged):
                 lines.append(f"   {finding.text}")
                 evidence = ", ".join(f"{key} {_formatted(value)}" for key, value in in_words(finding.evidence))
                 lines += [f"   evidence: {evidence}"] if finding.evidence else []
+                lines += [f"   followed by: {followed}"] if (followed := self._followed(finding)) else []
                 for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
                     lines += [f"   {title}:", *(f"     - {item}" for item in items)] if items else []
         infos = self._infos()
@@ -133,8 +134,13 @@ class Diagnosis(Judged):
             lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
         return "\n".join(map(printable, lines))
 
+    def _followed(self, cause: Finding) -> str:
+        """What followed from a finding, as the runner of rules noted it."""
+        followed = [f for f in self.findings if f.evidence.get("follows") == reference_to(cause)]
+        return ", ".join(f"{finding.rule} in step {finding.step} ({finding.name})" for finding in followed)
+
     def _infos(self) -> list[str]:
-        infos = [f"step {finding.step}: {finding.text}" for finding in self.findings if finding.severity == "info"]
+        infos = [f"step {f.step}: {f.text}" for f in self.findings if f.severity == "info" and "follows" not in f.evidence]
         return infos + ["no loss was seen, so that nothing is known about it"] * (self.steps > 0 and not self.has_loss)
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,10 +159,12 @@ class Diagnosis(Judged):
             out.append(f"<h3>{steps_in_words((incident.first, incident.last))}</h3><ol>")
             for f in incident.findings:
                 causes, advice = (_listed(items) for items in (f.causes, f.advice))
+                followed = self._followed(f)
                 out.append(
                     f'<li class="{f.severity}"><b>{html.escape(f.rule)}</b> ({f.severity}), since step {f.step}, in '
                     f"<code>{html.escape(f.name)}</code><br>{html.escape(f.text)}"
-                    f"<details><summary>causes and remedies</summary><p>likely causes</p>{causes}"
+                    + f"<br>followed by: {html.escape(followed)}" * bool(followed)
+                    + f"<details><summary>causes and remedies</summary><p>likely causes</p>{causes}"
                     f"<p>what to try</p>{advice}</details></li>"
                 )
             out.append("</ol>")

@@ -429,6 +429,7 @@ class Outputs(_Switched):
                 in_transform = peek_interpreter_stack() is not None
                 if logits.grad_fn is None or values.shape[-1] < 2 or not is_plain(values) or in_transform:
                     return
+                self._seen["over_samples"] = _is_over_samples(logits.detach())
                 low, high = torch.aminmax(values)
                 is_one = ((values.sum(-1, dtype=torch.float32) - 1).abs() < 0.01).all()
                 # Equal ones tell nothing, as those of a head that begins at zero.
@@ -474,10 +475,27 @@ class Outputs(_Switched):
         of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0;
         ``"right"``, the fraction of labels whose logit is the largest; and ``"activation"``, 0 if some logits are
         negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all are in (0, 1]. That is negative if
-        autograd names the function, and 4 if the softmax is one over the samples.
+        autograd names the function, and 4 if the softmax is one over the samples. ``"over_samples"`` is 1 if the
+        outputs are such a softmax already, or its logarithm.
         """
         seen, self._seen = self._seen, {}
         return seen
+
+
+def _is_over_samples(outputs: Tensor) -> Tensor:
+    """1 if ``outputs`` are probabilities, or their logarithms, that sum to 1 over dim 0 and not over the last; ``[1]``.
+
+    The first columns and rows, of the first place in dimensions between, are enough.
+    """
+    matrix = outputs[(slice(None), *(0,) * (outputs.dim() - 2))]
+    columns, rows = matrix[:, :_MOST_COLUMNS], matrix[:_MOST_COLUMNS]
+    is_log = (columns <= 0).all()
+
+    def is_one(some: Tensor, dim: int) -> Tensor:
+        probabilities = torch.where(is_log, some.exp(), some)
+        return (probabilities >= 0).all() & ((probabilities.sum(dim, dtype=torch.float32) - 1).abs() < 0.01).all()
+
+    return (is_one(columns, 0) & ~is_one(rows, -1) & (len(outputs) > 1)).float().reshape(1)
 
 
 def _sample(tensor: Tensor) -> tuple[Any, ...]:

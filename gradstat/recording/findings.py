@@ -89,3 +89,8 @@ class Finding:
 
     def __str__(self) -> str:
         return printable(f"[{self.severity}] step {self.step}, {self.rule}: {self.text or self.name}")
+
+
+def reference_to(finding: Finding) -> str:
+    """How the evidence ``"follows"`` of a consequence names its cause."""
+    return f"{finding.rule} in step {finding.step}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gradstat._core.text import nan_and_inf
 from gradstat.recording.findings import Finding, Severity
@@ -253,29 +254,62 @@ class _NonfiniteTensor(Rule):
     kind = what = ""
     causes_at_first: tuple[str, ...] = ()  # only in the first step, before any update
     advice_of_statistics: tuple[str, ...] = ()  # for running statistics of a normalisation
+    is_updated: bool = False  # by the optimizer
     _is_nonfinite: Any = None  # as for `_nonfinite_rows`
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._finite_at: dict[str, int] = {}  # by kind, when its tensors were last measured and finite
+        self._last_bad = -1  # the last step that was taken with gradients that were not finite
 
     def review(self, window: Window) -> Iterable[Finding]:
         is_state = self.kind == STATE.name
+        bad = [self._last_bad, *(step for step, count in series(window, "nonfinite") if count > 0)]
+        bad = bad[:1] if window.run.skipped_by else bad
+        self._last_bad = bad[-1]
         for kind in (k for k in window.tables if k == self.kind or (is_state and kind_of(k) is STATE)):
+            every = window.tables[kind]
+            finite = [self._finite_at.get(kind, -1), *every.steps[~every.nonfinite.any(1)].tolist()]
+            self._finite_at[kind] = finite[-1]
             for rows, row, step, nonfinite in _nonfinite_rows(window, kind, self._is_nonfinite):
                 if not self._episodes.record(kind, step):
                     continue
-                counted = _counts(rows, row, nonfinite[0])
+                name = nonfinite[0]
+                counted = _counts(rows, row, name)
                 more = f"; {len(nonfinite)} of {len(rows.names)} are not finite" if len(nonfinite) > 1 else ""
-                text = f"the {self.what.format(kind=kind)} {nonfinite[0]} has {_described(counted)}{more}"
+                text = f"the {self.what.format(kind=kind)} {name} has {_described(counted)}{more}"
                 causes = (*(self.causes_at_first if step == 0 else ()), *self.causes)
                 evidence = {"all": nonfinite[:20], "nonfinite_tensors": len(nonfinite), **counted}
-                is_statistic = bool(self.advice_of_statistics) and ".running_" in f".{nonfinite[0]}"
+                is_statistic = bool(self.advice_of_statistics) and ".running_" in f".{name}"
                 advice = self.advice_of_statistics if is_statistic else self.advice
-                yield self.found(step, nonfinite[0], text, kind, causes=causes, advice=advice, **evidence)
+                since = max(at for at in finite if at < step)
+                if self.is_updated and since >= 0 and not any(since <= at < step for at in bad):
+                    text += "; since it was finite, the gradients of all steps were finite"
+                    info = rows.tensors.infos[rows.names.index(name)]
+                    causes, advice = _of_optimizer(window.run.optimizer_eps, info and info.dtype), _OF_OPTIMIZER
+                yield self.found(step, name, text, kind, causes=causes, advice=advice, **evidence)
+
+
+_OF_OPTIMIZER = (
+    "a larger eps, 1e-4 in float16, or parameters in float32 with torch.autocast",
+    "go back to a checkpoint from before this step",
+)
+
+
+def _of_optimizer(eps: float, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """The causes of a tensor that is not finite after updates by gradients that were."""
+    arithmetic = "the optimizer's own arithmetic: a quotient with a zero gradient, or a square or product that overflows"
+    if eps and dtype is not None and not torch.tensor(eps, dtype=dtype):
+        arithmetic = f"the optimizer's own arithmetic: its eps of {eps:g} is 0 in {dtype}, so a zero gradient is 0 / 0"
+    return arithmetic, "a value that something else wrote there, or memory that was overwritten"
 
 
 class NonfiniteParameter(_NonfiniteTensor):
-    """NaN or Inf in a parameter."""
+    """NaN or Inf in a parameter. If the gradients were finite in all steps since it was, the optimizer made it."""
 
     name = "nonfinite-parameter"
     kind = what = "parameter"
+    is_updated = True
     causes_at_first = ("memory that was never initialised: to_empty() or torch.empty without reset_parameters()",)
     causes = (
         "a step of the optimizer on gradients that were not finite",
@@ -336,6 +370,7 @@ class NonfiniteOptimizerState(_NonfiniteTensor):
 
     name = "nonfinite-optimizer-state"
     kind = "optimizer state"
+    is_updated = True
     what = "optimizer's {kind} of"
     causes = (
         "a step on gradients that were not finite",

@@ -40,7 +40,7 @@ _ACTIVATIONS = {
 _ACTIVATED = (
     "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
 )
-_ASKEW, _DIM = 4.0, ("a log_softmax whose dim= is that of the samples, or is not given",)
+_ASKEW, _DIM = 4.0, ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
 _ONE_LABEL = (
     "data sorted by class, and not shuffled",
     "labels that were lost, or read from the wrong column",
@@ -180,11 +180,11 @@ class NoLearning(Rule):
 
     def _outputs(self, window: Window, outputs: Rows, losses: Floats) -> Iterator[Finding]:
         """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
-        seen = outputs.of(("activation", "classes", "labels", "label")).mean
-        for step, (activation, classes, count, label) in zip(outputs.steps.tolist(), seen.tolist(), strict=True):
+        seen = outputs.of(("activation", "classes", "labels", "label", "over_samples")).mean
+        for step, (activation, classes, count, label, over) in zip(outputs.steps.tolist(), seen.tolist(), strict=True):
             is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
             self._activated_for = self._activated_for + 1 if activation in (2, 3) else 0
-            self._askew_for = self._askew_for + 1 if activation == _ASKEW else 0
+            self._askew_for = self._askew_for + 1 if activation == _ASKEW or over == 1 else 0
             if self._activated_for == 1:
                 self._activated_since = step
             # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
@@ -198,7 +198,8 @@ class NoLearning(Rule):
                 text += f": it cannot fall below {least:.4g}" * (activation < 3)
                 yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
             if self._askew_for == 2 and "askew" not in self._reported:
-                text = "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
+                what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
+                text = f"the {what} over the samples of a batch, not over the classes"
                 yield self._once("askew", step, LOGITS, text, "output", _DIM)
             if not self._classes or "label" in self._reported or math.isnan(count):
                 continue

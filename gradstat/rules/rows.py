@@ -164,6 +164,7 @@ class RunSettings:
         optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
         momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
+        maximizes: Whether the optimizer maximizes.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Number of classes of labels, if the monitor was told.
         is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
@@ -177,6 +178,7 @@ class RunSettings:
     optimizer_eps: float = 0.0
     momentum: float = 0.0
     second_moment_decay: float = 0.0
+    maximizes: bool = False
     initial_lrs: tuple[float, ...] = ()
     classes: int | None = None
     is_stepped_by_user: bool = True

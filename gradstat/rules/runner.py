@@ -9,13 +9,30 @@ from dataclasses import replace
 import numpy as np
 
 from gradstat._core.warn import warn_of_failure
-from gradstat.recording.findings import Finding
-from gradstat.rules import Rule
+from gradstat.recording.findings import Finding, reference_to
+from gradstat.rules import (
+    LostLoss,
+    NonfiniteActivation,
+    NonfiniteBatch,
+    NonfiniteBuffer,
+    NonfiniteGradient,
+    NonfiniteLoss,
+    NonfiniteOptimizerState,
+    NonfiniteParameter,
+    NonfiniteRank,
+    Rule,
+)
 from gradstat.rules.base import Band, Episodes
 from gradstat.rules.rows import Floats, Window
 
 # Number of rows that may wait for a review, unless they are of less than 64 steps: 16 MB.
 _MAX_ROWS = 200_000
+
+
+# Rules about values that are not finite; those that also tell consequences; and of these, of what outlives a step.
+_KEPT = {kind.name for kind in (NonfiniteParameter, NonfiniteBuffer, NonfiniteOptimizerState)}
+_CONSEQUENCES = _KEPT | {kind.name for kind in (NonfiniteActivation, NonfiniteLoss, LostLoss, NonfiniteGradient)}
+_ROOTS = _CONSEQUENCES | {NonfiniteBatch.name, NonfiniteRank.name}
 
 
 class RuleRunner:
@@ -34,6 +51,8 @@ class RuleRunner:
         self._every, self._weights = every, weights
         self._failed: set[int] = set()
         self._rates: list[float] = []
+        self._cause: Finding | None = None  # of what is not finite
+        self._healthy_at = -1  # the last step with a finite loss and finite gradients
         self._bands: list[tuple[str, float, float]] = []
         self.next_review = 1
         self.refresh(0)
@@ -61,6 +80,7 @@ class RuleRunner:
         rows = window.rows("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
         findings.sort(key=lambda finding: finding.step)
+        findings = self._folded(findings, window)
         if len(self._rates) == 101 and self._rates[0] > 0:
             first, middle, last = self._rates[::50]
             # A learning rate that has grown by the same factor for a hundred steps: in the end training diverges.
@@ -68,9 +88,32 @@ class RuleRunner:
                 return [replace(finding, severity="info") for finding in findings]
         return findings
 
+    def _folded(self, findings: list[Finding], window: Window) -> list[Finding]:
+        """``findings`` by step; of one NaN the first stays, what follows from it becomes an info that says so."""
+        finite = np.ones(len(window.steps), dtype=bool)
+        for name in ("nonfinite", "loss_nonfinite"):
+            finite &= ~(window.scalars.get(name, np.zeros(len(finite))) > 0)
+        healthy = window.steps[finite].tolist()
+        folded = []
+        for finding in findings:
+            cause = self._cause
+            if finding.rule in _ROOTS and finding.severity == "error":
+                # Healthy steps show that it is over, unless the cause has reached what is kept from step to step.
+                is_over = cause is None or any(cause.step < at < finding.step for at in [*healthy, self._healthy_at])
+                is_kept = finding.rule in _KEPT and not (window.run.skipped_by and finding.rule != NonfiniteBuffer.name)
+                if cause is None or finding.rule not in _CONSEQUENCES or (is_over and not is_kept):
+                    self._cause = finding
+                else:
+                    finding = replace(
+                        finding, severity="info", evidence={**finding.evidence, "follows": reference_to(cause)}
+                    )
+            folded.append(finding)
+        self._healthy_at = healthy[-1] if healthy else self._healthy_at
+        return folded
+
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
-        self._rates = []
+        self._rates, self._cause, self._healthy_at = [], None, -1
         self._remember(scalars)
         self.refresh(steps)
 

@@ -17,6 +17,7 @@ from gradstat.rules.base import WRONG_SIGN, Band, Episodes, Rule, series
 from gradstat.rules.rows import Floats, Observation, Window, rate_name
 from gradstat.rules.spikes import Shift, SpikeRule
 
+_MAXIMIZES = ("an optimizer made with maximize=True",)
 # So many losses on each side show that the sign has changed.
 _SIGNS = 16
 
@@ -29,9 +30,10 @@ class LossSpike(SpikeRule):
     Args:
         sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, errors, moves, window: As for
             `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` would refuse it.
-        climb, climb_lost_progress: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the
+        climb, climb_lost_progress, fallen, above: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the
             factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by the fraction
-            ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors.
+            ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors. The initial loss
+            need only exceed the lowest by ``1 / fallen`` if the median of the 20 exceeds it by ``above`` as well.
     """
 
     name = "loss-spike"
@@ -59,6 +61,8 @@ class LossSpike(SpikeRule):
         single_factor: float = 4.0,
         climb: float = 3.0,
         climb_lost_progress: float = 0.4,
+        fallen: float = 0.8,
+        above: float = 2.0,
         errors: float = THRESHOLD,
         moves: float = 2.0,
         window: int = 100,
@@ -67,7 +71,7 @@ class LossSpike(SpikeRule):
             sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, math.inf, errors, moves,
             window, quiet=50,
         )  # fmt: skip
-        self.climb, self.climb_lost_progress = climb, climb_lost_progress
+        self.climb, self.climb_lost_progress, self.fallen, self.above = climb, climb_lost_progress, fallen, above
         self._lowest = math.inf
         self._error = 0.0
 
@@ -104,13 +108,21 @@ class LossSpike(SpikeRule):
                 continue
             recent = self._values[-20:]
             mean = sum(recent) / len(recent)
-            # Skip a loss that never fell far below its initial level, such as an error of values that grow.
-            if mean <= max(self.climb, self._scatter) * self._lowest or self.beginning() < self.climb * self._lowest:
+            if mean <= self.climb * self._lowest:
                 continue
-            least = max(self.climb_lost_progress * (self.beginning() - self._lowest), 5 * self._error)
+            # Skip a loss that never fell far below its initial level, such as an error of values that grow, unless it
+            # fell at first and is far above that level now.
+            start = self.beginning()
+            is_above = sorted(recent)[len(recent) // 2] > self.above * start
+            is_above = is_above and (self._lowest < self.fallen * start or window.run.maximizes)
+            if not is_above and (mean <= self._scatter * self._lowest or start < self.climb * self._lowest):
+                continue
+            least = max(self.climb_lost_progress * (start - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
-                yield self.found(step, "loss", text, mean=mean, lowest=self._lowest)
+                text += f", and it began at {start:.4g}" * is_above
+                causes = (*(_MAXIMIZES if window.run.maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
+                yield self.found(step, "loss", text, causes=causes, mean=mean, lowest=self._lowest)
 
     def _signs(self, steps: list[int], losses: list[float]) -> Iterable[Finding]:
         """Finds where ``losses``, of which some may have been looked at before, change their sign at once."""

@@ -319,6 +319,25 @@ def test_a_softmax_over_the_samples_is_told() -> None:
     assert text == "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
 
 
+def gathered(p: Tensor, labels: Tensor) -> Tensor:
+    return -p.gather(1, labels[:, None]).log().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "last", "is_wrong"),
+    [
+        (nll_loss, nn.LogSoftmax(0), True),
+        (gathered, nn.Softmax(0), True),
+        (lambda x, labels: gathered(x[:, 0], labels), nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Softmax(0)), True),
+        (nll_loss, nn.LogSoftmax(1), False),
+        (gathered, nn.Softmax(1), False),
+    ],
+)
+def test_outputs_that_are_a_softmax_over_the_samples_are_told(loss: Any, last: nn.Module, is_wrong: bool) -> None:
+    text = "the outputs of the model are a softmax over the samples of a batch, not over the classes"
+    assert classify(loss, nn.Linear(4, 4), last, lr=1e-2) == [text] * is_wrong
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
     model, outputs = looked_at(nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).to(dtype))
@@ -326,7 +345,8 @@ def test_a_softmax_in_the_loss_is_seen_in_every_dtype(dtype: torch.dtype) -> Non
     cross_entropy(predicted, labels).backward()
     seen = {name: value.item() for name, value in outputs.take().items()}
     right = (predicted.argmax(1) == labels).float().mean().item()
-    assert seen == {"logits": 0.0, "activation": -1.0, "classes": 3.0, "labels": 4.0, "label": 0.0, "right": right}
+    expected = {"logits": 0.0, "over_samples": 0.0, "activation": -1.0, "classes": 3.0, "labels": 4.0, "label": 0.0}
+    assert seen == {**expected, "right": right}
 
 
 @pytest.mark.parametrize(
@@ -490,7 +510,7 @@ def test_a_sample_is_all_that_large_outputs_take(
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         model(logits)
         torch.autograd.grad(logits, leaf, gradient)
-    assert len(watch.take()) == 6
+    assert len(watch.take()) == 7
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     taken = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]  # negative if given back

@@ -123,7 +123,8 @@ def test_what_is_looked_at_now_and_then_is_in_the_recording() -> None:
     assert tables["update"].steps.tolist() == [1, 11, 21]  # measured after the optimizer steps
     assert tables["activation"].names == ("first", "norm", "second", "last")
     assert tables["activation"].steps.tolist() == [0, 10, 20]
-    assert tables["output"].names == ("logits", "activation", "classes", "labels", "label", "right")
+    expected_outputs = ("logits", "over_samples", "activation", "classes", "labels", "label", "right")
+    assert tables["output"].names == expected_outputs
     expected = [(before[11][n] - before[10][n]).norm().item() for n in tables["update"].names]
     np.testing.assert_allclose(tables["update"].column("l2_norm")[1], expected, rtol=1e-6)
     expected = [before[10][n].norm().item() for n in tables["parameter"].names]
@@ -182,7 +183,8 @@ def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> No
 
 def test_raises_with_the_first_finding_when_all_are_acted_on() -> None:
     seen: list[str] = []
-    model, optimizer, monitor = made(on_anomaly={"error": ("raise", lambda _, finding: seen.append(finding.rule))})
+    policy = ("raise", lambda _, finding: seen.append(finding.rule))
+    model, optimizer, monitor = made(on_anomaly=dict.fromkeys(("error", "nonfinite-loss", "nonfinite-gradient"), policy))
     with torch.no_grad():
         model.first.weight[0, 0] = math.nan
     with pytest.raises(AnomalyError, match=r"nonfinite-parameter.*first\.weight") as caught:
@@ -191,6 +193,53 @@ def test_raises_with_the_first_finding_when_all_are_acted_on() -> None:
     assert caught.value.finding == monitor.findings[0]
     assert "what to try" in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) -> None:
+    model, optimizer, monitor = made(on_anomaly={"error": ("record", *["skip"] * skips)})
+    trained(model, optimizer, monitor, 30, bad=3)
+    trained(model, optimizer, monitor, 10, bad=35)
+    errors = [(finding.rule, finding.step) for finding in monitor.findings if finding.severity == "error"]
+    assert errors == [("nonfinite-gradient", 3), ("nonfinite-gradient", 35)][: 1 + skips]
+    followed = ["nonfinite-loss", "nonfinite-optimizer-state", "nonfinite-parameter", "lost-loss"]
+    text = str(monitor.diagnose())
+    assert all(f"{rule} in step" in text for rule in followed) == (not skips)
+    assert text.count("followed by:") == (not skips)
+    assert text.count("nonfinite-gradient (error)") == 1 + skips
+
+
+class Normalized(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= parameter.grad.norm()
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "dtype", "cause"),
+    [
+        (torch.optim.Adam, torch.float16, "its eps of 1e-08 is 0 in torch.float16"),
+        (torch.optim.RMSprop, torch.float16, "its eps of 1e-08 is 0 in torch.float16"),
+        (Normalized, torch.float32, "a quotient with a zero gradient"),
+    ],
+)
+def test_an_optimizer_that_makes_nan_of_finite_gradients_is_blamed(
+    optimizer_of: Any, dtype: torch.dtype, cause: str
+) -> None:
+    model = nn.Linear(4, 2).to(dtype)
+    optimizer = optimizer_of(model.parameters(), lr=1e-3)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    for step in range(5):
+        x = torch.randn(8, 4, dtype=dtype) * torch.tensor([0, 1, 1, 1], dtype=dtype)
+        loss = model(x if step < 2 or optimizer_of is not Normalized else 0 * x)[:, 0].square().mean()
+        optimizer.zero_grad()
+        (loss if optimizer_of is not Normalized else loss * (step < 2)).backward()
+        monitor.step(loss)
+        optimizer.step()
+    (error,) = [finding for finding in monitor.findings if finding.severity == "error"]
+    assert (error.rule, cause in error.causes[0]) == ("nonfinite-parameter", True)
+    assert "the gradients of all steps were finite" in error.text
 
 
 @pytest.mark.parametrize("fused", [True, False])

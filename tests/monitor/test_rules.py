@@ -709,6 +709,20 @@ def test_noise_and_drift_are_no_rise_of_a_loss(name: str, course: Any, seed: int
     assert findings(new("loss-spike"), series("loss", losses).windows(64)) == []
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("fallen_to", "maximizes", "is_told"), [(0.5, False, True), (0.7, False, True), (1, False, False), (1, True, True)]
+)
+def test_a_loss_that_climbs_far_above_its_beginning_is_told(
+    fallen_to: float, maximizes: bool, is_told: bool, seed: int
+) -> None:
+    """Errors of values that grow never fall."""
+    course = [*np.linspace(1, fallen_to, 150), *(fallen_to * np.exp(np.arange(200) / 100))]
+    story = series("loss", noisy(course, 0.05, seed), run=RunSettings(maximizes=maximizes))
+    found = [finding for finding in findings(new("loss-spike"), story.windows(64)) if "it began at" in finding.text]
+    assert ["maximize=True" in finding.causes[0] for finding in found] == [maximizes] * is_told
+
+
 def test_what_the_guard_refuses_again_and_again_is_a_spike() -> None:
     losses = noisy([*(2.5 + 1.5 * np.exp(-np.arange(200) / 20)), *[3.2] * 5], 0.04)
     guard, parameter = gradstat.SpikeGuard(), nn.Parameter(torch.zeros(1))
