@@ -53,7 +53,8 @@ class AutoHandle:
         # The first of the gradients that have been measured, if there was one, and its version, which another backward
         # pass changes.
         self._measured: tuple[weakref.ref[Tensor] | None, int] | None = None
-        self._has_warned = False
+        self._used: tuple[weakref.ref[Tensor] | None, int] | None = None  # likewise, by the last step
+        self._clips_late = self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
         self._steps_itself = False  # whether a step of this very optimizer has been seen
@@ -91,6 +92,11 @@ class AutoHandle:
         """
         if not (self.holds(parameters) and self._is_complete()):
             return
+        if scaler is None and self._are_used():
+            self._clips_late = True
+            watched = set(map(id, self._connection.trained.named_parameters().parameters))
+            self._connection.has_late_clip = watched.issuperset(map(id, parameters))  # else others may not be used yet
+            return
         self._measure(scaler, loss)
         used, is_scaled = self.monitor.scaler, False
         if scaler is None and used is not None:  # a clip
@@ -106,7 +112,11 @@ class AutoHandle:
         if self.holds(parameters) and self._is_complete():
             with self._contained():
                 gradient = self._first_gradient()
-                self._measured = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+                now = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+                if self._clips_late:
+                    self._used, self._clips_late = now, False
+                else:
+                    self._measured = now
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """Measures and clips before ``optimizer`` steps, or in its closure, which computes the gradients."""
@@ -124,14 +134,14 @@ class AutoHandle:
             if self._max_norm is not None:
                 _clip(optimizer, self._max_norm)
             return None
-        # The gradients of the closure's first call are the step's.
-        self._measured, self._is_over = None, False
+        # The gradients of the closure's first call are the step's. It may compute none, as Lightning's does under manual
+        # optimization; then those that were measured before stay measured.
+        self._measured, self._is_over = None if has_failed else self._measured, False
 
         def evaluated() -> Any:
             loss = closure()
             is_first = not self._is_over
-            if is_first and self._measured is None:  # the closure does not clip
-                self._measure(None, loss)
+            self._measure(None, loss)  # unless a clip in the closure has
             self._is_over = True
             # An adaptive clip would take each evaluation for a step.
             if self._max_norm is not None and (is_first or not isinstance(self._max_norm, AdaptiveClip)):
@@ -143,7 +153,7 @@ class AutoHandle:
     def after_step(self, optimizer: Optimizer) -> None:
         """Marks the coming step of ``optimizer`` as not measured yet."""
         if optimizer is self.optimizer or self._steps_in_place(optimizer):
-            self._measured, self._is_over, self._running = None, False, None
+            self._used, self._measured, self._is_over, self._running = self._measured, None, False, None
 
     def _steps_in_place(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` takes the steps of the watched one, for whose parameters it was made, as SAM does."""
@@ -195,11 +205,21 @@ class AutoHandle:
 
     def is_measured(self) -> bool:
         """Whether the current gradients have been measured: no backward pass has changed them since."""
-        if self._measured is None:
-            return False
-        gradient, (reference, version) = self._first_gradient(), self._measured
-        is_same = reference is not None and reference() is gradient
-        return gradient is None or (is_same and gradient._version == version)
+        return self._measured is not None and self._is_since(*self._measured)
+
+    def _is_since(self, reference: weakref.ref[Tensor] | None, version: int) -> bool:
+        """Whether the gradients are still those whose first one was ``reference`` in this ``version``."""
+        gradient = self._first_gradient()
+        return gradient is None or (
+            reference is not None and reference() is gradient and gradient._version == version
+        )
+
+    def _are_used(self) -> bool:
+        """Whether the last step has used the current gradients, so that no change of them has an effect."""
+        with self._contained():
+            has_used = self._used is not None and self._used[0] is not None and self._is_since(*self._used)
+            return has_used and self._first_gradient() is not None
+        return False
 
     def _first_gradient(self) -> Tensor | None:
         gradients = (parameter.grad for parameter in self._connection.trained.named_parameters().parameters)

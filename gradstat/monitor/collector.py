@@ -133,6 +133,8 @@ class Collector:
         others: list[PendingRows] = []
         if self._kept is not None and self._kept.was_kept:
             scalars["not_zeroed"], self._kept.was_kept = 1.0, False
+        if self._connection.has_late_clip:
+            scalars["late_clip"], self._connection.has_late_clip = 1.0, False
         is_sampled = step % self._sampled == 0 or step in _EARLY
         if self._inputs is not None:
             try:

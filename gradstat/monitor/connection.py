@@ -22,6 +22,7 @@ class Connection:
         in_use: Remedies that the run uses already, so that advice leaves them out.
         is_stepped_by_user: Whether the user's loop calls `Monitor.step`.
         runs_steps: Whether a framework runs the steps, so that the policy ``"replay"`` needs no function.
+        has_late_clip: Whether gradients were clipped after the last step had used them.
         why_nothing: Says why no step was taken.
     """
 
@@ -30,7 +31,7 @@ class Connection:
         self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self.wrapper: nn.Module = trained.model
         self.in_use: set[str] = set()
-        self.is_stepped_by_user, self.runs_steps = True, False
+        self.is_stepped_by_user, self.runs_steps, self.has_late_clip = True, False, False
         self.why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
 
     def is_joining(self) -> bool:

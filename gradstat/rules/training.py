@@ -320,6 +320,8 @@ class LearningRateJump(Rule):
 class ClipActivity(Rule):
     """Clipping that is active on nearly all steps, or on none; needs ``Monitor(..., max_norm=...)``.
 
+    Or that comes after the step that used the gradients, a warning, which needs `gradstat.auto` or an integration.
+
     Args:
         often: Fraction of clipped steps from which clipping scales the learning rate rather than catching outliers.
         window: Number of steps in which they are counted.
@@ -333,9 +335,18 @@ class ClipActivity(Rule):
     def __init__(self, often: float = 0.9, window: int = 500) -> None:
         self.often, self.window = often, window
         self._norms: list[float] = []
-        self._reported = False
+        self._reported = self._is_late = False
+
+    def bands(self) -> Mapping[str, Band]:
+        return {} if self._is_late else {"late_clip": (0.0, 0.0)}
 
     def review(self, window: Window) -> Iterable[Finding]:
+        for step, is_late in series(window, "late_clip"):
+            if is_late > 0 and not self._is_late:
+                self._is_late = True
+                text = "gradients were clipped after the step that had used them, which changes nothing"
+                advice = ("clip between backward() and optimizer.step()",)
+                yield self.found(step - 1, "norm", text, severity="warning", causes=(), advice=advice)
         norms, limit = window.scalars.get("norm"), window.run.max_norm
         if norms is None or limit is None or math.isinf(limit) or self._reported:
             return

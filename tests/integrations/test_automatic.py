@@ -503,6 +503,32 @@ def test_remove_undoes_everything_and_a_second_call_works() -> None:
     gradstat.auto(optimizer)
 
 
+@pytest.mark.parametrize("when", ["late", "in time", "joint"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("module", "name"), [(nn.utils, "clip_grad_norm_"), (nn.utils, "clip_grad_value_"), (gradstat, "clip_grad_norm_")]
+)
+def test_a_clip_after_the_step_is_told_once(module: Any, name: str, set_to_none: bool, when: str) -> None:
+    (model, optimizer), (other, unwatched) = made(), made()
+    handle = gradstat.auto(optimizer, model, on_anomaly="record")
+    clip = getattr(module, name)
+    for _ in range(4):
+        for one in (optimizer, unwatched):
+            one.zero_grad(set_to_none)
+        (model(torch.randn(8, 4)).sum() + other(torch.randn(8, 4)).sum()).backward()
+        if when == "in time":
+            clip(model.parameters(), 1.0)
+        optimizer.step()
+        if when == "late":
+            clip(model.parameters(), 1.0)
+        if when == "joint":
+            clip([*model.parameters(), *other.parameters()], 1.0)
+            unwatched.step()
+    assert handle.monitor.steps == 4
+    text = "gradients were clipped after the step that had used them, which changes nothing"
+    assert [(one.step, one.text) for one in handle.monitor.findings] == [(0, text)] * (when == "late")
+
+
 def broken(*_: object, **__: object) -> Any:
     raise ZeroDivisionError
 

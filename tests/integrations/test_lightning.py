@@ -262,13 +262,15 @@ def test_after_a_skipped_step_the_progress_bar_shows_the_finding_and_schedulers_
     callbacks = [GradstatCallback(on_anomaly=["skip", "record"]), Watching()]
     made = fit(callbacks, Scheduled(spoil={3: "nan"}), enable_progress_bar=True)
     assert shown[2] is None
-    assert shown[3].startswith("step 3: the gradient of net.2.bias has 3 NaN")
+    assert shown[3] == "step 3: the loss is NaN"
     (configured,) = made.lr_scheduler_configs
     assert configured.scheduler.last_epoch == made.global_step == 8
 
 
 class Two(pl.LightningModule):
     """Two nets that are trained alternately, with manual optimization."""
+
+    clip: Any = None  # as `(module, optimizer, parameters) -> None`
 
     def __init__(self, bad: int | None = None) -> None:
         super().__init__()
@@ -277,17 +279,22 @@ class Two(pl.LightningModule):
         self.bad = bad
         self.norms: dict[str, list[float]] = {"a": [], "b": []}
 
+    def nets(self) -> list[tuple[str, nn.Module]]:
+        return list(self.named_children())
+
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        for (name, net), optimizer in zip((("a", self.a), ("b", self.b)), self.optimizers(), strict=True):
+        for (name, net), optimizer in zip(self.nets(), self.optimizers(), strict=True):
             loss = nn.functional.cross_entropy(net(x), y) * (math.nan if batch_idx == self.bad and name == "b" else 1)
             optimizer.zero_grad()
             self.manual_backward(loss)
             self.norms[name].append(norm_of({n: p.grad for n, p in net.named_parameters()}))  # type: ignore[misc]
+            if self.clip is not None:
+                self.clip(optimizer, net.parameters())
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.a, self.b)]
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for _, net in self.nets()]
 
 
 def test_several_optimizers_have_a_monitor_each(tmp_path: Path) -> None:
@@ -308,6 +315,42 @@ def test_several_optimizers_have_a_monitor_each(tmp_path: Path) -> None:
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
     assert "grad/0/total_norm" in header
     assert "grad/1/total_norm" in header
+
+
+class One(Two):
+    """Has only the first net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.b
+
+    def nets(self) -> list[tuple[str, nn.Module]]:
+        return super().nets()[:1]
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return [super().optimizers(use_pl_optimizer)]
+
+
+@pytest.mark.parametrize("kind", [One, Two])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda module, optimizer, _: module.clip_gradients(optimizer, 0.01, "norm"),
+        lambda module, optimizer, _: module.clip_gradients(optimizer, 0.01, "value"),
+        lambda _module, _optimizer, parameters: nn.utils.clip_grad_norm_(parameters, 0.01),
+        lambda _module, _optimizer, parameters: nn.utils.clip_grad_value_(parameters, 0.01),
+    ],
+)
+def test_under_manual_optimization_a_clip_in_the_step_is_measured_before(
+    clip: Any, kind: type[Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "clip", clip)
+    callback, model = GradstatCallback(on_anomaly="record"), kind()
+    fit(callback, model)
+    for monitor, name in zip(callback.monitors, "ab", strict=False):
+        scalars = monitor.recording().scalars
+        assert scalars["norm"].tolist() == pytest.approx(model.norms[name], rel=1e-5)
+        assert not any(map(math.isnan, scalars["loss"]))
 
 
 def test_every_n_steps_floats_go_to_all_loggers(tmp_path: Path) -> None:
