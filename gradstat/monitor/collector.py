@@ -253,6 +253,9 @@ class Collector:
                 rate = groups[number].get("lr")
                 if rate is not lr and (isinstance(rate, Tensor) or isinstance(lr, Tensor) or rate != lr):
                     others.append((rate_name(number), rate))
+        if self._leaves is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            with self._unwatched.suppress_errors(0, "the graph of the loss could not be looked at"):
+                self._leaves = observers.untrained_leaves(loss, self._trained.named_parameters().parameters)
         for name, value in (("loss", loss), ("lr", lr), *others):
             if type(value) is float:
                 on_host[name] = value

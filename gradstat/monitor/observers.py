@@ -108,6 +108,29 @@ def versions(parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, in
     }
 
 
+def untrained_leaves(computed: Tensor, parameters: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
+    """The parameters that ``computed`` depends on and nobody watches, each with its version; walks the graph.
+
+    They are neither among ``parameters`` nor in a watched optimizer. FSDP's own kinds of parameters are left out.
+    """
+    watched = set(map(id, parameters)).union(*map(_ids_of, optimizers))
+    waiting, seen, found = [computed.grad_fn], {computed.grad_fn}, []
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if type(leaf) is nn.Parameter and id(leaf) not in watched and not leaf.is_inference():
+            found.append((weakref.ref(leaf), leaf._version))
+        for behind, _ in () if node is None else node.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+    return found
+
+
+# Functions in a graph that are looked at; so many take a fifth of a second.
+_MOST_NODES = 100_000
+
+
 class BackwardOrder:
     """Records the order in which the gradients of the first step are complete, then removes its hooks."""
 
