@@ -210,9 +210,7 @@ class AutoHandle:
     def _is_since(self, reference: weakref.ref[Tensor] | None, version: int) -> bool:
         """Whether the gradients are still those whose first one was ``reference`` in this ``version``."""
         gradient = self._first_gradient()
-        return gradient is None or (
-            reference is not None and reference() is gradient and gradient._version == version
-        )
+        return gradient is None or (reference is not None and reference() is gradient and gradient._version == version)
 
     def _are_used(self) -> bool:
         """Whether the last step has used the current gradients, so that no change of them has an effect."""

@@ -97,6 +97,7 @@ class Collector:
         self._batch: list[tuple[str, str, Tensor]] = []
         self._old_parameters: dict[str, Tensor] | None = None  # copies of parameters before the update
         self._last_seen: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
+        self._leaves: list[tuple[weakref.ref[Tensor], int]] | None = None  # of the first loss
         self._switch_hooks(0)
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
@@ -127,6 +128,10 @@ class Collector:
             segments = self._segments = [Segment("gradient", tuple(names), positions)]
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
+        if step == _LOOK_AT_LEAVES and named.engine is None and not is_distributed(named.parameters):
+            leaves = [*(self._leaves or ()), *(self._outputs and self._outputs.leaves or ())]
+            observations.append(Observation("untrained", step, observers.untrained(leaves, named.parameters)))
+            self._leaves = []
         if named is not self._named:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
@@ -255,7 +260,7 @@ class Collector:
                     others.append((rate_name(number), rate))
         if self._leaves is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
             with self._unwatched.suppress_errors(0, "the graph of the loss could not be looked at"):
-                self._leaves = observers.untrained_leaves(loss, self._trained.named_parameters().parameters)
+                self._leaves = observers.leaves_of(loss)
         for name, value in (("loss", loss), ("lr", lr), *others):
             if type(value) is float:
                 on_host[name] = value
@@ -466,6 +471,8 @@ class Collector:
 
 # Steps in which outputs are measured besides, so that mistakes with labels are known before much time is lost.
 _EARLY = (1, 2, 4, 8, 16, 32)
+# When parameters in the graph of the first loss have got updates, if anybody trains them.
+_LOOK_AT_LEAVES = 16
 
 
 def _order_of(named: NamedParameters) -> observers.BackwardOrder:

@@ -137,10 +137,14 @@ class Diagnosis(Judged):
     def _followed(self, cause: Finding) -> str:
         """What followed from a finding, as the runner of rules noted it."""
         followed = [f for f in self.findings if f.evidence.get("follows") == reference_to(cause)]
-        return ", ".join(f"{finding.rule} in step {finding.step} ({finding.name})" for finding in followed)
+        return ", ".join(
+            dict.fromkeys(f"{finding.rule} in step {finding.step} ({finding.name})" for finding in followed)
+        )
 
     def _infos(self) -> list[str]:
-        infos = [f"step {f.step}: {f.text}" for f in self.findings if f.severity == "info" and "follows" not in f.evidence]
+        infos = [
+            f"step {f.step}: {f.text}" for f in self.findings if f.severity == "info" and "follows" not in f.evidence
+        ]
         return infos + ["no loss was seen, so that nothing is known about it"] * (self.steps > 0 and not self.has_loss)
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,7 +167,8 @@ class Diagnosis(Judged):
                 out.append(
                     f'<li class="{f.severity}"><b>{html.escape(f.rule)}</b> ({f.severity}), since step {f.step}, in '
                     f"<code>{html.escape(f.name)}</code><br>{html.escape(f.text)}"
-                    + f"<br>followed by: {html.escape(followed)}" * bool(followed)
+                    + f"<br>followed by: {html.escape(followed)}"
+                    * bool(followed)
                     + f"<details><summary>causes and remedies</summary><p>likely causes</p>{causes}"
                     f"<p>what to try</p>{advice}</details></li>"
                 )

@@ -108,23 +108,34 @@ def versions(parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, in
     }
 
 
-def untrained_leaves(computed: Tensor, parameters: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
-    """The parameters that ``computed`` depends on and nobody watches, each with its version; walks the graph.
-
-    They are neither among ``parameters`` nor in a watched optimizer. FSDP's own kinds of parameters are left out.
-    """
-    watched = set(map(id, parameters)).union(*map(_ids_of, optimizers))
+def leaves_of(computed: Tensor) -> list[tuple[weakref.ref[Tensor], int]]:
+    """The parameters that ``computed`` depends on, each with its version; walks the graph. Not FSDP's own kinds."""
     waiting, seen, found = [computed.grad_fn], {computed.grad_fn}, []
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         leaf = getattr(node, "variable", None)
-        if type(leaf) is nn.Parameter and id(leaf) not in watched and not leaf.is_inference():
+        if type(leaf) is nn.Parameter and not leaf.is_inference():
             found.append((weakref.ref(leaf), leaf._version))
         for behind, _ in () if node is None else node.next_functions:
             if behind is not None and behind not in seen:
                 seen.add(behind)
                 waiting.append(behind)
     return found
+
+
+def untrained(leaves: Sequence[tuple[weakref.ref[Tensor], int]], parameters: Sequence[Tensor]) -> list[torch.Size]:
+    """The shapes of ``leaves`` that have got gradients and no update since, and that nobody watches.
+
+    They are neither among ``parameters`` nor in a watched optimizer. One that is not watched may train them, as for the
+    discriminator of a GAN, but then they have changed.
+    """
+    watched = set(map(id, parameters)).union(*map(_ids_of, optimizers))
+    alive = {id(leaf): (leaf, version) for reference, version in leaves if (leaf := reference()) is not None}
+    return [
+        leaf.shape
+        for key, (leaf, version) in alive.items()
+        if key not in watched and leaf._version == version and leaf.grad is not None
+    ]
 
 
 # Functions in a graph that are looked at; so many take a fifth of a second.
@@ -434,11 +445,15 @@ class Outputs(_Switched):
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: dict[str, Tensor] = {}
+        self.leaves: list[tuple[weakref.ref[Tensor], int]] | None = None  # of the first pass, as `leaves_of`
         hook = Hook(self.measure)
         super().__init__({hook: hook_forward(model, hook)}, on=False)
 
     def measure(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         logits = getattr(output, "logits", output)
+        if self.leaves is None:
+            computed = next((tensor for _, tensor in tensors_in(output, "") if tensor.grad_fn is not None), None)
+            self.leaves = None if computed is None else leaves_of(computed)
         if measurable(logits) and logits.is_floating_point() and logits.dim() >= 2 and logits.numel():
             with torch.no_grad():
                 sample = _sample(logits)

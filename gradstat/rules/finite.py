@@ -196,7 +196,8 @@ class NonfiniteLoss(Rule):
     )
     advice = (
         replay("names the operation that produced it", otherwise=FIRST_MODULE),
-        "use the fused forms: cross_entropy on logits instead of log(softmax), binary_cross_entropy_with_logits",
+        "for a log of a softmax or sigmoid by hand, cross_entropy or binary_cross_entropy_with_logits, on the logits",
+        SKIP,
     )
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -298,7 +299,9 @@ _OF_OPTIMIZER = (
 
 def _of_optimizer(eps: float, dtype: torch.dtype | None) -> tuple[str, ...]:
     """The causes of a tensor that is not finite after updates by gradients that were."""
-    arithmetic = "the optimizer's own arithmetic: a quotient with a zero gradient, or a square or product that overflows"
+    arithmetic = (
+        "the optimizer's own arithmetic: a quotient with a zero gradient, or a square or product that overflows"
+    )
     if eps and dtype is not None and not torch.tensor(eps, dtype=dtype):
         arithmetic = f"the optimizer's own arithmetic: its eps of {eps:g} is 0 in {dtype}, so a zero gradient is 0 / 0"
     return arithmetic, "a value that something else wrote there, or memory that was overwritten"

@@ -248,12 +248,14 @@ class DeadGradient(_AbsentGradientRule):
     name = "dead-gradient"
     causes = (
         "ReLU units that are never positive, so that no gradient passes",
+        "a step function on the way to the loss, whose derivative is zero: round, sign, floor, a comparison, one_hot",
         "a multiplication by zero on the way to the loss: a mask, a gate, a weight initialised to zero",
         "a parameter whose result is not used, or only inside a branch that is not taken",
     )
     advice = (
         Remedy("look at the outputs of the module: gradstat.Monitor(model, watch={'activations': 10})", "activations"),
-        "try a smaller learning rate, another initialisation, LeakyReLU or GELU",
+        "for ReLU units, try a smaller learning rate, another initialisation, LeakyReLU or GELU",
+        "for a step function, a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
     )
 
     def __init__(self, in_a_row: int = 20) -> None:

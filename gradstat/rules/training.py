@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from gradstat._core.text import count_of
 from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import LOGITS
@@ -452,6 +453,14 @@ class SaturatedOutput(Rule):
                 yield self.found(self._since, LOGITS, text, "output", severity, share=share, loss=finite_loss)
 
 
+_UNTRAINED = (
+    "layers in a Python list or dict",
+    "a network that is not trained, but whose parameters require gradients",
+)
+_REGISTER = (
+    "put layers into nn.ModuleList or nn.ModuleDict, and make the optimizer afterwards",
+    "call requires_grad_(False) on what is not trained: its gradients are computed and never zeroed",
+)
 _REPLACED = ("another optimizer has taken its place, or one is made in each step",)
 _KEEP = (
     "make one optimizer before the loop, and keep it: momentum and second moments of a new one begin at zero",
@@ -462,7 +471,8 @@ _KEEP = (
 class OptimizerCoverage(Rule):
     """Parameters that the optimizer lacks, has though they are frozen or not the model's, or that another one trains.
 
-    An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
+    Also those in the graph of the first loss or output that are neither the model's nor an optimizer's, if nothing has
+    changed them 16 steps later. An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
     or not the model's but trained.
 
     Args:
@@ -488,6 +498,11 @@ class OptimizerCoverage(Rule):
         self._last_look, self._has_stepped = 0, False
 
     def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("untrained"):
+            if seen.value:
+                text = f"the loss depends on {count_of(len(seen.value), 'parameter')} that neither the model nor an "
+                text += f"optimizer has, so that nothing trains them; one has the shape {list(seen.value[0])}"
+                yield self.found(0, "optimizer", text, causes=_UNTRAINED, advice=_REGISTER, parameters=len(seen.value))
         for seen in window.observed("coverage"):
             yield from self._replaced(seen)
             rows, left_out = window.rows("gradient"), seen.value.left_out

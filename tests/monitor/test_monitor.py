@@ -184,7 +184,9 @@ def test_warns_where_it_was_called_with_what_to_try_and_not_of_each_step() -> No
 def test_raises_with_the_first_finding_when_all_are_acted_on() -> None:
     seen: list[str] = []
     policy = ("raise", lambda _, finding: seen.append(finding.rule))
-    model, optimizer, monitor = made(on_anomaly=dict.fromkeys(("error", "nonfinite-loss", "nonfinite-gradient"), policy))
+    model, optimizer, monitor = made(
+        on_anomaly=dict.fromkeys(("error", "nonfinite-loss", "nonfinite-gradient"), policy)
+    )
     with torch.no_grad():
         model.first.weight[0, 0] = math.nan
     with pytest.raises(AnomalyError, match=r"nonfinite-parameter.*first\.weight") as caught:
@@ -207,6 +209,42 @@ def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) ->
     assert all(f"{rule} in step" in text for rule in followed) == (not skips)
     assert text.count("followed by:") == (not skips)
     assert text.count("nonfinite-gradient (error)") == 1 + skips
+
+
+@pytest.mark.parametrize("is_seen_by", ["loss", "output", "auto"])
+@pytest.mark.parametrize(("others", "is_told"), [("list", 2), ("frozen", 0), ("critic", 0), ("child", 0)])
+def test_parameters_that_nobody_trains_are_told(others: str, is_told: int, is_seen_by: str) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, last = nn.Linear(8, 8), nn.Linear(8, 4)
+            self.rest: Any = [last] if others != "child" else nn.ModuleList([last])
+
+        def forward(self, x: Tensor) -> Tensor:
+            last: Tensor = self.rest[0](self.first(x))
+            return last
+
+    model = Holder()
+    model.rest[0].requires_grad_(others != "frozen")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    another = torch.optim.SGD(model.rest[0].parameters(), lr=0.01) if others == "critic" else None
+    if is_seen_by == "auto":
+        monitor = gradstat.auto(model, optimizer, on_anomaly="record").monitor
+    else:
+        monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    for _ in range(20):
+        loss = model(torch.randn(8, 8)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if is_seen_by != "auto":
+            monitor.step(loss if is_seen_by == "loss" else loss.detach())
+        optimizer.step()
+        if another is not None:
+            another.step()
+            another.zero_grad()
+    monitor.flush()
+    told = [finding.evidence["parameters"] for finding in monitor.findings if "the loss depends on" in finding.text]
+    assert told == [is_told] * bool(is_told)
 
 
 class Normalized(torch.optim.SGD):
