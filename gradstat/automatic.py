@@ -134,7 +134,7 @@ class AutoHandle:
             if self._max_norm is not None:
                 _clip(optimizer, self._max_norm)
             return None
-        # The gradients of the closure's first call are the step's. It may compute none, as Lightning's does under manual
+        # The gradients of the closure's first call are the step's. It may compute none, as Lightning's under manual
         # optimization; then those that were measured before stay measured.
         self._measured, self._is_over = None if has_failed else self._measured, False
 
@@ -214,10 +214,11 @@ class AutoHandle:
 
     def _are_used(self) -> bool:
         """Whether the last step has used the current gradients, so that no change of them has an effect."""
+        are_used = False
         with self._contained():
-            has_used = self._used is not None and self._used[0] is not None and self._is_since(*self._used)
-            return has_used and self._first_gradient() is not None
-        return False
+            if self._used is not None and self._used[0] is not None:
+                are_used = self._first_gradient() is not None and self._is_since(*self._used)
+        return are_used
 
     def _first_gradient(self) -> Tensor | None:
         gradients = (parameter.grad for parameter in self._connection.trained.named_parameters().parameters)

@@ -129,7 +129,7 @@ class Collector:
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
         if step == _LOOK_AT_LEAVES and named.engine is None and not is_distributed(named.parameters):
-            leaves = [*(self._leaves or ()), *(self._outputs and self._outputs.leaves or ())]
+            leaves = (self._leaves or []) + ((self._outputs and self._outputs.leaves) or [])
             observations.append(Observation("untrained", step, observers.untrained(leaves, named.parameters)))
             self._leaves = []
         if named is not self._named:

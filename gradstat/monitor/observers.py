@@ -110,7 +110,8 @@ def versions(parameters: Sequence[Tensor], names: Sequence[str]) -> dict[str, in
 
 def leaves_of(computed: Tensor) -> list[tuple[weakref.ref[Tensor], int]]:
     """The parameters that ``computed`` depends on, each with its version; walks the graph. Not FSDP's own kinds."""
-    waiting, seen, found = [computed.grad_fn], {computed.grad_fn}, []
+    waiting, seen = [computed.grad_fn], {computed.grad_fn}
+    found: list[tuple[weakref.ref[Tensor], int]] = []
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         leaf = getattr(node, "variable", None)
@@ -525,8 +526,9 @@ def _is_over_samples(outputs: Tensor) -> Tensor:
 
     The first columns and rows, of the first place in dimensions between, are enough.
     """
-    matrix = outputs[(slice(None), *(0,) * (outputs.dim() - 2))]
-    columns, rows = matrix[:, :_MOST_COLUMNS], matrix[:_MOST_COLUMNS]
+    while outputs.dim() > 2:
+        outputs = outputs[:, 0]
+    columns, rows = outputs[:, :_MOST_COLUMNS], outputs[:_MOST_COLUMNS]
     is_log = (columns <= 0).all()
 
     def is_one(some: Tensor, dim: int) -> Tensor:

@@ -427,3 +427,10 @@ class SporadicNonfinite(Rule):
                 listed = ", ".join(f"{name} at step {when}" for when, name in incidents[-5:])
                 text = f"NaN or Inf in {len(incidents)} separate steps, first in different parameters: {listed}"
                 yield self.found(first, first_name, text, about="gradient", incidents=incidents)
+
+
+KEPT = {kind.name for kind in (NonfiniteParameter, NonfiniteBuffer, NonfiniteOptimizerState)}
+"""Rules on what outlives a step."""
+CONSEQUENCES = KEPT | {kind.name for kind in (NonfiniteActivation, NonfiniteLoss, LostLoss, NonfiniteGradient)}
+"""Rules whose findings may follow from an earlier one of `ROOTS`."""
+ROOTS = CONSEQUENCES | {NonfiniteBatch.name, "nonfinite-rank"}

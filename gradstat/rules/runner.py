@@ -10,29 +10,13 @@ import numpy as np
 
 from gradstat._core.warn import warn_of_failure
 from gradstat.recording.findings import Finding, reference_to
-from gradstat.rules import (
-    LostLoss,
-    NonfiniteActivation,
-    NonfiniteBatch,
-    NonfiniteBuffer,
-    NonfiniteGradient,
-    NonfiniteLoss,
-    NonfiniteOptimizerState,
-    NonfiniteParameter,
-    NonfiniteRank,
-    Rule,
-)
+from gradstat.rules import Rule
 from gradstat.rules.base import Band, Episodes
+from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
 from gradstat.rules.rows import Floats, Window
 
 # Number of rows that may wait for a review, unless they are of less than 64 steps: 16 MB.
 _MAX_ROWS = 200_000
-
-
-# Rules about values that are not finite; those that also tell consequences; and of these, of what outlives a step.
-_KEPT = {kind.name for kind in (NonfiniteParameter, NonfiniteBuffer, NonfiniteOptimizerState)}
-_CONSEQUENCES = _KEPT | {kind.name for kind in (NonfiniteActivation, NonfiniteLoss, LostLoss, NonfiniteGradient)}
-_ROOTS = _CONSEQUENCES | {NonfiniteBatch.name, NonfiniteRank.name}
 
 
 class RuleRunner:
@@ -97,11 +81,11 @@ class RuleRunner:
         folded = []
         for finding in findings:
             cause = self._cause
-            if finding.rule in _ROOTS and finding.severity == "error":
+            if finding.rule in ROOTS and finding.severity == "error":
                 # Healthy steps show that it is over, unless the cause has reached what is kept from step to step.
                 is_over = cause is None or any(cause.step < at < finding.step for at in [*healthy, self._healthy_at])
-                is_kept = finding.rule in _KEPT and not (window.run.skipped_by and finding.rule != NonfiniteBuffer.name)
-                if cause is None or finding.rule not in _CONSEQUENCES or (is_over and not is_kept):
+                is_kept = finding.rule in KEPT and not (window.run.skipped_by and finding.rule != NonfiniteBuffer.name)
+                if cause is None or finding.rule not in CONSEQUENCES or (is_over and not is_kept):
                     self._cause = finding
                 else:
                     finding = replace(

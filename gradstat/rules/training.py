@@ -31,9 +31,9 @@ class LossSpike(SpikeRule):
     Args:
         sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, errors, moves, window: As for
             `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` would refuse it.
-        climb, climb_lost_progress, fallen, above: The mean of 20 steps has climbed if it exceeds the lowest window mean so far by the
-            factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by the fraction
-            ``climb_lost_progress`` of the way back to the initial loss, and by five standard errors. The initial loss
+        climb, climb_lost_progress, fallen, above: The mean of 20 steps has climbed if it exceeds the lowest window mean
+            so far by the factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by
+            the fraction ``climb_lost_progress`` of the way back to it, and by five standard errors. The initial loss
             need only exceed the lowest by ``1 / fallen`` if the median of the 20 exceeds it by ``above`` as well.
     """
 
@@ -472,7 +472,9 @@ class OptimizerCoverage(Rule):
     """Parameters that the optimizer lacks, has though they are frozen or not the model's, or that another one trains.
 
     Also those in the graph of the first loss or output that are neither the model's nor an optimizer's, if nothing has
-    changed them 16 steps later. An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
+    changed them 16 steps later.
+
+    An info for missing parameters without gradients, such as those of a target network, and for those that are frozen,
     or not the model's but trained.
 
     Args:
