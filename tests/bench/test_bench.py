@@ -303,27 +303,6 @@ def cost(
 PLAIN = dataclasses.replace(cost(0.1, (1, 1, 1), (0, 0, 0), (0, 0, 0)), name=steps.PLAIN)
 
 
-@pytest.mark.parametrize(
-    ("measured", "cells"),
-    [
-        (
-            cost(0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011), (9e3, 1e4, 1e4)),
-            ["200.00 ms", "2.00 (1.90 to 2.10)", "1.00 ms, 1.0 %", "10.0 kB"],
-        ),
-        (
-            cost(0.2, (0.56, 0.87, 1.78), (0.001, 0.002, 0.0031), (-9, -3, -1)),
-            ["200.00 ms", "? (0.56 to 1.78)", "? (1.00 ms to 3.10 ms)", "? (-9 B to -1 B)"],
-        ),
-        (cost(0.1, (0.95, 0.98, 1.02), None, (1, 2, 4)), ["100.00 ms", "0.98 (0.95 to 1.02)", "? (1 B to 4 B)"]),
-        (cost(0.1, (0.95, 0.98, 1.03), None, (0, 0, 0)), ["100.00 ms", "? (0.95 to 1.03)", "0 B"]),
-    ],
-)
-def test_noise_is_not_printed_as_a_result(measured: steps.Cost, cells: list[str]) -> None:
-    line = steps.table([PLAIN, measured]).splitlines()[-1]
-    _, *shown = (cell.strip() for cell in line.strip().split("  ") if cell.strip())
-    assert shown == [cell.replace("?", timing.NOISE) for cell in cells]
-
-
 def test_the_conclusion_of_a_noisy_measurement_is_that_it_is_noisy() -> None:
     clear = cost(0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011), (0, 0, 0))
     noisy, anomaly = (cost(0.2, (0.56, 0.87, 1.78), inside, (0, 0, 0)) for inside in ((0, 0.002, 0.0031), None))
@@ -406,20 +385,6 @@ def test_a_wrong_answer_is_never_timed(
     assert (message in capsys.readouterr().err) is ("gradstat" not in name)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES[:4], ids=str)
-def test_a_clipped_clip_finds_something_to_clip_every_time(dtype: torch.dtype, plan: suite.Plan) -> None:
-    norms = []
-
-    def run(given: cases.Input) -> torch.Tensor:
-        norms.append(cases.facts_of(given.gradients).norm)
-        return nn.utils.clip_grad_norm_(given.parameters, 0.5 * given.max_norm)
-
-    spied = [provider(cases.CLIPPED), dataclasses.replace(provider(cases.TORCH_CLIPPED), run=run)]
-    suite.compare(plan, lambda: None, "lists", "x", [(40, 30), (50,)], dtype, lambda given: spied)
-    assert len(norms) > 3
-    assert len(set(norms)) == 1
-
-
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
     """Results of the whole suite on tiny inputs, and what it printed."""
@@ -472,11 +437,6 @@ def test_the_newest_run_of_every_case_counts() -> None:
         row("again", "p", new, 4),
     ]
     assert [(r.case, r.value) for r in rows.current(listed)] == [("once", 1), ("again", 4)]
-
-
-def test_the_limit_is_the_fastest_read() -> None:
-    read = [rows.Row(f"{cases.LIMIT} ({i})", "case", "wall time", "us", value) for i, value in enumerate((3, 1, 2))]
-    assert tables.limits(read, "wall time")[("case", "")].value == 1
 
 
 def test_old_rows_are_read_and_charts_in_the_documents_have_rows() -> None:

@@ -1,6 +1,5 @@
 """The benchmark of detection: what counts as harm, as a hit and as the right place, and one fault from end to end."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from detection_judging import (
     Case,
     Flag,
     Verdict,
-    compare,
     has_diverged,
     healthy_rows,
     hits,
@@ -26,8 +24,7 @@ from detection_judging import (
     line,
     rows_of,
 )
-from detection_mistakes import LABELS, RATE
-from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
+from detection_tools import GOLDEN, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 
 
 def number_of(what: str, subject: str, when: str) -> int:
@@ -92,37 +89,6 @@ def test_faults_from_step_0_are_compared_with_golden_runs() -> None:
     assert cells_of(table)[2] == ["mistakes", "2 of 2", "100%", "0", "100%"]
     assert "Healthy runs called unlike golden ones: 0 of 1." in table
     assert "Not called unlike" not in table
-
-
-def compared(case: Case, where: str, what: str = "gradients", step: int = 3) -> Flag:
-    """The flag of a comparison that says so."""
-    found: Any = SimpleNamespace(where=where, what=what, findings=[SimpleNamespace(step=step, last=2 * step)])
-    golden: Any = SimpleNamespace(compare=lambda recording: found)
-    made = arm()
-    made.recording = SimpleNamespace(steps=[0])  # type: ignore[assignment]
-    compare(made, golden)
-    (flag,) = made.flags[GOLDEN]
-    return flag
-
-
-def test_a_comparison_names_the_place_as_cases_do(case: Case) -> None:
-    def right(place: str, where: str, what: str = "gradients", is_everywhere: bool = False) -> bool:
-        of = dataclasses.replace(case, place=place, is_everywhere=is_everywhere)
-        return is_right(of, compared(of, where, what))
-
-    assert compared(case, "head").noticed == 6
-    assert right(r"^head", "everywhere, first in head and norm")
-    assert right(r"^blocks\.0", "tokens to blocks.0.down")
-    assert not right(r"^head", "blocks.1 and norm and 2 other modules")
-    assert not right(r"^head", "everywhere")
-    assert right(r"^head", "everywhere", is_everywhere=True)
-    assert not right(r"^head", "norm", is_everywhere=True)
-    assert right(LABELS, "everywhere")
-    assert right(LABELS, "the loss")
-    assert not right(LABELS, "head")
-    assert right(RATE, "the learning rate")
-    assert right(RATE, "blocks", "parameter, not the gradients before (the optimizer, its settings)")
-    assert not right(RATE, "everywhere")
 
 
 def test_a_hit_is_new_and_follows_the_fault_soon(case: Case) -> None:
@@ -214,15 +180,6 @@ def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
 )  # fmt: skip
 def test_a_program_diverges_if_it_ends_well_above_its_beginning(first: float, last: float, diverged: bool) -> None:
     assert has_diverged(first, last) == diverged
-
-
-def test_anomaly_mode_is_a_run_of_its_own() -> None:
-    what = "sqrt of 0 in pairwise distances: infinite derivative"
-    square_root = all_cases()[number_of(what, "MLP", "mid-run")]
-    broken = detection.run(square_root, 0, is_broken=True, steps=ONSET + 3)
-    (flag,) = broken.flags[DETECT_ANOMALY]
-    assert (flag.noticed, flag.name) == (ONSET, "PowBackward0")  # that of the root is infinite
-    assert len(broken.losses) == ONSET + 3
 
 
 def test_silent_errors_run_on_two_ranks() -> None:

@@ -1,4 +1,4 @@
-"""How calls are measured on a GPU, with a clock in its place: device time and launches."""
+"""How calls are measured on a GPU, with a clock in its place: device time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,12 +87,3 @@ def test_device_time_excludes_host_time(host: float, clock: Clock) -> None:
     assert samples.device == pytest.approx([2e-5] * 3)
     assert device_timing._cycles_per_second(torch.device("cuda:1")) == pytest.approx(clock.RATE)
     assert clock.slept_on == {"cuda:1"}
-
-
-def test_calls_that_cannot_be_queued_ahead_have_no_device_time(clock: Clock) -> None:
-    calls = {"waits": clock.call(1e-4, 1e-5, waits=True), "takes long": clock.call(1.0, 1e-5)}
-    runs: list[str] = []
-    samples = interleaved(calls, 6, 1, device=torch.device("cuda"), before=runs.append)
-    assert not any(sample.device for sample in samples.values())
-    assert all(len(sample.wall) == 6 for sample in samples.values())
-    assert len(runs) == 2 * (7 + device_timing.TRIES)  # it is not retried in every round

@@ -34,11 +34,6 @@ def test_it_was_run_from_top_to_bottom_without_an_error() -> None:
     assert len(json.dumps(TOUR)) < 100_000
 
 
-def test_it_holds_nothing_of_the_machine_it_ran_on() -> None:
-    assert not re.findall(r"/(?:tmp|home|root|usr|Users)/", json.dumps([cell["outputs"] for cell in CELLS]))
-    assert TOUR["metadata"].keys() == {"kernelspec", "language_info"}
-
-
 @pytest.fixture
 def _cells() -> Iterator[None]:
     """The source of cells, where a notebook keeps it too, so that lines of code can be shown."""
