@@ -456,6 +456,7 @@ def test_every_step_is_reviewed_once_in_order() -> None:
     def noting(self: Rule, window: Any) -> tuple[()]:
         reviewed.append(window.steps.tolist())
         assert window.rows("gradient").steps.tolist() == window.steps.tolist()
+        assert window.latest["gradient"].steps.tolist() == window.steps[-1:].tolist()
         return ()
 
     model, optimizer, monitor = made(rules=[noting()], options={"review_every": 7})
