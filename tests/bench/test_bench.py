@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 from collections import UserDict
@@ -24,15 +23,15 @@ import step_providers
 import suite
 import tables
 import torch
-from cases import CASES, PROVIDERS, Case, Provider, input_of, verify
-from models import TRAININGS, Training, gpt_step, resnet
+from cases import CASES, PROVIDERS, Case, Provider, input_of
+from models import Training, gpt_step
 from torch import nn
 
 import gradstat
 from gradstat.__main__ import main
 from gradstat.bench import command, machine, steps, timing
 from gradstat.bench.memory import peak_bytes
-from gradstat.demo.model import GPT, GPT2, MODEST, TINY
+from gradstat.demo.model import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -304,27 +303,6 @@ def cost(
 PLAIN = dataclasses.replace(cost(0.1, (1, 1, 1), (0, 0, 0), (0, 0, 0)), name=steps.PLAIN)
 
 
-@pytest.mark.parametrize(
-    ("measured", "cells"),
-    [
-        (
-            cost(0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011), (9e3, 1e4, 1e4)),
-            ["200.00 ms", "2.00 (1.90 to 2.10)", "1.00 ms, 1.0 %", "10.0 kB"],
-        ),
-        (
-            cost(0.2, (0.56, 0.87, 1.78), (0.001, 0.002, 0.0031), (-9, -3, -1)),
-            ["200.00 ms", "? (0.56 to 1.78)", "? (1.00 ms to 3.10 ms)", "? (-9 B to -1 B)"],
-        ),
-        (cost(0.1, (0.95, 0.98, 1.02), None, (1, 2, 4)), ["100.00 ms", "0.98 (0.95 to 1.02)", "? (1 B to 4 B)"]),
-        (cost(0.1, (0.95, 0.98, 1.03), None, (0, 0, 0)), ["100.00 ms", "? (0.95 to 1.03)", "0 B"]),
-    ],
-)
-def test_noise_is_not_printed_as_a_result(measured: steps.Cost, cells: list[str]) -> None:
-    line = steps.table([PLAIN, measured]).splitlines()[-1]
-    _, *shown = (cell.strip() for cell in line.strip().split("  ") if cell.strip())
-    assert shown == [cell.replace("?", timing.NOISE) for cell in cells]
-
-
 def test_the_conclusion_of_a_noisy_measurement_is_that_it_is_noisy() -> None:
     clear = cost(0.2, (1.9, 2, 2.1), (0.0009, 0.001, 0.0011), (0, 0, 0))
     noisy, anomaly = (cost(0.2, (0.56, 0.87, 1.78), inside, (0, 0, 0)) for inside in ((0, 0.002, 0.0031), None))
@@ -349,16 +327,6 @@ def test_peak_memory_is_exact() -> None:
     assert 1 << 20 <= peak_bytes(lambda: bytearray(1 << 20), CPU) < (1 << 20) + 10_000
 
 
-def test_the_cache_is_known_and_flushed() -> None:
-    assert 1 << 18 <= caches.cache_bytes(CPU) < 1 << 34
-    flush = caches.Flush(CPU)
-    before = flush._buffer._version
-    flush()
-    assert flush._buffer.numel() * 4 >= 2 * caches.cache_bytes(CPU) - 4
-    assert flush._buffer._version == before  # read, not written
-    assert flush._buffer.all()  # zeros may be mapped to one shared page
-
-
 def tiny(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """A smaller list of the same kind, of at most six tensors."""
     return [tuple(min(size, 5) for size in shape) for shape in shapes[:6]]
@@ -379,21 +347,6 @@ def test_every_axis_runs(case: Case, plan: suite.Plan) -> None:
         timed = [row.provider for row in made if row.metric == "wall time"]
         assert sorted(timed) == sorted(provider.name for provider in supporting)
         assert {row.dtype for row in made} == {rows.dtype_name(dtype)}
-
-
-def test_shapes_are_those_of_the_models() -> None:
-    for device in ("cpu", "cuda"):
-        assert any(case.quick and device in case.devices for case in CASES)
-        assert any(training.quick and device in training.devices for training in TRAININGS)
-    assert [(len(s), sum(torch.Size(x).numel() for x in s)) for s in (cases.llama_shapes(), cases.mixed_shapes())] == [
-        (291, 6_738_415_616),
-        (500, 225_000_000),
-    ]
-    with torch.device("meta"):
-        models = [resnet(18), resnet(50), GPT(GPT2), GPT(MODEST)]
-    sizes = [(len(list(m.parameters())), sum(p.numel() for p in m.parameters())) for m in models]
-    assert sizes == [(62, 11_689_512), (161, 25_557_032), (148, 124_439_808), (76, 16_963_584)]
-    assert resnet(18)(torch.randn(2, 3, 32, 32)).shape == (2, 1000)
 
 
 def provider(name: str) -> Provider:
@@ -430,29 +383,6 @@ def test_a_wrong_answer_is_never_timed(
         suite.compare(plan, lambda: None, "lists", "x", [(4, 3), (5,)], torch.float32, lambda given: providers)
     assert set(timed) == (set() if "gradstat" in name else {cases.STATS})
     assert (message in capsys.readouterr().err) is ("gradstat" not in name)
-
-
-def test_verifying_leaves_the_gradients_alone() -> None:
-    given = input_of([(4, 3), (5,)])
-    before = [gradient.clone() for gradient in given.gradients]
-    for each in cases.providers_for(given):
-        error = verify(each, given)
-        assert error is None or error < 1e-6
-    assert all(torch.equal(a, b) for a, b in zip(before, given.gradients, strict=True))
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES[:4], ids=str)
-def test_a_clipped_clip_finds_something_to_clip_every_time(dtype: torch.dtype, plan: suite.Plan) -> None:
-    norms = []
-
-    def run(given: cases.Input) -> torch.Tensor:
-        norms.append(cases.facts_of(given.gradients).norm)
-        return nn.utils.clip_grad_norm_(given.parameters, 0.5 * given.max_norm)
-
-    spied = [provider(cases.CLIPPED), dataclasses.replace(provider(cases.TORCH_CLIPPED), run=run)]
-    suite.compare(plan, lambda: None, "lists", "x", [(40, 30), (50,)], dtype, lambda given: spied)
-    assert len(norms) > 3
-    assert len(set(norms)) == 1
 
 
 @pytest.fixture
@@ -495,31 +425,6 @@ def test_what_is_recorded_is_what_is_shown(recorded: tuple[Path, str], tmp_path:
         assert len(first.read_bytes()) > 10_000
 
 
-def test_what_a_time_limit_left_is_shown(recorded: tuple[Path, str], tmp_path: Path) -> None:
-    """Runs on a rented GPU are cut off, and slow providers are not timed on long lists."""
-    (device,) = rows.devices(recorded[0])
-    device = [dataclasses.replace(row, tensors=1000 * row.tensors if row.tensors > 1 else 1) for row in device]
-    calls = sorted({(row.group, row.case, row.provider) for row in device if row.provider != steps.PLAIN})
-    for seed in range(20):
-        chosen = random.Random(seed)
-        cut_off = set(chosen.sample(sorted({call[:2] for call in calls}), 3))
-        left_out = set(chosen.sample(calls, len(calls) // 3))
-        kept = [r for r in device if (r.group, r.case) not in cut_off and (r.group, r.case, r.provider) not in left_out]
-        shown = tables.everything(kept) + tables.summary(kept)
-        assert all(line.endswith("|") for line in shown.splitlines() if line.startswith("|"))
-        if seed < 3:
-            for name, members in plots.charts_of(kept).items():
-                plots.DRAWN[name][1](members, tmp_path / "chart.png")
-
-
-def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
-    made = rows.row("lists", "case", "p", "wall time", "us", timing.Quartiles(1, 2, 3), CPU, bytes=8, dtype=torch.half)
-    path = rows.append([made], "full", tmp_path)
-    assert rows.append([made], "full", tmp_path) == path
-    assert rows.read(path) == [made, made]
-    assert rows.devices(tmp_path) == [[made, made]]
-
-
 def test_the_newest_run_of_every_case_counts() -> None:
     def row(case: str, provider: str, run: str, value: float) -> rows.Row:
         return rows.Row(provider, case, "wall time", "us", value, group="a", run=run)
@@ -534,24 +439,9 @@ def test_the_newest_run_of_every_case_counts() -> None:
     assert [(r.case, r.value) for r in rows.current(listed)] == [("once", 1), ("again", 4)]
 
 
-def test_the_limit_is_the_fastest_read() -> None:
-    read = [rows.Row(f"{cases.LIMIT} ({i})", "case", "wall time", "us", value) for i, value in enumerate((3, 1, 2))]
-    assert tables.limits(read, "wall time")[("case", "")].value == 1
-
-
 def test_old_rows_are_read_and_charts_in_the_documents_have_rows() -> None:
     for path in rows.RESULTS.glob("*/*.jsonl"):
         assert rows.read(path)
     shown = {plots.file_of(n, m) for device in plots.drawn_devices() for n, m in plots.charts_of(device).items()}
     there = {path.name for path in plots.CHARTS.glob("*.png")}
     assert there == shown, "run `python benchmarks/plots.py`"
-
-
-def test_documents_show_each_group_of_the_processor_it_was_last_run_on(tmp_path: Path) -> None:
-    def row(on: str, group: str, run: str, driver: str = "") -> rows.Row:
-        return rows.Row("p", "case", "wall time", "us", 1.0, group=group, run=run, device=on, driver=driver)
-
-    for made in (row("old", "a", "1"), row("old", "b", "1"), row("new", "a", "2"), row("gpu", "a", "0", "580")):
-        rows.append([made], "full", tmp_path)
-    shown = [[(r.device, r.group) for r in device] for device in rows.shown(tmp_path)]
-    assert shown == [[("gpu", "a")], [("new", "a")], [("old", "b")]]

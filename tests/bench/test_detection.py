@@ -1,8 +1,6 @@
 """The benchmark of detection: what counts as harm, as a hit and as the right place, and one fault from end to end."""
 
-import dataclasses
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +17,6 @@ from detection_judging import (
     Case,
     Flag,
     Verdict,
-    compare,
-    episodes,
-    harm,
     has_diverged,
     healthy_rows,
     hits,
@@ -29,9 +24,7 @@ from detection_judging import (
     line,
     rows_of,
 )
-from detection_mistakes import LABELS, RATE
-from detection_tools import DETECT_ANOMALY, GOLDEN, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
-from helpers.training import Training
+from detection_tools import GOLDEN, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 
 
 def number_of(what: str, subject: str, when: str) -> int:
@@ -98,78 +91,6 @@ def test_faults_from_step_0_are_compared_with_golden_runs() -> None:
     assert "Not called unlike" not in table
 
 
-def test_golden_runs_have_the_task_of_the_twin_and_other_weights_and_samples(case: Case) -> None:
-    twin, redrawn = case.twin(0), detection._redrawn(case.twin, 100, 0)
-    for task in ("centres", "noise", "size"):
-        torch.testing.assert_close(getattr(redrawn.batch, task), getattr(twin.batch, task), rtol=0, atol=0)
-    assert not torch.equal(redrawn.batch()[0], twin.batch()[0])
-    weights = dict(case.twin(100).model.named_parameters())
-    assert all(torch.equal(weights[name], p) for name, p in redrawn.model.named_parameters())
-
-
-def compared(case: Case, where: str, what: str = "gradients", step: int = 3) -> Flag:
-    """The flag of a comparison that says so."""
-    found: Any = SimpleNamespace(where=where, what=what, findings=[SimpleNamespace(step=step, last=2 * step)])
-    golden: Any = SimpleNamespace(compare=lambda recording: found)
-    made = arm()
-    made.recording = SimpleNamespace(steps=[0])  # type: ignore[assignment]
-    compare(made, golden)
-    (flag,) = made.flags[GOLDEN]
-    return flag
-
-
-def test_a_comparison_names_the_place_as_cases_do(case: Case) -> None:
-    def right(place: str, where: str, what: str = "gradients", is_everywhere: bool = False) -> bool:
-        of = dataclasses.replace(case, place=place, is_everywhere=is_everywhere)
-        return is_right(of, compared(of, where, what))
-
-    assert compared(case, "head").noticed == 6
-    assert right(r"^head", "everywhere, first in head and norm")
-    assert right(r"^blocks\.0", "tokens to blocks.0.down")
-    assert not right(r"^head", "blocks.1 and norm and 2 other modules")
-    assert not right(r"^head", "everywhere")
-    assert right(r"^head", "everywhere", is_everywhere=True)
-    assert not right(r"^head", "norm", is_everywhere=True)
-    assert right(LABELS, "everywhere")
-    assert right(LABELS, "the loss")
-    assert not right(LABELS, "head")
-    assert right(RATE, "the learning rate")
-    assert right(RATE, "blocks", "parameter, not the gradients before (the optimizer, its settings)")
-    assert not right(RATE, "everywhere")
-
-
-def test_misses_and_false_alarms_are_listed(case: Case) -> None:
-    case = dataclasses.replace(case, onset=0, place="^head")
-    twin, worse = arm(), arm(loss=2.0)
-    twin.flags[GOLDEN] = [Flag(9, 8, "told", "norm")]
-    late = dataclasses.replace(worse, flags={**worse.flags, GOLDEN: [Flag(250, 223, "told", "tokens")]})
-    missed = dataclasses.replace(worse, flags={**worse.flags, GOLDEN: []})
-    for each in (twin, late, missed):
-        each.flags = {**{name: [] for name in NAMES}, **each.flags}
-    rows = rows_of([Verdict(case, [(late, twin), (missed, twin)])])
-    table = detection_tables.golden(rows)
-    assert cells_of(table)[2] == ["mistakes", "1 of 2", "33%", "250", "0%"]
-    assert "Healthy runs called unlike golden ones: 1 of 1." in table
-    assert f"Not called unlike golden runs: mistakes: {case.what} (1 of 2)." in table
-    assert detection_tables.missed(rows) == f"Missed from step 0, also by the end. Mistakes: {case.what} (2 of 2).\n"
-
-
-def test_finished_trainings_are_kept(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = all_cases().index(case)
-    (before,) = detection.measure([number], [0], 1, steps=5, keep=tmp_path)
-    monkeypatch.setattr(detection, "run_job", None)
-    (after,) = detection.measure([number], [0], 1, steps=5, keep=tmp_path)
-    assert [broken.losses for broken, _ in after.arms] == [broken.losses for broken, _ in before.arms]
-
-
-def test_arms_are_equal_until_the_fault(case: Case) -> None:
-    steps = ONSET + 2
-    broken, twin = (detection.run(case, 1, is_broken, steps) for is_broken in (True, False))
-    assert broken.losses[:ONSET] == twin.losses[:ONSET]
-    assert math.isnan(broken.losses[ONSET])
-    assert not math.isnan(twin.losses[ONSET])
-
-
 def test_a_hit_is_new_and_follows_the_fault_soon(case: Case) -> None:
     def found(*flags: Flag, twin: tuple[Flag, ...] = ()) -> list[Flag]:
         return hits(case, arm(*flags), arm(*twin), "gradstat")
@@ -193,21 +114,6 @@ def test_a_case_counts_if_it_does_harm_with_every_seed(case: Case) -> None:
     assert status((arm(), healthy)) == "no effect"
     assert status((arm(loss=math.nan), healthy)) == "harmful"
     assert status((Arm(raised="IndexError"), healthy)) == "raises"
-
-
-def test_noise_of_losses_near_zero_is_no_harm(case: Case) -> None:
-    solved, noisy = arm(loss=0.0010), arm(loss=0.0015)
-    solved.losses[0] = noisy.losses[0] = 1.4
-    assert harm(case, noisy, solved) < HARM
-
-
-def test_every_mistake_is_made_with_a_model_of_either_half() -> None:
-    cases = [case for case in all_cases() if case.set == "mistakes"]
-    by_half = {half: {case.what for case in cases if case.half == half} for half in ("tuning", "figures")}
-    assert by_half["tuning"] == by_half["figures"]
-    assert not {case.subject for case in cases if case.half == "tuning"} & {
-        case.subject for case in cases if case.half == "figures"
-    }
 
 
 def steps_of(
@@ -267,12 +173,6 @@ def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
     assert rules(steps_of([*losses, *[math.nan] * 10])) >= {"explode"}
 
 
-def test_flags_that_follow_one_another_are_one_finding() -> None:
-    noticed = (3, 4, 3 + WITHIN, 5 + 3 * WITHIN)
-    assert episodes([Flag(step, step, "spike", "loss") for step in noticed]) == 2
-    assert episodes([Flag(3, 3, "spike", "loss"), Flag(3, 3, "spike", "norm")]) == 2
-
-
 @pytest.mark.parametrize(
     ("first", "last", "diverged"),
     [(2.0, 0.1, False), (2.0, 2.2, False), (2.0, 2.4, True), (2.0, math.inf, True), (2.0, math.nan, True),
@@ -282,39 +182,9 @@ def test_a_program_diverges_if_it_ends_well_above_its_beginning(first: float, la
     assert has_diverged(first, last) == diverged
 
 
-def test_programs_that_diverge_are_listed_and_not_counted() -> None:
-    def run(name: str, last: float, *findings: str) -> detection.ProgramRun:
-        return detection.ProgramRun(name, 100, (1.0, last), findings)
-
-    rows = detection.program_rows([run("VAE", 0.5, "a"), run("VAE", 2.0), run("VAE", 3.0, "b"), run("GAN", 0.9)])
-    table = detection_tables.healthy(rows)
-    assert cells_of(table)[2] == ["gradstat", "1 in 200", "-"]
-    assert table.endswith("\nDiverged and not counted: VAE (findings in 1 of 2).\n")
-    assert "Diverged" not in detection_tables.healthy(detection.program_rows([run("VAE", 0.5)]))
-
-
-def test_anomaly_mode_is_a_run_of_its_own() -> None:
-    what = "sqrt of 0 in pairwise distances: infinite derivative"
-    square_root = all_cases()[number_of(what, "MLP", "mid-run")]
-    broken = detection.run(square_root, 0, is_broken=True, steps=ONSET + 3)
-    (flag,) = broken.flags[DETECT_ANOMALY]
-    assert (flag.noticed, flag.name) == (ONSET, "PowBackward0")  # that of the root is infinite
-    assert len(broken.losses) == ONSET + 3
-
-
 def test_silent_errors_run_on_two_ranks() -> None:
     number = number_of("every other step through the unwrapped module", "MLP, DDP on 2 ranks", "from step 0")
     (verdict,) = detection.measure([number], [0], 1, steps=6)
     ((broken, twin),) = verdict.arms
     assert broken.losses[:1] == twin.losses[:1]
     assert broken.norms[1] != twin.norms[1]
-
-
-def test_a_fault_that_cannot_be_made_is_not_counted(case: Case) -> None:
-    def breaks(training: Training) -> None:
-        raise ValueError("found no compatible parameters")
-
-    for onset in (0, 2):
-        broken = detection.run(dataclasses.replace(case, breaks=breaks, onset=onset), 0, is_broken=True, steps=5)
-        assert broken.raised == "ValueError: found no compatible parameters"
-        assert Verdict(case, [(broken, arm())]).status == "raises"

@@ -8,8 +8,6 @@ import pytest
 import torch
 from helpers.cuda_counts import Operations
 from helpers.devices import DECIDING
-from helpers.processes_forked import Forks
-from helpers.random_arguments import AROUND, NUMBERS, without_memory
 from torch import Tensor
 
 import gradstat
@@ -19,6 +17,8 @@ from gradstat._core.backends import Kernels
 from gradstat.adaptive import AdaptiveClip
 
 BY_KERNELS = [where for where in DECIDING if where[0] != "reference"]
+NUMBERS = (0.0, 0.5, 2.0, -1.0, 1e300, -1e300, 2.0**63, math.nan, math.inf, -math.inf, -16.0, -17.0, 17.5, 2.0**52 + 1)
+AROUND = 64  # elements of memory on both sides of a tensor, which nothing may write
 
 
 def assert_alike(ours: AdaptiveClip, theirs: AdaptiveClip, decisions: list[tuple[Tensor, Tensor]]) -> None:
@@ -111,43 +111,65 @@ def test_the_same_rows_give_the_same_decisions(
     assert any((own < 1).any() for own, _ in decisions)
 
 
-def test_the_operator_refuses_what_does_not_fit() -> None:
-    decide = backends.resolve("native", "cpu").decide_clip_
-    assert decide is not None
-    state, norm = torch.zeros(16, dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    for arguments, message in (
-        ((0, [1.0], state, 11, norm), "state must have 17 contiguous numbers, got 16"),
-        ((2, [1.0], state, 10, norm), "state must have 19 contiguous numbers"),
-        ((0, [1.0], state.float(), 10, norm), "state must be float64"),
-        ((0, [1.0], state, 10, norm.float()), "measured must be float64"),
-        ((0, [1.0], state, 10, norm, None, norm), "factor must be float32"),
-        ((0, [1.0] * 6, state, 10, norm), "at most 5 options, got 6"),
-        ((4, [1.0], state, 10, torch.zeros(2, 10, dtype=torch.float64)), "required for units and only for units"),
-        ((5, [1.0], state, 10, norm), "unknown clip method 5"),
-        ((3, [1.0], state, 10, norm), "measured must be a table of rows"),
-        (
-            (3, [1.0], state, 10, torch.zeros(2, 9, dtype=torch.float64)),
-            "a table of rows for this method, of 10 columns",
-        ),
-        ((1, [100.1], state, 10, norm), r"options\[0\], the percentile, must be from 0 to 100, got 100.1"),
-        ((1, [math.nan], state, 10, norm), "must be from 0 to 100, got nan"),
-        ((0, [1.0], state, 0, norm), "window must be from 1 to 281474976710656, got 0"),
-        ((0, [1.0], state, 2**64 // 3 + 1, norm), "window must be from 1 to 281474976710656, got 6148914691236517206"),
-        ((0, [1.0], without_memory(state.clone()), 10, norm), "state has no memory"),
-        (
-            (0, [1.0], torch.full_like(state, -7.0), 10, norm),
-            "expected whole numbers of recorded values, got -7",
-        ),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            decide(*arguments, *[None] * (8 - len(arguments)))
-    assert not state.any()
+def without_memory(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
-@pytest.mark.parametrize(("what", "count"), [("decide_clip_", 3000), ("guard_", 3000)])
-def test_no_argument_crashes_the_process(what: str, count: int, forks: Forks) -> None:
-    output = forks.output_of("from helpers import random_arguments; random_arguments.main()", what, count)
-    assert all("'done': " in line and "'refused': " in line for line in output.splitlines())
+STATE, NORM = torch.zeros(16, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+ROWS = torch.zeros(2, 10, dtype=torch.float64)
+GUARDED = (
+    [0.0, 6.0, 2.0, 10.0, 0.0, math.inf, math.inf],
+    torch.zeros(25, dtype=torch.float64),
+    8,
+    NORM.expand(2).clone(),
+)
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "message"),
+    [
+        ("clip", (0, [1.0], STATE, 11, NORM), "state must have 17 contiguous numbers, got 16"),
+        ("clip", (2, [1.0], STATE, 10, NORM), "state must have 19 contiguous numbers"),
+        ("clip", (0, [1.0], STATE.float(), 10, NORM), "state must be float64"),
+        ("clip", (0, [1.0], STATE, 10, NORM.float()), "measured must be float64"),
+        ("clip", (0, [1.0], STATE, 10, NORM, None, NORM), "factor must be float32"),
+        ("clip", (0, [1.0] * 6, STATE, 10, NORM), "at most 5 options, got 6"),
+        ("clip", (4, [1.0], STATE, 10, ROWS), "required for units and only for units"),
+        ("clip", (5, [1.0], STATE, 10, NORM), "unknown clip method 5"),
+        ("clip", (3, [1.0], STATE, 10, NORM), "measured must be a table of rows"),
+        ("clip", (3, [1.0], STATE, 10, ROWS[:, 1:]), "a table of rows for this method, of 10 columns"),
+        ("clip", (1, [100.1], STATE, 10, NORM), r"options\[0\], the percentile, must be from 0 to 100, got 100.1"),
+        ("clip", (1, [math.nan], STATE, 10, NORM), "must be from 0 to 100, got nan"),
+        ("clip", (0, [1.0], STATE, 0, NORM), "window must be from 1 to 281474976710656, got 0"),
+        (
+            "clip",
+            (0, [1.0], STATE, 2**64 // 3 + 1, NORM),
+            "window must be from 1 to .*, got 614891469123651",
+        ),
+        ("clip", (0, [1.0], without_memory(STATE.clone()), 10, NORM), "state has no memory"),
+        (
+            "clip",
+            (0, [1.0], torch.full_like(STATE, -7.0), 10, NORM),
+            "whole numbers of recorded values, got -7",
+        ),
+        ("guard", (GUARDED[0][1:], *GUARDED[1:], torch.zeros(3)), "expected 7 options, got 6"),
+        ("guard", (*GUARDED[:2], 0, GUARDED[3], torch.zeros(3)), "window must be from 1 to 281474976710656, got 0"),
+        ("guard", (*GUARDED[:2], 9, GUARDED[3], torch.zeros(3)), "state must have 27 contiguous numbers, got 25"),
+        ("guard", (*GUARDED[:3], NORM, torch.zeros(3)), "scaling must have 2 contiguous numbers, got 1"),
+        ("guard", (*GUARDED, torch.zeros(2)), "verdict must have 3 contiguous numbers, got 2"),
+        ("guard", (*GUARDED, torch.zeros(3), torch.ones(1, dtype=torch.int64)), "loss must be"),
+        ("guard", (*GUARDED, torch.zeros(3), None, torch.zeros(3)), "counters must be int64"),
+        ("guard", (GUARDED[0], GUARDED[1] - 7, *GUARDED[2:], torch.zeros(3)), "expected whole numbers"),
+    ],
+)
+def test_the_operators_refuse_what_does_not_fit(operator: str, arguments: tuple[Any, ...], message: str) -> None:
+    kernels = backends.resolve("native", "cpu")
+    decide: Any = kernels.decide_clip_ if operator == "clip" else kernels.guard_
+    with pytest.raises(RuntimeError, match=message):
+        decide(*arguments, *[None] * ((8 if operator == "clip" else 7) - len(arguments)))
+    assert not STATE.any()
+    assert not GUARDED[1].any()
 
 
 def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kernels) -> None:
@@ -156,7 +178,7 @@ def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kern
     assert guard_ is not None
     assert decide_clip_ is not None
     norm, numbers = torch.tensor(3.0, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
-    for number in [*NUMBERS, -16.0, -17.0, 17.5, 2.0**52 + 1]:
+    for number in NUMBERS:
         for rule in ("fixed", "percentile", "z-score", "guard", "guard by sigmas"):
             count = 9 + 2 * window if "guard" in rule else 6 + window + 3
             memory = torch.full((count + 2 * AROUND,), 77.0, dtype=torch.float64)

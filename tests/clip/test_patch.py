@@ -154,29 +154,6 @@ def test_someone_elses_patch_is_left_and_named(module: Any, name: str) -> None:
     setattr(module, name, TORCHS[IDS.index(place)])
 
 
-def test_what_someone_else_put_on_top_reaches_torch_after_the_removal() -> None:
-    original = utils.clip_grad_norm_
-    patch = gradstat.patch_torch()
-    inner = utils.clip_grad_norm_
-    calls = []
-
-    def counting(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(args)
-        return inner(*args, **kwargs)
-
-    utils.clip_grad_norm_ = counting
-    assert is_gradstats(utils.clip_grad_norm_)
-    upper = gradstat.patch_torch()
-    with pytest.warns(UserWarning, match=r"torch\.nn\.utils\.clip_grad_norm_") as caught:
-        patch.remove()
-    assert len(caught) == 1
-    upper.remove()
-    assert utils.clip_grad_norm_ is counting
-    assert not is_gradstats(utils.clip_grad_norm_)
-    assert len(calls) == 2
-    utils.clip_grad_norm_ = original
-
-
 def test_threads_patch_and_remove_at_once() -> None:
     def is_patched(_: int) -> bool:
         with gradstat.patch_torch():

@@ -4,13 +4,10 @@ import math
 import shutil
 import subprocess
 import sys
-from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from helpers.exact import square_root
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,29 +82,3 @@ def test_thresholds_and_scales_are_those_of_the_publication() -> None:
     assert math.log2(_fields.LARGE) == math.floor((largest - digits + 1) / 2)
     assert math.log2(_fields.SMALL_SCALE) == -math.floor((smallest - digits) / 2)
     assert math.log2(_fields.LARGE_SCALE) == -math.ceil((largest + digits - 1) / 2)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [0.125],  # ordinary alone, less than one
-        [2.0**-540],  # small alone
-        [2.0**-500, 2.0**-511, 1.5 * 2.0**-512, 1.4 * 2.0**-512],  # ordinary, and small ones that matter
-        [1.5 * 2.0**486, 2.0**486, 1.25 * 2.0**485],  # large, and ordinary ones that matter
-        [2.0**1000, 2.0**-1000, 1.0],
-        [2.0**-300, 3.0 * 2.0**-300],  # would underflow at the scale of large ones
-    ],
-)
-def test_the_norm_is_put_together_from_all_three_sums(values: list[float]) -> None:
-    row = np.array(_fields.IDENTITY)
-    for value in values:
-        if value > _fields.LARGE:
-            row[_fields.INDEX["sq_sum_large"]] += (value * _fields.LARGE_SCALE) ** 2
-        elif value < _fields.SMALL:
-            row[_fields.INDEX["sq_sum_small"]] += (value * _fields.SMALL_SCALE) ** 2
-        else:
-            row[_fields.INDEX["sq_sum"]] += value * value
-    with np.errstate(all="ignore"):
-        norm = _fields.l2_norm(np, row)
-    exact = square_root(sum((Fraction(value) ** 2 for value in values), Fraction(0)))
-    assert float(norm) == pytest.approx(exact, rel=1e-15, abs=0.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.devices import BACKENDS, INTERPRETED, thinned
 from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match, rounded_product
-from test_conformance import CASES, random
+from test_conformance import random
 from torch import Tensor
 
 from gradstat._core import backends
@@ -101,17 +101,6 @@ def assert_unscale_is_scale_and_check(kernels: Kernels, tensors: list[Tensor], v
     assert_same_bytes(tensors, twins)
     assert torch.equal(table, kernels.check(tensors)[0])
     return table
-
-
-@pytest.mark.usefixtures("_poisoned")
-@pytest.mark.parametrize("dtype", REAL, ids=str)
-@pytest.mark.parametrize("case", sorted(set(CASES) - {"strided", "duplicates"}))
-@pytest.mark.parametrize("where", [pair for pair in BACKENDS if pair[0] in FUSED], indirect=True, ids="-".join)
-def test_unscaling_is_scaling_and_measuring(case: str, dtype: torch.dtype, where: tuple[str, str]) -> None:
-    """Bit for bit."""
-    for value in FACTORS if where[0] == "native" else FACTORS[:1]:
-        tensors = [apart(tensor) for tensor in CASES[case](dtype, where[1])]
-        assert_unscale_is_scale_and_check(backends.resolve(*where), tensors, value, where[1])
 
 
 @pytest.mark.usefixtures("_poisoned")

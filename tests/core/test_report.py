@@ -55,21 +55,6 @@ def test_tensor_values(tensors: dict[str, torch.Tensor], report: gradstat.Report
         assert stats.first_nonfinite == (tuple(bad[0].tolist()) if len(bad) else None)
 
 
-def test_totals(tensors: dict[str, torch.Tensor], report: gradstat.Report) -> None:
-    everything = torch.cat([x.reshape(-1) for x in tensors.values()]).double()
-    finite = everything[everything.isfinite()]
-    assert not report.ok
-    assert math.isnan(report.total_norm)
-    assert report.finite_norm == pytest.approx(finite.norm().item(), rel=1e-7, abs=0.0)
-    assert report.max_abs == finite.abs().max()
-    assert (report.nan_count, report.inf_count) == (4, 2)
-    assert report.zero_count == (everything == 0).sum()
-    assert report.numel == everything.numel()
-    assert len(report) == len(tensors)
-    assert report.names == tuple(tensors)
-    assert gradstat.check_tensors([torch.tensor([1.0, math.inf])]).total_norm == math.inf
-
-
 def test_lookup(report: gradstat.Report) -> None:
     assert "scalar" in report
     assert "nothing" not in report

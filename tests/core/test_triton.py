@@ -15,7 +15,6 @@ from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from test_conformance import random
 
 from gradstat.kernels import _table
-from gradstat.kernels import scale as scale_module
 from gradstat.kernels import stats as stats_module
 from gradstat.kernels._table import Launcher
 from gradstat.kernels.scale import scale_, scale_kernel
@@ -150,48 +149,6 @@ def test_compiled_once() -> None:
         scale_(scalable, half[:1].repeat(len(scalable)))
     for kernel in (stats_kernel, scale_kernel):
         assert len(kernel.device_caches[torch.cuda.current_device()][0]) == 1
-
-
-def test_nothing_is_specialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One compiled kernel serves every list, because Triton's binder computes the same key for all arguments."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime import JITFunction
-    from triton.runtime.jit import create_function_from_signature
-
-    seen: dict[str, set[str]] = {}
-
-    def recorder(launcher: Launcher) -> Callable[..., None]:
-        kernel = launcher.kernel
-        jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
-        bind = create_function_from_signature(jit.signature, jit.params, make_backend(GPUTarget("cuda", 90, 32)))
-        keys = seen[jit.__name__] = set()
-
-        # Records the key of the arguments instead of launching.
-        return lambda device, programs, pointers, *rest: keys.add(str(bind(*pointers, *rest)[1]))
-
-    monkeypatch.setattr(stats_module, "_launch_stats", recorder(stats_module._launch_stats))
-    monkeypatch.setattr(scale_module, "_launch_scale", recorder(scale_module._launch_scale))
-    multipliers = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
-    split = random(2 * CHUNK_BYTES // 2 + 1, torch.bfloat16, DEVICE)
-    # Triton specializes on 1 and on multiples of 16.
-    for tensors in (
-        many_tensors(1),
-        many_tensors(16),
-        many_tensors(33),
-        [split],
-        [split] * 16,
-        [*many_tensors(2), split],
-    ):
-        stats(tensors)
-        for i in range(3):
-            scale_(
-                [tensor for tensor in tensors if tensor.dtype not in FLOAT8 and tensor.numel()] or [split],
-                multipliers[i],
-            )
-        scalable = [tensor for tensor in tensors if tensor.dtype not in FLOAT8]
-        scale_(scalable, torch.full((len(scalable) + 1,), 0.5, dtype=torch.float64, device=DEVICE)[1:])
-    assert {name: len(keys) for name, keys in seen.items()} == {"stats_kernel": 1, "scale_kernel": 1}
 
 
 class FakeKernel:

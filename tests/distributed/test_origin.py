@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstat
 from gradstat.distributed import OriginReport, track_origin
-from gradstat.distributed.origin import NonfiniteOrigin
 
 
 class Net(nn.Module):
@@ -272,39 +271,6 @@ def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: lis
         assert line.startswith(f"  {name}.weight: ")
         assert line.endswith((f"of 32 elements{where}", f"of 16 elements{where}"))
     assert short == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
-
-
-def report_of(*bad: tuple[int, dict[int, tuple[int, int]]], micro_batches: int = 1) -> OriginReport:
-    """A report of two ranks and 30 gradients of 1,000 elements; ``bad`` has micro-batch and counts of the bad ones."""
-    names = [f"p{i}" for i in range(30)]
-    found = [NonfiniteOrigin(name, 1000, at, counts) for name, (at, counts) in zip(names, bad, strict=False)]
-    return OriginReport(names, found, (0, 1), micro_batches)
-
-
-def test_those_of_the_same_ranks_and_micro_batch_are_together() -> None:
-    """In order of micro-batches and ranks; the limit applies to all of them together."""
-    first, second, third = (1, {0: (1, 0), 1: (3, 0)}), (0, {0: (0, 1)}), (0, {1: (0, 2)})
-    report = report_of(first, first, second, third, first, second, second, micro_batches=2)
-    with pytest.raises(gradstat.NonFiniteGradientError) as raised:
-        report.raise_if_nonfinite()
-    assert str(raised.value).splitlines() == [
-        "NaN or Inf in 7 of 30 gradients before they were reduced",
-        "caused by rank 0 alone (of 2) in micro-batch 0 of 2 (counted from 0): 3 gradients",
-        "  p2: 1 Inf of 1,000 elements",
-        "  p5: 1 Inf of 1,000 elements",
-        "  p6: 1 Inf of 1,000 elements",
-        "caused by rank 1 alone (of 2) in micro-batch 0 of 2 (counted from 0): 1 gradient",
-        "  p3: 2 Inf of 1,000 elements",
-        f"caused by {ALL.format(2)} in micro-batch 1 of 2 (counted from 0): 3 gradients",
-        "  p0: 1 NaN of 1,000 elements on rank 0",
-        "  and 2 more",
-    ]
-    lines = str(report_of(*[second] * 20, third)).splitlines()
-    assert lines[-2:] == ["caused by rank 1 alone (of 2): 1 gradient", "  and 1 more"]
-    assert [report.nonfinite_ranks(f"p{i}") for i in (0, 2, 9)] == [2, 1, 0]
-    assert [report.micro_batch_of(f"p{i}") for i in (0, 2, 9)] == [1, 0, None]
-    assert report.ranks == (0, 1)
-    assert report.micro_batches == 2
 
 
 # The tracker itself -------------------------------------------------------------------------------------------

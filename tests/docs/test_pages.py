@@ -20,25 +20,6 @@ def run_page(page: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "```python\nx = 1\n```\nand then\n```python\nassert x == 1\n```\n",
-        "<!-- run: x = 1 -->\n```python\nassert x == 1\n```\n",
-        "<!-- run:\nx = 1\ny = 2\n-->\n```python\nassert x + y == 3\n```\n",
-        "<!-- raises: ValueError: no -->\n```python\nraise ValueError('no\\n way')\n```\n",
-        "<!-- warns: UserWarning: so -->\n```python\nimport warnings\nwarnings.warn('so so')\n```\n",
-        "```python\nprint(1.25, 'a')\n```\n<!-- prints -->\n```text\n1.26  a\n```\n",
-        "```python\nprint('a\\nb\\nc')\n```\n<!-- prints -->\n```text\na\n...\nc\n```\n",
-        "<!-- file: made.py -->\n```python\nhere = __file__\n```\n```python\nassert here == 'made.py'\n```\n",
-        "```sh\npython -m gradstat info --json   # says what there is\n```\n",
-        "<!-- rows: everything -->\n```{toctree}\nnowhere\n```\n```text\nnot code\n```\n",
-    ],
-)
-def test_what_is_right_runs(page: Path, text: str) -> None:
-    run_page(page, text)
-
-
-@pytest.mark.parametrize(
     ("text", "error"),
     [
         ("```python\nassert False\n```\n", AssertionError),

@@ -14,29 +14,12 @@ import pytest
 
 TOUR = json.loads((Path(__file__).resolve().parents[2] / "docs" / "tour.ipynb").read_text())
 CELLS = [cell for cell in TOUR["cells"] if cell["cell_type"] == "code"]
-# Cells that only define something.
-SILENT = 1
 
 
 def saved(cell: dict[str, Any], kind: str) -> str:
     """What a cell has printed (``"text"``) or shown of a type, as saved."""
     parts = [o.get("text") if kind == "text" else o.get("data", {}).get(kind) for o in cell["outputs"]]
     return "".join("".join(part) for part in parts if part)
-
-
-def test_it_was_run_from_top_to_bottom_without_an_error() -> None:
-    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
-    outputs = [output for cell in CELLS for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
-    assert sum(not cell["outputs"] for cell in CELLS) == SILENT
-    assert sum(bool(saved(cell, "text/html")) for cell in CELLS) == 2  # a report, a diagnosis
-    assert sum(bool(saved(cell, "image/png")) for cell in CELLS) == 1
-    assert len(json.dumps(TOUR)) < 100_000
-
-
-def test_it_holds_nothing_of_the_machine_it_ran_on() -> None:
-    assert not re.findall(r"/(?:tmp|home|root|usr|Users)/", json.dumps([cell["outputs"] for cell in CELLS]))
-    assert TOUR["metadata"].keys() == {"kernelspec", "language_info"}
 
 
 @pytest.fixture

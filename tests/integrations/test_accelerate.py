@@ -63,17 +63,6 @@ def test_an_unhealthy_state_is_not_saved(
     assert ["checkpoints are not saved" in str(one.message) for one in recwarn] == [True] * (bad_at is not None)
 
 
-def test_a_scheduler_made_afterwards_works() -> None:
-    """torch's schedulers wrap the optimizer's step, which is already wrapped."""
-    prepared = prepare()
-    with install(prepared[0]) as handle:
-        scheduler = prepared[0].prepare(torch.optim.lr_scheduler.StepLR(prepared[2], 1))
-        run(prepared)
-        scheduler.step()
-    run(prepared)
-    assert handle.monitor.steps == 6
-
-
 def test_several_models_have_a_monitor_each() -> None:
     for precision in ("no", "fp16"):
         accelerator = Accelerator(cpu=True, mixed_precision=precision)

@@ -141,31 +141,6 @@ def _averaged(watch: Watcher) -> nn.Module:
     return nn.Sequential(average, copied)
 
 
-def _tied(watch: Watcher) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    watcher = watch(model, optimizer)
-    _steps(model, [optimizer], [watcher], 2)
-    model[2].weight = model[0].weight
-    _steps(model, [optimizer], [watcher], 18)
-    return model
-
-
-def _several_optimizers(watch: Watcher) -> nn.Module:
-    model, _ = made()
-    optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.01)]
-    _steps(model, optimizers, [watch(model, optimizer) for optimizer in optimizers], 60)
-    return model
-
-
-def _two_trainings(watch: Watcher) -> nn.Module:
-    trainings = [made(), made()]
-    for model, optimizer in trainings:
-        _steps(model, [optimizer], [watch(model, optimizer)], 20)
-    return nn.ModuleList(model for model, _ in trainings)
-
-
 def _resumed(watch: Watcher) -> nn.Module:
     model, optimizer = made()
     watcher = watch(model, optimizer)
@@ -185,29 +160,15 @@ def _resumed(watch: Watcher) -> nn.Module:
     return again
 
 
-def _cell_run_twice(watch: Watcher) -> nn.Module:
-    model, optimizer = made()
-    for _ in range(2):
-        watcher = watch(model, optimizer)
-        _steps(model, [optimizer], [watcher], 20)
-    assert len(optimizer._optimizer_step_pre_hooks) <= 1
-    return model
-
-
 PROGRAMS: dict[str, Callable[[Watcher], nn.Module]] = {
     "compiled and watched": _through(partial(torch.compile, backend="eager"), watched=True),
     "watched below a compiled one": _through(partial(torch.compile, backend="eager")),
     "replicated": _through(nn.DataParallel),
     "averaged": _averaged,
-    "tied": _tied,
-    "several optimizers": _several_optimizers,
-    "two trainings": _two_trainings,
     "resumed": _resumed,
-    "cell run twice": _cell_run_twice,
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is not a parameter of the model")  # true after weights were tied
 @pytest.mark.filterwarnings("error::gradstat.monitor.AnomalyWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("kind", [*WATCHERS, "patch"])

@@ -4,7 +4,6 @@ import functools
 
 import leaks
 import pytest
-import tables
 from helpers.processes import output_of
 
 # In a separate process, since other tests' objects come and go in this one. A monitor holds the steps since its last
@@ -49,10 +48,3 @@ def test_thousands_of_steps_take_no_more_memory(kind: str) -> None:
 
 def test_growth_is_detected() -> None:
     assert growth()["kept"][0] >= 150
-
-
-def test_growth_becomes_a_table() -> None:
-    table = tables.table_of_rows(leaks.as_rows("check", 10_240, leaks.Sizes(-2048, 3, 0)))
-    assert [cell.strip() for cell in table.splitlines()[2].strip("|").split("|")] == [
-        *("check", "gradstat", "10,240", "-2.0 kB", "3", "0")
-    ]

@@ -22,28 +22,6 @@ import gradstat
 from gradstat.monitor import AnomalyWarning
 
 
-class Sized(nn.Module):
-    """Compares equal to every other one of its size."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sized) and len(self.weight) == len(other.weight)
-
-    def __hash__(self) -> int:
-        return hash(len(self.weight))
-
-
-def test_equal_modules_are_not_taken_for_each_other() -> None:
-    models = [Sized(3), Sized(3)]
-    for value, model in enumerate(models, 1):
-        model.weight.grad = torch.full((3,), float(value))
-    for _ in range(2):
-        assert [gradstat.check(model)["weight"].max for model in models] == [1.0, 2.0]
-
-
 def test_a_module_with_its_own_parameter_list_is_asked_each_time() -> None:
     class Trainable(nn.Sequential):
         def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -131,31 +109,6 @@ def test_what_a_transform_works_on_is_refused_with_the_remedy(transform: str) ->
     assert calls == 1
     if transform == "grad":  # its tensors are not wrapped outside
         assert gradstat.check_tensors(left_behind)[0].sum == 3.0
-
-
-def test_a_table_may_be_made_inside_of_a_transform_and_checked_outside() -> None:
-    def loss(x: Tensor) -> tuple[Tensor, Tensor]:
-        return (x * x).sum(), gradstat.stats([x * 3.0])
-
-    gradients, table = torch.func.grad(loss, has_aux=True)(torch.ones(4))
-    assert table[0, gradstat.FIELDS.index("sum")] == 12.0
-    assert gradstat.check_tensors({"x": gradients})["x"].sum == 8.0
-    per_sample = torch.vmap(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2, 3))
-    assert gradstat.check_tensors([per_sample])[0].sum == 12.0
-
-
-@pytest.mark.parametrize("transform", ["grad", "vmap"])
-def test_gradients_of_the_program_are_clipped_inside_of_a_transform(transform: str) -> None:
-    parameter = parameter_with(torch.full((4,), 2.0))
-
-    def inside(x: Tensor) -> Tensor:
-        gradstat.clip_grad_norm_([parameter], 1.0)
-        return (x * x).sum()
-
-    TRANSFORMS[transform](inside)
-    assert parameter.grad is not None
-    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
-    assert gradstat.check([parameter]).ok
 
 
 def test_a_default_device_of_the_program_is_not_where_numbers_go() -> None:
@@ -485,23 +438,3 @@ def test_a_hook_that_raises_leaves_nothing_behind() -> None:
         hold_against_torch(model, gradstat.check(model))
     assert monitor.recording().tables["gradient"].steps.tolist() == [0, 1, 2, 3, 4]
     assert not monitor.findings
-
-
-def test_functional_calls_do_not_confuse_the_plan() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    model(torch.ones(1, 3)).sum().backward()
-    before = gradstat.check(model).to_numpy()
-
-    class Spy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            # Inside, the parameters are replaced by others, which have no gradients.
-            with pytest.raises(ValueError, match="none of the 4 tensors requires a gradient"):
-                gradstat.check(model)
-            return x
-
-    model.append(Spy())
-    others = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    torch.func.functional_call(model, others, (torch.ones(1, 3),))
-    assert (gradstat.check(model).to_numpy() == before).all()
-    stacked, _ = torch.func.stack_module_state([nn.Linear(3, 2), nn.Linear(3, 2)])
-    assert gradstat.check_tensors(stacked)["weight"].shape == (2, 2, 3)

@@ -184,19 +184,6 @@ def test_a_citation_names_this_version() -> None:
     assert version == gradstat.__version__
 
 
-def test_workflows_run_what_exists() -> None:
-    workflows = {path.name: path.read_text() for path in (ROOT / ".github" / "workflows").iterdir()}
-    assert set(workflows) == {"ci.yml", "wheels.yml"}
-    targets = re.search(r"target: \[(.*)\]", workflows["ci.yml"])
-    assert targets is not None
-    called = {*targets[1].split(", "), *re.findall(r"\.ci/run ([a-z-]+)", workflows["ci.yml"])}
-    everything = re.search(r"@:-(.*)}", (ROOT / ".ci" / "run").read_text())
-    assert everything is not None
-    assert called == set(everything[1].split())  # together they run all of it
-    for target in called:
-        run("make", "-n", target, cwd=ROOT)
-
-
 def test_the_platform_tag_promises_no_older_system_than_the_library_needs(
     distribution: dict[str, Path], demands: Demands
 ) -> None:
@@ -283,33 +270,6 @@ def test_csrc_uses_nothing_of_torch_that_the_oldest_did_not_compile() -> None:
         "compile them with it, and add them: `make wheel`, "
         "`nox -f tools/noxfile.py -s \"source(torch='2.10.0')\" -- dist/*.whl`"
     )
-
-
-@pytest.mark.parametrize(
-    ("target", "gpus", "wanted", "built"),
-    [
-        ("demo", "No devices were found", "", "GRADSTAT_CUDA=0 "),
-        ("demo", "8.0\n9.0\n9.0", "", 'GRADSTAT_CUDA_ARCHITECTURES="80 90" '),
-        ("test", "No devices were found", "", 'GRADSTAT_CUDA_ARCHITECTURES="90" '),
-        ("test", "8.6", "", 'GRADSTAT_CUDA_ARCHITECTURES="86" '),
-        ("test", "No devices were found", "0", "GRADSTAT_CUDA=0 "),
-        ("test", "No devices were found", "1", ""),
-    ],
-)
-def test_make_compiles_cuda_code_for_the_gpus_that_are_here_and_for_tests(
-    target: str, gpus: str, wanted: str, built: str, tmp_path: Path
-) -> None:
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = {"PATH": path, "GRADSTAT_CUDA": wanted, "GRADSTAT_CUDA_ARCHITECTURES": ""}
-    printed = run("make", "-n", f"VENV={tmp_path}", target, cwd=ROOT, **environment)
-    (build,) = [line for line in printed.splitlines() if "build_ext" in line]
-    assert build == f"{built}{tmp_path}/bin/python setup.py --quiet build_ext --inplace"
-    assert f'-e ".[{target}]"' in printed
-    assert "triton" not in printed
-    stages = {line for line in printed.splitlines() if line.startswith('echo "== ')}  # a dry run may print one twice
-    assert len(stages) == 5  # each says before it begins what it does: environment, torch, packages, compiler, program
 
 
 def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(

@@ -179,16 +179,6 @@ def test_names_do_not_depend_on_wrappers(wrapping: str) -> None:
     assert comparison.backward_first == names[5]
 
 
-def test_names_that_would_become_one_are_kept() -> None:
-    a, b = run(n=2), run(n=2)
-    for r in (a, b):
-        r.tables["gradient"].names = ("_orig_mod.weight", "weight")
-    assert compare(a, b, tolerance=0).same
-    b.tables["gradient"].names = ("module.weight", "weight")
-    structure = compare(a, b).structure
-    assert structure == ("gradients only in the first: _orig_mod.weight", "gradients only in the second: module.weight")
-
-
 def test_only_common_steps_are_compared() -> None:
     a, later = run(30), run(30)
     later.steps, later.scalars = later.steps[12:], {name: x[12:] for name, x in later.scalars.items()}

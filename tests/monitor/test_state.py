@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.random_arguments import NUMBERS
 from helpers.recordings import bits, recording, rewritten
 from torch import nn
 from typing_extensions import Self
@@ -27,6 +26,7 @@ from gradstat.recording.page_data import page_data
 SEED = 20261124
 # More than the 250 that a mistake of one in a hundred would not survive.
 MUTATIONS = 400
+NUMBERS = (0.0, 1.0, 2.0, 0.5, 50.0, -1.0, -7.0, 1e6, 1e300, -1e300, 2.0**53, 2.0**63, 5e-324, math.nan, math.inf)
 WATCH = dict.fromkeys(("parameters", "buffers", "optimizer", "outputs", "updates", "activations"), 1)
 
 
