@@ -248,7 +248,7 @@ class DeadGradient(_AbsentGradientRule):
     name = "dead-gradient"
     causes = (
         "ReLU units that are never positive, so that no gradient passes",
-        "a step function on the way to the loss, whose derivative is zero: round, sign, floor, a comparison, one_hot",
+        "a step function on the way to the loss, whose derivative is zero: round, sign, floor",
         "a multiplication by zero on the way to the loss: a mask, a gate, a weight initialised to zero",
         "a parameter whose result is not used, or only inside a branch that is not taken",
     )
@@ -321,7 +321,7 @@ class MissingGradient(_AbsentGradientRule):
     name = "missing-gradient"
     causes = (
         "the parameter is not used in the forward pass",
-        "its result is cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax",
+        "its result is cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax, a comparison",
     )
     advice = (
         "follow the module's output to the loss and look for what detaches it",
