@@ -42,11 +42,12 @@ class Deviation:
         kind: As in `Recording.tables`, or ``"series"``.
         name: Name of the tensor or series, without the prefixes of wrappers.
         feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
-            (over the root mean square), ``"value"`` of a series, or ``"absent"``: only the golden runs have it.
+            (over the root mean square), ``"value"`` of a series, ``"absent"``: only the golden runs have it, or
+            ``"nonfinite"``: it is NaN or infinite.
         step, last: The first and last step of the window over which it is averaged.
-        value: The average of the feature over that window; infinite if absent.
+        value: The average of the feature over that window; infinite if absent or not finite.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
-        excess: The distance of the value from the middle of the interval over half of its width; infinite if absent.
+        excess: The distance of the value from the middle of the interval over half of its width; infinite as ``value``.
     """
 
     kind: str
@@ -62,9 +63,10 @@ class Deviation:
 
     def __str__(self) -> str:
         what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
-        what += f", {self.feature}" if self.feature not in ("value", "absent") else ""
-        if self.feature == "absent":
-            return printable(f"{what}: absent, and present in all golden runs")
+        if math.isinf(self.value):
+            told = "absent, and present" if self.feature == "absent" else "not finite, and finite"
+            return printable(f"{what}: {told} in all golden runs")
+        what += f", {self.feature}" if self.feature != "value" else ""
         numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
         return printable(f"{what}: {numbers}")
 
@@ -196,7 +198,7 @@ class Golden:
             keys = [key for key in excess if key[0] == kind]
             each, names = np.stack([excess[key] for key in keys]), tuple(self._sizes.get(kind, (kind,)))
             change = values[keys[0]] - self._intervals[keys[0]].mean
-            residuals[kind] = Residuals(names, np.fmax.reduce(each, 0), np.where(np.isinf(change), np.nan, change))
+            residuals[kind] = Residuals(names, np.fmax.reduce(each, 0), change)
             for j in np.flatnonzero((each > 1).any((0, 1))).tolist():
                 window = int(np.argmax((each[:, :, j] > 1).any(0)))
                 key = keys[int(np.nanargmax(each[:, window, j]))]
@@ -228,7 +230,7 @@ class Golden:
         return Deviation(
             kind if is_tensor else "series",
             name,
-            "absent" if math.isinf(value) else feature if is_tensor else "value",
+            {math.inf: "absent", -math.inf: "nonfinite"}.get(value, feature if is_tensor else "value"),
             int(self._starts[window]),
             int(self._starts[window + 1]) - 1,
             statistics.told(feature, value),
