@@ -27,7 +27,6 @@ def write_page(
     title: str | None = None,
     *,
     diagnosis_text: str | None = None,
-    diagnosis_html: str | None = None,
 ) -> Path:
     """Writes one self-contained page that shows ``recording`` step by step.
 
@@ -36,8 +35,6 @@ def write_page(
         path: The ``.html`` file; missing folders are made, an existing file is replaced atomically.
         title: Name of the run.
         diagnosis_text: What to say above the findings; its line breaks are kept.
-        diagnosis_html: The same as HTML, inserted **unchanged**: everything in it that came from a model must be
-            escaped. The page runs no scripts in it.
 
     Returns:
         ``path``.
@@ -61,7 +58,7 @@ def write_page(
         "@TITLE@": title,
         "@STYLE@": (_FOLDER / "page.css").read_text(encoding="utf-8"),
         "@RUN@": title,
-        "@DIAGNOSIS@": diagnosis + (diagnosis_html or ""),
+        "@DIAGNOSIS@": diagnosis,
         "@DATA@": data,
         "@PLOTLY@": plotly,
         "@CODE@": code,
