@@ -85,6 +85,6 @@ def opened(
             return read(reader, header)
         except Exception as error:
             # Hostile bytes may raise any exception in zipfile, zlib, json, ast and numpy; callers get one kind.
-            reason = printable(str(error) or type(error).__name__)
+            reason = f"{printable(str(error) or type(error).__name__):.500}"
             target = printable(os.fspath(path))
             raise RecordingFileError(f"{target} cannot be read as a {form}: {reason}") from error

@@ -153,7 +153,8 @@ def from_parts(header: Any, array_of: Callable[[str, str], npt.NDArray[Any]], pl
     Names and places in ``header`` are checked, and the arrays must fit together, but it may raise any exception.
     """
     require(header, _HEADER, place)
-    json.dumps(encoded([header["findings"], header["meta"]]))  # otherwise it could not be saved again
+    # Otherwise it could not be saved again.
+    json.dumps(encoded([[finding["evidence"] for finding in header["findings"]], header["meta"]]))
     steps, rows = array_of("steps", "<i8"), array_of("scalars", "<f8")
     tables = {}
     for i, table in enumerate(header["tables"]):
@@ -165,7 +166,7 @@ def from_parts(header: Any, array_of: Callable[[str, str], npt.NDArray[Any]], pl
         # Copies: a view of a row would keep the whole array alive, and share changes with it.
         {name: row.copy() for name, row in zip(header["scalars"], rows, strict=True)},
         tables,
-        tuple(map(Finding.from_dict, header["findings"])),
+        tuple(map(Finding.made_of, header["findings"])),
         tuple(header["backward_order"]),
         dict(header["meta"]),
     )

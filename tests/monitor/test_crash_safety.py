@@ -214,6 +214,17 @@ def test_a_bomb_is_refused_before_it_is_unpacked(saved: Path) -> None:
             assert tracemalloc.get_traced_memory()[1] < 10 << 20
         finally:
             tracemalloc.stop()
+    # A few bytes of JSON become a hundred of Python's; what is in texts does not count.
+    for values, told in (
+        (b"{}," * 3_000_000, "values, more than"),
+        (b'"{,\\\\\\",,,,",' * 700_000, "has no 'version'"),
+    ):
+        bomb = rewritten(saved, {"header.json": b'{"format":"gradstat recording","meta":[%s0]}' % values})
+        tracemalloc.start()
+        with pytest.raises(RecordingFileError, match=told):
+            load(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+        tracemalloc.stop()
     # A member of its declared size, and consistent with the header, but larger than the limit.
     n = 30_000
     large = rewritten(saved, {"steps.npy": npy(np.arange(n)), "scalars.npy": npy(np.zeros((7, n)))})
@@ -429,6 +440,34 @@ def test_names_that_mean_harm_are_saved_read_and_told_without_harm(
     save(made, path)
     assert_same(load(path), made)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_whose_names_mean_harm_are_told_without_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(save(small(), tmp_path / "\x1b[2J\n.gradstat"))
+    assert main(["view", path]) == 0
+    for arguments in ([path, path], [f"--{path}"], [path, "--no-page", "--output", path]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["view", *arguments])
+    Path(path).write_bytes(b"")
+    assert main(["view", path]) == 2
+    shown = "".join(capsys.readouterr())
+    assert all(character.isprintable() or character == "\n" for character in shown)
+
+
+def test_of_a_hundred_thousand_findings_the_first_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = small()
+    findings = [Finding("r", "warning", step, "w", {}) for step in range(0, 100_000, 5)]
+    made.findings = (*findings, Finding("r", "error", 10**6, "w", {}))
+    path = save(made, tmp_path / "run.gradstat")
+    assert main(["view", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "... and 19,901 more findings" in shown
+    assert shown.count("\n") < 500
+    assert "19,901 more" in Diagnosis.of(made).to_html()
+    assert [one["findings"][-1] for one in Diagnosis.of(made).to_dict()["incidents"]] == [19_999, 20_000]
+    shown = path.with_suffix(".html").read_text()
+    assert '"step":1000000' in shown
+    assert '"findingsLeftOut":19001' in shown
 
 
 @pytest.mark.parametrize("name", [name.replace(".", " ") for name in NAMES if 0 < len(name) < 100])
