@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradstat._core.engines import Engine
+from gradstat._core.text import expect
 from gradstat._step.loss_scale import inner_scaler
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
@@ -48,6 +49,7 @@ class Settings(NamedTuple):
 
         Raises TypeError or ValueError as `gradstat.Monitor` does.
         """
+        expect("rules", rules, Iterable | None, "a list of rules or None")
         listed: list[Any] = default_rules() if rules is None else list(rules)
         for rule in listed:
             if not isinstance(rule, Rule):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import COUNT, TEXT, require, whole
-from gradstat._core.text import lines_of, listed, printable, steps_in_words
+from gradstat._core.text import expect, lines_of, listed, printable, steps_in_words
 from gradstat.recording import archive
 from gradstat.recording import golden_statistics as statistics
 from gradstat.recording.alignment import differing_sizes, one_sided, unwrapped
@@ -149,7 +149,8 @@ class Golden:
         Raises:
             ValueError: There are fewer than three runs, or they have no window of steps in common.
         """
-        golden = list(map(unwrapped, recordings))
+        expect("recordings", recordings, Iterable, "several recordings")
+        golden = [unwrapped(recording, "recordings") for recording in recordings]
         if len(golden) < FEWEST:
             raise ValueError(f"recordings: expected at least {FEWEST} golden runs (5 are advised), got {len(golden)}")
         starts = statistics.window_starts(min(int(run.steps[-1]) + 1 if len(run.steps) else 0 for run in golden))
@@ -182,7 +183,7 @@ class Golden:
         Raises:
             ValueError: The run has all steps of no window of the golden runs.
         """
-        run = unwrapped(recording)
+        run = unwrapped(recording, "recording")
         covered = np.flatnonzero(statistics.covered_windows(run.steps, self._starts))
         if not len(covered):
             raise ValueError(

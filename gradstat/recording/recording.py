@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import MAPPING, TEXT, exactly, require
-from gradstat._core.text import count_of, listed
+from gradstat._core.text import count_of, expect, listed
 from gradstat.recording.archive import encoded
 from gradstat.recording.findings import FINDING, Finding
 from gradstat.recording.kinds import in_order
@@ -87,7 +87,8 @@ class Recording:
 
 
 def check(recording: Recording) -> None:
-    """Raises ValueError unless shapes agree and steps rise."""
+    """Raises ValueError unless shapes agree and steps rise, TypeError for anything else than a recording."""
+    expect("recording", recording, Recording, "a Recording")
     _check_steps("steps", recording.steps)
     for name, values in recording.scalars.items():
         _check_shape(f"scalars[{name!r}]", values, len(recording.steps))

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from gradstat._core.files import replacing
+from gradstat._core.text import expect
 from gradstat.recording.page_data import page_data
 from gradstat.recording.recording import Recording
 
@@ -43,6 +44,9 @@ def write_page(
         ViewerMissingError: plotly is not installed.
         OSError: The page cannot be written.
     """
+    expect("recording", recording, Recording, "a Recording")
+    for name, text in (("title", title), ("diagnosis_text", diagnosis_text)):
+        expect(name, text, str | None, "text or None")
     diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
     title, plotly = html.escape(title or "Flight recording"), _plotly()
     code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)

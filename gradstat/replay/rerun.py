@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import named_parameters_of
+from gradstat._core.text import expect
 from gradstat._core.warn import QUIET, warn
+from gradstat._step.loss_scale import inner_scaler
 from gradstat.replay.culprit import Culprit, Phase
 from gradstat.replay.module_tracker import ModuleTracker
 from gradstat.replay.nonfinite_mode import LeafHooks, NonfiniteMode
@@ -80,6 +82,9 @@ def find_culprit(
         raise TypeError(f"step_fn has to be a function that runs the step; got {type(step_fn).__name__}")
     if in_backward():
         raise RuntimeError("find_culprit() cannot run in a hook of a backward pass; call it after backward()")
+    expect("state", state, StepState | Iterable | None, "StepStateKeeper.states or a StepState")
+    expect("optimizer", optimizer, Optimizer | Iterable | None, "an optimizer, several, or None")
+    scaler = inner_scaler(scaler)
     states = [state] if isinstance(state, StepState) else list(state or ())
     for item in states:
         if not isinstance(item, StepState):

@@ -12,6 +12,7 @@ import signal
 import stat
 import threading
 import time
+import traceback
 import tracemalloc
 import zipfile
 from html.parser import HTMLParser
@@ -30,10 +31,11 @@ import gradstat
 from gradstat.__main__ import main
 from gradstat._core.files import replacing
 from gradstat._version import __version__
+from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import JsonlWriter
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
+from gradstat.recording import COLUMNS, VERSION, RecordingFileError, compare, load, save, write_page
 
 # Names that try to harm pages, paths, terminals, lines and encodings.
 NAMES = (
@@ -314,6 +316,7 @@ import torch
 import gradstat
 from helpers.recordings import recording
 from gradstat._core.files import replacing
+from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import JsonlWriter
 from gradstat.recording import save, write_page
 
@@ -614,3 +617,98 @@ def test_the_package_has_no_way_to_unpickle_a_file() -> None:
     assert all(map(ways.search, (*written, "import dill", "f(a, allow_pickle=True)")))
     for path in (ROOT / "gradstat").rglob("*.py"):
         assert not ways.search(path.read_text()), path
+
+
+def test_paths_stay_in_the_folder_in_which_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, later = tmp_path / "first", tmp_path / "later"
+    later.mkdir()
+    first.mkdir()
+    monkeypatch.chdir(first)
+    model = nn.Linear(2, 1)
+    named = gradstat.Monitor(model, save_to="run.gradstat", on_anomaly="record")
+    unnamed = gradstat.Monitor(model, on_anomaly="snapshot")
+    lightning = GradstatCallback(save_to="lightning.gradstat", save_dir="saved")
+    writer = JsonlWriter("log.jsonl")
+    monkeypatch.chdir(later)
+    model(torch.full((1, 2), torch.nan)).sum().backward()
+    for monitor in (named, unnamed):
+        monitor.step()
+        monitor.detach()
+    assert not list(later.iterdir())
+    assert {path.suffix for path in first.iterdir()} == {".gradstat", ".jsonl"}
+    assert len(list(first.glob("incident-step0-*"))) >= 1
+    assert (lightning.arguments["save_to"], writer.path) == (first / "lightning.gradstat", first / "log.jsonl")
+
+
+@pytest.mark.parametrize("make", ["a folder", "locked", "full"])
+def test_errors_name_the_path_that_was_given(make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("folder", "run.gradstat")
+    path.mkdir(parents=True) if make == "a folder" else path.parent.mkdir()
+    if make == "locked":
+        monkeypatch.setattr(os, "replace", lambda unfinished, _: os.rmdir(unfinished))
+    if make == "full":
+        monkeypatch.setattr(os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"1"))
+    with pytest.raises(OSError, match=r"folder/run\.gradstat'$") as error:
+        save(small(), path)
+    assert ".tmp" not in "".join(traceback.format_exception(error.value))
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_pipe_is_no_file_to_read_and_one_to_write(tiny: Path) -> None:
+    read, write = os.pipe()
+    for path in (f"/dev/fd/{read}", "/dev/null"):
+        for reader in (load, gradstat.monitor.Golden.load):
+            with pytest.raises(RecordingFileError, match=f"{path} is a pipe or a device; expected a regular file"):
+                reader(path)
+    save(small(), f"/dev/fd/{write}")
+    os.close(write)
+    with open(read, "rb") as pipe:
+        assert pipe.read() == tiny.read_bytes()
+
+
+STEPS = Recording(np.arange(9), {"loss": np.arange(9.0)}, {})
+LINEAR = nn.Linear(2, 1)
+CALLS: dict[str, Any] = {
+    "on_anomaly watch rules save_to options": lambda **bad: gradstat.Monitor(LINEAR, **bad),
+    "scaler closure model extra_groups": lambda **bad: gradstat.guarded_step(
+        torch.optim.SGD(LINEAR.parameters()), **bad
+    ),
+    "max_norm norm_type extra_groups": lambda **bad: gradstat.clip_grad_norm_(
+        LINEAR.parameters(), **{"max_norm": 1.0, **bad}
+    ),
+    "clip_value": lambda **bad: gradstat.clip_grad_value_(LINEAR.parameters(), **bad),
+    "tensors": gradstat.stats,
+    "scale max_loss max_norm": gradstat.SpikeGuard,
+    "path limit": lambda **bad: load(**{"path": "run.gradstat", **bad}),
+    "recording": lambda **bad: save(path="run.gradstat", **bad),
+    "title diagnosis_text": lambda **bad: write_page(STEPS, "run.html", **bad),
+    "recordings": gradstat.monitor.Golden.of,
+    "a b tolerance": lambda **bad: compare(**{"a": STEPS, "b": STEPS, **bad}),
+    "state optimizer scaler": lambda **bad: gradstat.monitor.find_culprit(LINEAR, print, **bad),
+    "allow step_fn": lambda **bad: gradstat.monitor.assert_healthy(LINEAR, steps=3, **{"step_fn": print, **bad}),
+    "causes advice": lambda **bad: gradstat.monitor.rule("name", **bad),
+}
+
+
+NOT_LISTS = "on_anomaly watch rules extra_groups tensors recordings state optimizer allow causes advice".split()
+    "on_anomaly",
+    "watch",
+    "rules",
+    "extra_groups",
+    "tensors",
+    "recordings",
+    "state",
+    "allow",
+    "causes",
+    "advice",
+)
+
+
+@pytest.mark.parametrize(("name", "call"), [(name, call) for names, call in CALLS.items() for name in names.split()])
+def test_an_argument_of_a_wrong_type_is_named(name: str, call: Any) -> None:
+    told = rf"{name}\b.*expected|expected .*{name}|{name} has "
+    for wrong in (object(), 1.5 if name in NOT_LISTS else [1]):
+        with pytest.raises((TypeError, ValueError), match=told) as error:
+            call(**{name: wrong})
+        assert "not iterable" not in str(error.value)
