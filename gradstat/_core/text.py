@@ -31,6 +31,8 @@ def as_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
+        if hasattr(value, "__float__"):
+            raise  # its own words
         raise type(error)(f"{name}: expected a number, got {value!r:.50}") from None
 
 
