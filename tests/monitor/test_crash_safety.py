@@ -691,7 +691,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-NOT_LISTS = "on_anomaly watch rules extra_groups tensors recordings state optimizer allow causes advice".split()
+NOT_LISTS = "on_anomaly watch rules extra_groups tensors recordings state optimizer allow causes advice"
 
 
 @pytest.mark.parametrize(("name", "call"), [(name, call) for names, call in CALLS.items() for name in names.split()])
