@@ -8,8 +8,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -47,21 +47,15 @@ class _Output:
 
     def write(self, text: str) -> int:
         encoding = self._stream.encoding or "utf-8"
-        shown = text.encode(encoding, "backslashreplace").decode(encoding)
-        self._unless_closed(lambda: self._stream.write(shown))
-        return len(text)
-
-    def flush(self) -> None:
-        self._unless_closed(self._stream.flush)
-
-    def _unless_closed(self, act: Callable[[], object]) -> None:
         try:
-            act()
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.flush()
         except OSError as error:
             # Python flushes what is left on exit: to nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if not isinstance(error, BrokenPipeError):
                 raise
+        return len(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,11 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output: Any = _Output(sys.stdout)
     errors: Any = _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
-        try:
-            return _run(arguments)
-        finally:
-            with suppress(OSError):
-                output.flush()
+        return _run(arguments)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -97,7 +87,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         else:
             collected, status = collect_info(), 0
             print(json.dumps(collected, indent=2) if options.json else format_info(collected))
-        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

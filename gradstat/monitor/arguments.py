@@ -55,8 +55,7 @@ class Settings(NamedTuple):
             if not isinstance(rule, Rule):
                 hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
                 raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
-        if guard is not None and not isinstance(guard, SpikeGuard):
-            raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
+        expect("guard", guard, SpikeGuard | None, "a gradstat.SpikeGuard")
         if guard is not None and guard.scales:
             raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
         counts: list[Any] = [*classes.values()] if isinstance(classes, Mapping) else [classes] * (classes is not None)
@@ -73,10 +72,8 @@ class Settings(NamedTuple):
 
 def check_arguments(model: object, optimizer: object) -> None:
     """Raises TypeError if one of them is of another type."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    expect("model", model, nn.Module, "a torch.nn.Module")
+    expect("optimizer", optimizer, Optimizer | None, "a torch.optim.Optimizer or None")
 
 
 def refuse_unknown(names: Iterable[str], caller: Callable[..., Any], monitor: Callable[..., Any]) -> None:

@@ -83,11 +83,6 @@ class Finding:
             ValueError: A value is missing or of a wrong type. The message names it.
         """
         require(values, FINDING, "finding")
-        return cls.made_of(values)
-
-    @classmethod
-    def made_of(cls, values: Mapping[str, Any]) -> Finding:
-        """As `from_dict`, of values that were checked before."""
         fields: dict[str, Any] = {name: values[name] for name in FINDING}
         lists = {name: tuple(values[name]) for name in ("causes", "advice")}
         return cls(**{**fields, **lists, "evidence": dict(values["evidence"])})

@@ -76,10 +76,8 @@ def find_culprit(
         RuntimeError: A backward pass is running.
         Exception: What ``step_fn`` raised, unless there is a culprit: a step may well raise at a NaN loss.
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"model has to be a torch.nn.Module, whose modules can be named; got {type(model).__name__}")
-    if not callable(step_fn):
-        raise TypeError(f"step_fn has to be a function that runs the step; got {type(step_fn).__name__}")
+    expect("model", model, Module, "a torch.nn.Module, whose modules can be named")
+    expect("step_fn", step_fn, Callable, "a function that runs the step")
     if in_backward():
         raise RuntimeError("find_culprit() cannot run in a hook of a backward pass; call it after backward()")
     expect("state", state, StepState | Iterable | None, "StepStateKeeper.states or a StepState")
