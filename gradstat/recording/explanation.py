@@ -62,9 +62,7 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
         if "gradient" in lost:
             is_lost = np.isinf(gradient.excess)
             place = _place(replace(gradient, excess=np.where(is_lost, np.inf, np.nan)), first)
-            if (
-                place == "everywhere" and lost["gradient"] == "absent"
-            ):  # those from which a part of the graph is cut off
+            if place == "everywhere" and lost["gradient"] == "absent":  # a part of the graph is cut off from there on
                 modules = [_module_of(gradient.names[j]) for j in np.flatnonzero(is_lost[first])]
                 place = f"{modules[0]} to {modules[-1]}"
             return place, f"gradients are {lost['gradient']}"

@@ -234,7 +234,7 @@ class Golden:
             {math.inf: "absent", -math.inf: "nonfinite"}.get(value, feature if is_tensor else "value"),
             int(self._starts[window]),
             int(self._starts[window + 1]) - 1,
-            statistics.told(feature, value),
+            math.inf if math.isinf(value) else statistics.told(feature, value),
             statistics.told(feature, middle),
             statistics.told(feature, middle - half),
             statistics.told(feature, middle + half),

@@ -149,8 +149,6 @@ def exponential(number: float) -> float:
 
 def told(feature: str, average: float) -> float:
     """An average as it is told: of logarithms the geometric mean, of peaks the peak over the root mean square."""
-    if math.isinf(average):
-        return math.inf
     if feature in ("norm", "log"):
         return 0.0 if average <= math.log(_TINY) + 1 else exponential(average)
     return 1 / max(-average, 1e-6) if feature == "peak" else average

@@ -701,3 +701,10 @@ def test_an_argument_of_a_wrong_type_is_named(name: str, call: Any) -> None:
         with pytest.raises((TypeError, ValueError), match=told) as error:
             call(**{name: wrong})
         assert "not iterable" not in str(error.value)
+
+
+def test_a_group_of_other_ranks_is_named() -> None:
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    for extra in (outside, [outside], [(outside, list(LINEAR.parameters()))]):
+        with pytest.raises(ValueError, match="extra_groups has a group that this rank is not in"):
+            gradstat.check(LINEAR, extra_groups=extra)
