@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
+import io
 import json
 import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 import gradstat
-from gradstat._core.importing import UsageError
+from gradstat._core.importing import Parser, UsageError
 from gradstat._core.text import printable
 
 # The commands besides info: module, function, description. The module parses the command's options.
@@ -32,24 +33,44 @@ COMMANDS = {
 }
 
 
-_BROKEN_PIPE = 141
-"""The exit status of a shell's command that was ended by SIGPIPE."""
+class _Output:
+    """Standard output or error that ends no command: it drops what nobody reads, as after ``| head`` or ``>&-``.
+
+    What its encoding cannot represent is written as Python's escape sequences.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = io.StringIO() if stream is None else stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.flush()
+        except OSError as error:
+            # Python flushes what is left on exit: to nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise
+        return len(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status. Ends without a message when its output is closed, as by ``| head``."""
-    try:
-        try:
-            return _run(arguments)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes to nowhere on exit
-        return _BROKEN_PIPE
+    """Runs a command; returns its exit status, also if nobody reads its output."""
+    while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # a file of the command must not take the place of a stream that is closed
+    os.close(unused)
+    output: Any = _Output(sys.stdout)
+    errors: Any = _Output(sys.stderr)
+    with redirect_stdout(output), redirect_stderr(errors):
+        return _run(arguments)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="gradstat", description=gradstat.__doc__)
+    parser = Parser(prog="gradstat", description=gradstat.__doc__)
     parser.add_argument("--version", action="version", version=f"gradstat {gradstat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     info = commands.add_parser("info", help="the backends of this machine, and why one is unavailable")
@@ -57,18 +78,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     for name, (_, _, what) in COMMANDS.items():
         commands.add_parser(name, help=f"{what} (--help for options)", add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    if options.command not in COMMANDS:
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        collected = collect_info()
-        print(json.dumps(collected, indent=2) if options.json else format_info(collected))
-        return 0
-    module, function, _ = COMMANDS[options.command]
+    if options.command not in COMMANDS and rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        status: int = getattr(importlib.import_module(module), function)(rest)
+        if options.command in COMMANDS:
+            module, function, _ = COMMANDS[options.command]
+            status: int = getattr(importlib.import_module(module), function)(rest)
+        else:
+            collected, status = collect_info(), 0
+            print(json.dumps(collected, indent=2) if options.json else format_info(collected))
         return status
-    except BrokenPipeError:
-        raise  # the output was closed; this is no error about a file
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -16,6 +16,7 @@ from gradstat._core.measurement import HostRows, Measurement, without_scale
 from gradstat._core.native import operators
 from gradstat._core.parameters import Labels, gradients_of, labels_of, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, name_by_position, readable
+from gradstat._core.text import expect
 from gradstat.report import Report
 
 
@@ -177,6 +178,7 @@ def stats(tensors: Iterable[Tensor], *, backend: str | None = None) -> Tensor:
     """
     if isinstance(tensors, Tensor):
         raise TypeError("expected a list of tensors, got a tensor; pass [tensor]")
+    expect("tensors", tensors, Iterable, "a list of tensors")
     listed = tensors if isinstance(tensors, list) else list(tensors)
     if listed and torch.compiler.is_compiling():
         # Only the operator runs at run time; everything else here runs at trace time.

@@ -25,6 +25,7 @@ from gradstat._core.tensors import (
     to_device,
     writable,
 )
+from gradstat._core.text import as_number
 
 
 def clip_grad_norm_(
@@ -72,7 +73,7 @@ def clip_grad_norm_(
     """
     listed, collected = gradients_to_clip(parameters, foreach)
     gradients, name_of = collected.tensors, collected.name_of
-    max_norm, norm_type = _limit(max_norm), float(norm_type)
+    max_norm, norm_type = _limit(max_norm), as_number("norm_type", norm_type)
     if not gradients and extra_groups is None and not is_distributed(listed):
         return torch.tensor(0.0, device="cpu")
     if torch.compiler.is_compiling():
@@ -132,7 +133,7 @@ def get_total_norm(
         TypeError: An item of ``tensors`` is not a tensor. Other errors are as for `clip_grad_norm_`.
     """
     listed = as_list(tensors, "tensors")
-    norm_type = float(norm_type)
+    norm_type = as_number("norm_type", norm_type)
     if not listed and extra_groups is None:
         return torch.tensor(0.0, device="cpu")
     if foreach:
@@ -221,7 +222,7 @@ def refuse_in_compiled(
 
 
 def _limit(max_norm: float) -> float:
-    number = float(max_norm)
+    number = as_number("max_norm", max_norm)
     if not number >= 0:  # or NaN; unlike math.isnan, torch.compile can trace this
         effect = "around" if number < 0 else "into NaN"
         raise ValueError(f"max_norm is {number}, which would turn every gradient {effect}; expected one from 0")
@@ -230,7 +231,7 @@ def _limit(max_norm: float) -> float:
 
 def _given_norm(total_norm: Tensor | float) -> Tensor:
     if not isinstance(total_norm, Tensor):
-        return torch.tensor(float(total_norm), dtype=torch.float64, device="cpu")
+        return torch.tensor(as_number("total_norm", total_norm), dtype=torch.float64, device="cpu")
     if is_distributed([total_norm]):  # as returned by torch's clip
         total_norm = cast(Tensor, total_norm.full_tensor())  # type: ignore[attr-defined]
     if total_norm.dim() or total_norm.is_complex():

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradstat._core import announce
 from gradstat._core.parameters import gradients_to_clip, has_foreach
 from gradstat._core.tensors import require_own_memory, shard_of
+from gradstat._core.text import as_number
 
 # Size in bytes from which a second pass over a gradient costs more than a separate operation. The value for CPUs was
 # measured. The value for asynchronous devices is an estimate from bandwidth and launch time.
@@ -42,7 +43,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """
     listed, found = gradients_to_clip(parameters, foreach)
     gradients = found.tensors
-    limit = float(clip_value)
+    limit = as_number("clip_value", clip_value)
     if not limit >= 0:
         raise ValueError(f"clip_value is {limit}; pass a number of at least 0")
     if not gradients:

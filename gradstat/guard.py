@@ -17,6 +17,7 @@ from gradstat._core.backends import Kernels
 from gradstat._core.host_copy import DeviceState, Streams
 from gradstat._core.saved import Numbers, are_counts, exactly, require
 from gradstat._core.tensors import is_distributed, to_device
+from gradstat._core.text import as_number
 from gradstat.adaptive._base import number, positive, whole_number
 
 if TYPE_CHECKING:
@@ -115,10 +116,10 @@ class SpikeGuard:
     ) -> None:
         self._by_sigmas = False
         self._window = whole_number("window", window, 2)
-        if scale is not None and not 0 < float(scale) < 1:
+        if scale is not None and not 0 < as_number("scale", scale) < 1:
             raise ValueError(f"scale is {scale}; expected a number between 0 and 1, or None to skip refused steps")
         limits = {"max_loss": max_loss, "max_norm": max_norm}
-        if not float(max_loss) > -math.inf:
+        if not as_number("max_loss", max_loss) > -math.inf:
             raise ValueError(f"max_loss is {float(max_loss)}; expected a number, or inf for no limit")
         positive("max_norm", max_norm, "inf for no limit")
         self._method_options = (

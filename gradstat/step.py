@@ -20,8 +20,10 @@ from gradstat._core.compiling import never_traced
 from gradstat._core.host_copy import streams_of
 from gradstat._core.parameters import Gradients, NamedParameters, gradients_of, labels_of, named_by, named_parameters_of
 from gradstat._core.tensors import ExtraGroups, is_distributed, to_device
+from gradstat._core.text import expect
 from gradstat._step import decision, optimizers
 from gradstat._step import loss_scale as _scaling
+from gradstat._step.loss_scale import inner_scaler
 from gradstat._step.measured import StepMeasurement
 from gradstat.adaptive import AdaptiveClip, TensorClip
 from gradstat.adaptive._base import ToClip, checked_limit
@@ -148,10 +150,12 @@ def guarded_step(
     optimizers.require_optimizer(optimizer, "expected a torch.optim.Optimizer")
     optimizers.refuse_foreign_verdict(optimizer)
     traits = optimizers.traits_of(type(optimizer))
+    if model is not None:
+        expect("model", model, torch.nn.Module, "a torch.nn.Module or None")
     checked = checked_limit(max_norm)
     clip = checked if isinstance(checked, AdaptiveClip) else None
     limit = checked if isinstance(checked, float) else math.inf
-    if scaler is not None and not scaler.is_enabled():
+    if scaler is not None and not inner_scaler(scaler).is_enabled():
         scaler = None
     loss_scale = None if scaler is None else _loss_scale(scaler, optimizer, skip_nonfinite, closure)
     if guard is not None or loss is not None:
@@ -166,6 +170,7 @@ def guarded_step(
         if traits.needs_closure:
             raise ValueError(f"{type(optimizer).__name__} evaluates the loss several times in a step; pass closure=")
         return _step(request, loss)
+    expect("closure", closure, Callable, "a function")
     if traits.repeats_closure:
         if clip is not None:
             raise ValueError(

@@ -9,7 +9,15 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
+
+from gradstat._core.text import expect
+
+
+def path_of(path: object, name: str = "path") -> Path:
+    """The argument ``name`` as a path; TypeError for anything else."""
+    expect(name, path, str | os.PathLike, "a path")
+    return Path(cast(Any, path))
 
 
 @contextmanager
@@ -19,13 +27,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Creates missing folders, and keeps the permissions of a file that it replaces. A process killed meanwhile leaves a
     hidden ``.tmp`` file beside ``path``. Devices and pipes (``/dev/null``) are written to instead of replaced.
     """
-    path = Path(os.path.realpath(path))  # replaces the target of a symbolic link, not the link
-    if _is_device(path):
+    given = path_of(path)
+    if is_device(given):
         content = io.BytesIO()  # not every device supports tell and seek
         yield content
-        path.write_bytes(content.getvalue())
+        given.write_bytes(content.getvalue())
         return
-    with _beside(path) as (file, unfinished):
+    path = Path(os.path.realpath(given))  # replaces the target of a symbolic link, not the link
+    with _beside(path, given) as (file, unfinished):
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -41,21 +50,25 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def try_replacing(path: str | os.PathLike[str]) -> None:
     """Raises OSError if `replacing` could not even begin; creates missing folders, and leaves no file."""
-    path = Path(os.path.realpath(path))
+    given, path = Path(path), Path(os.path.realpath(path))
     if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not _is_device(path):
-        with _beside(path) as (_, unfinished):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(given))
+    if not is_device(given):
+        with _beside(path, given) as (_, unfinished):
             unfinished.unlink()
 
 
-def _is_device(path: Path) -> bool:
+def is_device(path: Path) -> bool:
+    """Whether it is a device or a pipe, of which nothing can be read or written twice."""
     return path.is_char_device() or path.is_block_device() or path.is_fifo()
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """A new file in the folder of ``path``, with the permissions of ``path`` if it exists; removed on an error."""
+def _beside(path: Path, given: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """A new file in the folder of ``path``, with the permissions of ``path`` if it exists; removed on an error.
+
+    An error names the path as it was ``given``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     mode: int | None = None
     with suppress(FileNotFoundError):
@@ -71,6 +84,9 @@ def _beside(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
                 with suppress(OSError):  # some file systems have no permissions
                     os.chmod(unfinished, mode)
             yield file, unfinished
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(unfinished)):
+            raise type(error)(error.errno, error.strerror, str(given)) from None
         raise

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import operator
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+from gradstat._core.text import printable
 
 
 class UsageError(ValueError):
     """A command cannot do what the user asked for. The message gives the reason and is printed without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command, whose errors repeat arguments in printable form."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def attribute_of(where: str, expected: str) -> Callable[..., Any]:

@@ -59,7 +59,10 @@ def require(value: Any, kind: Any, place: str = "state") -> None:
     A kind is a `Kind` or `Numbers`, ``[kind]`` for a list, ``{str: kind}`` for a mapping from texts, or
     ``{"name": kind, ...}`` for a mapping that has these names.
     """
-    if isinstance(kind, dict):
+    if isinstance(kind, Kind):
+        if not kind.fits(value):
+            raise _unfit(value, kind.expected, place)
+    elif isinstance(kind, dict):
         require(value, MAPPING, place)
         for name in value if str in kind else kind:
             require(name, TEXT, f"{place}, a name")
@@ -68,9 +71,11 @@ def require(value: Any, kind: Any, place: str = "state") -> None:
             require(value[name], kind.get(name, kind.get(str)), f"{place}[{name!r}]")
     elif isinstance(kind, list):
         require(value, _LIST, place)
+        if isinstance(kind[0], Kind) and all(map(kind[0].fits, value)):
+            return  # without a name for each place of a long list
         for i, item in enumerate(value):
             require(item, kind[0], f"{place}[{i}]")
-    elif isinstance(kind, Numbers):
+    else:
         is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
         shape = (value.numel(),) if kind.shape is None and is_plain else kind.shape
         if not is_plain or value.dtype != torch.float64 or value.shape != shape:
@@ -79,8 +84,6 @@ def require(value: Any, kind: Any, place: str = "state") -> None:
         if len(unfit):
             at = unfit[0].tolist()
             raise _unfit(value[tuple(at)].item(), kind.expected, f"{place}{at or ''}")
-    elif not kind.fits(value):
-        raise _unfit(value, kind.expected, place)
 
 
 def _unfit(value: Any, expected: str, place: str) -> ValueError:
@@ -104,5 +107,5 @@ def reading(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error) or type(error).__name__
-        raise ValueError(reason if reason.startswith(place) else printable(f"{place}: {reason}")) from error
+        reason = printable(str(error) or type(error).__name__)
+        raise ValueError(reason if reason.startswith(place) else f"{place}: {reason}") from error

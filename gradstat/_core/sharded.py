@@ -28,7 +28,7 @@ from gradstat._core.agreement import ListDescription, Reducer
 from gradstat._core.collectives import device_of, require_member
 from gradstat._core.engines import FlatShard
 from gradstat._core.measurement import Measurement
-from gradstat._core.parameters import Names, gradients_of
+from gradstat._core.parameters import Names, as_list, gradients_of
 from gradstat._core.tensors import ExtraGroups, Shards, TensorInfo
 
 _SUMMED = _fields.SUMMED
@@ -167,12 +167,12 @@ def index_bits() -> int:
 
 def _extra_masks(parameters: Sequence[Tensor], extra: ExtraGroups | None) -> tuple[list[int], list[ProcessGroup]]:
     """By parameter a bit mask of the extra groups it is spread over, and these groups; no masks without groups."""
-    items: Iterable[Any] = [extra] if isinstance(extra, (ProcessGroup, DeviceMesh)) else extra or ()
+    items = extra if isinstance(extra, Iterable) else () if extra is None else (extra,)
     pairs = [item if isinstance(item, tuple) else (item, None) for item in items]
     groups = [_group_of(group) for group, _ in pairs]
     masks = [0] * len(parameters) if groups else []
     for bit, (_, members) in enumerate(pairs):
-        ids = None if members is None else set(map(id, members))
+        ids = None if members is None else set(map(id, as_list(members)))
         for row, parameter in enumerate(parameters):
             if ids is None or id(getattr(parameter, "parameter", parameter)) in ids:  # a `FlatShard` has one
                 masks[row] |= 1 << bit
@@ -183,7 +183,9 @@ def _group_of(group: object) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"extra_groups has a mesh of {group.ndim} dimensions; pass one of them, mesh['name']")
-        return group.get_group()
+        group = dist.GroupMember.NON_GROUP_MEMBER if group.get_coordinate() is None else group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("extra_groups has a group that this rank is not in; pass it only on the ranks of the group")
     if not isinstance(group, ProcessGroup):
         raise TypeError(
             f"extra_groups has {type(group).__name__}; expected a process group or one-dimensional mesh, or a pair of "

@@ -20,6 +20,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def expect(name: str, value: object, kinds: Any, expected: str) -> None:
+    """Raises TypeError, which says what was ``expected`` as the argument ``name``, unless it is of one of ``kinds``."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+
+
+def as_number(name: str, value: Any) -> float:
+    """The argument ``name`` as a float; the error for anything else, of Python's type, names it."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        if hasattr(value, "__float__"):
+            raise  # its own words
+        raise type(error)(f"{name}: expected a number, got {value!r:.50}") from None
+
+
 def count_of(count: int, word: str, ending: str = "s") -> str:
     """``1 step`` or ``3 steps``."""
     return f"{count:,} {word}{ending * (count != 1)}"

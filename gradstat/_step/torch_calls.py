@@ -1,7 +1,7 @@
 """Makes torch's clips, loss scalers and optimizers announce what they do, as gradstat's own functions do.
 
-While somebody listens, torch's functions are wrapped; the last listener to leave restores them. The hooks of optimizers
-are those of `gradstat._step.decision`, and stay.
+While somebody listens, torch's functions are wrapped; when the last listener leaves or is collected, they are back. The
+hooks of optimizers are those of `gradstat._step.decision`, and stay.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _losses: weakref.WeakKeyDictionary[GradScaler, deque[Tensor]] = weakref.WeakKeyD
 def listen(listener: announce.Listener) -> None:
     """Announces to ``listener``, which is held weakly, what torch and gradstat do to gradients, until `leave`."""
     announce.add(listener)
+    weakref.finalize(listener, _restore_if_unused).atexit = False
     with lock:
         if _clips:
             return
@@ -55,6 +56,7 @@ def leave(listener: announce.Listener) -> None:
 
 def seek_scaler(seeker: object) -> None:
     """Notes which scalers scale losses, for `only_scaler`, until ``seeker``, held weakly, calls `end_seeking`."""
+    weakref.finalize(seeker, _restore_if_unused).atexit = False
     with lock:
         _seekers.add(seeker)
         _wrap_scalers(GradScaler)
@@ -69,12 +71,12 @@ def end_seeking(seeker: object) -> None:
 
 def _restore_if_unused() -> None:
     with lock:
-        if announce.listeners() or _seekers:
+        if announce.listeners() or list(_seekers):  # the set's length may count some that are gone
             return
-        for part in (*_clips, *_layers):
-            part.remove()
-        for patched in (_clips, _layers, _scaler_kinds, _losses):
-            patched.clear()
+        while layers := _clips or _layers:  # the collection of another listener may come in between
+            layers.pop().remove()
+        _scaler_kinds.clear()
+        _losses.clear()
 
 
 def has_losses() -> bool:

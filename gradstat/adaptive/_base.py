@@ -20,6 +20,7 @@ from gradstat._core.measure import measure, measure_directly, resolve_for
 from gradstat._core.measurement import Measurement
 from gradstat._core.parameters import gradients_to_clip
 from gradstat._core.tensors import NameOf, refuse_distributed
+from gradstat._core.text import as_number
 from gradstat.adaptive import _history
 from gradstat.adaptive._history import MethodState, State
 from gradstat.adaptive.summary import ClipSummary, summarize
@@ -284,7 +285,7 @@ def positive(name: str, value: Any, unlimited: str) -> float:
 
     Gradients clipped to 0 take no step, and to a negative number they point uphill; both are used to mean no limit.
     """
-    limit = float(value)
+    limit = as_number(name, value)
     if not limit > 0:
         raise ValueError(f"{name} is {limit}; expected a number above 0, or {unlimited}")
     return limit

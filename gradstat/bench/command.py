@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from gradstat._core.files import replacing
-from gradstat._core.importing import UsageError, attribute_of, trace_of
+from gradstat._core.importing import Parser, UsageError, attribute_of, trace_of
+from gradstat._core.text import printable
 from gradstat.bench import steps
 from gradstat.bench.machine import device_name, driver_or_threads, driver_version, versions
 from gradstat.bench.timing import progress_bar
@@ -46,8 +47,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="gradstat bench",
         description="Time a training step of your model, plain and with gradstat, torch's clip, a naive .item() loop\n"
         "and detect_anomaly, and measure the memory each adds.",
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content = {**setting, "model": where, "variants": [_plain(cost) for cost in measured]}
         with replacing(options.json) as file:
             file.write(f"{json.dumps(content, indent=2)}\n".encode())
-        print(f"written to {options.json}")
+        print(f"written to {printable(str(options.json))}")
     return 0
 
 
@@ -222,7 +223,8 @@ def _runnable_variants(step: steps.Step, where: str) -> list[steps.Variant]:
         except Exception as error:  # noqa: PERF203 - a step takes longer than a try
             if not running:  # the plain step
                 raise UsageError(f"--model {where}: a training step raised\n{trace_of(error, __file__)}") from error
-            print(f"left out: {variant.name}, since it raised {type(error).__name__}: {error}", file=sys.stderr)
+            why = printable(f"it raised {type(error).__name__}: {error}")
+            print(f"left out: {variant.name}, since {why}", file=sys.stderr)
         else:
             running.append(variant)
     return running

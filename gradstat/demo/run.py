@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from gradstat._core.importing import UsageError
+from gradstat._core.importing import Parser, UsageError
+from gradstat._core.text import printable
 from gradstat.bench import steps as variants
 from gradstat.bench.command import DEVICE_HELP, device_of
 from gradstat.bench.machine import device_name
@@ -21,8 +21,8 @@ from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.recording import save, write_page
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="gradstat demo",
         description="Train a small byte-level GPT on the Python standard library's sources with every gradient checked "
         "on every step, corrupt one activation, see which layer is named and what the checks cost.",
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     saved = save(recording, options.output / "run.gradstat")
     page = write_page(recording, options.output / "run.html", title="The demo")
     print(f"\n{Diagnosis.of(recording)}")
-    print(f"\npage: {page}\nrecording, for `python -m gradstat view`: {saved}")
+    print(f"\npage: {printable(str(page))}\nrecording, for `python -m gradstat view`: {printable(str(saved))}")
     named = [stats.name for stats in incident.nonfinite] if incident is not None else []
     if named == [f"{culprit}.weight"]:
         return 0

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
 from gradstat._core.parameters import named_parameters_of
-from gradstat._core.text import count_of, lines_of, printable
+from gradstat._core.text import count_of, expect, lines_of, printable
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 from gradstat.tensor_stats import Judged
 
@@ -161,6 +161,7 @@ def _participants(
         return [member], tuple(dist.get_process_group_ranks(member))
     if group is not None:
         raise ValueError("pass a group or a mesh, not both")
+    expect("mesh", mesh, DeviceMesh, "a DeviceMesh or None")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh; only its ranks may call this")
     groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]

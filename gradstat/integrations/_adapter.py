@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradstat._core.files import path_of
 from gradstat._core.saved import MAPPING, require, require_version
 from gradstat._core.warn import not_replacing
 from gradstat._version import __version__
@@ -65,6 +66,8 @@ class Adapter:
         checked = {name: value for name, value in arguments.items() if name not in ("save_to", "replay")}
         settings = Settings.of(**checked, max_norm=max_norm, policies=known)
         self.arguments = {**arguments, "rules": settings.rules}
+        if arguments.get("save_to") is not None:  # the folder may change before there is a monitor
+            self.arguments["save_to"] = path_of(arguments["save_to"], "save_to").absolute()
         self.max_norm, self.table = settings.limit, settings.policies
         self.policies = {name for name in known if self.table.uses(name)}
         self.watch = asked_for(arguments.get("watch"))

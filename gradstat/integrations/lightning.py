@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradstat._core.files import path_of
 from gradstat._core.parameters import Parameters
 from gradstat._step.loss_scale import require_scale
 from gradstat.adaptive import AdaptiveClip
@@ -104,7 +105,8 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             healthy_checkpoints=healthy_checkpoints, caller=GradstatCallback,
         )  # fmt: skip
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
-        self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
+        self._log_every, self._micro_batches = log_every, micro_batches
+        self._save_dir = None if save_dir is None else path_of(save_dir, "save_dir").absolute()
         self.checkpoints: list[Path] = []
         self._trainer: Any = None
         self._step_replay: StepReplay | None = None

@@ -8,13 +8,14 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from gradstat._core.files import path_of
+from gradstat._core.text import as_number, expect
 from gradstat.monitor import Monitor
 from gradstat.report import Report
 
@@ -38,11 +39,13 @@ class Choice(NamedTuple):
         """A copy with tuples; raises ValueError if a name is not known, or ``top`` is less than 1."""
         choices = {"aggregates": AGGREGATES, "per_tensor": _COLUMNS}
         for what, names in (("aggregates", self.aggregates), ("per_tensor", self.per_tensor)):
+            expect(what, names, Iterable, "a sequence of names")
             if isinstance(names, str):
                 raise ValueError(f"{what} is the string {names!r}; expected a sequence of names, ({names!r},)")
             for name in names:
                 if name not in choices[what]:
                     raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(choices[what])}")
+        expect("prefix", self.prefix, str, "text")
         if self.top is not None and (type(self.top) is not int or self.top < 1):
             raise ValueError(f"top is {self.top!r}; expected a number of tensors of at least 1, or None for all")
         return self._replace(aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor))
@@ -146,7 +149,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = path_of(path).absolute()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size:
             with self.path.open("rb+") as file:
@@ -164,7 +167,8 @@ class JsonlWriter:
         Raises:
             TypeError, ValueError: A value is no number, or its name is ``step``; nothing is written.
         """
-        line: dict[str, float | None] = {"step": int(step)}
+        expect("values", values, Mapping, "a mapping from names to numbers")
+        line: dict[str, float | None] = {"step": int(as_number("step", step))}
         given: Mapping[str, Any] = values  # by a user, who may pass anything
         for name, value in given.items():
             if not isinstance(value, int | Real):
@@ -235,7 +239,7 @@ class ReportLogger:
             if newest is None or newest.step % self._every or newest.step == self._last:
                 return {}
             self._last = newest.step
-        elif step is not None and step % self._every:
+        elif step is not None and as_number("step", step) % self._every:
             return {}
         chosen = _newest_values(source, self._choice)
         if chosen is None:

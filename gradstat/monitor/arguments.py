@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradstat._core.engines import Engine
+from gradstat._core.text import expect
 from gradstat._step.loss_scale import inner_scaler
 from gradstat.adaptive import AdaptiveClip
 from gradstat.adaptive._base import Limit, checked_limit
@@ -48,13 +49,13 @@ class Settings(NamedTuple):
 
         Raises TypeError or ValueError as `gradstat.Monitor` does.
         """
+        expect("rules", rules, Iterable | None, "a list of rules or None")
         listed: list[Any] = default_rules() if rules is None else list(rules)
         for rule in listed:
             if not isinstance(rule, Rule):
                 hint = "; that is a class, make an instance of it" if isinstance(rule, type) else ""
                 raise TypeError(f"rules: expected instances of gradstat.monitor.Rule, got {rule!r}{hint}")
-        if guard is not None and not isinstance(guard, SpikeGuard):
-            raise TypeError(f"guard: expected a gradstat.SpikeGuard, got {type(guard).__name__}")
+        expect("guard", guard, SpikeGuard | None, "a gradstat.SpikeGuard")
         if guard is not None and guard.scales:
             raise ValueError("a monitor can skip steps but not scale them down; make the guard without scale=")
         counts: list[Any] = [*classes.values()] if isinstance(classes, Mapping) else [classes] * (classes is not None)
@@ -71,10 +72,8 @@ class Settings(NamedTuple):
 
 def check_arguments(model: object, optimizer: object) -> None:
     """Raises TypeError if one of them is of another type."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    expect("model", model, nn.Module, "a torch.nn.Module")
+    expect("optimizer", optimizer, Optimizer | None, "a torch.optim.Optimizer or None")
 
 
 def refuse_unknown(names: Iterable[str], caller: Callable[..., Any], monitor: Callable[..., Any]) -> None:

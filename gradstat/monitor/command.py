@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradstat._core.importing import UsageError
+from gradstat._core.importing import Parser, UsageError
 from gradstat._core.text import listed, printable, steps_in_words
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.recording import archive
@@ -22,7 +22,7 @@ from gradstat.recording.recording import Recording, extent_of, headline
 from gradstat.recording.view import write_page
 
 # The option that all commands with results share.
-_JSON = argparse.ArgumentParser(add_help=False)
+_JSON = Parser(add_help=False)
 _JSON.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -39,7 +39,7 @@ def describe(recording: Recording) -> str:
 
 def view_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``view``; returns 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gradstat view",
         description="Print a summary of a recording and write it as one self-contained HTML page.",
         epilog='The page needs plotly: pip install "gradstat[view]". Exit status: 0, or 2 if a file cannot be read or '
@@ -76,7 +76,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
     if page is not None:
         write_page(recording, page, title=options.file.name, diagnosis_text=str(recording.meta.get("culprit", "")))
         if not options.json:
-            print(f"\npage: {page}")
+            print(f"\npage: {printable(str(page))}")
     return 0
 
 
@@ -96,7 +96,7 @@ def _refuse_to_replace(output: Path, is_ours: bool) -> None:
 
 def diff_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``diff``; returns 0 for no relevant difference, 1 for some, 2 if the recordings cannot be compared."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gradstat diff",
         description="Find the first step in which two runs diverge, bitwise and beyond a tolerance, and what diverges "
         "first.",
@@ -128,7 +128,7 @@ def diff_main(arguments: Sequence[str] | None = None) -> int:
 
 def golden_main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``golden``; returns 0 if a run is like the golden ones, 1 if not, 2 if it cannot be compared."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gradstat golden",
         description="Save what a few healthy runs have in common, and show where another run is unlike them.",
         epilog="Exit status of check: 0 if the run is like the golden ones, 1 if not, 2 if a file cannot be read or "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gradstat._core.text import count_of, lines_of, printable, steps_in_words
+from gradstat._core.text import and_more, count_of, lines_of, printable, steps_in_words
 from gradstat.recording.findings import Finding, in_words, reference_to
 from gradstat.recording.recording import Recording
 from gradstat.rules import RULES
@@ -15,6 +16,8 @@ from gradstat.tensor_stats import Judged
 
 # Findings that begin within this many steps of each other form one incident.
 _APART = 50
+# Texts and pages have no more findings than this; `Diagnosis.to_dict` has all.
+_SHOWN = 100
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Diagnosis(Judged):
     def headline(self) -> str:
         """The diagnosis in one sentence."""
         if not self.steps and not self.incidents:
-            return f"nothing is known about {self.model}, since {self.why_nothing or 'no step was seen'}"
+            return printable(f"nothing is known about {self.model}, since {self.why_nothing or 'no step was seen'}")
         if self.ok:
             return printable(f"nothing wrong in {self.steps:,} steps of {self.model}")
         first = self.incidents[0].findings[0]
@@ -117,7 +120,8 @@ class Diagnosis(Judged):
         if self.culprit:
             lines += ["", *self.culprit.splitlines()]
         number = 0
-        for i, incident in enumerate(self.incidents):
+        shown, more = self._shown()
+        for i, incident in enumerate(shown):
             if len(self.incidents) > 1:
                 lines += ["", f"incident {i + 1}, {steps_in_words((incident.first, incident.last))}"]
             for finding in incident.findings:
@@ -129,6 +133,7 @@ class Diagnosis(Judged):
                 lines += [f"   followed by: {followed}"] if (followed := self._followed(finding)) else []
                 for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
                     lines += [f"   {title}:", *(f"     - {item}" for item in items)] if items else []
+        lines += ["", more] if more else []
         infos = self._infos()
         if infos:
             lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
@@ -141,6 +146,15 @@ class Diagnosis(Judged):
             dict.fromkeys(f"{finding.rule} in step {finding.step} ({finding.name})" for finding in followed)
         )
 
+    def _shown(self) -> tuple[list[Incident], str]:
+        """The incidents with the first findings, and how many findings are left out, in words."""
+        shown, left = [], _SHOWN
+        for incident in self.incidents:
+            if left > 0:
+                shown.append(replace(incident, findings=incident.findings[:left]))
+            left -= len(incident.findings)
+        return shown, and_more(-left, "... and {} more findings")
+
     def _infos(self) -> list[str]:
         infos = [
             f"step {f.step}: {f.text}" for f in self.findings if f.severity == "info" and "follows" not in f.evidence
@@ -149,7 +163,8 @@ class Diagnosis(Judged):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
-        incidents = [{**vars(one), "findings": list(map(self.findings.index, one.findings))} for one in self.incidents]
+        places = itertools.count()  # incidents have the findings in order
+        incidents = [{**vars(one), "findings": [next(places) for _ in one.findings]} for one in self.incidents]
         values = {name: getattr(self, name) for name in ("steps", "model", "culprit", "has_loss")}
         findings = [finding.to_dict() for finding in self.findings]
         return {"ok": self.ok, "headline": self.headline(), **values, "findings": findings, "incidents": incidents}
@@ -159,7 +174,8 @@ class Diagnosis(Judged):
         out = [f'<div class="gradstat-diagnosis"><p><b>{html.escape(self.headline())}</b></p>']
         if self.culprit:
             out.append(f"<pre>{html.escape(self.culprit)}</pre>")
-        for incident in self.incidents:
+        shown, more = self._shown()
+        for incident in shown:
             out.append(f"<h3>{steps_in_words((incident.first, incident.last))}</h3><ol>")
             for f in incident.findings:
                 causes, advice = (_listed(items) for items in (f.causes, f.advice))
@@ -173,8 +189,9 @@ class Diagnosis(Judged):
                     f"<p>what to try</p>{advice}</details></li>"
                 )
             out.append("</ol>")
+        out.append(f"<p>{more}</p>" if more else "")
         if self._infos():
-            out.append("<p>also noted</p>" + _listed(self._infos()))
+            out.append("<p>also noted</p>" + _listed(self._infos()[:_SHOWN]))
         return "".join(out) + "</div>"
 
     _repr_html_ = to_html

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import secrets
 import tempfile
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from gradstat._core.files import try_replacing
+from gradstat._core.files import path_of, try_replacing
 from gradstat._core.text import printable
 from gradstat._core.warn import warn
 from gradstat.recording.file import SUFFIX, save
@@ -30,17 +29,18 @@ class FlightFile:
 
     def __init__(self, path: object) -> None:
         self.path: Path | None = None
+        self._unnamed = Path(f"incident{SUFFIX}")
+        with suppress(OSError):  # the current folder was removed
+            self._unnamed = self._unnamed.absolute()
         self._spare: Path | None = None  # what was written instead of `path`
         if path is None:
             return
-        if not isinstance(path, str | os.PathLike):
-            raise TypeError(f"save_to: expected a path or None, got {type(path).__name__}")
-        self.path = Path(path)
         try:
+            self.path = path_of(path, "save_to").absolute()  # the folder may change before it is written
             try_replacing(self.path)
         except (OSError, ValueError) as error:  # ValueError: a null character
             reason = error.strerror if isinstance(error, OSError) else error
-            text = f"save_to: no file can be made at {str(self.path)!r}: {reason}"
+            text = f"save_to: no file can be made at {str(path)!r}: {reason}"
             if not isinstance(error, OSError) or error.errno not in _PASSING:
                 raise ValueError(f"{text}. Choose a file in a folder that exists or can be made") from error
             warn(f"{text}. If it still is so later, recordings are written to another folder", RuntimeWarning)
@@ -80,6 +80,6 @@ class FlightFile:
 
     def beside(self, finding: Finding) -> Path:
         """The file for a snapshot of a finding."""
-        base = self.path if self.path is not None else Path(f"incident{SUFFIX}")
+        base = self.path or self._unnamed
         rule = re.sub(r"[^\w.-]+", "_", finding.rule)[:60]  # a user's rule may have any name
         return base.with_name(f"{base.stem}-step{finding.step}-{rule}{SUFFIX}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradstat._core.backends import known_name
 from gradstat._core.tensors import ExtraGroups
+from gradstat._core.text import expect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,7 @@ class MonitorOptions:
         """
         if isinstance(options, MonitorOptions):
             return options
-        if options is not None and not isinstance(options, Mapping):
-            raise TypeError(f"options: expected MonitorOptions or a mapping, got {type(options).__name__}")
+        expect("options", options, Mapping | None, "MonitorOptions or a mapping")
         known = [field.name for field in fields(cls)]
         for name in options or ():
             if name not in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gradstat._core.text import printable
@@ -62,13 +62,16 @@ class PolicyTable:
 
 
 def _listed(policies: Any, names: Sequence[str]) -> tuple[Policy, ...]:
-    listed = (policies,) if isinstance(policies, str) or callable(policies) else tuple(policies)
+    listed = tuple(policies) if isinstance(policies, Iterable) and not isinstance(policies, str) else (policies,)
     for policy in listed:
         if isinstance(policy, str):
             if policy not in names:
                 raise ValueError(f"unknown policy {policy!r}; known: {', '.join(names)}, or a callable")
         elif not callable(policy):
-            raise TypeError(f"a policy is one of {', '.join(names)} or a callable, got {type(policy).__name__}")
+            raise TypeError(
+                f"on_anomaly: expected one of {', '.join(names)}, a callable, several of these, or a mapping by "
+                f"severity or rule, got {type(policy).__name__}"
+            )
     return listed
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradstat._core.text import expect
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.monitor.monitor import Monitor
 from gradstat.recording.findings import SEVERITIES
@@ -72,9 +73,11 @@ def assert_healthy(
     if isinstance(steps, int):
         if step_fn is None:
             raise TypeError("a number of steps needs step_fn, which runs one; or pass an iterable that yields losses")
+        expect("step_fn", step_fn, Callable, "a function")
         steps = _counted(steps, step_fn, optimizer)
     elif step_fn is not None:
         raise TypeError("pass a number of steps with step_fn, or an iterable without it")
+    expect("allow", allow, Iterable, "names of rules")
     allowed = {allow} if isinstance(allow, str) else set(allow)
     monitor = Monitor(model, optimizer, **{"on_anomaly": dict.fromkeys(SEVERITIES, "record"), **options})
     losses: list[float] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.text import listed
+from gradstat._core.text import expect, listed
 from gradstat.recording.kinds import in_order, kind_of, place_of, place_of_series, plural_of
 from gradstat.recording.recording import COLUMNS, Recording, Series, scalar_rows
 
@@ -36,8 +36,12 @@ class Measured:
     beyond_rounding: npt.NDArray[np.bool_]  # whether a difference may be more than rounding
 
 
-def unwrapped(recording: Recording) -> Recording:
-    """The recording with tensor names freed of wrappers, except in tables where two names would become equal."""
+def unwrapped(recording: Recording, argument: str) -> Recording:
+    """The recording with tensor names freed of wrappers, except in tables where two names would become equal.
+
+    An error calls it the ``argument``.
+    """
+    expect(argument, recording, Recording, "a Recording, such as gradstat.recording.load returns")
     bare = _bare_names(recording)
     tables = {}
     for kind, series in recording.tables.items():

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 HEADER = "header.json"
 _HEADER_LIMIT = 64 << 20
+_MOST_VALUES = 4 << 20  # of the header, each of which takes about 100 bytes
 _DEEPEST = 100
 
 
@@ -57,7 +58,13 @@ class Reader:
         self._left = limit
 
     def header(self) -> Any:
-        return json.loads(self._archive.read(self._member(HEADER)))
+        text = self._archive.read(self._member(HEADER))
+        marks = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+        is_outside = ~np.logical_xor.accumulate(marks == ord('"'))  # of strings
+        values = sum(np.count_nonzero(is_outside & (marks == mark)) for mark in b",:[{")
+        if values > _MOST_VALUES:
+            raise ValueError(f"{HEADER} has {values:,} values, more than the limit of {_MOST_VALUES:,}")
+        return json.loads(text.decode("ascii"))
 
     def array(self, name: str, dtype: str) -> npt.NDArray[Any]:
         """The array called ``name``, which must have the given dtype, as ``"<f4"``."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradstat._core.text import lines_of, printable, steps_in_words
+from gradstat._core.text import as_number, lines_of, printable, steps_in_words
 from gradstat.recording.alignment import Measured, measured_of, unwrapped
 from gradstat.recording.archive import encoded
 from gradstat.recording.findings import Finding
@@ -149,9 +149,9 @@ def compare(a: Recording, b: Recording, tolerance: float = TOLERANCE) -> Compari
     Raises:
         ValueError: ``tolerance`` is negative or NaN.
     """
-    if not tolerance >= 0:
+    if not as_number("tolerance", tolerance) >= 0:
         raise ValueError(f"tolerance must be a number of at least 0, not {tolerance}")
-    a, b = unwrapped(a), unwrapped(b)
+    a, b = unwrapped(a, "a"), unwrapped(b, "b")
     both, structure = measured_of(a, b)
     divergences = [divergence for measured in both for divergence in _divergences(measured, tolerance)]
     # The sort is stable: within a step they stay in the order of computation.

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradstat._core.text import count_of
 from gradstat.recording.golden_statistics import Floats, exponential
+from gradstat.recording.kinds import plural_of
 
 # If more than this share of the gradients deviates, the deviation is everywhere.
 _EVERYWHERE = 0.4
@@ -30,7 +31,8 @@ class Residuals:
     Attributes:
         names: ``[n]``.
         excess: ``[windows, n]``: the largest deviation of the features over its limit, so that above 1 it is unlike.
-        change: ``[windows, n]``: by how much the logarithm of the norm, or of the scalar, is larger; NaN if not known.
+        change: ``[windows, n]``: by how much the logarithm of the norm, or of the scalar, is larger; NaN if not known,
+            Infinity if it is absent, minus Infinity if it is not finite.
     """
 
     names: tuple[str, ...]
@@ -41,28 +43,31 @@ class Residuals:
 def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
     """Where the run deviates, and what kind of change it is; ``first`` is the first window in which it deviates."""
     at_first = {kind: of_kind for kind, of_kind in kinds.items() if (of_kind.excess[first] > 1).any()}
+    lost = {kind: state for kind, of_kind in at_first.items() if (state := _lost(of_kind, first))}
     for kind, of_kind in at_first.items():
         if kind.startswith("lr"):
-            return "the learning rate" + f" {kind}" * (
-                kind != "lr"
-            ), f"times {exponential(of_kind.change[first, 0]):.4g}"
+            where = "the learning rate" + f" {kind}" * (kind != "lr")
+            return where, lost.get(kind, f"times {exponential(of_kind.change[first, 0]):.4g}")
     if "batch" in at_first:
-        return "the batch", "its values are distributed otherwise"
+        return "the batch", f"its values are {lost.get('batch', 'distributed otherwise')}"
     for kind, told in (("parameter", "the initial parameters"), ("buffer", "buffers after the first forward pass")):
         if first == 0 and kind in at_first:
             of_kind = at_first[kind]
             factor = _factor(of_kind.change[:1, of_kind.excess[0] > 1])
-            return _place(of_kind, 0), told + ("" if factor is None else f", norms times {factor:.3g}")
+            factor_told = "" if factor is None else f", norms times {factor:.3g}"
+            return _place(of_kind, 0), told + (f" are {lost[kind]}" if kind in lost else factor_told)
     loss, gradient = kinds.get("loss"), kinds.get("gradient")
     is_loss_unlike = loss is not None and bool((loss.excess > 1).any())
     if gradient is not None:
-        absent = np.isinf(gradient.excess)
-        if absent[first].any():
-            place = _place(replace(gradient, excess=np.where(absent, np.inf, np.nan)), first)
-            if place == "everywhere":  # those from which a part of the graph is cut off
-                modules = [_module_of(gradient.names[j]) for j in np.flatnonzero(absent[first])]
+        if "gradient" in lost:
+            is_lost = np.isinf(gradient.excess)
+            place = _place(replace(gradient, excess=np.where(is_lost, np.inf, np.nan)), first)
+            if place == "everywhere" and lost["gradient"] == "absent":  # a part of the graph is cut off from there on
+                modules = [_module_of(gradient.names[j]) for j in np.flatnonzero(is_lost[first])]
                 place = f"{modules[0]} to {modules[-1]}"
-            return place, "gradients are absent"
+            return place, f"gradients are {lost['gradient']}"
+        if "loss" in lost:
+            return "the loss", f"it is {lost['loss']}"
         change, deviates = gradient.change[first:], gradient.excess[first:] > 1
         factor = _factor(change)
         if factor is not None and (is_loss_unlike or deviates.any()):
@@ -78,8 +83,15 @@ def explained(kinds: Mapping[str, Residuals], first: int) -> tuple[str, str]:
     for kind, of_kind in at_first.items():
         if kind != "loss":
             why = "the optimizer, its settings, clipping, or how batches repeat"
-            return _place(of_kind, first), f"{kind}, not the gradients before ({why})"
+            told = f"{plural_of(kind)} are {lost[kind]}" if kind in lost else kind
+            return _place(of_kind, first), f"{told}, not the gradients before ({why})"
     return "the loss", "not the gradients (how it is reduced, smoothed or reported)"
+
+
+def _lost(of_kind: Residuals, window: int) -> str:
+    """What is wrong if the run has no numbers, as `Residuals.change` says, in words; empty if it has."""
+    change = of_kind.change[window]
+    return "not finite" if (change == -math.inf).any() else "absent" if (change == math.inf).any() else ""
 
 
 def _factor(change: Floats) -> float | None:
@@ -96,6 +108,7 @@ def _factor(change: Floats) -> float | None:
 
 def _means(change: Floats) -> Floats:
     """``[n]``: means over the windows that are known, without tensors of which none is."""
+    change = np.where(np.isinf(change), np.nan, change)
     means: Floats = np.nanmean(change[:, ~np.isnan(change).all(0)], axis=0)
     return means
 

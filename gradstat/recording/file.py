@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradstat._core.files import replacing
+from gradstat._core.files import is_device, path_of, replacing
 from gradstat._core.importing import UsageError
 from gradstat._core.saved import exactly, require, require_version
-from gradstat._core.text import printable
+from gradstat._core.text import expect, printable
 from gradstat._version import __version__
 from gradstat.recording import archive
 from gradstat.recording.recording import Recording, from_parts, parts_of
@@ -76,6 +76,10 @@ def opened(
     path: str | os.PathLike[str], form: str, read: Callable[[archive.Reader, dict[str, Any]], _T], limit: int = LIMIT
 ) -> _T:
     """What ``read`` makes of the file and its header, of which form and version are checked; raises as `load`."""
+    expect("limit", limit, int, "a number of bytes")
+    target = printable(str(path_of(path)))
+    if is_device(Path(path)):
+        raise RecordingFileError(f"{target} is a pipe or a device; expected a regular file, such as a copy of it")
     with open(path, "rb") as file:
         try:
             reader = archive.Reader(file, limit)
@@ -85,6 +89,5 @@ def opened(
             return read(reader, header)
         except Exception as error:
             # Hostile bytes may raise any exception in zipfile, zlib, json, ast and numpy; callers get one kind.
-            reason = printable(str(error) or type(error).__name__)
-            target = printable(os.fspath(path))
+            reason = f"{printable(str(error) or type(error).__name__):.500}"
             raise RecordingFileError(f"{target} cannot be read as a {form}: {reason}") from error

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import COUNT, TEXT, require, whole
-from gradstat._core.text import lines_of, listed, printable, steps_in_words
+from gradstat._core.text import expect, lines_of, listed, printable, steps_in_words
 from gradstat.recording import archive
 from gradstat.recording import golden_statistics as statistics
 from gradstat.recording.alignment import differing_sizes, one_sided, unwrapped
@@ -42,11 +42,12 @@ class Deviation:
         kind: As in `Recording.tables`, or ``"series"``.
         name: Name of the tensor or series, without the prefixes of wrappers.
         feature: What is unlike: ``"norm"``, ``"peak"`` (the largest magnitude over the root mean square), ``"mean"``
-            (over the root mean square), ``"value"`` of a series, or ``"absent"``: only the golden runs have it.
+            (over the root mean square), ``"value"`` of a series, ``"absent"``: only the golden runs have it, or
+            ``"nonfinite"``: it is NaN or infinite.
         step, last: The first and last step of the window over which it is averaged.
-        value: The average of the feature over that window; infinite if absent.
+        value: The average of the feature over that window; infinite if absent or not finite.
         expected, low, high: The average of the golden runs, and the interval outside of which it is unlike.
-        excess: The distance of the value from the middle of the interval over half of its width; infinite if absent.
+        excess: The distance of the value from the middle of the interval over half of its width; infinite as ``value``.
     """
 
     kind: str
@@ -62,9 +63,10 @@ class Deviation:
 
     def __str__(self) -> str:
         what = self.name if self.kind == "series" else f"{self.kind} of {self.name}"
-        what += f", {self.feature}" if self.feature not in ("value", "absent") else ""
-        if self.feature == "absent":
-            return printable(f"{what}: absent, and present in all golden runs")
+        if math.isinf(self.value):
+            told = "absent, and present" if self.feature == "absent" else "not finite, and finite"
+            return printable(f"{what}: {told} in all golden runs")
+        what += f", {self.feature}" if self.feature != "value" else ""
         numbers = f"{self.value:.4g} instead of {self.expected:.4g} ({self.low:.4g} to {self.high:.4g})"
         return printable(f"{what}: {numbers}")
 
@@ -147,7 +149,8 @@ class Golden:
         Raises:
             ValueError: There are fewer than three runs, or they have no window of steps in common.
         """
-        golden = list(map(unwrapped, recordings))
+        expect("recordings", recordings, Iterable, "several recordings")
+        golden = [unwrapped(recording, "recordings") for recording in recordings]
         if len(golden) < FEWEST:
             raise ValueError(f"recordings: expected at least {FEWEST} golden runs (5 are advised), got {len(golden)}")
         starts = statistics.window_starts(min(int(run.steps[-1]) + 1 if len(run.steps) else 0 for run in golden))
@@ -180,7 +183,7 @@ class Golden:
         Raises:
             ValueError: The run has all steps of no window of the golden runs.
         """
-        run = unwrapped(recording)
+        run = unwrapped(recording, "recording")
         covered = np.flatnonzero(statistics.covered_windows(run.steps, self._starts))
         if not len(covered):
             raise ValueError(
@@ -196,7 +199,7 @@ class Golden:
             keys = [key for key in excess if key[0] == kind]
             each, names = np.stack([excess[key] for key in keys]), tuple(self._sizes.get(kind, (kind,)))
             change = values[keys[0]] - self._intervals[keys[0]].mean
-            residuals[kind] = Residuals(names, np.fmax.reduce(each, 0), np.where(np.isinf(change), np.nan, change))
+            residuals[kind] = Residuals(names, np.fmax.reduce(each, 0), change)
             for j in np.flatnonzero((each > 1).any((0, 1))).tolist():
                 window = int(np.argmax((each[:, :, j] > 1).any(0)))
                 key = keys[int(np.nanargmax(each[:, window, j]))]
@@ -228,10 +231,10 @@ class Golden:
         return Deviation(
             kind if is_tensor else "series",
             name,
-            "absent" if math.isinf(value) else feature if is_tensor else "value",
+            {math.inf: "absent", -math.inf: "nonfinite"}.get(value, feature if is_tensor else "value"),
             int(self._starts[window]),
             int(self._starts[window + 1]) - 1,
-            statistics.told(feature, value),
+            math.inf if math.isinf(value) else statistics.told(feature, value),
             statistics.told(feature, middle),
             statistics.told(feature, middle - half),
             statistics.told(feature, middle + half),

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import torch
 
 from gradstat.recording.kinds import kind_of
-from gradstat.recording.recording import COLUMNS, Recording, Series
+from gradstat.recording.recording import COLUMNS, Recording, Series, nonfinite_cells
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -96,24 +96,26 @@ def averages(recording: Recording, starts: npt.NDArray[np.int64], sizes: Sizes) 
     """The averages of a run over the windows that it covers as a whole, by kind and feature, ``[windows, n]``.
 
     The tensors are those of ``sizes``. NaN stands for a window without a measurement, and for a tensor that the run has
-    not, or in another size. Infinity, as a norm or a scalar, stands for measurements without any value, as of a
-    gradient that is None.
+    not, or in another size. As a norm or a scalar, Infinity stands for measurements without any value, as of a gradient
+    that is None, and minus Infinity for those of which more than half are NaN or infinite.
     """
     covered = covered_windows(recording.steps, starts)
     found: dict[Key, Floats] = {}
     for name in recording.scalars:
         if name.partition("[")[0] in _SCALARS:
-            column = np.asarray(recording.scalars[name], np.float64)[:, None]
+            column = np.array(recording.scalars[name], np.float64)[:, None]
+            column[np.isinf(column)] = math.inf
             at = np.searchsorted(recording.steps, starts)
-            found[name, "log"] = _over_windows(np.log(np.maximum(column, _TINY)), at, covered, math.inf)
-            if name == "loss":  # which may be negative
-                found[name, "value"] = _over_windows(column, at, covered, math.inf)
+            if name == "loss":  # which may be negative, and recorded as NaN because it is, or because there is none
+                column[np.asarray(recording.scalars.get("loss_nonfinite", 0)) > 0] = math.inf
+                found[name, "value"] = _over_windows(column, at, covered, is_level=True)
+            found[name, "log"] = _over_windows(np.log(np.maximum(column, _TINY)), at, covered, is_level=True)
     for kind in sizes:
         series = recording.tables.get(kind)
         if series is not None and series.names:
             at, place = np.searchsorted(series.steps, starts), _places(kind, series.sizes, sizes[kind])
             for feature, column in zip(features_of(kind), _features(kind, series), strict=False):
-                means = _over_windows(column, at, covered, math.inf if feature == "norm" else math.nan)
+                means = _over_windows(column, at, covered, is_level=feature == "norm")
                 found[kind, feature] = np.where(place < 0, np.nan, means[:, place])
     return found
 
@@ -131,8 +133,9 @@ def noise_in(names: tuple[str, ...], norms: Floats) -> tuple[str, ...]:
     The gradients of a bias before a batch norm, and of a key's bias, are 0 by construction. What is measured depends on
     the dtype, the device and the order of sums. ``norms`` are logarithms, ``[windows, n]``.
     """
-    count = np.isfinite(norms).sum(0)
-    level = np.where(count > 0, np.nansum(norms, 0) / np.maximum(count, 1), np.nan)
+    is_finite = np.isfinite(norms)
+    count = is_finite.sum(0)
+    level = np.where(count > 0, np.where(is_finite, norms, 0.0).sum(0) / np.maximum(count, 1), np.nan)
     _, module = np.unique([name.rpartition(".")[0] for name in names], return_inverse=True)
     largest = np.full(len(names), -np.inf)
     np.fmax.at(largest, module, level)
@@ -162,21 +165,30 @@ def _features(kind: str, series: Series) -> Iterable[Floats]:
             norm, rms = l2_norm, l2_norm / np.sqrt(np.maximum(series.numel, 1))
         norm = np.nan_to_num(norm)
         is_zero = norm <= np.median(norm, 1, keepdims=True) * _ZERO
-        yield np.where(np.isnan(series.column("nan_count")), np.nan, np.log(np.where(is_zero, _TINY, norm)))
-        rms = np.where(is_zero | (series.numel == 1), np.nan, rms)  # one element has a sign, but no shape
+        # Masks, in buffers and batches, may be infinite in part.
+        is_whole = kind_of(kind).names == "parameter" and kind != "buffer"
+        is_lost = nonfinite_cells(series) & (is_whole | ~(norm > 0))
+        norm = np.where(is_lost, np.inf, np.log(np.where(is_zero, _TINY, norm)))
+        yield np.where(np.isnan(series.column("nan_count")), np.nan, norm)
+        rms = np.where(is_lost | is_zero | (series.numel == 1), np.nan, rms)  # one element has a sign, but no shape
         yield -rms / np.maximum(-low, high)
         yield mean / rms
 
 
-def _over_windows(column: Floats, at: npt.NDArray[np.int64], covered: Bools, missing: float) -> Floats:
-    """Averages ``[windows, n]`` of the finite values from each of ``at`` to the next, ``missing`` if there is none."""
+def _over_windows(column: Floats, at: npt.NDArray[np.int64], covered: Bools, is_level: bool) -> Floats:
+    """Averages ``[windows, n]`` of the finite values from each of ``at`` to the next.
+
+    If there is none, NaN; but for levels Infinity, and minus Infinity if more are infinite than finite.
+    """
     means = np.full((len(covered), column.shape[1]), np.nan)
     for window in np.flatnonzero(covered & (np.diff(at) > 0)):
         part = column[at[window] : at[window + 1]]
         is_finite = np.isfinite(part)
         count = is_finite.sum(0)
         shares = np.where(is_finite, part, 0.0) / np.maximum(count, 1)  # whose sum does not overflow
-        means[window] = np.where(count, shares.sum(0), missing)
+        lost = np.isinf(part).sum(0)
+        missing = np.where(lost > 0, -np.inf, np.inf) if is_level else np.nan
+        means[window] = np.where((count > 0) & (count >= lost), shares.sum(0), missing)
     return means
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from gradstat._core.text import expect
+
 
 class Kind(NamedTuple):
     """One kind of tensors."""
@@ -85,6 +87,7 @@ def name_of_state(key: str) -> str:
 
 def asked_for(watch: Mapping[str, int] | Sequence[str] | None) -> dict[str, int]:
     """``watch`` as a dictionary of periods. Kinds given only by name are watched in every step."""
+    expect("watch", watch, Iterable | None, "names of kinds, or a mapping from names to numbers of steps")
     if isinstance(watch, Mapping):
         return dict(watch)
     return dict.fromkeys([watch] if isinstance(watch, str) else watch or (), 1)

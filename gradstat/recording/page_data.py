@@ -20,6 +20,7 @@ CELLS = 2_000_000
 """Limit of tensors times steps in a page, over all kinds; about 8 bytes each."""
 # 13 bits of the mantissa are kept: four digits are shown, and dropped bits take no space when deflated.
 _DROPPED_BITS = 10
+_MOST_FINDINGS = 1000
 _COUNTS = ("nan_count", "inf_count")
 
 
@@ -59,8 +60,9 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
                 "at": _place(steps, finding.step) if len(steps) else -1,
                 "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
             }
-            for finding in recording.findings
+            for finding in sorted(recording.findings, key=lambda one: one.severity != "error")[:_MOST_FINDINGS]
         ],
+        "findingsLeftOut": max(0, len(recording.findings) - _MOST_FINDINGS),
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import MAPPING, TEXT, exactly, require
-from gradstat._core.text import count_of, listed
+from gradstat._core.text import count_of, expect, listed
 from gradstat.recording.archive import encoded
-from gradstat.recording.findings import FINDING, Finding
+from gradstat.recording.findings import Finding
 from gradstat.recording.kinds import in_order
 
 COLUMNS: tuple[str, ...] = ("l2_norm", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
@@ -87,7 +87,8 @@ class Recording:
 
 
 def check(recording: Recording) -> None:
-    """Raises ValueError unless shapes agree and steps rise."""
+    """Raises ValueError unless shapes agree and steps rise, TypeError for anything else than a recording."""
+    expect("recording", recording, Recording, "a Recording")
     _check_steps("steps", recording.steps)
     for name, values in recording.scalars.items():
         _check_shape(f"scalars[{name!r}]", values, len(recording.steps))
@@ -118,7 +119,7 @@ _HEADER = {
     "columns": exactly(list(COLUMNS)),
     "scalars": [TEXT],
     "tables": [{"kind": TEXT, "names": [TEXT]}],
-    "findings": [FINDING],
+    "findings": [MAPPING],
     "backward_order": [TEXT],
     "meta": MAPPING,
 }
@@ -153,7 +154,8 @@ def from_parts(header: Any, array_of: Callable[[str, str], npt.NDArray[Any]], pl
     Names and places in ``header`` are checked, and the arrays must fit together, but it may raise any exception.
     """
     require(header, _HEADER, place)
-    json.dumps(encoded([header["findings"], header["meta"]]))  # otherwise it could not be saved again
+    findings = tuple(map(Finding.from_dict, header["findings"]))
+    json.dumps(encoded([[one.evidence for one in findings], header["meta"]]))  # otherwise it could not be saved again
     steps, rows = array_of("steps", "<i8"), array_of("scalars", "<f8")
     tables = {}
     for i, table in enumerate(header["tables"]):
@@ -165,7 +167,7 @@ def from_parts(header: Any, array_of: Callable[[str, str], npt.NDArray[Any]], pl
         # Copies: a view of a row would keep the whole array alive, and share changes with it.
         {name: row.copy() for name, row in zip(header["scalars"], rows, strict=True)},
         tables,
-        tuple(map(Finding.from_dict, header["findings"])),
+        findings,
         tuple(header["backward_order"]),
         dict(header["meta"]),
     )

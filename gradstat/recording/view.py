@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from gradstat._core.files import replacing
+from gradstat._core.text import expect
 from gradstat.recording.page_data import page_data
 from gradstat.recording.recording import Recording
 
@@ -27,7 +28,6 @@ def write_page(
     title: str | None = None,
     *,
     diagnosis_text: str | None = None,
-    diagnosis_html: str | None = None,
 ) -> Path:
     """Writes one self-contained page that shows ``recording`` step by step.
 
@@ -36,8 +36,6 @@ def write_page(
         path: The ``.html`` file; missing folders are made, an existing file is replaced atomically.
         title: Name of the run.
         diagnosis_text: What to say above the findings; its line breaks are kept.
-        diagnosis_html: The same as HTML, inserted **unchanged**: everything in it that came from a model must be
-            escaped. The page runs no scripts in it.
 
     Returns:
         ``path``.
@@ -46,6 +44,9 @@ def write_page(
         ViewerMissingError: plotly is not installed.
         OSError: The page cannot be written.
     """
+    expect("recording", recording, Recording, "a Recording")
+    for name, text in (("title", title), ("diagnosis_text", diagnosis_text)):
+        expect(name, text, str | None, "text or None")
     diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
     title, plotly = html.escape(title or "Flight recording"), _plotly()
     code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -61,7 +62,7 @@ def write_page(
         "@TITLE@": title,
         "@STYLE@": (_FOLDER / "page.css").read_text(encoding="utf-8"),
         "@RUN@": title,
-        "@DIAGNOSIS@": diagnosis + (diagnosis_html or ""),
+        "@DIAGNOSIS@": diagnosis,
         "@DATA@": data,
         "@PLOTLY@": plotly,
         "@CODE@": code,

@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gradstat._core.nested import tensors_in
 from gradstat._core.parameters import named_parameters_of
+from gradstat._core.text import expect
 from gradstat._core.warn import QUIET, warn
+from gradstat._step.loss_scale import inner_scaler
 from gradstat.replay.culprit import Culprit, Phase
 from gradstat.replay.module_tracker import ModuleTracker
 from gradstat.replay.nonfinite_mode import LeafHooks, NonfiniteMode
@@ -74,12 +76,13 @@ def find_culprit(
         RuntimeError: A backward pass is running.
         Exception: What ``step_fn`` raised, unless there is a culprit: a step may well raise at a NaN loss.
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"model has to be a torch.nn.Module, whose modules can be named; got {type(model).__name__}")
-    if not callable(step_fn):
-        raise TypeError(f"step_fn has to be a function that runs the step; got {type(step_fn).__name__}")
+    expect("model", model, Module, "a torch.nn.Module, whose modules can be named")
+    expect("step_fn", step_fn, Callable, "a function that runs the step")
     if in_backward():
         raise RuntimeError("find_culprit() cannot run in a hook of a backward pass; call it after backward()")
+    expect("state", state, StepState | Iterable | None, "StepStateKeeper.states or a StepState")
+    expect("optimizer", optimizer, Optimizer | Iterable | None, "an optimizer, several, or None")
+    scaler = inner_scaler(scaler)
     states = [state] if isinstance(state, StepState) else list(state or ())
     for item in states:
         if not isinstance(item, StepState):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import FINITE, FLAG, MAPPING, NUMBER, TEXT, WHOLE, require
-from gradstat._core.text import printable
+from gradstat._core.text import expect, printable
 from gradstat.recording.findings import SEVERITIES, Finding, Severity
 from gradstat.rules.rows import Bools, Floats, Rows, Window
 
@@ -274,6 +274,8 @@ def rule(
     """
     if severity not in SEVERITIES:
         raise ValueError(f"severity is {severity!r}; expected one of {', '.join(SEVERITIES)}")
+    expect("causes", causes, Iterable, "texts")
+    expect("advice", advice, Iterable, "texts")
     if not name:
         raise ValueError("name is empty; a rule needs a name, by which its findings refer to it")
 

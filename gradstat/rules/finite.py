@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradstat._core.text import nan_and_inf
+from gradstat._core.text import as_number, nan_and_inf
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS, STATE, kind_of
 from gradstat.rules.advice import FIRST_MODULE, SKIP, Remedy, replay
@@ -409,7 +409,7 @@ class SporadicNonfinite(Rule):
         self.min_count, self.within_steps = min_count, within_steps
         self._incidents: dict[str, int] = {}  # by step and place, the step
         self._last_nonfinite = -2
-        self._reported = -within_steps - 1
+        self._reported = -int(as_number("within_steps", within_steps)) - 1
 
     def review(self, window: Window) -> Iterable[Finding]:
         for _, _, step, nonfinite in () if window.run.is_scaled else _nonfinite_rows(window, "gradient"):

@@ -321,7 +321,7 @@ class MissingGradient(_AbsentGradientRule):
     name = "missing-gradient"
     causes = (
         "the parameter is not used in the forward pass",
-        "its result is cut off from the loss: detach(), .data, .item(), numpy, torch.no_grad(), an argmax, a comparison",
+        "its result is cut off from the loss: detach(), .data, .item(), torch.no_grad(), an argmax, a comparison",
     )
     advice = (
         "follow the module's output to the loss and look for what detaches it",

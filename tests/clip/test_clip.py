@@ -311,7 +311,7 @@ def test_what_is_not_a_list_of_tensors_is_refused() -> None:
     [
         (torch.ones(1), r"0-d tensor for total_norm, got shape \(1,\)"),
         (torch.tensor(1j), "complex64"),
-        ("large", "could not convert"),
+        ("large", "total_norm: expected a number"),
     ],
     ids=["one dimension", "complex", "text"],
 )

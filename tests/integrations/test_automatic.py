@@ -70,6 +70,32 @@ def test_an_optimizer_is_not_kept_alive(policy: str) -> None:
     assert known() is None
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("left", ["removed", "dropped", "in a cycle"])
+def test_torchs_functions_are_back_after_the_last_optimizer(left: str, steps: int) -> None:
+    def functions() -> tuple[object, ...]:
+        return torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_, torch.amp.GradScaler.scale
+
+    own = functions()
+    optimizers = [made() for _ in range(3)]
+    for model, optimizer in optimizers:
+        handle = gradstat.auto(model, optimizer, on_anomaly="record")
+        list(program(optimizer, model, steps, max_norm=1.0))
+    assert set(functions()).isdisjoint(own)
+    if left == "removed":
+        handle.remove()
+    if left == "in a cycle":
+        for model, optimizer in optimizers:
+            optimizer.itself = (model, optimizer)  # type: ignore[attr-defined]
+    del handle, model, optimizer
+    optimizers[1:] = []
+    gc.collect()
+    assert set(functions()).isdisjoint(own)  # one is left
+    optimizers.clear()
+    gc.collect()
+    assert functions() == own
+
+
 def test_one_line_is_enough_and_the_handle_need_not_be_kept() -> None:
     model, optimizer = made()
     gradstat.auto(optimizer)

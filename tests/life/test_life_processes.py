@@ -1,5 +1,6 @@
 """Life with a program: how processes begin and end. Forks, spawned workers, interrupts, interpreter shutdown."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from helpers.processes import ROOT, output_of, run
 from helpers.recordings import recording
 
+from gradstat.__main__ import main
 from gradstat.recording import load, save
 
 # All in one program, since importing torch takes seconds; in a file, since a spawned worker imports it again.
@@ -223,22 +225,48 @@ def test_an_interrupt_at_any_place_leaves_everything_usable(monkeypatch: pytest.
     assert output_of(INTERRUPTED) == "right"
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["view", "run.gradstat", "--no-page"]])
-def test_a_reader_that_ends_early_ends_a_command_in_silence(arguments: list[str], tmp_path: Path) -> None:
-    save(recording(), tmp_path / "run.gradstat")
+def diverging(folder: Path) -> list[str]:
+    """Two recordings that differ, in a name that ASCII has not."""
+    for i, name in enumerate(("größe\N{PILE OF POO}", "b.weight")):
+        made = recording(12, 2, incident=None, names=(name,))
+        made.scalars["lr"] *= 2
+        save(made, folder / f"größe{i}.gradstat")
+    return [str(folder / "größe0.gradstat"), str(folder / "größe1.gradstat")]
+
+
+@pytest.mark.parametrize("closed", ["pipe", "1>&-", "2>&-", "1>/dev/full"])
+def test_a_verdict_does_not_depend_on_who_reads_it(closed: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradstat", "diff", *diverging(tmp_path)]
+    if ">" in closed:
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     read, write = os.pipe()
     os.close(read)
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "gradstat", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=write,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    finally:
-        os.close(write)
-    assert (ended.returncode, ended.stderr) == (141, "")
+    with open(write, "wb") as output:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+        ended = subprocess.run(command, env=env, stdout=output, stderr=subprocess.PIPE, timeout=120, check=False)
+    full = b"gradstat diff: [Errno 28] No space left on device\n"
+    assert (ended.returncode, ended.stderr) == ((2, full) if "full" in closed else (1, b""))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", None])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_verdict_does_not_depend_on_what_can_be_printed(
+    encoding: str | None, stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = diverging(tmp_path)
+    golden = [str(save(recording(12, 2, incident=None, seed=i), tmp_path / f"ü{i}.gradstat")) for i in range(3)]
+    stored = io.BytesIO()
+    monkeypatch.setattr(sys, stream, encoding and io.TextIOWrapper(stored, encoding, write_through=True))
+    for arguments, status in (
+        (["view", runs[0]], 0),
+        (["view", f"{runs[0]}ü"], 2),
+        (["diff", *runs], 1),
+        (["golden", "make", *golden, "-o", str(tmp_path / "gölden")], 0),
+        (["golden", "check", runs[0], str(tmp_path / "gölden")], 1),
+        (["golden", "check", runs[0], runs[0]], 2),
+        (["info"], 0),
+    ):
+        assert main(arguments) == status
+    shown = stored.getvalue().decode(encoding) if encoding else ""
+    name = "größe" if encoding in ("latin-1", "utf-8") else "gr\\xf6\\xdfe"
+    assert (name in shown) == (encoding is not None)

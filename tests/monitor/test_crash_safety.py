@@ -11,6 +11,7 @@ import signal
 import stat
 import threading
 import time
+import traceback
 import tracemalloc
 import zipfile
 from html.parser import HTMLParser
@@ -28,10 +29,11 @@ import gradstat
 from gradstat.__main__ import main
 from gradstat._core.files import replacing
 from gradstat._version import __version__
+from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import JsonlWriter
 from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.recording import COLUMNS, VERSION, RecordingFileError, load, save, write_page
+from gradstat.recording import COLUMNS, VERSION, RecordingFileError, compare, load, save, write_page
 
 # Names that try to harm pages, paths, terminals, lines and encodings.
 NAMES = (
@@ -192,6 +194,17 @@ def test_a_bomb_is_refused_before_it_is_unpacked(saved: Path) -> None:
             assert tracemalloc.get_traced_memory()[1] < 10 << 20
         finally:
             tracemalloc.stop()
+    # A few bytes of JSON become a hundred of Python's; what is in texts does not count.
+    for values, told in (
+        (b"{}," * 3_000_000, "values, more than"),
+        (b'"{,\\\\\\",,,,",' * 700_000, "has no 'version'"),
+    ):
+        bomb = rewritten(saved, {"header.json": b'{"format":"gradstat recording","meta":[%s0]}' % values})
+        tracemalloc.start()
+        with pytest.raises(RecordingFileError, match=told):
+            load(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+        tracemalloc.stop()
     # A member of its declared size, and consistent with the header, but larger than the limit.
     n = 30_000
     large = rewritten(saved, {"steps.npy": npy(np.arange(n)), "scalars.npy": npy(np.zeros((7, n)))})
@@ -271,6 +284,7 @@ import torch
 import gradstat
 from helpers.recordings import recording
 from gradstat._core.files import replacing
+from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import JsonlWriter
 from gradstat.recording import save, write_page
 
@@ -399,6 +413,34 @@ def test_names_that_mean_harm_are_saved_read_and_told_without_harm(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_files_whose_names_mean_harm_are_told_without_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(save(small(), tmp_path / "\x1b[2J\n.gradstat"))
+    assert main(["view", path]) == 0
+    for arguments in ([path, path], [f"--{path}"], [path, "--no-page", "--output", path]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["view", *arguments])
+    Path(path).write_bytes(b"")
+    assert main(["view", path]) == 2
+    shown = "".join(capsys.readouterr())
+    assert all(character.isprintable() or character == "\n" for character in shown)
+
+
+def test_of_a_hundred_thousand_findings_the_first_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = small()
+    findings = [Finding("r", "warning", step, "w", {}) for step in range(0, 100_000, 5)]
+    made.findings = (*findings, Finding("r", "error", 10**6, "w", {}))
+    path = save(made, tmp_path / "run.gradstat")
+    assert main(["view", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "... and 19,901 more findings" in shown
+    assert shown.count("\n") < 500
+    assert "19,901 more" in Diagnosis.of(made).to_html()
+    assert [one["findings"][-1] for one in Diagnosis.of(made).to_dict()["incidents"]] == [19_999, 20_000]
+    shown = path.with_suffix(".html").read_text()
+    assert '"step":1000000' in shown
+    assert '"findingsLeftOut":19001' in shown
+
+
 @pytest.mark.parametrize("name", [name.replace(".", " ") for name in NAMES if 0 < len(name) < 100])
 def test_names_that_mean_harm_reach_no_terminal(name: str) -> None:
     """Neither from reports and their errors, nor from findings, their warnings and errors, diagnoses and culprits."""
@@ -520,3 +562,94 @@ def test_loading_never_unpickles(tiny: Path, tmp_path: Path) -> None:
     assert not harmed.exists()
     pickle.loads(hostile[0])
     assert harmed.exists()  # unpickling would have made it
+
+
+def test_paths_stay_in_the_folder_in_which_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, later = tmp_path / "first", tmp_path / "later"
+    later.mkdir()
+    first.mkdir()
+    monkeypatch.chdir(first)
+    model = nn.Linear(2, 1)
+    named = gradstat.Monitor(model, save_to="run.gradstat", on_anomaly="record")
+    unnamed = gradstat.Monitor(model, on_anomaly="snapshot")
+    lightning = GradstatCallback(save_to="lightning.gradstat", save_dir="saved")
+    writer = JsonlWriter("log.jsonl")
+    monkeypatch.chdir(later)
+    model(torch.full((1, 2), torch.nan)).sum().backward()
+    for monitor in (named, unnamed):
+        monitor.step()
+        monitor.detach()
+    assert not list(later.iterdir())
+    assert {path.suffix for path in first.iterdir()} == {".gradstat", ".jsonl"}
+    assert len(list(first.glob("incident-step0-*"))) >= 1
+    assert (lightning.arguments["save_to"], writer.path) == (first / "lightning.gradstat", first / "log.jsonl")
+
+
+@pytest.mark.parametrize("make", ["a folder", "locked", "full"])
+def test_errors_name_the_path_that_was_given(make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("folder", "run.gradstat")
+    path.mkdir(parents=True) if make == "a folder" else path.parent.mkdir()
+    if make == "locked":
+        monkeypatch.setattr(os, "replace", lambda unfinished, _: os.rmdir(unfinished))
+    if make == "full":
+        monkeypatch.setattr(os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"1"))
+    with pytest.raises(OSError, match=r"folder/run\.gradstat'$") as error:
+        save(small(), path)
+    assert ".tmp" not in "".join(traceback.format_exception(error.value))
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_pipe_is_no_file_to_read_and_one_to_write(tiny: Path) -> None:
+    read, write = os.pipe()
+    for path in (f"/dev/fd/{read}", "/dev/null"):
+        for reader in (load, gradstat.monitor.Golden.load):
+            with pytest.raises(RecordingFileError, match=f"{path} is a pipe or a device; expected a regular file"):
+                reader(path)
+    save(small(), f"/dev/fd/{write}")
+    os.close(write)
+    with open(read, "rb") as pipe:
+        assert pipe.read() == tiny.read_bytes()
+
+
+STEPS = Recording(np.arange(9), {"loss": np.arange(9.0)}, {})
+LINEAR = nn.Linear(2, 1)
+CALLS: dict[str, Any] = {
+    "on_anomaly watch rules save_to options": lambda **bad: gradstat.Monitor(LINEAR, **bad),
+    "scaler closure model extra_groups": lambda **bad: gradstat.guarded_step(
+        torch.optim.SGD(LINEAR.parameters()), **bad
+    ),
+    "max_norm norm_type extra_groups": lambda **bad: gradstat.clip_grad_norm_(
+        LINEAR.parameters(), **{"max_norm": 1.0, **bad}
+    ),
+    "clip_value": lambda **bad: gradstat.clip_grad_value_(LINEAR.parameters(), **bad),
+    "tensors": gradstat.stats,
+    "scale max_loss max_norm": gradstat.SpikeGuard,
+    "path limit": lambda **bad: load(**{"path": "run.gradstat", **bad}),
+    "recording": lambda **bad: save(path="run.gradstat", **bad),
+    "title diagnosis_text": lambda **bad: write_page(STEPS, "run.html", **bad),
+    "recordings": gradstat.monitor.Golden.of,
+    "a b tolerance": lambda **bad: compare(**{"a": STEPS, "b": STEPS, **bad}),
+    "state optimizer scaler": lambda **bad: gradstat.monitor.find_culprit(LINEAR, print, **bad),
+    "allow step_fn": lambda **bad: gradstat.monitor.assert_healthy(LINEAR, steps=3, **{"step_fn": print, **bad}),
+    "causes advice": lambda **bad: gradstat.monitor.rule("name", **bad),
+}
+
+
+NOT_LISTS = "on_anomaly watch rules extra_groups tensors recordings state optimizer allow causes advice"
+
+
+@pytest.mark.parametrize(("name", "call"), [(name, call) for names, call in CALLS.items() for name in names.split()])
+def test_an_argument_of_a_wrong_type_is_named(name: str, call: Any) -> None:
+    told = rf"{name}\b.*expected|expected .*{name}|{name} has "
+    for wrong in (object(), 1.5 if name in NOT_LISTS else [1]):
+        with pytest.raises((TypeError, ValueError), match=told) as error:
+            call(**{name: wrong})
+        assert "not iterable" not in str(error.value)
+
+
+def test_a_group_of_other_ranks_is_named() -> None:
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    for extra in (outside, [outside], [(outside, list(LINEAR.parameters()))]):
+        with pytest.raises(ValueError, match="extra_groups has a group that this rank is not in"):
+            gradstat.check(LINEAR, extra_groups=extra)

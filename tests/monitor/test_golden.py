@@ -206,8 +206,45 @@ def test_an_absent_gradient_and_a_loss_that_is_never_a_number_are_found(golden: 
     made.scalars["loss"][7:] = np.nan
     found = golden.compare(made)
     assert [(one.name, one.feature, one.step) for one in found.findings] == [("loss", "absent", 7)]
+    made.scalars["loss_nonfinite"] = np.isnan(made.scalars["loss"]) * 1.0
+    assert "since steps 7 to 14, the loss: it is not finite" in str(golden.compare(made))
     del made.scalars["loss"]  # a monitor that is not told the loss
     assert golden.compare(made).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "since", "where", "what"),
+    [
+        ("gradient", "nan_count", 0, "everywhere", "gradients are not finite"),
+        ("gradient", "inf_count", 33, "everywhere", "gradients are not finite"),
+        ("parameter", "nan_count", 0, "everywhere", "the initial parameters are not finite"),
+        ("parameter", "inf_count", 1, "everywhere", "parameters are not finite"),
+        ("loss", "", 31, "the loss", "it is not finite"),
+        ("lr", "", 31, "the learning rate", "not finite"),
+    ],
+)
+@pytest.mark.parametrize("in_part", [False, True])
+def test_what_is_not_finite_is_told_as_that(
+    kind: str, count: str, since: int, where: str, what: str, in_part: bool, golden: Golden
+) -> None:
+    made = run(50)
+    if kind in made.scalars:
+        made.scalars[kind][since:] = -math.inf if in_part else math.inf
+    else:
+        table = made.tables[kind]
+        table.column(count)[since:] = 1 if in_part else table.numel
+        if not in_part:  # then a monitor measures no finite element
+            table.values[since:, :, :5] = [0, math.nan, math.nan, math.inf, -math.inf]
+    found = golden.compare(made)
+    assert (found.findings[0].feature, found.findings[0].value, found.where) == ("nonfinite", math.inf, where)
+    assert found.findings[0].step <= since * (20 if kind == "parameter" else 1)
+    assert found.what.startswith(what)
+    assert "not finite, and finite in all golden runs" in str(found)
+    if kind in made.tables:  # one step of a window that is not finite, as of a loss scaler, does not count
+        overflown = run(50)
+        overflown.tables["gradient"].column("inf_count")[70] = 1
+        assert golden.compare(overflown).ok
+        assert not Golden.of([run(0), run(1), overflown]).left_out
 
 
 def test_a_changed_model_is_told_and_the_rest_is_compared(golden: Golden) -> None:

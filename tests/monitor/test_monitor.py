@@ -435,7 +435,7 @@ STEPPED = {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}
         ({"max_norm": "1"}, TypeError, "max_norm: expected a number, an adaptive clip or None, got str"),
         ({"guard": 6.0}, TypeError, "expected a gradstat.SpikeGuard, got float"),
         ({"guard": GUARD}, TypeError, "a guard needs the optimizer"),
-        ({"save_to": 5}, TypeError, "save_to: expected a path or None, got int"),
+        ({"save_to": 5}, TypeError, "save_to: expected a path, got int"),
         ({"guard": gradstat.SpikeGuard(scale=0.1), **STEPPED}, ValueError, "without scale="),
         ({"guard": GUARD, "scaler": torch.amp.GradScaler("cpu"), **STEPPED}, ValueError, "guarded_step"),
     ],

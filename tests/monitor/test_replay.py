@@ -431,8 +431,8 @@ LAYER = nn.Linear(1, 1)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"model": lambda: None}, r"model has to be a torch.nn.Module, .* got function"),
-        ({"step_fn": torch.ones(1)}, r"step_fn has to be a function that runs the step; got Tensor"),
+        ({"model": lambda: None}, r"model: expected a torch.nn.Module, .* got function"),
+        ({"step_fn": torch.ones(1)}, r"step_fn: expected a function that runs the step, got Tensor"),
         ({"state": [3]}, r"state has to be StepStateKeeper.states or a StepState; got int in it"),
         ({"step_fn": {}.__getitem__, "batch": "unrelated"}, "unrelated"),
     ],

@@ -38,7 +38,8 @@ function drawFindings(data, { onStep, onName }) {
   made.forEach((box, i) => { box.hidden = i >= FINDINGS_SHOWN; });
   const all = byId("all-findings");
   all.hidden = made.length <= FINDINGS_SHOWN;
-  all.textContent = `Show all ${made.length} findings`;
+  const more = data.findingsLeftOut ? ` of ${made.length + data.findingsLeftOut}` : "";
+  all.textContent = `Show all ${made.length}${more} findings`;
   all.onclick = () => { made.forEach((box) => { box.hidden = false; }); all.hidden = true; };
   byId("diagnosis").hidden = !made.length && !byId("summary").textContent.trim();
 }
