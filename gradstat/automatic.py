@@ -54,6 +54,10 @@ class AutoHandle:
         # pass changes.
         self._measured: tuple[weakref.ref[Tensor] | None, int] | None = None
         self._used: tuple[weakref.ref[Tensor] | None, int] | None = None  # likewise, by the last step
+        # The first gradient before the running backward pass and after the last one, likewise.
+        self._before: tuple[weakref.ref[Tensor] | None, int] | None = None
+        self._after: tuple[weakref.ref[Tensor] | None, int] | None = None
+        self._losses: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
         self._clips_late = self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
@@ -107,12 +111,31 @@ class AutoHandle:
             text = "gradients are clipped while they carry the loss scale, which divides the limit by that scale"
             warn(f"{text}; call scaler.unscale_(optimizer) before the clip")
 
+    def before_backward(self) -> None:
+        """Notes the gradients; forgets the losses of those that were zeroed."""
+        with self._contained():
+            self._before = self._now()
+            if not _is_same(self._before, self._after):
+                self._losses.clear()
+
+    def after_backward(self, losses: Sequence[Tensor]) -> None:
+        """Takes ``losses`` for those of the coming step, if the gradients have changed."""
+        with self._contained():
+            self._after = self._now()
+            if not _is_same(self._before, self._after):
+                self._losses += [loss.detach().reshape(()) for loss in losses]
+                self._connection.saw_loss(losses)
+
+    def _now(self) -> tuple[weakref.ref[Tensor] | None, int]:
+        """The first gradient, if there is one, and its version."""
+        gradient = self._first_gradient()
+        return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
         if self.holds(parameters) and self._is_complete():
             with self._contained():
-                gradient = self._first_gradient()
-                now = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+                now = self._after = self._now()
                 if self._clips_late:
                     self._used, self._clips_late = now, False
                 else:
@@ -191,10 +214,15 @@ class AutoHandle:
             if scaler is not None and self.monitor.scaler is None:
                 self.monitor.scaler = scaler
             is_measured = is_measured or self.is_measured()
-            if are_scaled and not is_measured and loss is None:
-                losses = torch_calls.losses_scaled_by(self.monitor.scaler)
-                # On the last one's device: parts of a model may have losses on different devices.
-                loss = torch.stack([one.to(losses[-1].device).float() for one in losses]).sum() if losses else None
+            if not is_measured:
+                losses, self._losses = self._losses, []
+                losses = torch_calls.losses_scaled_by(self.monitor.scaler) if are_scaled else losses
+                if losses and loss is None:
+                    # On the last one's device: parts of a model may have losses on different devices.
+                    several = len(losses) > 1
+                    loss = (
+                        torch.stack([x.to(losses[-1].device).float() for x in losses]).sum() if several else losses[0]
+                    )
         if not is_measured:
             # A closure may return anything.
             is_loss = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
@@ -237,6 +265,11 @@ class AutoHandle:
             self.remove()
 
 
+def _is_same(one: tuple[weakref.ref[Tensor] | None, int] | None, other: tuple[Any, int] | None) -> bool:
+    """Whether both are of one gradient in one version; references are compared by identity, as tensors cannot be."""
+    return one is not None and other is not None and one[0] is other[0] and one[1] == other[1]
+
+
 def _clip(optimizer: Optimizer, limit: Limit) -> None:
     decision.carry_out(optimizer)  # a skipped step is not clipped
     clip_before_step(optimizer, limit)
@@ -257,8 +290,9 @@ def auto(
     Gradients are measured, as by `gradstat.Monitor.step` (one pass, no host sync on a GPU), before the first of these
     calls changes them: a clip of torch or gradstat, a loss scaler, `gradstat.guarded_step`, ``optimizer.step()``. Steps
     that a scaler or a guarded step skips are therefore seen as well. In each step it watches what the optimizer holds
-    then, so groups may be added and parameters replaced. The loss is known if a scaler scales it, if
-    `gradstat.guarded_step` gets it, or if the step gets a closure, whose first call counts.
+    then, so groups may be added and parameters replaced. The loss is the root of the backward passes that have changed the
+    gradients since they were zeroed, summed over micro-batches, before a scaler scaled it; or what
+    `gradstat.guarded_step` gets, or what the first call of a closure returns. A root of several elements is none.
 
     Args:
         model: The model, for parameter names and everything else that a monitor can watch. May be left out, as in

@@ -33,6 +33,12 @@ class Listener(Protocol):
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """The change is done, or has failed."""
 
+    def before_backward(self) -> None:
+        """A backward pass begins that adds to the gradients of leaves."""
+
+    def after_backward(self, losses: Sequence[Tensor]) -> None:
+        """It is done; ``losses`` are its roots, if all are single numbers that no gradient was given for."""
+
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """``optimizer.step`` begins; returns the closure to call in place of ``closure``, which may be None."""
 
@@ -82,6 +88,17 @@ def _announced(parameters: Sequence[Tensor], scaler: Any, loss: Any) -> Iterator
                 listener.after_change(parameters)
     finally:
         _within.change = False
+
+
+@contextlib.contextmanager
+def backward(losses: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which a backward pass from ``losses`` runs, as in `Listener.after_backward`."""
+    listening = listeners()
+    for listener in listening:
+        listener.before_backward()
+    yield
+    for listener in listening:
+        listener.after_backward(losses)
 
 
 def step_begins(optimizer: Optimizer, closure: Closure | None) -> Closure | None:

@@ -23,7 +23,7 @@ from gradstat.patch import Layer, lock
 
 _T = TypeVar("_T")
 
-_clips: list[Layer] = []
+_clips: list[Layer] = []  # and of the backward pass
 _layers: list[Layer] = []  # of scalers
 _scaler_kinds: set[type[GradScaler]] = set()  # those whose methods are wrapped
 _seekers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -44,6 +44,7 @@ def listen(listener: announce.Listener) -> None:
             for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_"):
                 if hasattr(module, name):
                     _clips.append(Layer(module, name, _clip))
+        _clips.append(Layer(torch.autograd, "backward", _backward))  # Tensor.backward calls it
         _wrap_scalers(GradScaler)
     decision.install_hooks()
 
@@ -116,6 +117,16 @@ def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwa
     listed = as_list(parameters)
     with announce.change(listed):
         return layer.below(listed, *args, **kwargs)
+
+
+def _backward(layer: Layer, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return layer.below(tensors, grad_tensors, *args, **kwargs)
+    roots = [tensors] if isinstance(tensors, Tensor) else as_list(tensors)
+    given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
+    is_loss = all(root.numel() == 1 for root in roots) and given.count(None) == len(given)
+    with announce.backward(roots if is_loss else []):
+        return layer.below(roots, grad_tensors, *args, **kwargs)
 
 
 def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

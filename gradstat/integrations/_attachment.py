@@ -138,6 +138,12 @@ class Attachment(AutoHandle):
     def _why_nothing(self) -> str:
         return f"no step of an optimizer of {type(self.model).__name__} has been seen"
 
+    def before_backward(self) -> None:
+        """The adapter adds the losses."""
+
+    def after_backward(self, losses: Sequence[Tensor]) -> None:
+        """As `before_backward`."""
+
     def _is_complete(self) -> bool:
         return self._adapter.is_complete(self)
 

@@ -97,7 +97,6 @@ class Collector:
         self._batch: list[tuple[str, str, Tensor]] = []
         self._old_parameters: dict[str, Tensor] | None = None  # copies of parameters before the update
         self._last_seen: tuple[tuple[str, ...], list[weakref.ref[Tensor]]] = ((), [])
-        self._leaves: list[tuple[weakref.ref[Tensor], int]] | None = None  # of the first loss
         self._switch_hooks(0)
 
     def collect(self, step: int, scalars: dict[str, float], on_device: dict[str, Tensor]) -> Pending:
@@ -129,9 +128,9 @@ class Collector:
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
         if step == _LOOK_AT_LEAVES and named.engine is None and not is_distributed(named.parameters):
-            leaves = (self._leaves or []) + ((self._outputs and self._outputs.leaves) or [])
+            leaves = (self._connection.leaves or []) + ((self._outputs and self._outputs.leaves) or [])
             observations.append(Observation("untrained", step, observers.untrained(leaves, named.parameters)))
-            self._leaves = []
+            self._connection.leaves = []
         if named is not self._named:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
@@ -258,9 +257,9 @@ class Collector:
                 rate = groups[number].get("lr")
                 if rate is not lr and (isinstance(rate, Tensor) or isinstance(lr, Tensor) or rate != lr):
                     others.append((rate_name(number), rate))
-        if self._leaves is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
+        if self._connection.leaves is None:
             with self._unwatched.suppress_errors(0, "the graph of the loss could not be looked at"):
-                self._leaves = observers.leaves_of(loss)
+                self._connection.saw_loss([loss])
         for name, value in (("loss", loss), ("lr", lr), *others):
             if type(value) is float:
                 on_host[name] = value

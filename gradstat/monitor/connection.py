@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from gradstat._core.parameters import Trained
 from gradstat._core.wrappers import uncompiled
+from gradstat.monitor.observers import leaves_of
 
 
 class Connection:
@@ -23,6 +25,7 @@ class Connection:
         is_stepped_by_user: Whether the user's loop calls `Monitor.step`.
         runs_steps: Whether a framework runs the steps, so that the policy ``"replay"`` needs no function.
         has_late_clip: Whether gradients were clipped after the last step had used them.
+        leaves: The parameters in the graph of the first loss, each with its version; None before.
         why_nothing: Says why no step was taken.
     """
 
@@ -32,7 +35,14 @@ class Connection:
         self.wrapper: nn.Module = trained.model
         self.in_use: set[str] = set()
         self.is_stepped_by_user, self.runs_steps, self.has_late_clip = True, False, False
+        self.leaves: list[tuple[weakref.ref[Tensor], int]] | None = None
         self.why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
+
+    def saw_loss(self, losses: Sequence[Any]) -> None:
+        """Looks at the graph of the first loss."""
+        if self.leaves is None:
+            graphs = [loss for loss in losses if isinstance(loss, Tensor) and loss.grad_fn is not None]
+            self.leaves = [leaf for loss in graphs for leaf in leaves_of(loss)] if graphs else None
 
     def is_joining(self) -> bool:
         """Whether this is inside of DDP's ``join()``, where ranks take fewer steps: nothing may wait for them."""
