@@ -76,13 +76,13 @@ class Finding:
         return {**plain_fields(self), "evidence": dict(self.evidence)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Finding:
+    def from_dict(cls, values: Mapping[str, Any], place: str = "finding") -> Finding:
         """The inverse of `to_dict`: a finding from its ``values``.
 
         Raises:
-            ValueError: A value is missing or of a wrong type. The message names it.
+            ValueError: A value is missing or of a wrong type. The message names it, as one of the ``place``.
         """
-        require(values, FINDING, "finding")
+        require(values, FINDING, place)
         fields: dict[str, Any] = {name: values[name] for name in FINDING}
         lists = {name: tuple(values[name]) for name in ("causes", "advice")}
         return cls(**{**fields, **lists, "evidence": dict(values["evidence"])})

@@ -154,7 +154,7 @@ def from_parts(header: Any, array_of: Callable[[str, str], npt.NDArray[Any]], pl
     Names and places in ``header`` are checked, and the arrays must fit together, but it may raise any exception.
     """
     require(header, _HEADER, place)
-    findings = tuple(map(Finding.from_dict, header["findings"]))
+    findings = tuple(Finding.from_dict(one, f"{place}['findings'][{i}]") for i, one in enumerate(header["findings"]))
     json.dumps(encoded([[one.evidence for one in findings], header["meta"]]))  # otherwise it could not be saved again
     steps, rows = array_of("steps", "<i8"), array_of("scalars", "<f8")
     tables = {}

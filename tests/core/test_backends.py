@@ -206,8 +206,9 @@ LAYERS = [
 ]
 
 CORE_LAYERS = [
+    {"text"},
     {"files", "importing", "warn", "compiling", "collectives", "nested", "wrappers", "norms", "tensors"}
-    | {"host_copy", "engines", "announce", "text"},
+    | {"host_copy", "engines", "announce"},
     {"native", "reference", "saved", "hooks"},
     {"backends", "parameters"},
     {"measurement", "agreement"},
