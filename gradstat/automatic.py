@@ -7,7 +7,7 @@ is about to do (`gradstat._core.announce`), and the monitor measures before the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,10 @@ class AutoHandle:
         # pass changes.
         self._measured: tuple[weakref.ref[Tensor] | None, int] | None = None
         self._used: tuple[weakref.ref[Tensor] | None, int] | None = None  # likewise, by the last step
-        # The first gradient before the running backward pass and after the last one, likewise.
-        self._before: tuple[weakref.ref[Tensor] | None, int] | None = None
-        self._after: tuple[weakref.ref[Tensor] | None, int] | None = None
+        # Some parameter, and its gradient before the running backward pass and after the last one, likewise.
+        self._followed: Callable[[], Tensor | None] = lambda: None
+        self._before: tuple[weakref.ref[Tensor] | None, int] = None, 0
+        self._after: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self._losses: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
         self._clips_late = self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
@@ -113,29 +114,35 @@ class AutoHandle:
 
     def before_backward(self) -> None:
         """Notes the gradients; forgets the losses of those that were zeroed."""
-        with self._contained():
-            self._before = self._now()
-            if not _is_same(self._before, self._after):
-                self._losses.clear()
+        self._before = self._now()
+        if not _is_same(self._before, self._after):
+            self._losses.clear()
 
     def after_backward(self, losses: Sequence[Tensor]) -> None:
         """Takes ``losses`` for those of the coming step, if the gradients have changed."""
         with self._contained():
             self._after = self._now()
+            if self._after[0] is None:  # another parameter may have a gradient
+                parameters = self._connection.trained.named_parameters().parameters
+                followed = next((one for one in parameters if one.grad is not None), None)
+                self._followed = (lambda: None) if followed is None else weakref.ref(followed)
+                self._after = self._now()
             if not _is_same(self._before, self._after):
                 self._losses += [loss.detach().reshape(()) for loss in losses]
                 self._connection.saw_loss(losses)
 
     def _now(self) -> tuple[weakref.ref[Tensor] | None, int]:
-        """The first gradient, if there is one, and its version."""
-        gradient = self._first_gradient()
+        """The gradient of one parameter, if it has one, and its version: a look at all would take long."""
+        parameter = self._followed()
+        gradient = None if parameter is None else parameter.grad
         return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
         if self.holds(parameters) and self._is_complete():
             with self._contained():
-                now = self._after = self._now()
+                self._after, gradient = self._now(), self._first_gradient()
+                now = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
                 if self._clips_late:
                     self._used, self._clips_late = now, False
                 else:
@@ -265,9 +272,9 @@ class AutoHandle:
             self.remove()
 
 
-def _is_same(one: tuple[weakref.ref[Tensor] | None, int] | None, other: tuple[Any, int] | None) -> bool:
+def _is_same(one: tuple[weakref.ref[Tensor] | None, int], other: tuple[weakref.ref[Tensor] | None, int]) -> bool:
     """Whether both are of one gradient in one version; references are compared by identity, as tensors cannot be."""
-    return one is not None and other is not None and one[0] is other[0] and one[1] == other[1]
+    return one[0] is other[0] and one[1] == other[1]
 
 
 def _clip(optimizer: Optimizer, limit: Limit) -> None:
@@ -290,8 +297,8 @@ def auto(
     Gradients are measured, as by `gradstat.Monitor.step` (one pass, no host sync on a GPU), before the first of these
     calls changes them: a clip of torch or gradstat, a loss scaler, `gradstat.guarded_step`, ``optimizer.step()``. Steps
     that a scaler or a guarded step skips are therefore seen as well. In each step it watches what the optimizer holds
-    then, so groups may be added and parameters replaced. The loss is the root of the backward passes that have changed the
-    gradients since they were zeroed, summed over micro-batches, before a scaler scaled it; or what
+    then, so groups may be added and parameters replaced. The loss is the root of the backward passes that have changed
+    the gradients since they were zeroed, summed over micro-batches, before a scaler scaled it; or what
     `gradstat.guarded_step` gets, or what the first call of a closure returns. A root of several elements is none.
 
     Args:
