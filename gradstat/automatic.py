@@ -58,7 +58,7 @@ class AutoHandle:
         self._followed: Callable[[], Tensor | None] = lambda: None
         self._before: tuple[weakref.ref[Tensor] | None, int] = None, 0
         self._after: tuple[weakref.ref[Tensor] | None, int] = None, 0
-        self._losses: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
+        self._roots: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
         self._clips_late = self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
         self._running: Optimizer | None = None  # the optimizer whose step has begun and not ended
@@ -116,7 +116,7 @@ class AutoHandle:
         """Notes the gradients; forgets the losses of those that were zeroed."""
         self._before = self._now()
         if not _is_same(self._before, self._after):
-            self._losses.clear()
+            self._roots.clear()
 
     def after_backward(self, losses: Sequence[Tensor]) -> None:
         """Takes ``losses`` for those of the coming step, if the gradients have changed."""
@@ -128,7 +128,7 @@ class AutoHandle:
                 self._followed = (lambda: None) if followed is None else weakref.ref(followed)
                 self._after = self._now()
             if not _is_same(self._before, self._after):
-                self._losses += [loss.detach().reshape(()) for loss in losses]
+                self._roots += [loss.detach().reshape(()) for loss in losses]
                 self._connection.saw_loss(losses)
 
     def _now(self) -> tuple[weakref.ref[Tensor] | None, int]:
@@ -222,7 +222,7 @@ class AutoHandle:
                 self.monitor.scaler = scaler
             is_measured = is_measured or self.is_measured()
             if not is_measured:
-                losses, self._losses = self._losses, []
+                losses, self._roots = self._roots, []
                 losses = torch_calls.losses_scaled_by(self.monitor.scaler) if are_scaled else losses
                 if losses and loss is None:
                     # On the last one's device: parts of a model may have losses on different devices.
