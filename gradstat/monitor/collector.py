@@ -182,6 +182,10 @@ class Collector:
             return self._engine.loss_scale is not None
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
+    @property
+    def has_rival(self) -> bool:
+        return self._kept is not None and self._kept.has_rival
+
     @staticmethod
     def _local_parameters(named: NamedParameters) -> list[Any]:
         """The parameters, or with an engine this rank's shards of them."""

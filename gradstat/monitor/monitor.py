@@ -478,6 +478,7 @@ class Monitor:
             is_stepped_by_user=self.connection.is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
             skipped_by=skipped_by,
+            has_rival=collector.has_rival,
             **optimizer_settings(self._optimizer),
         )
         in_use = [*self.connection.in_use, *["skip"] * bool(run.skipped_by)]

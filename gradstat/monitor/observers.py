@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradstat import _fields
 from gradstat._core.hooks import Hook, hook_forward, removed_with
@@ -183,29 +184,37 @@ class KeptGradients:
 
     Attributes:
         was_kept: Whether the last step used gradients that contain those of an earlier one.
+        has_rival: Whether an optimizer has stepped that has none of the watched parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._follows: weakref.ref[Tensor] | None = None
         self._last: tuple[weakref.ref[Tensor], int] | None = None  # the gradient at the last event, and its version
         self._has_used = self._has_new = False  # whether it contains what a step has used, and what came afterwards
-        self.was_kept = False
+        self.was_kept = self.has_rival = False
         self._steps = self._version = 0  # of the optimizer; of the parameter
         self._handles: list[Any] = []
         self.remove = removed_with(self, self._handles)
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # else it has not called torch's __init__
             self._handles.append(optimizer.register_step_post_hook(Hook(self._has_stepped)))
+        self._watched: set[int] = set()
+        self._handles.append(register_optimizer_step_post_hook(Hook(self._any_has_stepped)))
+
+    def _any_has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        first = optimizer.param_groups[0]["params"][:1]  # enough, and not a loop over all in each step
+        self.has_rival = self.has_rival or (bool(self._watched and first) and id(first[0]) not in self._watched)
 
     def follow(self, parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
-        """Follows the first of ``parameters`` that ``optimizer`` trains and that has a gradient."""
+        """Follows the first of the watched ``parameters`` that ``optimizer`` trains and that has a gradient."""
+        self._watched = set(map(id, parameters))
         trained = _ids_of(optimizer)
         chosen = next((p for p in parameters if p.grad is not None and p.is_leaf and id(p) in trained), None)
-        if chosen is None or not self._handles or (self._follows is not None and self._follows() is chosen):
+        if chosen is None or len(self._handles) < 2 or (self._follows is not None and self._follows() is chosen):
             return
-        for handle in self._handles[1:]:
+        for handle in self._handles[2:]:
             handle.remove()
         self._follows, self._last, self._version = weakref.ref(chosen), None, chosen._version
-        self._handles[1:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
+        self._handles[2:] = [chosen.register_post_accumulate_grad_hook(Hook(self._has_accumulated))]
 
     def _has_stepped(self, *_: Any) -> None:
         self._steps += 1

@@ -72,8 +72,8 @@ class NoLearning(Rule):
             of 20.
         far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
             all of the latter or one of them, by ten times the median.
-        small, large: Limits of the median over the weights of a weight's root mean square times the root of its number
-            of inputs, which is about 1 if they keep the size of signals.
+        small, large: Limits of the median over the weights of a weight's standard deviation times the root of its
+            number of inputs, which is about 1 if they keep the size of signals.
         measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
             takes the softmax are not negative, as after an activation. If autograd names it, it is told at once, and
             probabilities are told in the first step or after outputs that were none, or not at all. In at least so
@@ -116,7 +116,8 @@ class NoLearning(Rule):
         self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
         self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
-        self._first_certain = math.nan  # the share of certain predictions when first measured
+        # The share of certain predictions and the number of labels when first measured.
+        self._first_certain, self._labelled = math.nan, 1.0
         self._first: list[float] = []
         self._recent: list[float] = []
         # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
@@ -134,7 +135,8 @@ class NoLearning(Rule):
         outputs = window.rows("output")
         if outputs is not None:
             if math.isnan(self._first_certain):
-                self._first_certain = float(np.nan_to_num(outputs.of((LOGITS,)).mean[0, 0]))
+                certain, labelled = np.nan_to_num(outputs.of((LOGITS, "labels")).mean[0]).tolist()
+                self._first_certain, self._labelled = certain, max(labelled, 1.0)
             yield from self._outputs(window, outputs, losses)
         if not self._classes:
             self._count = 1  # of no interest from now on
@@ -261,8 +263,9 @@ class NoLearning(Rule):
     def _beginning(self, window: Window) -> Iterator[Finding]:
         """Judges the losses of the first steps."""
         usual, first, soon = math.log(self._classes), abs(self._first[0]), median(np.abs(self._first))
+        begins = first / self._labelled if first > self._labelled * usual / 2 else first  # or it is a sum over samples
         share = 0.0 if math.isnan(self._first_certain) else self._first_certain
-        if first > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
+        if begins > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
             text += f"; {self._odd} begins far larger than other weights" * bool(self._odd)
@@ -329,11 +332,14 @@ class NoLearning(Rule):
 
 
 def _sizes(parameters: Rows, row: int) -> tuple[list[int], Floats]:
-    """The positions of weights, and for each its root mean square times the root of its number of inputs."""
+    """The positions of weights, and for each its standard deviation times the root of its number of inputs.
+
+    Around its mean, since some are numbers of another scale, such as the logarithm of a deviation.
+    """
     shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
     judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
     inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
-    return judged, parameters.rms[row, judged] * np.sqrt(inputs)
+    return judged, parameters.std[row, judged] * np.sqrt(inputs)
 
 
 def _last_output(window: Window, name: str) -> float:

@@ -165,6 +165,7 @@ class RunSettings:
         momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
         maximizes: Whether the optimizer maximizes.
+        has_rival: Whether another optimizer trains something else in turn, as in a GAN.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
         classes: Number of classes of labels, if the monitor was told.
         is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
@@ -179,6 +180,7 @@ class RunSettings:
     momentum: float = 0.0
     second_moment_decay: float = 0.0
     maximizes: bool = False
+    has_rival: bool = False
     initial_lrs: tuple[float, ...] = ()
     classes: int | None = None
     is_stepped_by_user: bool = True

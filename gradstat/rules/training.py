@@ -122,8 +122,9 @@ class LossSpike(SpikeRule):
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
                 text += f", and it began at {start:.4g}" * is_above
+                severity: Severity | None = "info" if window.run.has_rival else None  # it may catch up
                 causes = (*(_MAXIMIZES if window.run.maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
-                yield self.found(step, "loss", text, causes=causes, mean=mean, lowest=self._lowest)
+                yield self.found(step, "loss", text, "series", severity, causes, mean=mean, lowest=self._lowest)
 
     def _signs(self, steps: list[int], losses: list[float]) -> Iterable[Finding]:
         """Finds where ``losses``, of which some may have been looked at before, change their sign at once."""

@@ -230,7 +230,7 @@ _SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small n
 class UnchangedParameter(Rule):
     """A parameter that has gradients and does not change; an info if some groups have a learning rate of 0.
 
-    Or all weights change by next to nothing. How far one has moved is estimated from its sum.
+    Or all weights change by next to nothing. How far one has moved is estimated from its sum and its range.
 
     Args:
         measurements: Minimum number of measurements in a row without any change; one if no parameter has changed.
@@ -259,7 +259,8 @@ class UnchangedParameter(Rule):
     ) -> None:
         self.measurements, self.steps, self.rounding = measurements, steps, rounding
         self.least, self.stops = least, stops
-        self._means, self._measured = PerName(math.nan), 0  # sums over norms
+        self._measured = 0
+        self._means, self._ranges = PerName(math.nan), PerName(math.nan)  # sums and ranges over norms
         # The farthest that a weight has moved per step and learning rate, and the norm of the gradients then.
         self._usual = self._strength = math.nan
         self._same_for, self._since = PerName(0.0), PerName(0)
@@ -298,14 +299,20 @@ class UnchangedParameter(Rule):
 
     def _hardly(self, window: Window, rows: Rows, row: int) -> Iterable[Finding]:
         """Finds that no weight with a gradient moves by more than next to nothing."""
-        step, means = int(rows.steps[row]), self._means.values_for(rows.names)
-        now = rows.field("sum")[row] / np.maximum(rows.l2_norm[row], 1e-300)  # which weight decay does not change
-        moves, steps = np.abs(now - means), step - self._measured
+        step, steps = int(rows.steps[row]), int(rows.steps[row]) - self._measured
+        moves = np.zeros(len(rows.names))
+        for kept, now in (
+            (self._means, rows.field("sum")[row]),
+            (self._ranges, rows.field("max")[row] - rows.field("min")[row]),  # of weights that are centred, only this
+        ):
+            before, now = kept.values_for(rows.names), now / np.maximum(rows.l2_norm[row], 1e-300)
+            moves = np.maximum(moves, np.abs(now - before))  # which weight decay does not change
+            before[:] = now
         # Not those that began at zero a while ago, such as biases.
         moves[~(rows.tensors.matrices & (window.latest["gradient"].of(rows.names).max_abs[-1] > 0))] = math.nan
-        means[:], self._measured = now, step
+        self._measured = step
         moved = float(np.fmax.reduce(moves))
-        if steps < self.steps or not moved > 0:
+        if steps < self.steps or not moved > 1e-12:  # which rounding alone does not exceed
             return
         at = int(window.steps.searchsorted(step))
         rate, strength = window.value("lr", at), window.value("finite_norm", at)
