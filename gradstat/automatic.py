@@ -128,6 +128,7 @@ class AutoHandle:
                 self._followed = (lambda: None) if followed is None else weakref.ref(followed)
                 self._after = self._now()
             if not _is_same(self._before, self._after):
+                self._measured = None
                 self._roots += [loss.detach().reshape(()) for loss in losses]
                 self._connection.saw_loss(losses)
 
@@ -248,12 +249,12 @@ class AutoHandle:
         return gradient is None or (reference is not None and reference() is gradient and gradient._version == version)
 
     def _are_used(self) -> bool:
-        """Whether the last step has used the current gradients, so that no change of them has an effect."""
-        are_used = False
+        """Whether a change of the current gradients has no effect: there are none, or the last step has used them."""
+        is_none = is_used = False
         with self._contained():
-            if self._used is not None and self._used[0] is not None:
-                are_used = self._first_gradient() is not None and self._is_since(*self._used)
-        return are_used
+            is_none = self._first_gradient() is None
+            is_used = self._used is not None and self._used[0] is not None and self._is_since(*self._used)
+        return is_none or is_used
 
     def _first_gradient(self) -> Tensor | None:
         gradients = (parameter.grad for parameter in self._connection.trained.named_parameters().parameters)

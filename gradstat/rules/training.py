@@ -322,7 +322,7 @@ class LearningRateJump(Rule):
 class ClipActivity(Rule):
     """Clipping that is active on nearly all steps, or on none; needs ``Monitor(..., max_norm=...)``.
 
-    Or that comes after the step that used the gradients, a warning, which needs `gradstat.auto` or an integration.
+    Or that comes after a step and before the next backward pass, a warning; needs `gradstat.auto` or an integration.
 
     Args:
         often: Fraction of clipped steps from which clipping scales the learning rate rather than catching outliers.
@@ -346,9 +346,9 @@ class ClipActivity(Rule):
         for step, is_late in series(window, "late_clip"):
             if is_late > 0 and not self._is_late:
                 self._is_late = True
-                text = "gradients were clipped after the step that had used them, which changes nothing"
+                text = "gradients were clipped between a step and the next backward pass, which changes nothing"
                 advice = ("clip between backward() and optimizer.step()",)
-                yield self.found(step - 1, "norm", text, severity="warning", causes=(), advice=advice)
+                yield self.found(max(step - 1, 0), "norm", text, severity="warning", causes=(), advice=advice)
         norms, limit = window.scalars.get("norm"), window.run.max_norm
         if norms is None or limit is None or math.isinf(limit) or self._reported:
             return

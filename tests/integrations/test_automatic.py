@@ -530,18 +530,25 @@ def test_remove_undoes_everything_and_a_second_call_works() -> None:
     gradstat.auto(optimizer)
 
 
-@pytest.mark.parametrize("when", ["late", "in time", "joint"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
-    ("module", "name"), [(nn.utils, "clip_grad_norm_"), (nn.utils, "clip_grad_value_"), (gradstat, "clip_grad_norm_")]
+    ("module", "name", "when"),
+    [
+        (nn.utils, "clip_grad_norm_", "early"),  # torch's clip by value fails without gradients
+        *((nn.utils, "clip_grad_norm_", when) for when in ("late", "in time", "joint")),
+        *((nn.utils, "clip_grad_value_", when) for when in ("late", "in time", "joint")),
+        *((gradstat, "clip_grad_norm_", when) for when in ("late", "in time", "joint")),
+    ],
 )
-def test_a_clip_after_the_step_is_told_once(module: Any, name: str, set_to_none: bool, when: str) -> None:
+def test_a_clip_that_changes_nothing_is_told_once(module: Any, name: str, set_to_none: bool, when: str) -> None:
     (model, optimizer), (other, unwatched) = made(), made()
     handle = gradstat.auto(optimizer, model, on_anomaly="record")
     clip = getattr(module, name)
     for _ in range(4):
         for one in (optimizer, unwatched):
             one.zero_grad(set_to_none)
+        if when == "early":
+            clip(model.parameters(), 1.0)
         (model(torch.randn(8, 4)).sum() + other(torch.randn(8, 4)).sum()).backward()
         if when == "in time":
             clip(model.parameters(), 1.0)
@@ -551,9 +558,10 @@ def test_a_clip_after_the_step_is_told_once(module: Any, name: str, set_to_none:
         if when == "joint":
             clip([*model.parameters(), *other.parameters()], 1.0)
             unwatched.step()
-    assert handle.monitor.steps == 4
-    text = "gradients were clipped after the step that had used them, which changes nothing"
-    assert [(one.step, one.text) for one in handle.monitor.findings] == [(0, text)] * (when == "late")
+    zeros = 3 * (when == "early" and not set_to_none)  # gradients of zeros are measured, too
+    assert handle.monitor.steps == 4 + zeros
+    text = "gradients were clipped between a step and the next backward pass, which changes nothing"
+    assert [(one.step, one.text) for one in handle.monitor.findings] == [(0, text)] * (when in ("late", "early"))
 
 
 def broken(*_: object, **__: object) -> Any:

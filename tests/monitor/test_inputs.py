@@ -843,3 +843,46 @@ def test_under_ddp_missing_zeroing_and_inputs_are_seen() -> None:
         assert len(of_rules(monitor, NOT_ZEROED)) == (sets_to_none is None), (as_views, sets_to_none)
         assert monitor.recording().tables["input"].names == ("input[0]",)
         monitor.detach()
+
+
+class Drawn(nn.Module):
+    """A layer of Bayes by backprop: ``rho`` is a deviation in disguise, and no large weight."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.mu = nn.Parameter(torch.empty(outputs, inputs).uniform_(-0.2, 0.2))
+        self.rho = nn.Parameter(torch.empty(outputs, inputs).uniform_(-5, -4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.mu + nn.functional.softplus(self.rho) * torch.randn_like(self.mu)).T
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [Drawn(16, 64), nn.ReLU(), Drawn(64, 10)],
+        lambda: [nn.Linear(16, 64, bias=False), nn.ReLU(), nn.Linear(64, 10, bias=False)],
+    ],
+)
+def test_what_begins_or_moves_in_an_unusual_way_is_not_told(layers: Any, seed: int, reduction: str) -> None:
+    """Summed losses, deviations in disguise, and weights that are centred and normalised after each step."""
+    torch.manual_seed(seed)
+    model, targets = nn.Sequential(*layers()), torch.randn(16, 10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
+    for _ in range(150):
+        x = torch.randn(32, 16)
+        loss = cross_entropy(4 * model(x), (x @ targets).argmax(1), reduction=reduction)
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.step(loss)
+        optimizer.step()
+        if isinstance(model[0], nn.Linear):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight -= weight.mean(1, keepdim=True)
+                    weight /= weight.norm(dim=1, keepdim=True)
+    monitor.detach()
+    assert [str(finding) for finding in monitor.findings if finding.severity != "info"] == []
