@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ _MAXIMIZES = ("an optimizer made with maximize=True",)
 _SIGNS = 16
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LossSpike(SpikeRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
@@ -38,6 +40,7 @@ class LossSpike(SpikeRule):
     """
 
     name = "loss-spike"
+    quiet = 50
     fresh, before, kept = 4, 8, 26
     causes = (
         "an unusual or damaged batch",
@@ -52,27 +55,18 @@ class LossSpike(SpikeRule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
-    def __init__(
-        self,
-        sigmas: float = THRESHOLD,
-        log_sigmas: float = 4.0,
-        lost_progress: float = 0.25,
-        min_count: int = 4,
-        within_steps: int = 5,
-        single_factor: float = 4.0,
-        climb: float = 3.0,
-        climb_lost_progress: float = 0.4,
-        fallen: float = 0.8,
-        above: float = 2.0,
-        errors: float = THRESHOLD,
-        moves: float = 2.0,
-        window: int = 100,
-    ) -> None:
-        super().__init__(
-            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, math.inf, errors, moves,
-            window, quiet=50,
-        )  # fmt: skip
-        self.climb, self.climb_lost_progress, self.fallen, self.above = climb, climb_lost_progress, fallen, above
+    sigmas: float = THRESHOLD
+    log_sigmas: float = 4.0
+    single_factor: float = 4.0
+    climb: float = 3.0
+    climb_lost_progress: float = 0.4
+    fallen: float = 0.8
+    above: float = 2.0
+    errors: float = THRESHOLD
+    moves: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lowest = math.inf
         self._error = 0.0
 
