@@ -92,13 +92,16 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     lengths = tuple(map(torch.Tensor.numel, tensors))
     dtypes = tuple(map(_dtype_of, tensors))
-    if is_capturing(device):
-        return _new_table(addresses, lengths, dtypes, device)
-    return _kept_table(addresses, lengths, dtypes, device, stream_of(device))
+    make = _table_of.__wrapped__ if is_capturing(device) else _table_of
+    return make(addresses, lengths, dtypes, device, stream_of(device))
 
 
-def _new_table(
-    addresses: Sequence[int], lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+# A training step uses one or two lists, and gradients usually have the same addresses as in the previous step. A table
+# that is kept is never stale: its contents depend only on the arguments. One of them is the stream, whose order ensures
+# that the upload finishes before the table is used, and that all uses finish before its memory is reused.
+@functools.lru_cache(maxsize=16)
+def _table_of(
+    addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
 ) -> Table:
     address = np.array(addresses, dtype=np.int64)
     kind = np.array([KINDS[dtype] for dtype in dtypes], dtype=np.int64)
@@ -136,16 +139,6 @@ def _new_table(
         _sources_of_captured_uploads.append(source)
     # No host sync: torch's pinned allocator reuses a block only after copies from it have finished.
     return Table(source.to(device, non_blocking=True), count, total, total > count)
-
-
-# A training step uses one or two lists, and gradients usually have the same addresses as in the previous step. A table
-# that is kept is never stale: its contents depend only on the arguments. One of them is the stream, whose order ensures
-# that the upload finishes before the table is used, and that all uses finish before its memory is reused.
-@functools.lru_cache(maxsize=16)
-def _kept_table(
-    addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
-) -> Table:
-    return _new_table(addresses, lengths, dtypes, device)
 
 
 ALIGNMENT = 16

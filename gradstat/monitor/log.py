@@ -198,7 +198,10 @@ class StepLog:
                         measured[segment.positions] = present
                     rows.setdefault(kind, []).append((one.step, tensors, measured))
         steps = np.array([one.step for one in closed], dtype=np.int64)
-        columns = _columns([one.scalars for one in closed])
+        columns = {}
+        for name in dict.fromkeys(itertools.chain(*(one.scalars for one in closed), _COUNTS if closed else ())):
+            fill = _ABSENT.get(name, math.nan)
+            columns[name] = np.array([one.scalars.get(name, fill) for one in closed])
         stacked = {kind: _stacked(*zip(*of_kind, strict=True)) for kind, of_kind in rows.items()}
         self._keep(steps, columns, stacked)
         return Window(steps, columns, stacked, run, seen, self.latest)
@@ -254,12 +257,3 @@ def _stacked(steps: Sequence[int], by_row: Sequence[TensorSet], tables: Sequence
     np.concatenate([table.T for table in tables], 1, out=fields.reshape(_fields.COUNT, -1))
     is_same = all(tensors is newest for tensors in by_row)
     return Rows(newest, np.array(steps, dtype=np.int64), fields.transpose(1, 2, 0), None if is_same else by_row)
-
-
-def _columns(steps: Sequence[dict[str, float]]) -> dict[str, Floats]:
-    """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
-    columns = {}
-    for name in dict.fromkeys(itertools.chain(*steps, _COUNTS if steps else ())):
-        fill = _ABSENT.get(name, math.nan)
-        columns[name] = np.array([one.get(name, fill) for one in steps])
-    return columns
