@@ -83,9 +83,9 @@ def patch_torch() -> TorchPatch:
     Patches may be nested and removed in any order, from several threads. Removing the last one restores exactly the
     state before the first one. Calls in progress in other threads are not interrupted.
     """
-    return TorchPatch(
-        [Layer(module, name, replacement) for module, name, replacement in _PLACES if hasattr(module, name)]
-    )
+    modules = torch.nn.utils, torch.nn.utils.clip_grad
+    places = ((module, name) for module in modules for name in _REPLACEMENTS)
+    return TorchPatch([Layer(module, name, _REPLACEMENTS[name]) for module, name in places if hasattr(module, name)])
 
 
 class Layer:
@@ -203,13 +203,9 @@ def _clip_with_norm(
 
 # torch looks the functions up by name in both modules, in the second by private names, which may differ in other
 # versions of torch.
-_PLACES: tuple[tuple[ModuleType, str, _Function], ...] = (
-    (torch.nn.utils, "clip_grad_norm_", _norm_clip),
-    (torch.nn.utils, "clip_grad_value_", _value_clip),
-    (torch.nn.utils, "get_total_norm", _total_norm),
-    (torch.nn.utils, "clip_grads_with_norm_", _clip_with_norm),
-    (torch.nn.utils.clip_grad, "clip_grad_norm_", _norm_clip),
-    (torch.nn.utils.clip_grad, "clip_grad_value_", _value_clip),
-    (torch.nn.utils.clip_grad, "_get_total_norm", _total_norm),
-    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _clip_with_norm),
-)
+_REPLACEMENTS: dict[str, _Function] = {
+    "clip_grad_norm_": _norm_clip,
+    "clip_grad_value_": _value_clip,
+    **dict.fromkeys(("get_total_norm", "_get_total_norm"), _total_norm),
+    **dict.fromkeys(("clip_grads_with_norm_", "_clip_grads_with_norm_"), _clip_with_norm),
+}

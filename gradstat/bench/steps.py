@@ -54,21 +54,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant of the step: ``inspect`` is called between ``backward()`` and the optimizer's step.
-
-    Attributes:
-        name: The displayed name.
-        inspect: The added call.
-        anomaly: The ``check_nan`` of anomaly mode; None leaves it off.
-        takes_step: Whether ``inspect`` takes the optimizer's step itself.
-        own: The step it runs, which something is attached to, in place of the one that is given.
-    """
+    """A variant of the step: ``inspect`` is called between ``backward()`` and the optimizer's step."""
 
     name: str
     inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
-    anomaly: bool | None = None
-    takes_step: bool = False
-    own: Step | None = None
+    anomaly: bool | None = None  # the ``check_nan`` of anomaly mode; None leaves it off
+    takes_step: bool = False  # whether ``inspect`` takes the optimizer's step itself
+    own: Step | None = None  # the step it runs, which something is attached to, in place of the one that is given
 
     @property
     def adds_a_call(self) -> bool:
@@ -200,13 +192,8 @@ def costs(
     def run(variant: Variant) -> None:
         inside[variant.name].append(sum(variant.run(step) for _ in range(block)) / block)
 
-    blocks = interleaved(
-        {variant.name: partial(run, variant) for variant in compared},
-        rounds,
-        WARMUP,
-        device=step.device,
-        progress=progress,
-    )
+    calls = {variant.name: partial(run, variant) for variant in compared}
+    blocks = interleaved(calls, rounds, WARMUP, device=step.device, progress=progress)
     samples = {name: [seconds / block for seconds in sample] for name, sample in blocks.items()}
 
     def peak(variant: Variant) -> int:
