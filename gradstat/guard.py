@@ -28,9 +28,7 @@ _REASONS = ("nonfinite", *SERIES)
 # recorded values of each series; the values themselves begin at _TOTALS.
 _REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 4, 5, 6, 7, 9
 
-# Outliers, for this guard (csrc/decide.h) and the rules of the monitor, are this many spreads above the median. The
-# spread is the largest of three numbers: the robust standard deviation, this share of the distance from the median to
-# the largest value, and this share of the median.
+# For this guard (csrc/decide.h) and the rules of the monitor.
 THRESHOLD = 6.0
 OF_LARGEST, OF_MEDIAN = 0.5, 0.01
 # Standard deviation of a normal distribution over its median absolute deviation.
@@ -246,7 +244,6 @@ class SpikeGuard:
                 continue
             value = value.reshape(()).to(torch.float64)
             finite = finite & value.isfinite()
-            # Without the newest values, so that one that grows step by step is compared with those before it grew.
             newest = 0 if by_sigmas else window // 8
             places = torch.arange(window, device=memory.device)
             is_compared = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)

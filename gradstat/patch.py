@@ -20,6 +20,7 @@ from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
 
 _Function = Callable[..., Any]
+_Tensors = Tensor | Iterable[Tensor]
 
 # Layers are added and removed, also from the middle of a stack, under this lock.
 lock = threading.RLock()
@@ -157,12 +158,7 @@ def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def _norm_clip(
-    layer: Layer,
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *args: Any,
-    **kwargs: Any,
+    layer: Layer, parameters: _Tensors, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
     listed = as_list(parameters)
     gradients = gradients_of(listed).tensors
@@ -171,28 +167,21 @@ def _norm_clip(
     return _as_torchs(function(listed, max_norm, norm_type, *args, **kwargs), gradients)
 
 
-def _value_clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+def _value_clip(layer: Layer, parameters: _Tensors, *args: Any, **kwargs: Any) -> Any:
     listed = as_list(parameters)
     gradients = gradients_of(listed).tensors
     function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
     return function(listed, *args, **kwargs)
 
 
-def _total_norm(
-    layer: Layer, tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any
-) -> Any:
+def _total_norm(layer: Layer, tensors: _Tensors, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
     listed = as_list(tensors, "tensors")
     function = layer.choose(get_total_norm, listed, norm_type)
     return _as_torchs(function(listed, norm_type, *args, **kwargs), listed)
 
 
 def _clip_with_norm(
-    layer: Layer,
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    total_norm: Tensor | float,
-    *args: Any,
-    **kwargs: Any,
+    layer: Layer, parameters: _Tensors, max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
 ) -> Any:
     listed = as_list(parameters)
     gradients = gradients_of(listed).tensors

@@ -43,7 +43,6 @@ class ListDescription:
     layouts: tuple[str, ...]  # in words
 
     def take(self, rows: Sequence[int]) -> ListDescription:
-        """The given tensors of the list."""
         names = None if self.names is None else tuple(self.names[row] for row in rows)
         return ListDescription(names, *(tuple(part[row] for row in rows) for part in (self.metadata, self.layouts)))
 

@@ -162,8 +162,7 @@ class Megatron(_Wrapper):
     optimizer = None
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
-        """The parameters, which are not sharded."""
-        return parameters
+        return parameters  # they are not sharded
 
     def gradients(self) -> dict[int, Any]:
         """The gradients by ``id`` of the parameter; with the distributed optimizer, the shards this rank reduces."""

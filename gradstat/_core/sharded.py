@@ -201,13 +201,9 @@ class Sharded:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        parameters: list[Tensor] | None = None,
-        extra: ExtraGroups | None = None,
-        names: Names | None = None,
+        self, tensors: list[Any], parameters: list[Tensor] | None, extra: ExtraGroups | None, names: Names | None
     ) -> None:
-        self._tensors = list(tensors)
+        self._tensors = tensors
         self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
         listed_names = None if names is None else tuple(names())
         if self._starts:
@@ -373,16 +369,16 @@ class Sharded:
     def _local(self) -> list[Tensor]:
         """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
         if self._plan.made_from is not None and not self.has_partial:
-            return [tensor._local_tensor for tensor in self._tensors]  # type: ignore[attr-defined]
+            return [tensor._local_tensor for tensor in self._tensors]
         shards = []
         for tensor, row in zip(self._tensors, self._positions, strict=True):
             sharding = self._shardings[row]
             if sharding is None:
                 shards.append(tensor)
             elif sharding.resolved is None:
-                shards.append(tensor._local_tensor)  # type: ignore[attr-defined]
+                shards.append(tensor._local_tensor)
             else:
-                whole = tensor.redistribute(placements=sharding.resolved)  # type: ignore[attr-defined]
+                whole = tensor.redistribute(placements=sharding.resolved)
                 shards.append(wait_tensor(whole._local_tensor))
         return shards
 

@@ -82,6 +82,8 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             refused before training starts.
     """
 
+    runs_steps = saves = True
+
     def __init__(
         self,
         max_norm: float | AdaptiveClip | None = None,
@@ -99,10 +101,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
     ) -> None:
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
-        super().__init__(
-            {"on_anomaly": on_anomaly, **options}, "trainer", max_norm, runs_steps=True, saves=True,
-            healthy_checkpoints=healthy_checkpoints, caller=GradstatCallback,
-        )  # fmt: skip
+        super().__init__({"on_anomaly": on_anomaly, **options}, max_norm, GradstatCallback, healthy_checkpoints)
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []

@@ -78,9 +78,8 @@ def install(
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
     return GradstatCallback(
-        trainer, log, arguments, "trainer", max_norm, runs_steps=True, micro_batches=micro_batches,
-        healthy_checkpoints=healthy_checkpoints, caller=install,
-    )  # fmt: skip
+        trainer, log, arguments, max_norm, install, healthy_checkpoints, micro_batches=micro_batches
+    )
 
 
 class GradstatCallback(AccelerateHandle, TrainerCallback):
@@ -89,6 +88,8 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
     Attributes:
         trainer: The Trainer.
     """
+
+    source, runs_steps = "trainer", True
 
     def __init__(self, trainer: Any = None, log: bool | str = True, *arguments: Any, **options: Any) -> None:
         """Made by `install`; RuntimeError if made otherwise."""

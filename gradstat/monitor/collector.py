@@ -23,7 +23,7 @@ from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
 from gradstat._step.optimizers import unwrapped
 from gradstat.check import check_tensors
-from gradstat.guard import last_guards
+from gradstat.guard import checked_value, last_guards
 from gradstat.monitor import observers
 from gradstat.monitor.connection import Connection
 from gradstat.monitor.options import MonitorOptions
@@ -266,10 +266,7 @@ class Collector:
                 on_host[name] = value
             elif isinstance(value, Tensor):
                 if value.numel() != 1 or not value.dtype.is_floating_point:
-                    raise ValueError(
-                        f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating-"
-                        f"point number, such as {name}.mean()"
-                    )
+                    checked_value(name, value)  # raises
                 if value.is_cpu and type(value) in PLAIN_TYPES:
                     try:
                         on_host[name] = value.item()

@@ -68,13 +68,7 @@ class LatestStep(NamedTuple):
 
 
 class StepLog:
-    """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``.
-
-    Attributes:
-        observations: The observations that the rules have not seen.
-        newest: The newest step that was read.
-        latest: By kind, the newest rows, of one step.
-    """
+    """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``."""
 
     def __init__(
         self, length: int, max_bytes: int, check_labels: Callable[[int, str, float, float], list[Observation]]
@@ -86,7 +80,7 @@ class StepLog:
 
     def clear(self) -> None:
         """Drops the steps that the rules have not seen, because their numbers will be used again."""
-        self.newest: Pending | None = None
+        self.newest: Pending | None = None  # that was read
         self._begin()
 
     def _begin(self) -> None:
@@ -245,7 +239,7 @@ class StepLog:
         """Replaces what is kept by the history of another run."""
         # Of a review each: steps, scalars, and by kind rows, or a `Series` of them.
         self._blocks: deque[tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Any]]] = deque()
-        self.latest: dict[str, Rows] = {}
+        self.latest: dict[str, Rows] = {}  # by kind, the newest rows, of one step
         if recording is not None and len(recording.steps):
             self._blocks.append((recording.steps, recording.scalars, {**recording.tables}))
 

@@ -205,14 +205,7 @@ def _binds(step_fn: Callable[..., Any], *arguments: Any) -> bool:
 
 
 class Replayer:
-    """Runs the newest step again. With ``replay``, the function for it or True, it keeps the step's state and batch.
-
-    Attributes:
-        keeps_state: Whether it does.
-        culprit: Result of the last replay.
-        step: The step that it ran.
-        text: Its result in words, or why it failed; empty before the first.
-    """
+    """Runs the newest step again. With ``replay``, the function for it or True, it keeps the step's state and batch."""
 
     def __init__(self, model: Module, optimizer: Optimizer | None, scaler: Any, replay: Callable[..., Any] | bool):
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
@@ -226,8 +219,9 @@ class Replayer:
 
     def forget(self) -> None:
         """Forgets the results, as for another run."""
-        self.culprit: Culprit | None = None
-        self.step, self.text = -1, ""
+        self.culprit: Culprit | None = None  # of the last replay
+        self.step = -1  # that it ran
+        self.text = ""  # its result in words, or why it failed
         self._last_incident = -QUIET
 
     def keep_batch(self, batch: Any) -> None:

@@ -1,4 +1,7 @@
-"""The built-in rules. Each is a small class whose thresholds are arguments."""
+"""The built-in rules. Each is a small class whose thresholds are arguments.
+
+``in_a_row`` and ``measurements`` are numbers of steps, and of measurements, in a row.
+"""
 
 from gradstat.rules.base import Rule, rule
 from gradstat.rules.data import BatchRange, ConstantFeature, LabelRange, NonfiniteRank, RepeatedBatch, ReplicaMismatch

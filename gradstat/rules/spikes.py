@@ -180,9 +180,8 @@ class SpikeRule(LevelRule):
     within few steps, or one that is beyond the initial level.
 
     Args:
-        sigmas: The limit is so many spreads above the median of the window, each as a `gradstat.SpikeGuard` defines
-            it: the largest of the robust standard deviation, half the distance from the median to the largest value,
-            and a hundredth of the median. They are those of the newer half of the window, since losses fall.
+        sigmas: The limit is so many spreads above the median, both as a `gradstat.SpikeGuard` defines them, of the
+            newer half of the window, since losses fall.
         log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
             this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
             counts, are no heavier than those of a normal distribution.

@@ -149,6 +149,7 @@ def _of_group(name: str) -> str:
     return (name != "lr") * f" of group {name[3:-1]}"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LearningRateJump(Rule):
     """A learning rate that jumps, stays 0, or is negative or NaN.
 
@@ -165,6 +166,7 @@ class LearningRateJump(Rule):
     """
 
     name = "learning-rate-jump"
+    quiet = 10
     causes = (
         "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
         "warm-up and decay that do not meet: decay does not begin where warm-up ends",
@@ -175,18 +177,16 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(
-        self,
-        up: float = 3.0,
-        down: float = 20.0,
-        zeros: int = 20,
-        follows: int = 16,
-        fades: float = 1e-3,
-        within: int = 50,
-        lasts: int = 5,
-    ) -> None:
-        self.up, self.down, self.zeros, self.follows = up, down, zeros, follows
-        self.fades, self.within, self.lasts = fades, within, lasts
+    up: float = 3.0
+    down: float = 20.0
+    zeros: int = 20
+    follows: int = 16
+    fades: float = 1e-3
+    within: int = 50
+    lasts: int = 5
+
+    def __post_init__(self) -> None:
+        super().__init__()
         self._course: list[float] = []  # the last rates of the first group
         # By series, as `rate_name` calls them.
         self._before: dict[str, float] = {}
@@ -197,7 +197,6 @@ class LearningRateJump(Rule):
         # Of the last steps: step, loss and norm, one after the other; of growths that wait: group, step, before, rate.
         self._signals: list[float] = []
         self._waiting: list[float] = []
-        self._episodes = Episodes(quiet=10)
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf)}

@@ -94,7 +94,6 @@ class UpdateWeightRatio(LastingRule):
 
     Args:
         high, low: Limits of ``|update| / |weight|``.
-        measurements: Number of measurements in a row.
     """
 
     name = "update-weight-ratio"
