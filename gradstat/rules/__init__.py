@@ -1,7 +1,4 @@
-"""The built-in rules. Each is a small class whose thresholds are arguments.
-
-``in_a_row`` and ``measurements`` are numbers of steps, and of measurements, in a row.
-"""
+"""The built-in rules. Each is a small class whose thresholds are arguments."""
 
 from gradstat.rules.base import Rule, rule
 from gradstat.rules.data import BatchRange, ConstantFeature, LabelRange, NonfiniteRank, RepeatedBatch, ReplicaMismatch

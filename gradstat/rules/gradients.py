@@ -100,6 +100,7 @@ class VanishingGradient(NormLevelRule):
             depth on a logarithmic scale, gradients vanish layer by layer.
         correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
         layers: Minimum number of weights of two dimensions and more.
+        in_a_row: Number of steps in a row.
         errors, moves, level_factor: As for `NormLevelRule`.
     """
 
@@ -300,6 +301,7 @@ class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
     Args:
+        in_a_row: Number of steps in a row.
         expert_steps: Number of steps if each has a twin with a gradient: one of the same shape whose name differs
             only in digits. A router may leave out some of its experts for long.
     """

@@ -30,6 +30,9 @@ class GradientsNotZeroed(Rule):
     Known exactly, from versions of a gradient. Gradients that are added up between two steps are not meant, nor those
     that a program changes before it adds to them, such as ``p.grad.mul_(0.9)``. Not known under FSDP 2, which adds to
     gradients itself, and if gradients are added with ``create_graph=True``.
+
+    Args:
+        in_a_row: Number of steps in a row.
     """
 
     name = "gradients-not-zeroed"
@@ -226,6 +229,7 @@ class SmallSecondMoment(LastingRule):
     Args:
         eps_multiple: The square roots of all elements are below this many times eps, or ``usual`` if that is less.
         usual: The eps that torch's optimizers have if none is given. A larger one is chosen to dominate, as in PPO.
+        measurements: Number of measurements in a row.
     """
 
     name = "small-second-moment"

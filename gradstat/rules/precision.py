@@ -27,6 +27,7 @@ class Underflow(LastingRule):
     Args:
         share: Fraction of elements that are zero.
         normals: Limit of the root mean square of the others, in units of the smallest normal number.
+        in_a_row: Number of steps in a row.
     """
 
     name = "underflow"

@@ -31,8 +31,8 @@ class LossSpike(SpikeRule):
     Or whose sign changes at once: 16 positive losses are followed by 16 that are all below minus half of their median.
 
     Args:
-        sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, errors, moves, window: As for
-            `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` would refuse it.
+        sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, factor, errors, moves,
+            window: As for `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` refuses.
         climb, climb_lost_progress, fallen, above: The mean of 20 steps has climbed if it exceeds the lowest window mean
             so far by the factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by
             the fraction ``climb_lost_progress`` of the way back to it, and by five standard errors. The initial loss

@@ -94,6 +94,7 @@ class UpdateWeightRatio(LastingRule):
 
     Args:
         high, low: Limits of ``|update| / |weight|``.
+        measurements: Number of measurements in a row.
     """
 
     name = "update-weight-ratio"
