@@ -46,8 +46,6 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
     single_factor: float = 10.0
     warmup_factor: float = 1e3
     factor: float = 10.0
-    errors: float = 10.0
-    moves: float = 4.0
 
     def bands(self) -> Mapping[str, Band]:
         return {"norm": (-math.inf, min(self._high, self._beyond))}

@@ -62,8 +62,8 @@ class LevelRule(Rule):
     before: ClassVar[int] = 6
     kept: ClassVar[int] = 18
 
-    errors: float
-    moves: float
+    errors: float = 10.0
+    moves: float = 4.0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -141,8 +141,6 @@ class NormLevelRule(LevelRule):
 
     settling: ClassVar[int] = 64
 
-    errors: float = 10.0
-    moves: float = 4.0
     level_factor: float = 2.2
 
     def __post_init__(self) -> None:
