@@ -128,6 +128,7 @@ class SpikeGuard:
         self._options: dict[str, object] = {"threshold": threshold, "window": window}
         self._options |= {"warmup": int(self._method_options[1]), "max_consecutive": max_consecutive}
         self._options |= {"scale": scale, **limits}
+        self.scales = scale is not None  # a refused step, rather than to skip it
         self._group = process_group
         numbers = torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
         self.state = DeviceState(numbers)
@@ -156,11 +157,6 @@ class SpikeGuard:
     @property
     def _method(self) -> str:
         return "SpikeGuard.sigma" if self._by_sigmas else "SpikeGuard"
-
-    @property
-    def scales(self) -> bool:
-        """Whether a refused step is scaled down rather than skipped."""
-        return self._method_options[3] != 0
 
     def read(self, wait: bool = False) -> GuardCounts:
         """The newest decisions that have arrived on the host.

@@ -39,8 +39,8 @@ _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REAL += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, _ = map(tl.constexpr, range(8))
 
+# Added to the number of a real type for complex elements, which are pairs of that type.
 PAIR = tl.constexpr(16)
-"""Added to the number of a real type for complex elements, which are pairs of that type."""
 
 KINDS: dict[torch.dtype, int] = {dtype: kind for kind, dtype in enumerate(_REAL)} | {
     dtype: _REAL.index(dtype.to_real()) + PAIR.value for dtype in (torch.complex64, torch.complex128, torch.complex32)
@@ -141,8 +141,7 @@ def _table_of(
     return Table(source.to(device, non_blocking=True), count, total, total > count)
 
 
-ALIGNMENT = 16
-"""Bytes. Triton compiles a different kernel for pointers that are not multiples of this."""
+ALIGNMENT = 16  # bytes; Triton compiles a different kernel for pointers that are not multiples of this
 
 
 class Launcher:

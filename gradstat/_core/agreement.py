@@ -72,6 +72,7 @@ class Reducer:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._world = group, dist.get_world_size(group)
+        self._ranks = format_ranks(dist.get_process_group_ranks(group))
         self._rows = 0  # in every reduction; the same on all ranks, as is what is known
         self._agreed: set[int] = set()
 
@@ -143,10 +144,6 @@ class Reducer:
         reduced, *largest = every.values()
         body = reduced[_HEADER : _HEADER + count * width].view(count, width)
         return reduced[:_HEADER], body, largest[0][:count] if largest else maxima
-
-    @property
-    def _ranks(self) -> str:
-        return format_ranks(dist.get_process_group_ranks(self._group))
 
     def _difference(self, listed: ListDescription) -> str:
         """The first difference between the ranks' lists. All ranks of the group call this together; waits."""

@@ -22,17 +22,13 @@ class FlatShard:
     Every rank of the group has a shard of each tensor, possibly an empty one. Like a DTensor, it has ``_local_tensor``.
     """
 
-    __slots__ = ("_local_tensor", "group", "parameter", "shape", "start")
+    __slots__ = ("_local_tensor", "device", "group", "parameter", "shape", "start")
     is_meta = False
 
     def __init__(self, parameter: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup) -> None:
         """``shape`` is that of the whole tensor."""
         self.parameter, self.shape, self.start, self.group = parameter, shape, start, group
-        self._local_tensor = local.detach().reshape(-1)
-
-    @property
-    def device(self) -> torch.device:
-        return self._local_tensor.device
+        self._local_tensor, self.device = local.detach().reshape(-1), local.device
 
 
 class _Wrapper:

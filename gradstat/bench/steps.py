@@ -62,11 +62,6 @@ class Variant:
     takes_step: bool = False  # whether ``inspect`` takes the optimizer's step itself
     own: Step | None = None  # the step it runs, which something is attached to, in place of the one that is given
 
-    @property
-    def adds_a_call(self) -> bool:
-        """Whether ``inspect`` is all that is added to the plain step."""
-        return self.anomaly is None and not self.takes_step and self.own is None
-
     def run(self, step: Step) -> float:
         """Runs one training step; returns the seconds that the call of ``inspect`` took."""
         step = self.own or step
@@ -165,8 +160,8 @@ class Cost:
     name: str
     seconds: Quartiles  # of a step, with a sync after each `BLOCK`
     ratio: Quartiles  # to the plain step of the same round
-    # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None unless
-    # `Variant.adds_a_call`, and on a GPU, where a call that syncs also waits for the backward pass.
+    # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None if something else is
+    # added, and on a GPU, where a call that syncs also waits for the backward pass.
     inside: Quartiles | None
     extra_bytes: Quartiles  # peak memory beyond those of several plain steps
 
@@ -202,7 +197,8 @@ def costs(
     plain, bases = samples[compared[0].name], [peak(compared[0]) for _ in range(3)]
     measured = []
     for variant in compared:
-        is_timed = variant.adds_a_call and step.device.type == "cpu"
+        adds_a_call = variant.anomaly is None and not variant.takes_step and variant.own is None
+        is_timed = adds_a_call and step.device.type == "cpu"
         call = quartiles(inside[variant.name][WARMUP:]) if is_timed else None
         most, wall = peak(variant), samples[variant.name]
         extra = quartiles([most - base for base in (bases if variant is not compared[0] else [most])])

@@ -106,6 +106,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         self._log_every, self._micro_batches, self._save_dir = log_every, micro_batches, save_dir
         self.checkpoints: list[Path] = []
         self._trainer: Any = None
+        self._runs_steps = self.replays and not callable(self.arguments.get("replay"))
         self._step_replay: StepReplay | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
@@ -129,10 +130,6 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         """Replaces the saving methods of ``ModelCheckpoint``: saves nothing while a checkpoint is withheld."""
         if not any(attachment.withholds_checkpoint() for attachment in self.attachments):
             original(*args, **kwargs)
-
-    @property
-    def _runs_steps(self) -> bool:
-        return self.replays and not callable(self.arguments.get("replay"))
 
     def _refuse(self, trainer: Any, module: Any) -> None:
         """Raises, before training starts, for settings that conflict."""

@@ -24,8 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 __all__ = ["GradstatCallback", "install"]
 
-STATE_FILE = "gradstat_monitor.pt"
-"""The monitor's state, in the folder of each checkpoint."""
+STATE_FILE = "gradstat_monitor.pt"  # the monitor's state, in the folder of each checkpoint
 
 
 def install(

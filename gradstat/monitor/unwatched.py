@@ -13,8 +13,7 @@ from gradstat.recording.findings import Finding
 
 # Any other error in a step is internal to gradstat, and must not end the training.
 PROPAGATED_ERRORS = (BackendUnavailableError, UnreachableRankError)
-RULE = "not-watched"
-"""The rule name of findings about the monitor itself; no policy applies to them."""
+RULE = "not-watched"  # the rule name of findings about the monitor itself; no policy applies to them
 
 
 class Unwatched:

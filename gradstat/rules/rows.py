@@ -46,6 +46,7 @@ class Rows(RowValues):
 
     Attributes:
         tensors: Which tensors the rows belong to; the newest, if some changed their size.
+        names: Their ``[n]`` names.
         steps: ``[m]`` int64, rising.
         raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
         numel: Number of elements, ``[n]``, or ``[m, n]`` if it varies.
@@ -62,12 +63,7 @@ class Rows(RowValues):
         if by_row is not None:
             numel, values = np.stack([row.numel for row in by_row]), np.stack([row.values for row in by_row])
         super().__init__(raw, numel, values)
-        self.tensors, self.steps, self.by_row = tensors, steps, by_row
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """``[n]`` names."""
-        return self.tensors.names
+        self.tensors, self.names, self.steps, self.by_row = tensors, tensors.names, steps, by_row
 
     def __len__(self) -> int:
         return len(self.steps)
