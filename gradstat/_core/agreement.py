@@ -104,7 +104,7 @@ class Reducer:
             self._agreed.add(listed.checksum)
             self._rows = max(self._rows, rows)
             return None
-        if everyone or device.type == "cpu":
+        if everyone or _host_sees(device):
             return self._difference(listed)
         return (  # ranks whose list is known do not wait for the header, so nothing can be gathered from them
             f"rank {dist.get_rank()} has other tensors than in the calls before, unlike at least one of "
@@ -121,7 +121,7 @@ class Reducer:
         """
         header, sums, maxima = self._reduced(sums, maxima, listed, failed, is_new=False)
         others = 0.0, float(listed.checksum * self._world)
-        if header.device.type != "cpu":
+        if not _host_sees(header.device):
             differs = header[1:] != _pair(*others, header.device)
             return sums, maxima, header[0] + torch.where(differs, math.inf, 0.0).sum(), None
         numbers = header.tolist()
@@ -167,6 +167,11 @@ _ADVICE = (
     "All ranks have to pass the same tensors, of the same names, shapes and dtypes, in the same order; those that only "
     "some ranks have need extra_groups"
 )
+
+
+def _host_sees(device: torch.device) -> bool:
+    """Whether the host reads numbers on ``device`` without waiting."""
+    return device.type == "cpu"
 
 
 @functools.lru_cache(maxsize=1 << 14)  # a program may clip each parameter by itself, as a list of its own

@@ -11,7 +11,6 @@ from torch import Tensor
 
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in every check; None outside transforms
 
-
 Streams = tuple[torch.Stream, ...]
 
 

@@ -101,10 +101,9 @@ class AccelerateHandle(Adapter):
         """Raises what `engine_clips` raises; afterwards attachments can be made."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         is_fsdp2 = kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)
+        engine = None if is_fsdp2 else engine_name_of(kind)
         setting = "set its clip in its configuration, or pass a number to clip_grad_norm_"
-        self._prepare(
-            None if is_fsdp2 else engine_name_of(kind), accelerator.num_processes, accelerator.device, setting
-        )
+        self._prepare(engine, accelerator.num_processes, accelerator.device, setting)
         self._accelerator, self._engine = accelerator, None
         self.is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
 

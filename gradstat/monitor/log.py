@@ -215,11 +215,8 @@ class StepLog:
             self._blocks.popleft()
 
     def _bytes(self) -> int:
-        return sum(
-            (one.raw if isinstance(one, Rows) else one.values).nbytes
-            for _, _, tables in self._blocks
-            for one in tables.values()
-        )
+        every = (one for _, _, tables in self._blocks for one in tables.values())
+        return sum((one.raw if isinstance(one, Rows) else one.values).nbytes for one in every)
 
     def _condense(self) -> None:
         """Converts all kept rows to series, which take less memory."""

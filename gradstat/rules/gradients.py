@@ -165,10 +165,6 @@ class VanishingGradient(NormLevelRule):
             yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
 
 
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
 # Number of steps before reporting that there are no gradients at all, or that a weight stays zero.
 _SOON = 5
 # By whether the user calls monitor.step(), rather than gradstat before the optimizer's step: where the call belongs,
@@ -273,9 +269,9 @@ class DeadGradient(_AbsentGradientRule):
                 continue
             # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
             # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
-            alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[row])}
+            alive = {rows.names[i].rpartition(".")[0] for i in np.flatnonzero((lengths == 0) & rows.present[row])}
             names = [rows.names[i] for i in fresh]
-            whole = [name for name in names if _module(name) not in alive]
+            whole = [name for name in names if name.rpartition(".")[0] not in alive]
             name = window.run.first_in_backward(whole or names)
             # The loss may not depend on a bias, for example that of a critic of which only differences count.
             is_serious = bool(whole or rows.tensors.matrices[fresh].any())
