@@ -163,25 +163,16 @@ def extensions():
     found = [torch_extension("gradstat._C", ["csrc/ops.cpp", "csrc/stats_cpu.cpp"])]
     home = cuda_home()
     if home is not None:
-        found.append(
-            torch_extension(
-                "gradstat._C_cuda",
-                [
-                    "csrc/ops_cuda.cpp",
-                    "csrc/launch_state.cpp",
-                    "csrc/stats_cuda.cu",
-                    "csrc/scale_cuda.cu",
-                    "csrc/decide_cuda.cu",
-                ],
-                compile_args=[
-                    "-isystem",
-                    os.path.join(home, "include"),
-                    f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures_text()}"',
-                ],
-                library_dirs=[os.path.join(home, "lib64"), os.path.join(home, "lib")],
-                link_args=["-lcudart_static", "-ldl", "-lrt", "-lpthread"],
-            )
+        names = ("ops_cuda.cpp", "launch_state.cpp", "stats_cuda.cu", "scale_cuda.cu", "decide_cuda.cu")
+        architectures = f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures_text()}"'
+        cuda = torch_extension(
+            "gradstat._C_cuda",
+            [f"csrc/{name}" for name in names],
+            compile_args=["-isystem", os.path.join(home, "include"), architectures],
+            library_dirs=[os.path.join(home, "lib64"), os.path.join(home, "lib")],
+            link_args=["-lcudart_static", "-ldl", "-lrt", "-lpthread"],
         )
+        found.append(cuda)
     return found
 
 

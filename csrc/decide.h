@@ -117,9 +117,7 @@ GRADSTAT_HD double by_z_score(const double* options, double* statistics, double 
   if (is_outlier) {
     after = mean + (to == 0 ? ordinary * (ordinary / excess) : to == 1 ? ordinary : 0.0);
   }
-  // One update serves both phases. During warmup each norm has one over their number as its weight, which gives
-  // the mean and, by Welford's update, the variance. hypot adds variances without squaring, so that no finite
-  // norm overflows.
+  // One update serves both phases, as in gradstat/adaptive/norm_clips.py.
   const double weight = warming_up ? 1 / (count + 1) : 1 - alpha;
   const double step = after - mean;
   const double distance = fabs(step) * (warming_up ? sqrt(1 - weight) : 1 - weight);
@@ -297,10 +295,7 @@ GRADSTAT_TEAMWORK int judge(const GuardRequest& request, int series, const Team&
     spread =
         sqrt(sum_of([&](double x) { return (x - centre) * (x - centre); }) / static_cast<double>(count - 1));
   } else {
-    // The center is the median. The spread is the largest of: the median absolute deviation, scaled to the
-    // standard deviation of a normal distribution; half the distance to the largest value, as losses and norms
-    // have long tails; a hundredth of the median, as otherwise any change of a nearly constant series would
-    // stand out.
+    // The three parts of the spread are those of gradstat.SpikeGuard.
     centre = quantile(team, at, count, 0.5);
     spread = 1.4826022185056018 * quantile(team, [&](int64_t i) { return fabs(at(i) - centre); }, count, 0.5);
     double largest = centre;

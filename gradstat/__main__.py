@@ -24,11 +24,7 @@ COMMANDS = {
     "demo": ("gradstat.demo", "main", "train a small GPT with every step checked, then inject a fault"),
     "bench": ("gradstat.bench", "main", "the cost of checks, clips and detect_anomaly on your own model and machine"),
     "view": ("gradstat.monitor.command", "view_main", "the findings of a recorded run, and a page that shows it"),
-    "golden": (
-        "gradstat.monitor.command",
-        "golden_main",
-        "whether a recorded run is like a few healthy ones, or where not",
-    ),
+    "golden": ("gradstat.monitor.command", "golden_main", "whether a recorded run is like healthy ones, or where not"),
     "diff": ("gradstat.monitor.command", "diff_main", "the first step at which two recorded runs diverge, and in what"),
 }
 

@@ -45,23 +45,15 @@ FIELDS: tuple[Field, ...] = (
     Field("first_nonfinite", "min", 0, "smallest flat index of a NaN or Inf, in memory order", is_index=True),
 )
 
-NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)
-"""The columns of a table, in order."""
-
-COUNT: int = len(FIELDS)
-"""The number of columns of a table."""
-
-INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}
-"""Column number by field name."""
+NAMES: tuple[str, ...] = tuple(field.name for field in FIELDS)  # the columns of a table, in order
+COUNT: int = len(FIELDS)  # the number of columns of a table
+INDEX: dict[str, int] = {name: column for column, name in enumerate(NAMES)}  # column number by field name
 
 NONFINITE: slice = slice(INDEX["nan_count"], INDEX["inf_count"] + 1)
 """The two adjacent columns that count non-finite elements (tests/core/test_fields.py checks that they are adjacent)."""
 
-DEGREES: tuple[int, ...] = tuple(field.degree for field in FIELDS)
-"""The degree of each column."""
-
-IDENTITY: tuple[float, ...] = tuple(field.identity for field in FIELDS)
-"""The row of a tensor without elements."""
+DEGREES: tuple[int, ...] = tuple(field.degree for field in FIELDS)  # the degree of each column
+IDENTITY: tuple[float, ...] = tuple(field.identity for field in FIELDS)  # the row of a tensor without elements
 
 SUMMED: slice = slice(0, sum(field.merge == "sum" for field in FIELDS))
 """The summed columns, which come first, so that slicing gives a view (tests/core/test_fields.py checks the order)."""

@@ -93,16 +93,12 @@ class AccumulationReport(Judged):
     Attributes:
         reports: One `Report` for each micro-batch, in order.
         micro_batches: The number of micro-batches checked.
+        final: The report after the last micro-batch: on the gradients that are clipped and that the optimizer uses.
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.reports = tuple(reports)
-        self.micro_batches = len(self.reports)
-
-    @property
-    def final(self) -> Report:
-        """The report after the last micro-batch: on the gradients that are clipped and that the optimizer uses."""
-        return self.reports[-1]
+        self.micro_batches, self.final = len(self.reports), self.reports[-1]
 
     @property
     def ok(self) -> bool:

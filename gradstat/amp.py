@@ -199,7 +199,11 @@ class GradScaler(TorchGradScaler):
             found = [state["found_inf_per_device"] for state in self._per_optimizer_states.values()]
             flags = [flag for by_device in found for flag in by_device.values()]
             if flags:
-                self._count(self._any_flag(flags))
+                skipped = self._any_flag(flags)
+                counters = StepCounters.on(skipped.device, self._counters, "the step counters of a loss scaler")
+                norms.count_step(counters.tensor, skipped)
+                counters.streams = streams_of([counters.tensor])
+                self._counters = counters
         super().update(new_scale)
 
     def status(self, wait: bool = False) -> ScalerStatus:
@@ -217,11 +221,8 @@ class GradScaler(TorchGradScaler):
             return torch.cat([of_device.to(counts).reshape(1), counts])
 
         scale, steps, skipped, in_a_row = counters.newest(wait, numbers).tolist()
-        trend = "ok"
-        if in_a_row >= self.collapse_after:
-            trend = "collapsing"
-        elif scale > self.runaway_above:
-            trend = "running away"
+        is_rising = scale > self.runaway_above
+        trend = "collapsing" if in_a_row >= self.collapse_after else "running away" if is_rising else "ok"
         return ScalerStatus(scale, int(steps), int(skipped), int(in_a_row), trend)
 
     def _unscale_grads_(
@@ -256,12 +257,6 @@ class GradScaler(TorchGradScaler):
         """1 if any flag is above 0, else 0. Not the sum of the flags: optimizers step at 2."""
         device = flags[0].device
         return torch.stack([to_device(flag, device) for flag in flags]).amax().clamp(max=1.0)
-
-    def _count(self, skipped: Tensor) -> None:
-        counters = StepCounters.on(skipped.device, self._counters, "the step counters of a loss scaler")
-        norms.count_step(counters.tensor, skipped)
-        counters.streams = streams_of([counters.tensor])
-        self._counters = counters
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_reports": None, "_counters": None}

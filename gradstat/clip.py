@@ -77,7 +77,8 @@ def clip_grad_norm_(
     if not gradients and extra_groups is None and not is_distributed(listed):
         return torch.tensor(0.0, device="cpu")
     if torch.compiler.is_compiling():
-        refuse_in_compiled("clip_grad_norm_", gradients, norm_type, error_if_nonfinite, backend, extra_groups)
+        is_plain = not error_if_nonfinite and backend is None and extra_groups is None
+        require_in_compiled("clip_grad_norm_", is_plain and is_fused(gradients, norm_type))
         compiled: Tensor = operators(gradients[0].device).clip_.default(gradients, max_norm, norm_type)
         return compiled
     with announce.change(listed if max_norm != math.inf else ()):
@@ -139,7 +140,8 @@ def get_total_norm(
     if foreach:
         require_foreach(listed)
     if torch.compiler.is_compiling():
-        refuse_in_compiled("get_total_norm", listed, norm_type, error_if_nonfinite, backend, extra_groups)
+        is_plain = not error_if_nonfinite and backend is None and extra_groups is None
+        require_in_compiled("get_total_norm", is_plain and is_fused(listed, norm_type))
         compiled: Tensor = operators(listed[0].device).measure_norm.default(listed, math.inf, norm_type)[0]
         return compiled
     direct = None
@@ -205,16 +207,9 @@ def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
         )
 
 
-def refuse_in_compiled(
-    function: str,
-    tensors: list[Tensor],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    backend: str | None,
-    extra_groups: ExtraGroups | None,
-) -> None:
+def require_in_compiled(function: str, is_supported: bool) -> None:
     """Raises NotImplementedError for options that are unsupported inside torch.compile, where only operators run."""
-    if error_if_nonfinite or backend is not None or extra_groups is not None or not is_fused(tensors, norm_type):
+    if not is_supported:
         raise NotImplementedError(
             f"inside torch.compile, {function} takes norm_type 2, or inf for real tensors with elements, and none of "
             "error_if_nonfinite, backend and extra_groups; call it outside of the compiled function"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,7 @@ _REASONS = ("nonfinite", *SERIES)
 # recorded values of each series; the values themselves begin at _TOTALS.
 _REFUSED, _BY, _NONFINITE, _IN_A_ROW, _REASON, _RECORDED, _TOTALS = 1, 2, 4, 5, 6, 7, 9
 
-# Outliers, for this guard (csrc/decide.h) and the rules of the monitor, are this many spreads above the median. The
-# spread is the largest of three numbers: the robust standard deviation, this share of the distance from the median to
-# the largest value, and this share of the median.
+# For this guard (csrc/decide.h) and the rules of the monitor.
 THRESHOLD = 6.0
 OF_LARGEST, OF_MEDIAN = 0.5, 0.01
 # Standard deviation of a normal distribution over its median absolute deviation.
@@ -132,6 +129,7 @@ class SpikeGuard:
         self._options: dict[str, object] = {"threshold": threshold, "window": window}
         self._options |= {"warmup": int(self._method_options[1]), "max_consecutive": max_consecutive}
         self._options |= {"scale": scale, **limits}
+        self.scales = scale is not None  # a refused step, rather than to skip it
         self._group = process_group
         numbers = torch.zeros(_TOTALS + len(SERIES) * self._window, dtype=torch.float64, device="cpu")
         self.state = DeviceState(numbers)
@@ -160,11 +158,6 @@ class SpikeGuard:
     @property
     def _method(self) -> str:
         return "SpikeGuard.sigma" if self._by_sigmas else "SpikeGuard"
-
-    @property
-    def scales(self) -> bool:
-        """Whether a refused step is scaled down rather than skipped."""
-        return self._method_options[3] != 0
 
     def read(self, wait: bool = False) -> GuardCounts:
         """The newest decisions that have arrived on the host.
@@ -228,10 +221,70 @@ class SpikeGuard:
         self.state.streams = streams
         if loss is not None:
             loss = to_device(self._over_ranks(loss.detach() if loss.requires_grad else loss), device)
-        options = (float(self._by_sigmas), *self._method_options)
         if kernels.guard_ is not None:
+            options = (float(self._by_sigmas), *self._method_options)
             return kernels.guard_(options, memory, self._window, scaling, verdict, loss, counters)
-        return _judge(options, memory, self._window, scaling, verdict, [loss, scaling[norms.NORM]], counters)
+        return self._judge(memory, scaling, verdict, loss, counters)
+
+    def _judge(
+        self, memory: Tensor, scaling: Tensor, verdict: Tensor, loss: Tensor | None, counters: Tensor | None
+    ) -> Tensor:
+        """Same as csrc/decide.h, which explains it, in plain torch."""
+        threshold, warmup, most_in_a_row, scale, *limits = self._method_options
+        by_sigmas, window, values = self._by_sigmas, self._window, (loss, scaling[norms.NORM])
+        totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
+        recorded = totals[_RECORDED:]
+        finite, no = verdict[norms.SKIP] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
+        above, outliers = [no] * len(SERIES), [no] * len(SERIES)
+        for i, value in enumerate(values):
+            if value is None:
+                continue
+            value = value.reshape(()).to(torch.float64)
+            finite = finite & value.isfinite()
+            newest = 0 if by_sigmas else window // 8
+            places = torch.arange(window, device=memory.device)
+            is_compared = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)
+            ring = torch.where(is_compared, rings[i], math.nan)
+            if by_sigmas:
+                count = recorded[i].clamp(max=window)
+                centre = ring.nansum() / count
+                spread = ((ring - centre).square().nansum() / (count - 1)).sqrt()
+            else:
+                centre = ring.nanquantile(0.5)
+                spread = MAD * (ring - centre).abs().nanquantile(0.5)
+                largest = torch.where(is_compared, rings[i], -math.inf).amax()
+                spread = torch.maximum(torch.maximum(spread, OF_LARGEST * (largest - centre)), OF_MEDIAN * centre.abs())
+            above[i] = value > limits[i]
+            is_known = recorded[i] >= max(warmup, newest + 2)
+            outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
+        is_above, is_outlier = torch.stack(above).any(), torch.stack(outliers).any()
+        accepts_new_level = finite & is_outlier & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
+        refused = finite & (is_above | (is_outlier & ~accepts_new_level))
+        why = torch.stack([a | o for a, o in zip(above, outliers, strict=True)]) & refused
+        is_recorded = finite & ~refused if not by_sigmas else finite
+        recorded.mul_(~accepts_new_level)
+        for i, value in enumerate(values):
+            if value is not None:
+                at = (recorded[i] % window).long().view(1)
+                held_now = rings[i].gather(0, at)
+                rings[i].scatter_(0, at, torch.where(is_recorded, value.reshape(1).to(torch.float64), held_now))
+                recorded[i] += is_recorded
+        scaled = refused if scale else no
+        multiplier = torch.where(scaled, scale, 1.0).to(torch.float64)
+        skip = ~finite | (refused & ~scaled)
+        bits = to_device(torch.tensor([2.0, 4.0], dtype=torch.float64, device="cpu"), memory.device)
+        reason = (why * bits).sum() + (~finite).to(torch.float64)
+        totals[0] += 1
+        totals[_REFUSED] += refused
+        totals[_BY:_NONFINITE] += why
+        totals[_NONFINITE] += ~finite
+        totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
+        totals[_REASON] = reason
+        scaling[norms.MULTIPLIER].mul_(multiplier)
+        if counters is not None:
+            norms.count_step(counters, skip)
+        judged = [skip, verdict[norms.DIVISOR] / multiplier, verdict[norms.LOSS_SCALE], reason]
+        return torch.stack(judged).to(torch.float32)
 
     @property
     def reason(self) -> Tensor:
@@ -284,69 +337,3 @@ def checked_value(name: str, value: Any) -> Tensor:
 
 # By optimizer, the guard of its last guarded step.
 last_guards: weakref.WeakKeyDictionary[Optimizer, SpikeGuard] = weakref.WeakKeyDictionary()
-
-
-def _judge(
-    options: Sequence[float],
-    memory: Tensor,
-    window: int,
-    scaling: Tensor,
-    verdict: Tensor,
-    values: Sequence[Tensor | None],
-    counters: Tensor | None,
-) -> Tensor:
-    """Same as csrc/decide.h, which explains it, in plain torch."""
-    by_sigmas, threshold, warmup, most_in_a_row, scale, *limits = options
-    totals, rings = memory[:_TOTALS], memory[_TOTALS:].view(len(SERIES), window)
-    recorded = totals[_RECORDED:]
-    finite, no = verdict[norms.SKIP] == 0, torch.zeros((), dtype=torch.bool, device=memory.device)
-    above, outliers = [no] * len(SERIES), [no] * len(SERIES)
-    for i, value in enumerate(values):
-        if value is None:
-            continue
-        value = value.reshape(()).to(torch.float64)
-        finite = finite & value.isfinite()
-        # The newest values are excluded, so that a value that grows step by step is compared with those before it grew.
-        newest = 0 if by_sigmas else window // 8
-        places = torch.arange(window, device=memory.device)
-        is_compared = (places < recorded[i]) & ((recorded[i] - 1 - places) % window >= newest)
-        ring = torch.where(is_compared, rings[i], math.nan)
-        if by_sigmas:
-            count = recorded[i].clamp(max=window)
-            centre = ring.nansum() / count
-            spread = ((ring - centre).square().nansum() / (count - 1)).sqrt()
-        else:
-            centre = ring.nanquantile(0.5)
-            spread = MAD * (ring - centre).abs().nanquantile(0.5)
-            largest = torch.where(is_compared, rings[i], -math.inf).amax()
-            spread = torch.maximum(torch.maximum(spread, OF_LARGEST * (largest - centre)), OF_MEDIAN * centre.abs())
-        above[i] = value > limits[i]
-        is_known = recorded[i] >= max(warmup, newest + 2)
-        outliers[i] = ~above[i] & is_known & ~(value - centre <= threshold * spread)
-    is_above, is_outlier = torch.stack(above).any(), torch.stack(outliers).any()
-    accepts_new_level = finite & is_outlier & ~is_above & (totals[_IN_A_ROW] >= most_in_a_row)
-    refused = finite & (is_above | (is_outlier & ~accepts_new_level))
-    why = torch.stack([a | o for a, o in zip(above, outliers, strict=True)]) & refused
-    is_recorded = finite & ~refused if not by_sigmas else finite
-    recorded.mul_(~accepts_new_level)
-    for i, value in enumerate(values):
-        if value is not None:
-            at = (recorded[i] % window).long().view(1)
-            held_now = rings[i].gather(0, at)
-            rings[i].scatter_(0, at, torch.where(is_recorded, value.reshape(1).to(torch.float64), held_now))
-            recorded[i] += is_recorded
-    scaled = refused if scale else no
-    multiplier = torch.where(scaled, scale, 1.0).to(torch.float64)
-    skip = ~finite | (refused & ~scaled)
-    bits = to_device(torch.tensor([2.0, 4.0], dtype=torch.float64, device="cpu"), memory.device)
-    reason = (why * bits).sum() + (~finite).to(torch.float64)
-    totals[0] += 1
-    totals[_REFUSED] += refused
-    totals[_BY:_NONFINITE] += why
-    totals[_NONFINITE] += ~finite
-    totals[_IN_A_ROW] = torch.where(finite, (totals[_IN_A_ROW] + 1) * refused, totals[_IN_A_ROW])
-    totals[_REASON] = reason
-    scaling[norms.MULTIPLIER].mul_(multiplier)
-    if counters is not None:
-        norms.count_step(counters, skip)
-    return torch.stack([skip, verdict[norms.DIVISOR] / multiplier, verdict[norms.LOSS_SCALE], reason]).to(torch.float32)

@@ -20,6 +20,7 @@ from gradstat.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from gradstat.clip_value import clip_grad_value_
 
 _Function = Callable[..., Any]
+_Tensors = Tensor | Iterable[Tensor]
 
 # Layers are added and removed, also from the middle of a stack, under this lock.
 lock = threading.RLock()
@@ -83,9 +84,9 @@ def patch_torch() -> TorchPatch:
     Patches may be nested and removed in any order, from several threads. Removing the last one restores exactly the
     state before the first one. Calls in progress in other threads are not interrupted.
     """
-    return TorchPatch(
-        [Layer(module, name, replacement) for module, name, replacement in _PLACES if hasattr(module, name)]
-    )
+    modules = torch.nn.utils, torch.nn.utils.clip_grad
+    places = ((module, name) for module in modules for name in _REPLACEMENTS)
+    return TorchPatch([Layer(module, name, _REPLACEMENTS[name]) for module, name in places if hasattr(module, name)])
 
 
 class Layer:
@@ -157,12 +158,7 @@ def _as_torchs(norm: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def _norm_clip(
-    layer: Layer,
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *args: Any,
-    **kwargs: Any,
+    layer: Layer, parameters: _Tensors, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
     listed = as_list(parameters)
     gradients = gradients_of(listed).tensors
@@ -171,28 +167,21 @@ def _norm_clip(
     return _as_torchs(function(listed, max_norm, norm_type, *args, **kwargs), gradients)
 
 
-def _value_clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+def _value_clip(layer: Layer, parameters: _Tensors, *args: Any, **kwargs: Any) -> Any:
     listed = as_list(parameters)
     gradients = gradients_of(listed).tensors
     function = layer.below if is_distributed(gradients) else layer.choose(clip_grad_value_, gradients)
     return function(listed, *args, **kwargs)
 
 
-def _total_norm(
-    layer: Layer, tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any
-) -> Any:
+def _total_norm(layer: Layer, tensors: _Tensors, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
     listed = as_list(tensors, "tensors")
     function = layer.choose(get_total_norm, listed, norm_type)
     return _as_torchs(function(listed, norm_type, *args, **kwargs), listed)
 
 
 def _clip_with_norm(
-    layer: Layer,
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    total_norm: Tensor | float,
-    *args: Any,
-    **kwargs: Any,
+    layer: Layer, parameters: _Tensors, max_norm: float, total_norm: Tensor | float, *args: Any, **kwargs: Any
 ) -> Any:
     listed = as_list(parameters)
     gradients = gradients_of(listed).tensors
@@ -203,13 +192,9 @@ def _clip_with_norm(
 
 # torch looks the functions up by name in both modules, in the second by private names, which may differ in other
 # versions of torch.
-_PLACES: tuple[tuple[ModuleType, str, _Function], ...] = (
-    (torch.nn.utils, "clip_grad_norm_", _norm_clip),
-    (torch.nn.utils, "clip_grad_value_", _value_clip),
-    (torch.nn.utils, "get_total_norm", _total_norm),
-    (torch.nn.utils, "clip_grads_with_norm_", _clip_with_norm),
-    (torch.nn.utils.clip_grad, "clip_grad_norm_", _norm_clip),
-    (torch.nn.utils.clip_grad, "clip_grad_value_", _value_clip),
-    (torch.nn.utils.clip_grad, "_get_total_norm", _total_norm),
-    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", _clip_with_norm),
-)
+_REPLACEMENTS: dict[str, _Function] = {
+    "clip_grad_norm_": _norm_clip,
+    "clip_grad_value_": _value_clip,
+    **dict.fromkeys(("get_total_norm", "_get_total_norm"), _total_norm),
+    **dict.fromkeys(("clip_grads_with_norm_", "_clip_grads_with_norm_"), _clip_with_norm),
+}

@@ -19,7 +19,7 @@ from gradstat import _fields
 from gradstat._core.compiling import never_traced
 from gradstat._core.tensors import TensorInfo
 from gradstat._core.text import and_more, columns, count_of, lines_of, listed, nan_and_inf, printable
-from gradstat.tensor_stats import FLOATS, INTEGERS, Array, Judged, OneRow, RowValues, TensorStats
+from gradstat.tensor_stats import FLOATS, INTEGERS, L2_NORM, Array, Judged, OneRow, RowValues, TensorStats, row_value
 
 # Valid values of ``by`` in `Report.worst`.
 _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
@@ -55,6 +55,7 @@ class Report(Judged, OneRow):
     """
 
     _place = ()
+    total_norm: float = row_value("l2_norm", L2_NORM)
 
     def __init__(
         self,
@@ -116,11 +117,6 @@ class Report(Judged, OneRow):
     def numel(self) -> int:
         """Number of elements in all tensors."""
         return sum(info.numel for info in self._infos)
-
-    @property
-    def total_norm(self) -> float:
-        """L2 norm of all elements together, as torch would compute it: NaN if any is NaN, else Inf if any is."""
-        return self._value("l2_norm")
 
     @functools.cached_property
     def missing(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ Array = npt.NDArray[np.float64]
 
 INTEGERS = ("numel", "nan_count", "inf_count", "zero_count")
 FLOATS = ("l2_norm", "min", "max", "max_abs", "mean", "std")
+L2_NORM = "L2 norm of all elements, as torch would compute it: NaN if any is NaN, else Inf if any is."
 _MEASURED = _fields.INDEX.keys() - {"min", "max"}
 _EXTREMES = slice(_fields.INDEX["sq_sum_large"], _fields.INDEX["sq_sum_small"] + 1)
 
@@ -127,6 +128,16 @@ class RowValues:
         return fraction
 
 
+def row_value(name: str, meaning: str, kind: Callable[[float], Any] = float) -> Any:
+    """A property: the value ``name`` of one row."""
+
+    def value(of: OneRow) -> Any:
+        return kind(of._value(name))
+
+    value.__annotations__["return"] = kind
+    return property(value, doc=meaning)
+
+
 class OneRow:
     """The values of one row, which describes a tensor or several tensors together."""
 
@@ -134,38 +145,15 @@ class OneRow:
     _values: RowValues
     _place: Any  # of the row in `_values`
 
+    nan_count: int = row_value("nan_count", "Number of NaN elements.", int)
+    inf_count: int = row_value("inf_count", "Number of elements that are +Inf or -Inf.", int)
+    zero_count: int = row_value("zero_count", "Number of elements equal to zero, of either sign.", int)
+    zero_fraction: float = row_value("zero_fraction", "Fraction of elements that are zero; NaN without elements.")
+    finite_norm: float = row_value("finite_norm", "L2 norm of the finite elements.")
+    max_abs: float = row_value("max_abs", "Largest magnitude of a finite element; NaN when there is none.")
+
     def _value(self, name: str) -> float:
         return float(self._values.column(name)[self._place])
-
-    @property
-    def nan_count(self) -> int:
-        """Number of NaN elements."""
-        return int(self._value("nan_count"))
-
-    @property
-    def inf_count(self) -> int:
-        """Number of elements that are +Inf or -Inf."""
-        return int(self._value("inf_count"))
-
-    @property
-    def zero_count(self) -> int:
-        """Number of elements equal to zero, of either sign."""
-        return int(self._value("zero_count"))
-
-    @property
-    def zero_fraction(self) -> float:
-        """Fraction of elements that are zero; NaN when there are no elements."""
-        return self._value("zero_fraction")
-
-    @property
-    def finite_norm(self) -> float:
-        """L2 norm of the finite elements."""
-        return self._value("finite_norm")
-
-    @property
-    def max_abs(self) -> float:
-        """Largest magnitude of a finite element; NaN when there is none."""
-        return self._value("max_abs")
 
     def _json(self, *names: str) -> dict[str, float | None]:
         """The named values; None for those that are not finite."""
@@ -225,40 +213,19 @@ class TensorStats(Judged, OneRow):
         """Whether every element is finite."""
         return self.nonfinite_count == 0
 
-    @property
-    def sum(self) -> float:
-        """Sum of the finite elements; infinite or NaN if a partial sum overflows float64."""
-        return self._value("sum")
-
-    @property
-    def l2_norm(self) -> float:
-        """L2 norm of all elements, as torch would compute it: NaN if any is NaN, else Inf if any is."""
-        return self._value("l2_norm")
-
-    @property
-    def min(self) -> float:
-        """Smallest finite element; NaN when there is none."""
-        return self._value("min")
-
-    @property
-    def max(self) -> float:
-        """Largest finite element; NaN when there is none."""
-        return self._value("max")
+    sum: float = row_value("sum", "Sum of the finite elements; infinite or NaN if a partial sum overflows float64.")
+    l2_norm: float = row_value("l2_norm", L2_NORM)
+    min: float = row_value("min", "Smallest finite element; NaN when there is none.")
+    max: float = row_value("max", "Largest finite element; NaN when there is none.")
+    mean: float = row_value("mean", "Mean of the finite values; NaN when there is none.")
+    std: float = row_value(
+        "std", "Population standard deviation of the finite values, to 1e-4 of their root mean square; NaN without any."
+    )
 
     @property
     def finite_values(self) -> int:
         """Number of finite values; a complex element has two."""
         return (self.numel - self.nonfinite_count) * (2 if self.dtype.is_complex else 1)
-
-    @property
-    def mean(self) -> float:
-        """Mean of the finite values; NaN when there is none."""
-        return self._value("mean")
-
-    @property
-    def std(self) -> float:
-        """Population standard deviation of the finite values, to 1e-4 of their root mean square; NaN without any."""
-        return self._value("std")
 
     @property
     def first_nonfinite(self) -> tuple[int, ...] | None:

@@ -39,8 +39,8 @@ _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REAL += (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, _ = map(tl.constexpr, range(8))
 
+# Added to the number of a real type for complex elements, which are pairs of that type.
 PAIR = tl.constexpr(16)
-"""Added to the number of a real type for complex elements, which are pairs of that type."""
 
 KINDS: dict[torch.dtype, int] = {dtype: kind for kind, dtype in enumerate(_REAL)} | {
     dtype: _REAL.index(dtype.to_real()) + PAIR.value for dtype in (torch.complex64, torch.complex128, torch.complex32)
@@ -92,13 +92,16 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     lengths = tuple(map(torch.Tensor.numel, tensors))
     dtypes = tuple(map(_dtype_of, tensors))
-    if is_capturing(device):
-        return _new_table(addresses, lengths, dtypes, device)
-    return _kept_table(addresses, lengths, dtypes, device, stream_of(device))
+    make = _table_of.__wrapped__ if is_capturing(device) else _table_of
+    return make(addresses, lengths, dtypes, device, stream_of(device))
 
 
-def _new_table(
-    addresses: Sequence[int], lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+# A training step uses one or two lists, and gradients usually have the same addresses as in the previous step. A table
+# that is kept is never stale: its contents depend only on the arguments. One of them is the stream, whose order ensures
+# that the upload finishes before the table is used, and that all uses finish before its memory is reused.
+@functools.lru_cache(maxsize=16)
+def _table_of(
+    addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
 ) -> Table:
     address = np.array(addresses, dtype=np.int64)
     kind = np.array([KINDS[dtype] for dtype in dtypes], dtype=np.int64)
@@ -138,18 +141,7 @@ def _new_table(
     return Table(source.to(device, non_blocking=True), count, total, total > count)
 
 
-# A training step uses one or two lists, and gradients usually have the same addresses as in the previous step. A table
-# that is kept is never stale: its contents depend only on the arguments. One of them is the stream, whose order ensures
-# that the upload finishes before the table is used, and that all uses finish before its memory is reused.
-@functools.lru_cache(maxsize=16)
-def _kept_table(
-    addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
-) -> Table:
-    return _new_table(addresses, lengths, dtypes, device)
-
-
-ALIGNMENT = 16
-"""Bytes. Triton compiles a different kernel for pointers that are not multiples of this."""
+ALIGNMENT = 16  # bytes; Triton compiles a different kernel for pointers that are not multiples of this
 
 
 class Launcher:

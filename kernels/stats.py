@@ -284,22 +284,12 @@ def _lift_finite(x, good, sums, scaled_sums):
 
 @triton.jit
 def _read_exact(
-    pointer,
-    begin,
-    end,
-    first_index,
-    kind,
-    rare,
-    sums,
-    zeros,
-    VECTOR: tl.constexpr,
-    PAIR: tl.constexpr,
-    WHOLE: tl.constexpr,
+    base, begin, end, offset, kind, rare, sums, zeros, VECTOR: tl.constexpr, PAIR: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """The exact path: adds values [begin, end) from an aligned pointer to rare, sums and zeros.
+    """The exact path: adds values [begin, end) from the aligned address `base` to rare, sums and zeros.
 
     Each lane takes VECTOR values at a time. WHOLE promises that begin is 0 and end a multiple of VECTOR, which keeps
-    16-byte loads. first_index is the index of the element at the pointer, negative if that is before the tensor.
+    16-byte loads. offset is the index of the element at `base`, negative if that is before the tensor.
     """
     nans, infs, sq_sum_large, sq_sum_small, first = rare
     WIDTH: tl.constexpr = 2 if PAIR else 1
@@ -319,7 +309,7 @@ def _read_exact(
         else:
             mask = (start + value >= begin) & (start + value < end)
             valid = (start + element * WIDTH >= begin) & (start + element * WIDTH < end)
-        x = _widen(tl.load(pointer + (start + value), mask=mask, other=0), kind)
+        x = _widen(tl.load(base + (start + value), mask=mask, other=0), kind)
         if PAIR:
             real, imaginary = tl.split(tl.reshape(x, (LANES, VECTOR // WIDTH, 2)))
             is_nan = (real != real) | (imaginary != imaginary)
@@ -347,7 +337,7 @@ def _read_exact(
         sq_sum_large += tl.sum(scaled_sums[0])
         sq_sum_small += tl.sum(scaled_sums[1])
     local = tl.min(lane_first)
-    first = tl.where(local == NO_INDEX, first, tl.minimum(first, (first_index + local).to(tl.float64)))
+    first = tl.where(local == NO_INDEX, first, tl.minimum(first, (offset + local).to(tl.float64)))
     return (nans, infs, sq_sum_large, sq_sum_small, first), sums, zeros
 
 

@@ -101,7 +101,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     vectors = 2 * stats.UNROLL.value * stats.LANES.value
     assert vectors * stats.STEPS_PER_TILE.value == 2 * _table.CHUNK_VECTORS  # a chunk is one tile before and after
-    _table._kept_table.cache_clear()
+    _table._table_of.cache_clear()
     if not HAS_CUDA:  # constants of compiled kernels cannot be changed
         for module, name, value in (
             *((stats, "STEPS_PER_TILE", tl.constexpr(2)), (_table, "CHUNK_VECTORS", vectors)),
@@ -117,7 +117,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtin)
     yield
-    _table._kept_table.cache_clear()
+    _table._table_of.cache_clear()
 
 
 @pytest.fixture(scope="session")

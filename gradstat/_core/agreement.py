@@ -43,7 +43,6 @@ class ListDescription:
     layouts: tuple[str, ...]  # in words
 
     def take(self, rows: Sequence[int]) -> ListDescription:
-        """The given tensors of the list."""
         names = None if self.names is None else tuple(self.names[row] for row in rows)
         return ListDescription(names, *(tuple(part[row] for row in rows) for part in (self.metadata, self.layouts)))
 
@@ -73,6 +72,7 @@ class Reducer:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._world = group, dist.get_world_size(group)
+        self._ranks = format_ranks(dist.get_process_group_ranks(group))
         self._rows = 0  # in every reduction; the same on all ranks, as is what is known
         self._agreed: set[int] = set()
 
@@ -144,10 +144,6 @@ class Reducer:
         reduced, *largest = every.values()
         body = reduced[_HEADER : _HEADER + count * width].view(count, width)
         return reduced[:_HEADER], body, largest[0][:count] if largest else maxima
-
-    @property
-    def _ranks(self) -> str:
-        return format_ranks(dist.get_process_group_ranks(self._group))
 
     def _difference(self, listed: ListDescription) -> str:
         """The first difference between the ranks' lists. All ranks of the group call this together; waits."""

@@ -22,17 +22,13 @@ class FlatShard:
     Every rank of the group has a shard of each tensor, possibly an empty one. Like a DTensor, it has ``_local_tensor``.
     """
 
-    __slots__ = ("_local_tensor", "group", "parameter", "shape", "start")
+    __slots__ = ("_local_tensor", "device", "group", "parameter", "shape", "start")
     is_meta = False
 
     def __init__(self, parameter: Tensor, shape: torch.Size, local: Tensor, start: int, group: ProcessGroup) -> None:
         """``shape`` is that of the whole tensor."""
         self.parameter, self.shape, self.start, self.group = parameter, shape, start, group
-        self._local_tensor = local.detach().reshape(-1)
-
-    @property
-    def device(self) -> torch.device:
-        return self._local_tensor.device
+        self._local_tensor, self.device = local.detach().reshape(-1), local.device
 
 
 class _Wrapper:
@@ -162,8 +158,7 @@ class Megatron(_Wrapper):
     optimizer = None
 
     def parameters(self, parameters: list[Tensor]) -> list[Any]:
-        """The parameters, which are not sharded."""
-        return parameters
+        return parameters  # they are not sharded
 
     def gradients(self) -> dict[int, Any]:
         """The gradients by ``id`` of the parameter; with the distributed optimizer, the shards this rank reduces."""

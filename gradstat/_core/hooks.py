@@ -14,16 +14,12 @@ from gradstat._core.warn import warn_of_failure
 
 
 class Hook:
-    """Calls a weakly held method with ``first`` and the hook's arguments; does nothing in a graph or a copy.
-
-    Attributes:
-        on: Whether it does anything now.
-    """
+    """Calls a weakly held method with ``first`` and the hook's arguments; does nothing in a graph or a copy."""
 
     __torch_unserializable__ = True  # it is left out of saved tensors without a warning
 
     def __init__(self, method: Any = None, *first: Any) -> None:
-        self.on = True
+        self.on = True  # whether it does anything now
         # The two parts of the method: a `weakref.WeakMethod` would take longer to call.
         self._owner = None if method is None else weakref.ref(method.__self__)
         self._function: Any = None if method is None else method.__func__

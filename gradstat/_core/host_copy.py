@@ -11,7 +11,6 @@ from torch import Tensor
 
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in every check; None outside transforms
 
-
 Streams = tuple[torch.Stream, ...]
 
 
@@ -45,11 +44,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to pinned host memory, enqueued behind the kernel that fills the tensor.
-
-    Attributes:
-        needs_copy: Whether there is a copy to wait for: False on the CPU and during graph capture.
-    """
+    """An asynchronous copy of a tensor to pinned host memory, enqueued behind the kernel that fills the tensor."""
 
     __slots__ = ("_event", "_host", "needs_copy")
 
@@ -61,6 +56,7 @@ class HostCopy:
                 "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
             )
         self._event: torch.cuda.Event | None = None
+        # Whether there is a copy to wait for.
         self.needs_copy = tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
         if self.needs_copy:
             # torch's caching host allocator reuses pinned blocks, so this allocates nothing in steady state, and it

@@ -133,14 +133,9 @@ def norm_of(
             each.append(to_device(torch.linalg.vector_norm(tensor.to(wide), norm_type), plain[0].device))
         total: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
         return total
+    to: Literal["total", "sums"] = "sums" if norm_type == 2.0 else "total"
     measured = measure(
-        tensors,
-        name_of,
-        backend,
-        parameters=parameters,
-        extra_groups=extra_groups,
-        in_place=in_place,
-        reduce_to="sums" if norm_type == 2.0 else "total",
+        tensors, name_of, backend, parameters=parameters, extra_groups=extra_groups, in_place=in_place, reduce_to=to
     )
     return norms.total_norm(measured.summands(), norm_type)
 

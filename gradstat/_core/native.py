@@ -35,64 +35,38 @@ class StaleExtensionError(BackendUnavailableError):
 
 
 class DeviceModule(Protocol):
-    """The functions that both libraries have (csrc/python_ops.h).
+    """The functions that both libraries have (csrc/python_ops.h), with the arguments of the schemas in csrc/ops_impl.h.
 
     Unless all tensors are ordinary and on one device of the library's type, a function returns None and does nothing.
     """
 
-    # Table and signature.
-    def check(self, tensors: list[Tensor], /) -> tuple[Tensor, int] | None: ...
-
-    # The norm before clipping.
-    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float, /) -> Tensor | None: ...
-
-    # The multipliers, then the norm; `gradstat.adaptive` documents what is changed in place.
-    def decide_clip_(
-        self, method: int, options: tuple[float, ...], state: Tensor, window: int, measured: Tensor,
-        weights: Tensor | None, factor: Tensor | None, skip: Tensor | None, /,
-    ) -> Tensor | None: ...  # fmt: skip
-
-    # The verdict; `gradstat.guard` documents what is changed in place.
-    def guard_(
-        self, options: tuple[float, ...], state: Tensor, window: int, scaling: Tensor, verdict: Tensor,
-        loss: Tensor | None, counters: Tensor | None, /,
-    ) -> Tensor | None: ...  # fmt: skip
-
-    # The norm, and a tensor whose first element is the multiplier to pass to `scale_`.
-    def measure_norm(
-        self, tensors: list[Tensor], max_norm: float, norm_type: float, /
-    ) -> tuple[Tensor, Tensor] | None: ...
-
+    check: Callable[[list[Tensor]], tuple[Tensor, int] | None]  # table and signature
+    clip_: Callable[[list[Tensor], float, float], Tensor | None]  # the norm before clipping
+    decide_clip_: Callable[..., Tensor | None]  # the multipliers, then the norm
+    guard_: Callable[..., Tensor | None]  # the verdict
+    measure_norm: Callable[[list[Tensor], float, float], tuple[Tensor, Tensor] | None]  # the second is for `scale_`
     # Table, signature, norm, [multiplier, norm] as float64, verdict (csrc/entry.h).
-    def measure_step(
-        self, tensors: list[Tensor], max_norm: float, norm_type: float, scale: Tensor | None, counters: Tensor | None, /
-    ) -> tuple[Tensor, int, Tensor, Tensor, Tensor] | None: ...
-
-    # By the first element of the float64 multiplier; each tensor by its own float64 multiplier.
-    def scale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> bool | None: ...
-    def scale_each_(self, tensors: list[Tensor], multipliers: Tensor, /) -> bool | None: ...
-
-    # Multiplies by a float32 number; table and signature of the results.
-    def unscale_(self, tensors: list[Tensor], multiplier: Tensor, /) -> tuple[Tensor, int] | None: ...
+    measure_step: Callable[..., tuple[Tensor, int, Tensor, Tensor, Tensor] | None]
+    scale_: Callable[[list[Tensor], Tensor], bool | None]  # by the first element of a float64 tensor
+    scale_each_: Callable[[list[Tensor], Tensor], bool | None]  # each tensor by its own element
+    unscale_: Callable[[list[Tensor], Tensor], tuple[Tensor, int] | None]  # table and signature of the products
 
 
 class CpuModule(DeviceModule, Protocol):
     """``_C``: also the instruction set chosen for this machine, and helpers for `gradstat._core.parameters`."""
 
-    def instructions(self) -> str: ...
-    def make_plan(self, modules: list[object], parameters: list[Tensor], /) -> object | None: ...
-    def planned_parameters(self, plan: object, /) -> list[Tensor] | None: ...
-    def holds_exactly(self, groups: list[dict[str, Any]], parameters: list[Tensor], /) -> bool: ...
-    def gradients_of(self, parameters: list[Tensor], /) -> tuple[list[Tensor], list[int] | None, list[int] | None]: ...
+    instructions: Callable[[], str]
+    make_plan: Callable[[list[Any], list[Tensor]], object | None]  # of weak references to modules, and parameters
+    planned_parameters: Callable[[object], list[Tensor] | None]
+    holds_exactly: Callable[[list[dict[str, Any]], list[Tensor]], bool]
+    gradients_of: Callable[[list[Tensor]], tuple[list[Tensor], list[int] | None, list[int] | None]]
 
 
 class CudaModule(DeviceModule, Protocol):
     """``_C_cuda``: also the architectures it was compiled for, and whether a device can run it."""
 
-    def architectures(self) -> str: ...
-
-    # Raises RuntimeError, with CUDA's reason, if the device with this index or its driver cannot run the kernels.
-    def load_kernels(self, device: int, /) -> None: ...
+    architectures: Callable[[], str]
+    load_kernels: Callable[[int], None]  # RuntimeError, with CUDA's reason, if the device with this index cannot
 
 
 def library_path(name: str, package: Path = _PACKAGE) -> Path | None:

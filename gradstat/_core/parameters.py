@@ -154,15 +154,11 @@ class Trained:
     A parameter that the optimizer gets later (a group added, a tensor replaced) is followed. One that is not the
     model's counts from its first gradient on, since an optimizer may hold tensors that nothing uses any more. Names are
     those of the model, or of the optimizer: its own if made from ``named_parameters()``, else group and position.
-
-    Attributes:
-        model: The model; without parameters if only the optimizer is known, all of whose parameters count then.
-        besides: A module with the parameters that are trained and not the model's.
     """
 
     def __init__(self, model: Module, optimizer: Optimizer | None) -> None:
-        self.model = model
-        self.besides = Parameters()
+        self.model = model  # without parameters if only the optimizer is known, all of whose parameters count then
+        self.besides = Parameters()  # that are trained and not the model's
         self._optimizer = optimizer
         self._names: Sequence[str] | None = None  # of the model's parameters when they were last compared
         self._of_model: list[Tensor] = []

@@ -79,7 +79,7 @@ class _Plan:
     shardings: list[Sharding | None]
     rows_by_key: dict[_GroupKey, list[int]]  # rows by the groups they are merged over
     listed: ListDescription
-    has_partial: bool
+    has_partial: bool  # whether a reduced copy of some tensor is measured instead of its own memory
     made_from: object = None  # what is compared to see whether a list is this one; None if that is not possible
     meshes: tuple[weakref.ref[DeviceMesh], ...] = ()  # while they live, their ids in ``made_from`` mean them
     infos: tuple[object, object, Sequence[TensorInfo]] | None = None  # of the shards, their positions, of the tensors
@@ -203,13 +203,9 @@ class Sharded:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        parameters: list[Tensor] | None = None,
-        extra: ExtraGroups | None = None,
-        names: Names | None = None,
+        self, tensors: list[Any], parameters: list[Tensor] | None, extra: ExtraGroups | None, names: Names | None
     ) -> None:
-        self._tensors = list(tensors)
+        self._tensors = tensors
         self._starts = tuple(tensor.start for tensor in self._tensors if isinstance(tensor, FlatShard))
         listed_names = None if names is None else tuple(names())
         if self._starts:
@@ -234,6 +230,7 @@ class Sharded:
         metadata = _metadata(self._parameters)
         plan = None if masks or not metadata else _Plan.of_distributed(stand_ins, names_of_all, metadata)
         self._plan = plan or _Plan.of(stand_ins, names_of_all, metadata, masks)
+        self.has_partial = self._plan.has_partial
         self._shardings, self._rows_by_key = self._plan.shardings, self._plan.rows_by_key
         self._groups = list(dict.fromkeys(group for groups, _ in self._rows_by_key for group in groups))
         # What all ranks of a group have to have: without the tensors that are spread over extra groups.
@@ -245,11 +242,6 @@ class Sharded:
         self._error: Exception | None = None
         # By group and what is reduced; None if other ranks have other tensors, and were told.
         self._reducers: dict[tuple[ProcessGroup, str], Reducer | None] = {}
-
-    @property
-    def has_partial(self) -> bool:
-        """Whether a tensor has a Partial placement, so that a reduced copy is measured instead of its own memory."""
-        return self._plan.has_partial
 
     def rows(self, measure_local: MeasureLocal) -> Measurement:
         """Measures this rank's shards with ``measure_local`` and merges their rows over the ranks. No sync with NCCL.
@@ -375,16 +367,16 @@ class Sharded:
     def _local(self) -> list[Tensor]:
         """This rank's shards of the tensors. Partial tensors are all-reduced first, with one collective each."""
         if self._plan.made_from is not None and not self.has_partial:
-            return [tensor._local_tensor for tensor in self._tensors]  # type: ignore[attr-defined]
+            return [tensor._local_tensor for tensor in self._tensors]
         shards = []
         for tensor, row in zip(self._tensors, self._positions, strict=True):
             sharding = self._shardings[row]
             if sharding is None:
                 shards.append(tensor)
             elif sharding.resolved is None:
-                shards.append(tensor._local_tensor)  # type: ignore[attr-defined]
+                shards.append(tensor._local_tensor)
             else:
-                whole = tensor.redistribute(placements=sharding.resolved)  # type: ignore[attr-defined]
+                whole = tensor.redistribute(placements=sharding.resolved)
                 shards.append(wait_tensor(whole._local_tensor))
         return shards
 

@@ -31,8 +31,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-QUIET = 20
-"""For this many steps after an incident, another is not measured, written or replayed again."""
+QUIET = 20  # for so many steps after an incident, another is not measured, written or replayed again
 
 
 class AnomalyWarning(UserWarning):

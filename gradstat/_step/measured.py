@@ -194,17 +194,12 @@ class Unscaled(NamedTuple):
 
     @classmethod
     def of_(
-        cls,
-        gradients: list[Tensor],
-        labels: Labels,
-        multiplier: Tensor,
-        named: NamedParameters,
-        extra_groups: ExtraGroups | None,
+        cls, gradients: list[Tensor], labels: Labels, factor: Tensor, named: NamedParameters, extra: ExtraGroups | None
     ) -> Unscaled:
         """Unscales the gradients, at least one, in place. No host sync. Raises beforehand, as `clip_grad_norm_`."""
         name_of, first = labels.of, gradients[0]
-        multiplier = to_device(multiplier, first.device)
-        direct = direct_for(first, None) if extra_groups is None else None
+        multiplier = to_device(factor, first.device)
+        direct = direct_for(first, None) if extra is None else None
         short = direct.unscale_(gradients, multiplier) if direct is not None else None
         if short is not None:
             table, signature = short
@@ -214,7 +209,7 @@ class Unscaled(NamedTuple):
                 targets = writable(gradients, name_of)
                 scale_everywhere_(targets, multiplier.to(torch.float64), name_of, None)
             parameters, names = named.parameters, named.names
-            rows = measure(gradients, name_of, None, parameters=parameters, names=names, extra_groups=extra_groups)
+            rows = measure(gradients, name_of, None, parameters=parameters, names=names, extra_groups=extra)
         torch.autograd.graph.increment_version(gradients)
         return cls(rows, labels, multiplier, streams_of([multiplier, *rows.tables]))
 

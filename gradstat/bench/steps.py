@@ -54,26 +54,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant of the step: ``inspect`` is called between ``backward()`` and the optimizer's step.
-
-    Attributes:
-        name: The displayed name.
-        inspect: The added call.
-        anomaly: The ``check_nan`` of anomaly mode; None leaves it off.
-        takes_step: Whether ``inspect`` takes the optimizer's step itself.
-        own: The step it runs, which something is attached to, in place of the one that is given.
-    """
+    """A variant of the step: ``inspect`` is called between ``backward()`` and the optimizer's step."""
 
     name: str
     inspect: Callable[[Step, Tensor], object] = lambda step, loss: None
-    anomaly: bool | None = None
-    takes_step: bool = False
-    own: Step | None = None
-
-    @property
-    def adds_a_call(self) -> bool:
-        """Whether ``inspect`` is all that is added to the plain step."""
-        return self.anomaly is None and not self.takes_step and self.own is None
+    anomaly: bool | None = None  # the ``check_nan`` of anomaly mode; None leaves it off
+    takes_step: bool = False  # whether ``inspect`` takes the optimizer's step itself
+    own: Step | None = None  # the step it runs, which something is attached to, in place of the one that is given
 
     def run(self, step: Step) -> float:
         """Runs one training step; returns the seconds that the call of ``inspect`` took."""
@@ -173,8 +160,8 @@ class Cost:
     name: str
     seconds: Quartiles  # of a step, with a sync after each `BLOCK`
     ratio: Quartiles  # to the plain step of the same round
-    # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None unless
-    # `Variant.adds_a_call`, and on a GPU, where a call that syncs also waits for the backward pass.
+    # Seconds in the added call itself, which resolves costs too small for the noisy ratio. None if something else is
+    # added, and on a GPU, where a call that syncs also waits for the backward pass.
     inside: Quartiles | None
     extra_bytes: Quartiles  # peak memory beyond those of several plain steps
 
@@ -200,13 +187,8 @@ def costs(
     def run(variant: Variant) -> None:
         inside[variant.name].append(sum(variant.run(step) for _ in range(block)) / block)
 
-    blocks = interleaved(
-        {variant.name: partial(run, variant) for variant in compared},
-        rounds,
-        WARMUP,
-        device=step.device,
-        progress=progress,
-    )
+    calls = {variant.name: partial(run, variant) for variant in compared}
+    blocks = interleaved(calls, rounds, WARMUP, device=step.device, progress=progress)
     samples = {name: [seconds / block for seconds in sample] for name, sample in blocks.items()}
 
     def peak(variant: Variant) -> int:
@@ -215,7 +197,8 @@ def costs(
     plain, bases = samples[compared[0].name], [peak(compared[0]) for _ in range(3)]
     measured = []
     for variant in compared:
-        is_timed = variant.adds_a_call and step.device.type == "cpu"
+        adds_a_call = variant.anomaly is None and not variant.takes_step and variant.own is None
+        is_timed = adds_a_call and step.device.type == "cpu"
         call = quartiles(inside[variant.name][WARMUP:]) if is_timed else None
         most, wall = peak(variant), samples[variant.name]
         extra = quartiles([most - base for base in (bases if variant is not compared[0] else [most])])

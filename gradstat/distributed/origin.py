@@ -264,6 +264,8 @@ class OriginReport(Judged):
     Attributes:
         ranks: All ranks that took part.
         micro_batches: Number of micro-batches: reductions, or with ``per_micro_batch`` calls of ``backward()``.
+        nonfinite: The parameters whose gradient was not finite on some rank, in the model's order.
+        nonfinite_since: For each of them, the first micro-batch in which it was not, as `micro_batch_of` says.
     """
 
     def __init__(
@@ -271,23 +273,14 @@ class OriginReport(Judged):
     ) -> None:
         self._names = frozenset(names)
         self._nonfinite = {one.name: one for one in nonfinite}
-        self.ranks = ranks
-        self.micro_batches = micro_batches
+        self.ranks, self.micro_batches = ranks, micro_batches
+        self.nonfinite = tuple(self._nonfinite)
+        self.nonfinite_since = {one.name: one.micro_batch for one in nonfinite}
 
     @property
     def ok(self) -> bool:
         """Whether every local gradient was finite on every rank."""
         return not self._nonfinite
-
-    @property
-    def nonfinite(self) -> tuple[str, ...]:
-        """The parameters whose gradient was not finite on some rank, in the model's order."""
-        return tuple(self._nonfinite)
-
-    @property
-    def nonfinite_since(self) -> dict[str, int]:
-        """For each of `nonfinite`, the first micro-batch in which it was not, as `micro_batch_of` says."""
-        return {name: origin.micro_batch for name, origin in self._nonfinite.items()}
 
     def rank_of(self, name: str) -> int | None:
         """The lowest rank where ``name``'s gradient was first not finite, or None. KeyError if ``name`` is unknown."""

@@ -37,31 +37,23 @@ _VERSION = 1  # of states
 class Adapter:
     """Attaches monitors to a training, and knows what only its framework does. A context manager; leaving it removes.
 
-    ``arguments`` are those of `gradstat.Monitor`, except for model, optimizer and scaler, which come from ``source``.
-    ``runs_steps``: the framework's own step can be run again, so a replay needs no function. ``saves``: the policy
-    ``"checkpoint"`` exists. ``healthy_checkpoints``: no checkpoint is saved while a monitor is not healthy. ``caller``
-    is named in errors. Raises TypeError or ValueError as `gradstat.Monitor` does.
-
-    Attributes:
-        attachments: One `Attachment` for each model or optimizer; empty before training begins.
+    ``arguments`` are those of `gradstat.Monitor`, except for model, optimizer and scaler. Errors name ``caller``. With
+    ``healthy``, no checkpoint is saved while a monitor is not healthy. Raises TypeError or ValueError as
+    `gradstat.Monitor` does.
     """
 
+    source = "trainer"  # of model, optimizer and scaler
+    runs_steps = False  # the framework's own step can be run again, so a replay needs no function
+    saves = False  # the policy "checkpoint" exists
+
     def __init__(
-        self,
-        arguments: Mapping[str, Any],
-        source: str,
-        max_norm: Any = None,
-        *,
-        runs_steps: bool = False,
-        saves: bool = False,
-        healthy_checkpoints: bool = False,
-        caller: Callable[..., Any] = Monitor,
+        self, arguments: Mapping[str, Any], max_norm: Any = None, caller: Any = Monitor, healthy: bool = False
     ) -> None:
         for name in ("model", "optimizer", "scaler"):
             if name in arguments:
-                raise TypeError(f"{name} is taken from the {source}; leave it out")
+                raise TypeError(f"{name} is taken from the {self.source}; leave it out")
         refuse_unknown(arguments, caller, Monitor)
-        known = (*POLICIES, "checkpoint") if saves else POLICIES
+        known = (*POLICIES, "checkpoint") if self.saves else POLICIES
         # Where to save and what to replay is of the real monitor.
         checked = {name: value for name, value in arguments.items() if name not in ("save_to", "replay")}
         settings = Settings.of(**checked, max_norm=max_norm, policies=known)
@@ -71,14 +63,14 @@ class Adapter:
         self.max_norm, self.table = settings.limit, settings.policies
         self.policies = {name for name in known if self.table.uses(name)}
         self.watch = asked_for(arguments.get("watch"))
-        if "replay" in self.policies and not runs_steps and not callable(arguments.get("replay")):
+        if "replay" in self.policies and not self.runs_steps and not callable(arguments.get("replay")):
             raise TypeError("on_anomaly='replay' needs the function that runs a step: install(..., replay=step_fn)")
         self.replays = bool(arguments.get("replay")) or "replay" in self.policies
-        self.runs_steps, self.healthy_checkpoints = runs_steps, healthy_checkpoints
+        self.healthy_checkpoints = healthy
         self.device: torch.device | None = None  # of this rank; None if it trains alone
         self.is_replicated = False  # whether DDP keeps the same parameters on all ranks
         self.turns = 0  # how many steps have been measured of models that take turns
-        self.attachments: Sequence[Attachment] = ()
+        self.attachments: Sequence[Attachment] = ()  # one for each model or optimizer, when training begins
         self._engine_clips = False
         self._patches: list[Layer] = []
         self._unwatched = Unwatched([])  # warns of failures of the adapter itself

@@ -79,18 +79,17 @@ def install(
             "after accelerator.prepare(model, optimizer, ...)"
         )
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
-    return AccelerateHandle(
-        accelerator, arguments, "accelerator", max_norm, micro_batches=micro_batches,
-        healthy_checkpoints=healthy_checkpoints, caller=install,
-    )  # fmt: skip
+    return AccelerateHandle(accelerator, arguments, max_norm, install, healthy_checkpoints, micro_batches=micro_batches)
 
 
 class AccelerateHandle(Adapter):
     """What `install` returns. A context manager; leaving it calls `remove`."""
 
-    def __init__(self, accelerator: Any, *arguments: Any, micro_batches: bool, **options: Any) -> None:
+    source = "accelerator"
+
+    def __init__(self, accelerator: Any, *arguments: Any, micro_batches: bool) -> None:
         """Made by `install`."""
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments)
         self._micro_batches = micro_batches
         self._warned: set[str] = set()
         self._aside: list[Attachment] = []  # the clip that runs is not that of their models
@@ -102,10 +101,9 @@ class AccelerateHandle(Adapter):
         """Raises what `engine_clips` raises; afterwards attachments can be made."""
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         is_fsdp2 = kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)
+        engine = None if is_fsdp2 else engine_name_of(kind)
         setting = "set its clip in its configuration, or pass a number to clip_grad_norm_"
-        self._prepare(
-            None if is_fsdp2 else engine_name_of(kind), accelerator.num_processes, accelerator.device, setting
-        )
+        self._prepare(engine, accelerator.num_processes, accelerator.device, setting)
         self._accelerator, self._engine = accelerator, None
         self.is_replicated = kind.startswith("MULTI_")  # by DDP, one of Accelerate's names for each kind of device
 

@@ -83,6 +83,8 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             refused before training starts.
     """
 
+    runs_steps = saves = True
+
     def __init__(
         self,
         max_norm: float | AdaptiveClip | None = None,
@@ -100,15 +102,13 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
     ) -> None:
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
-        super().__init__(
-            {"on_anomaly": on_anomaly, **options}, "trainer", max_norm, runs_steps=True, saves=True,
-            healthy_checkpoints=healthy_checkpoints, caller=GradstatCallback,
-        )  # fmt: skip
+        super().__init__({"on_anomaly": on_anomaly, **options}, max_norm, GradstatCallback, healthy_checkpoints)
         self._choice = Choice(aggregates, per_tensor, top, prefix).check()
         self._log_every, self._micro_batches = log_every, micro_batches
         self._save_dir = None if save_dir is None else path_of(save_dir, "save_dir").absolute()
         self.checkpoints: list[Path] = []
         self._trainer: Any = None
+        self._runs_steps = self.replays and not callable(self.arguments.get("replay"))
         self._step_replay: StepReplay | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | None = None
@@ -132,10 +132,6 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         """Replaces the saving methods of ``ModelCheckpoint``: saves nothing while a checkpoint is withheld."""
         if not any(attachment.withholds_checkpoint() for attachment in self.attachments):
             original(*args, **kwargs)
-
-    @property
-    def _runs_steps(self) -> bool:
-        return self.replays and not callable(self.arguments.get("replay"))
 
     def _refuse(self, trainer: Any, module: Any) -> None:
         """Raises, before training starts, for settings that conflict."""

@@ -37,14 +37,14 @@ class Choice(NamedTuple):
 
     def check(self) -> Choice:
         """A copy with tuples; raises ValueError if a name is not known, or ``top`` is less than 1."""
-        choices = {"aggregates": AGGREGATES, "per_tensor": _COLUMNS}
-        for what, names in (("aggregates", self.aggregates), ("per_tensor", self.per_tensor)):
+        chosen = ("aggregates", self.aggregates, AGGREGATES), ("per_tensor", self.per_tensor, _COLUMNS)
+        for what, names, known in chosen:
             expect(what, names, Iterable, "a sequence of names")
             if isinstance(names, str):
                 raise ValueError(f"{what} is the string {names!r}; expected a sequence of names, ({names!r},)")
             for name in names:
-                if name not in choices[what]:
-                    raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(choices[what])}")
+                if name not in known:
+                    raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(known)}")
         expect("prefix", self.prefix, str, "text")
         if self.top is not None and (type(self.top) is not int or self.top < 1):
             raise ValueError(f"top is {self.top!r}; expected a number of tensors of at least 1, or None for all")

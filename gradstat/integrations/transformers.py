@@ -24,8 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 __all__ = ["GradstatCallback", "install"]
 
-STATE_FILE = "gradstat_monitor.pt"
-"""The monitor's state, in the folder of each checkpoint."""
+STATE_FILE = "gradstat_monitor.pt"  # the monitor's state, in the folder of each checkpoint
 
 
 def install(
@@ -78,9 +77,8 @@ def install(
         raise ValueError(f"log is {log!r}; expected True, False or 'parameters'")
     arguments = {"on_anomaly": on_anomaly, "watch": watch, **monitor_options}
     return GradstatCallback(
-        trainer, log, arguments, "trainer", max_norm, runs_steps=True, micro_batches=micro_batches,
-        healthy_checkpoints=healthy_checkpoints, caller=install,
-    )  # fmt: skip
+        trainer, log, arguments, max_norm, install, healthy_checkpoints, micro_batches=micro_batches
+    )
 
 
 class GradstatCallback(AccelerateHandle, TrainerCallback):
@@ -89,6 +87,8 @@ class GradstatCallback(AccelerateHandle, TrainerCallback):
     Attributes:
         trainer: The Trainer.
     """
+
+    source, runs_steps = "trainer", True
 
     def __init__(self, trainer: Any = None, log: bool | str = True, *arguments: Any, **options: Any) -> None:
         """Made by `install`; RuntimeError if made otherwise."""

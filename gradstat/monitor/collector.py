@@ -23,7 +23,7 @@ from gradstat._core.wrappers import uncompiled, without_ddp
 from gradstat._step import loss_scale
 from gradstat._step.optimizers import unwrapped
 from gradstat.check import check_tensors
-from gradstat.guard import last_guards
+from gradstat.guard import checked_value, last_guards
 from gradstat.monitor import observers
 from gradstat.monitor.connection import Connection
 from gradstat.monitor.options import MonitorOptions
@@ -269,10 +269,7 @@ class Collector:
                 on_host[name] = value
             elif isinstance(value, Tensor):
                 if value.numel() != 1 or not value.dtype.is_floating_point:
-                    raise ValueError(
-                        f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected one floating-"
-                        f"point number, such as {name}.mean()"
-                    )
+                    checked_value(name, value)  # raises
                 if value.is_cpu and type(value) in PLAIN_TYPES:
                     try:
                         on_host[name] = value.item()
@@ -515,25 +512,17 @@ def _number(value: Any) -> float:
 def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
     """The fields of `RunSettings` that describe an optimizer."""
     groups = [] if optimizer is None else optimizer.param_groups
+    momenta, decays = [0.0], []
+    for group in groups:
+        betas = group.get("betas")
+        first, *others = betas if isinstance(betas, tuple | list) and betas else (group.get("momentum"), None)
+        momenta.append(_number(first))
+        decays += [_number(group.get("alpha", group.get("rho")) if other is None else other) for other in others]
     return {
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
-        "momentum": max((_momentum_of(group) for group in groups), default=0.0),
-        "second_moment_decay": _second_moment_decay_of(optimizer),
+        "momentum": max(momenta),
+        # Per step (beta2), the smallest of all groups; 0 if one is not known.
+        "second_moment_decay": min(decays) if decays and all(0 < decay < 1 for decay in decays) else 0.0,
         "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
     }
-
-
-def _momentum_of(group: Mapping[str, Any]) -> float:
-    betas = group.get("betas")
-    return _number(betas[0] if isinstance(betas, (tuple, list)) and betas else group.get("momentum"))
-
-
-def _second_moment_decay_of(optimizer: Optimizer | None) -> float:
-    """The decay of the optimizer's second moment per step (beta2), the smallest of all groups; 0 if not known."""
-    settings: list[Any] = []
-    for group in () if optimizer is None else optimizer.param_groups:
-        betas = group.get("betas")
-        settings += betas[1:] if isinstance(betas, (tuple, list)) else [group.get("alpha", group.get("rho"))]
-    decays = [float(value) for value in settings if isinstance(value, (int, float)) and 0 < value < 1]
-    return min(decays) if decays and len(decays) == len(settings) else 0.0

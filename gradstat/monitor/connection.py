@@ -14,28 +14,19 @@ from gradstat.monitor.observers import leaves_of
 
 
 class Connection:
-    """What a monitor and whoever calls `Monitor.step` tell each other: the user's loop, `gradstat.auto` or an adapter.
-
-    Attributes:
-        trained: What is watched.
-        first_gradient: The first gradient of the last step, if there was one, and its version, which another backward
-            pass changes.
-        wrapper: The DDP module that `is_joining` asks, if it is not the model.
-        in_use: Remedies that the run uses already, so that advice leaves them out.
-        is_stepped_by_user: Whether the user's loop calls `Monitor.step`.
-        runs_steps: Whether a framework runs the steps, so that the policy ``"replay"`` needs no function.
-        has_late_clip: Whether gradients were clipped after the last step had used them.
-        leaves: The parameters in the graph of the first loss, each with its version; None before.
-        why_nothing: Says why no step was taken.
-    """
+    """What a monitor and who calls `Monitor.step` tell each other: the user's loop, `gradstat.auto` or an adapter."""
 
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
+        # Of the last step, if it had one, and its version, which another backward pass changes.
         self.first_gradient: tuple[weakref.ref[Tensor] | None, int] = None, 0
-        self.wrapper: nn.Module = trained.model
-        self.in_use: set[str] = set()
-        self.is_stepped_by_user, self.runs_steps, self.has_late_clip = True, False, False
-        self.leaves: list[tuple[weakref.ref[Tensor], int]] | None = None
+        self.wrapper: nn.Module = trained.model  # that `is_joining` asks: the DDP module, if it is another
+        self.in_use: set[str] = set()  # remedies that the run uses already, so that advice leaves them out
+        self.is_stepped_by_user = True  # by the user's loop
+        self.runs_steps = False  # a framework does, so that the policy "replay" needs no function
+        self.has_late_clip = False  # gradients were clipped between a step and the next backward pass
+        self.leaves: list[tuple[weakref.ref[Tensor], int]] | None = None  # of the first loss, each with its version
+        # Why no step was taken.
         self.why_nothing: Callable[[], str] = lambda: "monitor.step() has not been called"
 
     def saw_loss(self, losses: Sequence[Any]) -> None:

@@ -68,13 +68,7 @@ class LatestStep(NamedTuple):
 
 
 class StepLog:
-    """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``.
-
-    Attributes:
-        observations: The observations that the rules have not seen.
-        newest: The newest step that was read.
-        latest: By kind, the newest rows, of one step.
-    """
+    """The steps of a run: those that the rules have not seen, and the last ``length``, in roughly ``max_bytes``."""
 
     def __init__(
         self, length: int, max_bytes: int, check_labels: Callable[[int, str, float, float], list[Observation]]
@@ -86,7 +80,7 @@ class StepLog:
 
     def clear(self) -> None:
         """Drops the steps that the rules have not seen, because their numbers will be used again."""
-        self.newest: Pending | None = None
+        self.newest: Pending | None = None  # that was read
         self._begin()
 
     def _begin(self) -> None:
@@ -198,7 +192,10 @@ class StepLog:
                         measured[segment.positions] = present
                     rows.setdefault(kind, []).append((one.step, tensors, measured))
         steps = np.array([one.step for one in closed], dtype=np.int64)
-        columns = _columns([one.scalars for one in closed])
+        columns = {}
+        for name in dict.fromkeys(itertools.chain(*(one.scalars for one in closed), _COUNTS if closed else ())):
+            fill = _ABSENT.get(name, math.nan)
+            columns[name] = np.array([one.scalars.get(name, fill) for one in closed])
         stacked = {kind: _stacked(*zip(*of_kind, strict=True)) for kind, of_kind in rows.items()}
         self._keep(steps, columns, stacked)
         return Window(steps, columns, stacked, run, seen, self.latest)
@@ -218,11 +215,8 @@ class StepLog:
             self._blocks.popleft()
 
     def _bytes(self) -> int:
-        return sum(
-            (one.raw if isinstance(one, Rows) else one.values).nbytes
-            for _, _, tables in self._blocks
-            for one in tables.values()
-        )
+        every = (one for _, _, tables in self._blocks for one in tables.values())
+        return sum((one.raw if isinstance(one, Rows) else one.values).nbytes for one in every)
 
     def _condense(self) -> None:
         """Converts all kept rows to series, which take less memory."""
@@ -242,7 +236,7 @@ class StepLog:
         """Replaces what is kept by the history of another run."""
         # Of a review each: steps, scalars, and by kind rows, or a `Series` of them.
         self._blocks: deque[tuple[npt.NDArray[np.int64], dict[str, Floats], dict[str, Any]]] = deque()
-        self.latest: dict[str, Rows] = {}
+        self.latest: dict[str, Rows] = {}  # by kind, the newest rows, of one step
         if recording is not None and len(recording.steps):
             self._blocks.append((recording.steps, recording.scalars, {**recording.tables}))
 
@@ -254,12 +248,3 @@ def _stacked(steps: Sequence[int], by_row: Sequence[TensorSet], tables: Sequence
     np.concatenate([table.T for table in tables], 1, out=fields.reshape(_fields.COUNT, -1))
     is_same = all(tensors is newest for tensors in by_row)
     return Rows(newest, np.array(steps, dtype=np.int64), fields.transpose(1, 2, 0), None if is_same else by_row)
-
-
-def _columns(steps: Sequence[dict[str, float]]) -> dict[str, Floats]:
-    """The scalars of some steps, each as an array; missing values are NaN, or those of `_ABSENT`."""
-    columns = {}
-    for name in dict.fromkeys(itertools.chain(*steps, _COUNTS if steps else ())):
-        fill = _ABSENT.get(name, math.nan)
-        columns[name] = np.array([one.get(name, fill) for one in steps])
-    return columns

@@ -296,13 +296,11 @@ class Monitor:
         flag, guard = measured.flag, self.guard
         if flag is None or (self.scaler is not None and self.scaler.is_enabled()):
             return None
-        if guard is None:
-            return SkipRequest(flag)
-        with self._unwatched.suppress_errors(self.steps - 1, "the guard could not judge a step"):
-            assert measured.norm is not None
-            assert self._optimizer is not None
-            return decision.judged(guard, self._optimizer, measured.norm, flag, loss, self.options.backend)
-        return SkipRequest(flag)
+        wish = SkipRequest(flag)
+        if guard is not None and self._optimizer is not None and measured.norm is not None:
+            with self._unwatched.suppress_errors(self.steps - 1, "the guard could not judge a step"):
+                wish = decision.judged(guard, self._optimizer, measured.norm, flag, loss, self.options.backend)
+        return wish
 
     @never_traced
     def batch(self, batch: Any) -> list[Finding]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gradstat._core.collectives import UnreachableRankError
 from gradstat._core.native import BackendUnavailableError
 from gradstat._core.text import and_more, printable
@@ -10,8 +13,7 @@ from gradstat.recording.findings import Finding
 
 # Any other error in a step is internal to gradstat, and must not end the training.
 PROPAGATED_ERRORS = (BackendUnavailableError, UnreachableRankError)
-RULE = "not-watched"
-"""The rule name of findings about the monitor itself; no policy applies to them."""
+RULE = "not-watched"  # the rule name of findings about the monitor itself; no policy applies to them
 
 
 class Unwatched:
@@ -41,24 +43,12 @@ class Unwatched:
             self._findings.append(Finding(RULE, "warning", step, "monitor", {}, text=f"internal error: {what}"))
             warn_of_failure(what)
 
-    def suppress_errors(self, step: int, what: str) -> _Suppressing:
+    @contextmanager
+    def suppress_errors(self, step: int, what: str) -> Iterator[None]:
         """A context that catches errors, except `PROPAGATED_ERRORS`, and reports them by `report_failure`."""
-        return _Suppressing(self, step, what)
-
-
-class _Suppressing:
-    """A context manager by hand: it takes 0.3 us instead of contextlib's 0.7, and steps enter several."""
-
-    __slots__ = ("_step", "_unwatched", "_what")
-
-    def __init__(self, unwatched: Unwatched, step: int, what: str) -> None:
-        self._unwatched, self._step, self._what = unwatched, step, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, PROPAGATED_ERRORS):
-            return False
-        self._unwatched.report_failure(self._step, self._what)
-        return True
+        try:
+            yield
+        except PROPAGATED_ERRORS:
+            raise
+        except Exception:
+            self.report_failure(step, what)

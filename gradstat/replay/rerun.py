@@ -32,7 +32,6 @@ CLEAN = (
     "state of your own), or is not a bug in the program: hardware, or a race"
 )
 
-
 _NO_SAVED_STATE = (
     "no state of the step was saved, so the replay used the current parameters, buffers and random state and may miss "
     "the cause; gradstat.Monitor(..., replay=True) saves it"
@@ -208,14 +207,7 @@ def _binds(step_fn: Callable[..., Any], *arguments: Any) -> bool:
 
 
 class Replayer:
-    """Runs the newest step again. With ``replay``, the function for it or True, it keeps the step's state and batch.
-
-    Attributes:
-        keeps_state: Whether it does.
-        culprit: Result of the last replay.
-        step: The step that it ran.
-        text: Its result in words, or why it failed; empty before the first.
-    """
+    """Runs the newest step again. With ``replay``, the function for it or True, it keeps the step's state and batch."""
 
     def __init__(self, model: Module, optimizer: Optimizer | None, scaler: Any, replay: Callable[..., Any] | bool):
         self._model, self._optimizer, self.scaler = model, optimizer, scaler
@@ -229,8 +221,9 @@ class Replayer:
 
     def forget(self) -> None:
         """Forgets the results, as for another run."""
-        self.culprit: Culprit | None = None
-        self.step, self.text = -1, ""
+        self.culprit: Culprit | None = None  # of the last replay
+        self.step = -1  # that it ran
+        self.text = ""  # its result in words, or why it failed
         self._last_incident = -QUIET
 
     def keep_batch(self, batch: Any) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,13 +66,12 @@ class _Buffer(NamedTuple):
         return unchanged and buffer.numel() > ALWAYS_COPIED
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class StepState:
-    """Random states and buffers of a model as they were when a forward pass began."""
+    """Random states and buffers of a model as they were when a forward pass began. Made by `capture`."""
 
-    def __init__(self, rng: RngState, buffers: dict[str, _Buffer]) -> None:
-        """Made by `capture`."""
-        self.rng = rng
-        self._buffers = buffers
+    rng: RngState
+    _buffers: dict[str, _Buffer]
 
     @classmethod
     def capture(cls, model: Module, previous: StepState | None = None) -> StepState:

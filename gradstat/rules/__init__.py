@@ -1,14 +1,7 @@
 """The built-in rules. Each is a small class whose thresholds are arguments."""
 
 from gradstat.rules.base import Rule, rule
-from gradstat.rules.data import (
-    BatchRange,
-    ConstantFeature,
-    LabelRange,
-    NonfiniteRank,
-    RepeatedBatch,
-    ReplicaMismatch,
-)
+from gradstat.rules.data import BatchRange, ConstantFeature, LabelRange, NonfiniteRank, RepeatedBatch, ReplicaMismatch
 from gradstat.rules.finite import (
     LostLoss,
     NonfiniteActivation,

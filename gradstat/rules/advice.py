@@ -20,17 +20,11 @@ _POSITIONAL = re.compile(r"\bgroup\d+\.\d+(?!\.?\w)")  # a name of `gradstat._co
 
 @final
 class Remedy(str):
-    """An advice to use something.
+    """An advice to use something."""
 
-    Attributes:
-        uses: What it is: ``"replay"``, ``"skip"``, ``"rollback"``, ``"activations"`` or ``"clip"``.
-        where_run: The advice where the steps are run by a framework, so that a replay needs no function.
-        otherwise: The advice where ``uses`` cannot be used; empty for none.
-    """
-
-    uses: str
-    where_run: str
-    otherwise: str
+    uses: str  # "replay", "skip", "rollback", "activations" or "clip"
+    where_run: str  # the advice where the steps are run by a framework, so that a replay needs no function
+    otherwise: str  # the advice where ``uses`` cannot be used; empty for none
 
     def __new__(cls, text: str, uses: str, where_run: str = "", otherwise: str = "") -> Remedy:
         made = super().__new__(cls, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,19 @@ from gradstat.rules.rows import Bools, Floats, Rows, Window
 from gradstat.rules.spikes import NormLevelRule, SpikeRule
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ExplodingGradient(SpikeRule, NormLevelRule):
     """A total norm that is too large compared to those of earlier steps, or whose level rises at once.
 
     Args:
         sigmas, log_sigmas, factor, lost_progress, min_count, within_steps: As for `SpikeRule`. Norms have heavy tails,
             so healthy steps often exceed three standard deviations.
-        single_factor, warmup_factor, errors, moves, window: As there.
+        single_factor, warmup_factor, window: As there.
+        errors, moves, level_factor: As for `NormLevelRule`.
     """
 
     name = "exploding-gradient"
+    quiet = 20
     causes = (
         "a learning rate too high for this stage, or raised too soon",
         "an unusual batch, or a loss summed over a batch instead of averaged",
@@ -37,25 +41,11 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
         "look at the batch of that step",
     )
 
-    def __init__(
-        self,
-        sigmas: float = 3.0,
-        log_sigmas: float = 5.0,
-        factor: float = 10.0,
-        lost_progress: float = 0.25,
-        min_count: int = 4,
-        within_steps: int = 5,
-        single_factor: float = 10.0,
-        warmup_factor: float = 1e3,
-        errors: float = 10.0,
-        moves: float = 4.0,
-        window: int = 100,
-    ) -> None:
-        super().__init__(
-            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, errors,
-            moves, window, quiet=20,
-        )  # fmt: skip
-        self.factor = factor
+    sigmas: float = 3.0
+    log_sigmas: float = 5.0
+    single_factor: float = 10.0
+    warmup_factor: float = 1e3
+    factor: float = 10.0
 
     def bands(self) -> Mapping[str, Band]:
         return {"norm": (-math.inf, min(self._high, self._beyond))}
@@ -98,6 +88,7 @@ _FALLEN = (
 )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class VanishingGradient(NormLevelRule):
     """Gradients that are almost zero in total, whose level falls at once, or that shrink from layer to layer.
 
@@ -108,7 +99,7 @@ class VanishingGradient(NormLevelRule):
         correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
         layers: Minimum number of weights of two dimensions and more.
         in_a_row: Number of steps in a row.
-        errors, moves: As for `NormLevelRule`.
+        errors, moves, level_factor: As for `NormLevelRule`.
     """
 
     name = "vanishing-gradient"
@@ -123,19 +114,14 @@ class VanishingGradient(NormLevelRule):
         "check what the loss is multiplied by",
     )
 
-    def __init__(
-        self,
-        limit: float = 1e-8,
-        ratio: float = 1e-5,
-        correlation: float = 0.9,
-        layers: int = 5,
-        in_a_row: int = 5,
-        errors: float = 10.0,
-        moves: float = 4.0,
-    ) -> None:
-        super().__init__(errors, moves)
-        self.limit, self.ratio, self.correlation = limit, ratio, correlation
-        self.layers, self.in_a_row = layers, in_a_row
+    limit: float = 1e-8
+    ratio: float = 1e-5
+    correlation: float = 0.9
+    layers: int = 5
+    in_a_row: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._low = self._decaying = 0
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -177,10 +163,6 @@ class VanishingGradient(NormLevelRule):
             text = f"gradients vanish layer by layer: that of {name} is {ratio:.2g} times as large as that of {other}"
             began = max(0, step - self._decaying + 1)
             yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
-
-
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 # Number of steps before reporting that there are no gradients at all, or that a weight stays zero.
@@ -287,9 +269,9 @@ class DeadGradient(_AbsentGradientRule):
                 continue
             # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
             # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
-            alive = {_module(rows.names[i]) for i in np.flatnonzero((lengths == 0) & rows.present[row])}
+            alive = {rows.names[i].rpartition(".")[0] for i in np.flatnonzero((lengths == 0) & rows.present[row])}
             names = [rows.names[i] for i in fresh]
-            whole = [name for name in names if _module(name) not in alive]
+            whole = [name for name in names if name.rpartition(".")[0] not in alive]
             name = window.run.first_in_backward(whole or names)
             # The loss may not depend on a bias, for example that of a critic of which only differences count.
             is_serious = bool(whole or rows.tensors.matrices[fresh].any())

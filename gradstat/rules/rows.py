@@ -21,11 +21,6 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-def _is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a parameter is a weight rather than a bias or gain, which may have a shape such as (1, 64, 1, 1)."""
-    return len(shape) == 2 or (len(shape) > 2 and sum(size != 1 for size in shape) > 1)
-
-
 class TensorSet(NamedTuple):
     """Which tensors the rows of a kind belong to."""
 
@@ -39,7 +34,10 @@ class TensorSet(NamedTuple):
     def of(cls, names: Sequence[str], infos: Sequence[TensorInfo | None]) -> TensorSet:
         numel = np.array([0 if info is None else info.numel for info in infos], dtype=np.int64)
         parts = np.array([2.0 if info is not None and info.dtype.is_complex else 1.0 for info in infos])
-        matrices = np.array([info is not None and _is_matrix(info.shape) for info in infos], dtype=bool)
+        shapes = [() if info is None else info.shape for info in infos]
+        # A bias or gain may have a shape such as (1, 64, 1, 1).
+        is_matrix = [len(shape) == 2 or sum(size != 1 for size in shape) > 1 for shape in shapes]
+        matrices = np.array(is_matrix, dtype=bool)
         return cls(tuple(names), tuple(infos), numel, numel * parts, matrices)
 
 
@@ -48,6 +46,7 @@ class Rows(RowValues):
 
     Attributes:
         tensors: Which tensors the rows belong to; the newest, if some changed their size.
+        names: Their ``[n]`` names.
         steps: ``[m]`` int64, rising.
         raw: ``[m, n, len(FIELDS)]`` float64; all NaN where a tensor was absent.
         numel: Number of elements, ``[n]``, or ``[m, n]`` if it varies.
@@ -64,12 +63,7 @@ class Rows(RowValues):
         if by_row is not None:
             numel, values = np.stack([row.numel for row in by_row]), np.stack([row.values for row in by_row])
         super().__init__(raw, numel, values)
-        self.tensors, self.steps, self.by_row = tensors, steps, by_row
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """``[n]`` names."""
-        return self.tensors.names
+        self.tensors, self.names, self.steps, self.by_row = tensors, tensors.names, steps, by_row
 
     def __len__(self) -> int:
         return len(self.steps)

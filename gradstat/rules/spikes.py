@@ -7,6 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat.guard import MAD, OF_LARGEST, OF_MEDIAN
-from gradstat.rules.base import Episodes, Rule, series
+from gradstat.rules.base import Rule, series
 from gradstat.rules.rows import Floats, Window
 
 # Number of values that define the initial level.
@@ -25,7 +26,6 @@ _FEW = 5
 
 # Limits are updated after this many values, whatever the length of windows.
 _EVERY = 32
-
 
 # A level is the median of this many values.
 _BLOCK = 8
@@ -42,6 +42,7 @@ class Shift(NamedTuple):
     after: float
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LevelRule(Rule):
     """A series whose level changes at once, and lasts.
 
@@ -61,9 +62,11 @@ class LevelRule(Rule):
     before: ClassVar[int] = 6
     kept: ClassVar[int] = 18
 
-    def __init__(self, errors: float, moves: float) -> None:
+    errors: float = 10.0
+    moves: float = 4.0
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.errors, self.moves = errors, moves
         self._levels: list[float] = []
         self._scatters: list[float] = []  # median differences of neighbouring values, by level
         self._rest = 0  # values that are in no level yet
@@ -124,6 +127,7 @@ class LevelRule(Rule):
         return (after - sign * shift, after) if shift > self.moves * largest else None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NormLevelRule(LevelRule):
     """Base of rules on the level of the total gradient norm, on a logarithmic scale.
 
@@ -137,9 +141,10 @@ class NormLevelRule(LevelRule):
 
     settling: ClassVar[int] = 64
 
-    def __init__(self, errors: float, moves: float, level_factor: float = 2.2) -> None:
-        super().__init__(errors, moves)
-        self.level_factor = level_factor
+    level_factor: float = 2.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._present = 0  # gradients in the last step
         self._rate = math.nan
         self._changes: list[int] = []  # the last steps in which either changed
@@ -164,6 +169,7 @@ class NormLevelRule(LevelRule):
         self._changes = [step for step in self._changes if last - step < 2 * self.settling]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SpikeRule(LevelRule):
     """A series that jumps and stays high, or that jumps beyond all earlier values.
 
@@ -172,9 +178,8 @@ class SpikeRule(LevelRule):
     within few steps, or one that is beyond the initial level.
 
     Args:
-        sigmas: The limit is so many spreads above the median of the window, each as a `gradstat.SpikeGuard` defines
-            it: the largest of the robust standard deviation, half the distance from the median to the largest value,
-            and a hundredth of the median. They are those of the newer half of the window, since losses fall.
+        sigmas: The limit is so many spreads above the median, both as a `gradstat.SpikeGuard` defines them, of the
+            newer half of the window, since losses fall.
         log_sigmas: It is also at least this many robust standard deviations of the log magnitudes above the median. On
             this scale, tails that are heavy because samples differ by factors, or because a loss sums over varying
             counts, are no heavier than those of a normal distribution.
@@ -187,19 +192,20 @@ class SpikeRule(LevelRule):
         errors, moves: As for `LevelRule`.
         factor: The limit is also at least this many times the median.
         window: Number of steps in the window.
-        quiet: A jump this many steps after the last one is a new finding.
     """
 
-    factor = 1.0
+    sigmas: float
+    log_sigmas: float
+    single_factor: float
+    lost_progress: float = 0.25
+    min_count: int = 4
+    within_steps: int = 5
+    warmup_factor: float = math.inf
+    factor: float = 1.0
+    window: int = 100
 
-    def __init__(
-        self, sigmas: float, log_sigmas: float, lost_progress: float, min_count: int, within_steps: int,
-        single_factor: float, warmup_factor: float, errors: float, moves: float, window: int, quiet: int,
-    ) -> None:  # fmt: skip
-        super().__init__(errors, moves)
-        self.sigmas, self.log_sigmas = sigmas, log_sigmas
-        self.lost_progress, self.min_count, self.within_steps = lost_progress, min_count, within_steps
-        self.single_factor, self.warmup_factor, self.window = single_factor, warmup_factor, window
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._values: list[float] = []
         self._first: list[float] = []
         self._leaps: list[int] = []
@@ -207,7 +213,6 @@ class SpikeRule(LevelRule):
         self._median = math.nan  # of the window, when it is half full
         self._scatter = 1.0  # the factor by which values of this series usually differ
         self._high = self._beyond = math.inf
-        self._episodes = Episodes(quiet)
 
     def in_order(
         self, window: Window, name: str, shifts: Iterable[Shift]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +24,15 @@ _MAXIMIZES = ("an optimizer made with maximize=True",)
 _SIGNS = 16
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LossSpike(SpikeRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
     Or whose sign changes at once: 16 positive losses are followed by 16 that are all below minus half of their median.
 
     Args:
-        sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, errors, moves, window: As for
-            `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` would refuse it.
+        sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, factor, errors, moves,
+            window: As for `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` refuses.
         climb, climb_lost_progress, fallen, above: The mean of 20 steps has climbed if it exceeds the lowest window mean
             so far by the factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by
             the fraction ``climb_lost_progress`` of the way back to it, and by five standard errors. The initial loss
@@ -38,6 +40,7 @@ class LossSpike(SpikeRule):
     """
 
     name = "loss-spike"
+    quiet = 50
     fresh, before, kept = 4, 8, 26
     causes = (
         "an unusual or damaged batch",
@@ -52,27 +55,18 @@ class LossSpike(SpikeRule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
-    def __init__(
-        self,
-        sigmas: float = THRESHOLD,
-        log_sigmas: float = 4.0,
-        lost_progress: float = 0.25,
-        min_count: int = 4,
-        within_steps: int = 5,
-        single_factor: float = 4.0,
-        climb: float = 3.0,
-        climb_lost_progress: float = 0.4,
-        fallen: float = 0.8,
-        above: float = 2.0,
-        errors: float = THRESHOLD,
-        moves: float = 2.0,
-        window: int = 100,
-    ) -> None:
-        super().__init__(
-            sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, math.inf, errors, moves,
-            window, quiet=50,
-        )  # fmt: skip
-        self.climb, self.climb_lost_progress, self.fallen, self.above = climb, climb_lost_progress, fallen, above
+    sigmas: float = THRESHOLD
+    log_sigmas: float = 4.0
+    single_factor: float = 4.0
+    climb: float = 3.0
+    climb_lost_progress: float = 0.4
+    fallen: float = 0.8
+    above: float = 2.0
+    errors: float = THRESHOLD
+    moves: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lowest = math.inf
         self._error = 0.0
 
@@ -156,6 +150,7 @@ def _of_group(name: str) -> str:
     return (name != "lr") * f" of group {name[3:-1]}"
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LearningRateJump(Rule):
     """A learning rate that jumps, stays 0, or is negative or NaN.
 
@@ -172,6 +167,7 @@ class LearningRateJump(Rule):
     """
 
     name = "learning-rate-jump"
+    quiet = 10
     causes = (
         "a scheduler stepped twice, or per batch where it counts epochs (or the reverse)",
         "warm-up and decay that do not meet: decay does not begin where warm-up ends",
@@ -182,18 +178,16 @@ class LearningRateJump(Rule):
         "restore scheduler and optimizer from the same checkpoint",
     )
 
-    def __init__(
-        self,
-        up: float = 3.0,
-        down: float = 20.0,
-        zeros: int = 20,
-        follows: int = 16,
-        fades: float = 1e-3,
-        within: int = 50,
-        lasts: int = 5,
-    ) -> None:
-        self.up, self.down, self.zeros, self.follows = up, down, zeros, follows
-        self.fades, self.within, self.lasts = fades, within, lasts
+    up: float = 3.0
+    down: float = 20.0
+    zeros: int = 20
+    follows: int = 16
+    fades: float = 1e-3
+    within: int = 50
+    lasts: int = 5
+
+    def __post_init__(self) -> None:
+        super().__init__()
         self._course: list[float] = []  # the last rates of the first group
         # By series, as `rate_name` calls them.
         self._before: dict[str, float] = {}
@@ -204,7 +198,6 @@ class LearningRateJump(Rule):
         # Of the last steps: step, loss and norm, one after the other; of growths that wait: group, step, before, rate.
         self._signals: list[float] = []
         self._waiting: list[float] = []
-        self._episodes = Episodes(quiet=10)
 
     def bands(self) -> Mapping[str, Band]:
         bands = {"lr": (0.0, math.inf)}

@@ -520,7 +520,7 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
 )
 def test_invalid_options_are_refused_before_a_model_exists(options: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
-        Adapter(options, "trainer", options.pop("max_norm", None), runs_steps=options.pop("runs_steps", False))
+        Adapter(options, options.pop("max_norm", None))
 
 
 @pytest.mark.parametrize("by_class", [True, False])
@@ -529,7 +529,7 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
     deepspeed, fsdp, xla = strategies if by_class else ("DEEPSPEED", "FSDP", "XLA")
 
     def ask(strategy: Any, ranks: int = 1, max_norm: Any = None, **given: Any) -> tuple[bool, set[str]]:
-        options = Adapter(given, "trainer", max_norm, runs_steps=True)
+        options = type("Framework", (Adapter,), {"runs_steps": True})(given, max_norm)
         clips = engine_clips(engine_name_of(strategy), options.policies, options.max_norm, ranks, "set it there")
         return clips, {rule.name for rule in options.arguments["rules"]}
 
@@ -611,7 +611,7 @@ def test_replicas_are_compared_every_hundred_steps(name: str, tmp_path: Path) ->
 def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobody_looks() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    adapter = Adapter({"on_anomaly": "record"}, "test")
+    adapter = Adapter({"on_anomaly": "record"})
     adapter.device = torch.device("cpu")
 
     def compares(model: nn.Module, is_replicated: bool = False) -> bool:

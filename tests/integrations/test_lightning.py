@@ -619,7 +619,7 @@ def test_an_error_that_the_program_catches_is_raised_once_on_every_rank() -> Non
             if travels:
                 patch.setattr(_attachment, "HostCopy", Travelling)
                 patch.setattr(PendingRows, "needs_copy", True)
-            adapter, optimizer = Adapter({"on_anomaly": "raise"}, "trainer"), torch.optim.SGD(model.parameters())
+            adapter, optimizer = Adapter({"on_anomaly": "raise"}), torch.optim.SGD(model.parameters())
             adapter.device = torch.device("cpu")
             attachment = Attachment(adapter, model, optimizer, None)
             for step in range(6):
