@@ -218,9 +218,10 @@ CORE_LAYERS = [
 ]
 
 MONITOR_LAYERS = [
-    {"unwatched", "options", "connection", "policies", "actions", "segments", "flight_file", "endings"},
+    {"unwatched", "options", "policies", "actions", "segments", "flight_file", "endings"},
     {"observers", "diagnosis", "arguments", "state"},
-    {"collector", "command"},
+    {"connection", "command"},
+    {"collector"},
     {"log"},
     {"monitor"},
     {"testing"},
