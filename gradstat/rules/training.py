@@ -28,7 +28,8 @@ _SIGNS = 16
 class LossSpike(SpikeRule):
     """A loss that jumps and stays high, jumps beyond all earlier values, or has climbed well above its lowest level.
 
-    Or whose sign changes at once: 16 positive losses are followed by 16 that are all below minus half of their median.
+    Or whose sign changes at once: 16 positive losses are followed by 16 negative ones, and of four on either side the
+    median magnitude is at least half of the median of the 16 before.
 
     Args:
         sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, factor, errors, moves,
@@ -125,8 +126,10 @@ class LossSpike(SpikeRule):
         for at in range(_SIGNS, len(losses) - _SIGNS + 1):
             old, new = losses[at - 1], losses[at]
             if new < 0 < old:
-                before, after = sorted(losses[at - _SIGNS : at]), losses[at : at + _SIGNS]
-                is_at_once = before[0] > 0 and max(after) < -before[_SIGNS // 2] / 2
+                before, after = losses[at - _SIGNS : at], losses[at : at + _SIGNS]
+                level = sorted(before)[_SIGNS // 2] / 2
+                # A loss that falls through 0 is near it on both sides.
+                is_at_once = min(before) > 0 > max(after) and sorted(before[-4:])[2] > level < -sorted(after[:4])[1]
                 if is_at_once and self._episodes.record("sign", steps[at]):
                     text = f"the loss changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
                     yield self.found(steps[at], "loss", text, causes=WRONG_SIGN, loss=new, before=old)

@@ -484,9 +484,10 @@ CASES = [
     Case("loss-spike", series("loss", [*SETTLED, *[1.2, 1.2, 0.1, 0.1, 0.1] * 6]), 143, "loss",
          (series("loss", [*SETTLED, *[0.95, 0.95, 0.1, 0.1, 0.1] * 6]),
           series("loss", [1.0] * 20 + [0.5] * 108 + [3.9, 3.9, 0.5, 0.5, 0.5] * 6))),  # it never fell
+    Case("loss-spike", series("loss", [2.1] * 16 + [1.0, 0.2] * 17 + [-1.0, -0.2] * 15), 50, "loss", ()),
     Case("loss-spike", series("loss", [2.1] * 16 + [1.0] * 34 + [-0.6] * 30), 50, "loss",
          (series("loss", [2.1] * 16 + [1.0] * 34 + [-0.4] * 90), series("loss", [2.1] * 16 + [1.0] * 34 + [-0.6] * 15),
-          series("loss", [2.1] * 16 + [1.0] * 34 + [-0.3] + [-0.6] * 90),
+          series("loss", [2.1] * 16 + [1.0 - step / 40 for step in range(90)]),
           series("loss", [2.1] * 16 + [1.0, -0.6] * 60))),
     Case("saturated-logits", certain([0.2, 0.6, 0.6, 0.6]), 50, "logits",
          (certain([0.6, 0.6, 0.2, 0.6]), certain([0.5] * 5))),
