@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-from functools import cache
-from pathlib import Path
 
 import torch
 
-_UNKNOWN = 64 << 20
 
-
-@cache
 def cache_bytes(device: torch.device) -> int:
     """Size in bytes of the last cache before memory: a GPU's L2, a processor's last level."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        found = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
-        if found:
-            sizes.append(int(found[1]) * units[found[2]])
-    if not max(sizes) and "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names:
-        sizes.append(os.sysconf("SC_LEVEL3_CACHE_SIZE"))
-    return max(sizes) or _UNKNOWN
+    known = "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names
+    return (os.sysconf("SC_LEVEL3_CACHE_SIZE") if known else 0) or 64 << 20
 
 
 class Flush:

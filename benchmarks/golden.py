@@ -6,18 +6,14 @@ of five. ::
 
     python benchmarks/golden.py --keep /tmp/runs      # recordings are kept there, and made only once
     python benchmarks/golden.py --keep /tmp/runs --record
-
-With ``--python`` of an environment that has another torch, runs under that one are compared as well.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,7 +44,7 @@ from helpers.training import (
     train,
 )
 from helpers.training_faults import every_batch
-from rows import ROOT, Row, microseconds, record, row
+from rows import Row, microseconds, record, row
 from runner import CPU, rows_of_values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +55,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from gradstat.monitor import Golden, Monitor, Recording, Series
-from gradstat.recording import load, save
 
 STEPS = 160
 HEALTHY_GROUP, MISTAKE_GROUP, HARMLESS_GROUP, COST_GROUP = (
@@ -525,19 +520,9 @@ def run(what: str, seed: int) -> Recording:
 
 
 def run_job(job: runner.Job) -> Recording:
-    """Runs a case, by what is changed and a seed; or, in the environment of another Python, the transformer.
-
-    That Python needs torch and numpy.
-    """
-    what, seed, *python = job
-    if not python:
-        return runner.on_two_ranks(run, what, seed) if CASES[what].is_on_ranks else run(what, seed)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "run.gradstat"
-        command = [python[0], "-W", "ignore", __file__, "--one", str(seed), str(file)]
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
-        return load(file)
+    """Runs a case, by what is changed and a seed."""
+    what, seed = job
+    return runner.on_two_ranks(run, what, seed) if CASES[what].is_on_ranks else run(what, seed)
 
 
 # What is measured ------------------------------------------------------------------------------------------------
@@ -559,13 +544,13 @@ def healthy_rows(runs: Runs, held_out: int, sets: int) -> Iterator[Row]:
             yield from rows_of_values(HEALTHY_GROUP, case, provider, values, "%")
 
 
-def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int, *python: str) -> Iterator[Row]:
+def case_rows(runs: Runs, group: str, cases: Sequence[Case], sets: int) -> Iterator[Row]:
     """How many runs with a change are called unlike, and which places are named."""
     golden = {
         model: [Golden.of(runs([(model, seed) for seed in range(5 * i, 5 * i + 5)])) for i in range(sets)]
         for model in ("transformer", "MLP")
     }
-    made = runs([(case.what, seed, *python) for case in cases for seed in SEEDS])
+    made = runs([(case.what, seed) for case in cases for seed in SEEDS])
     for number, case in enumerate(cases):
         of_case = made[number * len(SEEDS) :][: len(SEEDS)]
         compared = [one.compare(recording) for one in golden[case.model] for recording in of_case]
@@ -609,13 +594,7 @@ def main() -> int:
     parser = runner.parser_of(__doc__)
     parser.add_argument("--held-out", type=int, default=100, help="healthy runs of each model (default %(default)s)")
     parser.add_argument("--sets", type=int, default=30, help="golden sets of each size (default %(default)s)")
-    parser.add_argument("--python", help="the interpreter of an environment with another torch")
-    parser.add_argument("--one", nargs=2, metavar=("SEED", "FILE"), help="only record one healthy run")
     options = parser.parse_args()
-    if options.one:
-        save(run("transformer", int(options.one[0])), options.one[1])
-        return 0
-
     made: dict[runner.Job, Recording] = {}
 
     def runs(jobs: Sequence[runner.Job]) -> list[Recording]:
@@ -627,12 +606,8 @@ def main() -> int:
         *healthy_rows(runs, options.held_out, options.sets),
         *case_rows(runs, MISTAKE_GROUP, MISTAKES, 4),
         *case_rows(runs, HARMLESS_GROUP, HARMLESS, 4),
+        *cost_rows(),
     ]
-    if options.python is not None:
-        asked = [options.python, "-c", "import torch; print(torch.__version__.partition('+')[0])"]
-        version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-        rows += case_rows(runs, HARMLESS_GROUP, [Case(f"torch {version}")], 4, options.python)
-    rows += cost_rows()
     print(tables.golden(rows))
     record(rows, "golden", options)
     return 0
