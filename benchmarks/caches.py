@@ -23,8 +23,7 @@ class Flush:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Not zeros, which an operating system may map to one shared page.
-        self._buffer = torch.ones(2 * cache_bytes(device) // 4, device=device)
+        self._buffer = torch.ones(2 * cache_bytes(device) // 4, device=device)  # zeros may be one shared page
 
     def __call__(self) -> None:
         self._buffer.sum()
