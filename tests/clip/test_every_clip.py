@@ -11,7 +11,6 @@ from helpers.gradients import parameter_with
 from torch import Tensor, nn
 
 import gradstat
-from gradstat.adaptive import AdaptiveClip
 
 # Norms of 13 are clipped to 1.3; AGC, whose limit depends on the weights, clips all gradients.
 CLIPS: dict[str, Callable[..., Tensor | None]] = {
@@ -142,14 +141,6 @@ def test_what_cannot_be_written_is_refused_by_name_before_anything_changes(clip:
         with pytest.raises(error, match=rf"(parameters\[2\]|group0\.2).*{message}"):
             WRITING[clip](parameters, backend=backend)
         assert torch.equal(first, torch.ones_like(first))
-
-
-@pytest.mark.parametrize("make", [gradstat.AutoClip, gradstat.AGC, gradstat.AdaGC])
-def test_a_refused_step_is_no_step(make: Callable[[], AdaptiveClip]) -> None:
-    clip = make()
-    with pytest.raises(RuntimeError, match="expanded"):
-        clip.clip_([parameter_with(torch.ones(3, 1).expand(3, 4))])
-    assert clip.summary().steps == 0
 
 
 def steps_a_model(call: Callable[[torch.optim.Optimizer], object]) -> None:
