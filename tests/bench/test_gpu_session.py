@@ -1,4 +1,4 @@
-"""The commands for a rented GPU: limits, archives written early, merging; without a GPU."""
+"""The commands and libraries for a rented GPU: limits, archives written early, merging; without a GPU."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""clip_grad_norm_, and its two halves in sequence, against torch's, and where they deliberately differ."""
+"""clip_grad_norm_, its two halves, and clip_grad_value_, against torch's, and where they deliberately differ."""
 
 import math
 from collections.abc import Callable, Iterable

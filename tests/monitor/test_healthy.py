@@ -1,4 +1,4 @@
-"""The monitor finds nothing in healthy trainings.
+"""The monitor finds nothing in healthy trainings, and every injected fault.
 
 ``GRADSTAT_LONG=1`` trains longer, with more seeds; ``python tools/diagnosis.py --only healthy`` prints details.
 """
