@@ -21,7 +21,7 @@ from helpers.devices import BACKENDS, DEVICES, HAS_CUDA, INTERPRETED
 
 if TYPE_CHECKING:
     from helpers.cuda_on_cpu import EmulatedKernels
-    from helpers.processes_forked import Forks
+    from helpers.processes import Forks
     from helpers.ranks import Ranks
 
     from gradstat._core.backends import Kernels
@@ -189,8 +189,8 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Runs programs that start with torch imported but not gradstat; see tests/helpers/processes_forked.py."""
-    from helpers.processes_forked import Forks
+    """Runs programs that start with torch imported but not gradstat; see tests/helpers/processes.py."""
+    from helpers.processes import Forks
 
     made = Forks()
     yield made

@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import caches
 import cases
+import device_timing
 import plots
 import pytest
 import rows
@@ -25,6 +26,7 @@ import tables
 import torch
 from cases import CASES, PROVIDERS, Case, Provider, input_of
 from models import Training, gpt_step
+from step_providers import ALONE, GUARDED, SETTINGS, Setting, StepInput, StepProvider, case_name
 from torch import nn
 
 import gradstat
@@ -425,23 +427,123 @@ def test_what_is_recorded_is_what_is_shown(recorded: tuple[Path, str], tmp_path:
         assert len(first.read_bytes()) > 10_000
 
 
-def test_the_newest_run_of_every_case_counts() -> None:
-    def row(case: str, provider: str, run: str, value: float) -> rows.Row:
-        return rows.Row(provider, case, "wall time", "us", value, group="a", run=run)
-
-    old, new = "2026-01-01", "2026-01-02"
-    listed = [
-        row("once", "p", old, 1),
-        row("again", "p", old, 2),
-        row("again", "gone", old, 3),
-        row("again", "p", new, 4),
-    ]
-    assert [(r.case, r.value) for r in rows.current(listed)] == [("once", 1), ("again", 4)]
-
-
 def test_old_rows_are_read_and_charts_in_the_documents_have_rows() -> None:
     for path in rows.RESULTS.glob("*/*.jsonl"):
         assert rows.read(path)
     shown = {plots.file_of(n, m) for device in plots.drawn_devices() for n, m in plots.charts_of(device).items()}
     there = {path.name for path in plots.CHARTS.glob("*.png")}
     assert there == shown, "run `python benchmarks/plots.py`"
+
+
+# Steps of optimizers -----------------------------------------------------------------------------------------
+
+SHAPES = [(40, 30), (7,), (200, 3, 5)]
+SCALED, PLAIN_STEP = SETTINGS[1], SETTINGS[3]  # clipped
+
+
+def step_provider(name: str) -> StepProvider:
+    return next(each for each in step_providers.PROVIDERS if each.name == name)
+
+
+def measured(plan: suite.Plan, setting: Setting) -> list[rows.Row]:
+    return suite._steps_of_optimizer(plan, lambda: None, case_name("tiny", setting), SHAPES, setting)
+
+
+def without_skipping(given: StepInput) -> torch.Tensor:
+    norm = gradstat.clip_grad_norm_(given.parameters, given.limit)
+    given.optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "run", "message"),
+    [
+        (GUARDED, SCALED, lambda given: torch.tensor(1.0), "returned norm 1.0, expected"),
+        (GUARDED, SCALED, lambda given: torch.tensor(given.facts.norm), "updated parameter 0 differently"),
+        (GUARDED, PLAIN_STEP, without_skipping, "changed parameter 0 although a gradient is NaN"),
+        (ALONE, SCALED, step_providers._torch_step, "updated .* differently from a step in float64"),
+    ],
+)
+def test_a_wrong_step_is_never_timed(
+    name: str,
+    setting: Setting,
+    run: Callable[[StepInput], torch.Tensor],
+    message: str,
+    plan: suite.Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = dataclasses.replace(step_provider(name), run=run)
+    monkeypatch.setattr(step_providers, "PROVIDERS", [broken])
+    monkeypatch.setattr(suite, "interleaved", lambda *_, **__: pytest.fail("was timed"))
+    with pytest.raises(steps.WrongAnswerError, match=message):
+        measured(plan, setting)
+
+
+# Device time, with a clock in place of a GPU ---------------------------------------------------------------------
+
+
+class Clock:
+    """A host and a device that do nothing but take time."""
+
+    RATE = 1.5e9
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+        self.current, self.slept_on = torch.device("cuda:0"), set[str]()
+
+    def launch(self, seconds: float) -> None:
+        self.device = max(self.host, self.device) + seconds
+
+    def wait(self, device: torch.device | None = None) -> None:
+        self.host = max(self.host, self.device)
+
+    def sleep(self, cycles: int) -> None:
+        self.slept_on.add(str(self.current))
+        self.launch(cycles / self.RATE)
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        self.current, before = device, self.current
+        yield
+        self.current = before
+
+
+class Event:
+    """Replaces those of torch."""
+
+    clock: Clock
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.clock.launch(0.0)
+        self.time = self.clock.device
+
+    def query(self) -> bool:
+        return self.time <= self.clock.host
+
+    def synchronize(self) -> None:
+        self.clock.host = max(self.clock.host, self.time)
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1e3 * (end.time - self.time)
+
+
+@pytest.mark.parametrize("host", [1e-6, 1e-3, 0.1])
+def test_device_time_excludes_host_time(host: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Event.clock = Clock()
+    for name, value in (("Event", Event), ("device", clock.on), ("_sleep", clock.sleep), ("synchronize", clock.wait)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.host)
+    monkeypatch.setattr(device_timing, "_cycles_per_second", device_timing._cycles_per_second.__wrapped__)
+
+    def call() -> None:
+        clock.launch(1e-5)
+        clock.host += host
+        clock.launch(1e-5)
+
+    samples = device_timing.interleaved({"call": call}, 3, 1, device=torch.device("cuda:1"))["call"]
+    assert samples.device == pytest.approx([2e-5] * 3)
+    assert clock.slept_on == {"cuda:1"}
+    assert device_timing._cycles_per_second(torch.device("cuda:1")) == pytest.approx(clock.RATE)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import detection
-import detection_tables
 import pytest
 import torch
 from detection import all_cases
@@ -18,13 +17,11 @@ from detection_judging import (
     Flag,
     Verdict,
     has_diverged,
-    healthy_rows,
     hits,
     is_right,
     line,
-    rows_of,
 )
-from detection_tools import GOLDEN, NAMES, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
+from detection_tools import GOLDEN, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 
 
 def number_of(what: str, subject: str, when: str) -> int:
@@ -38,10 +35,6 @@ def number_of(what: str, subject: str, when: str) -> int:
 
 def arm(*flags: Flag, loss: float = 1.0, steps: int = 300) -> Arm:
     return Arm([loss] * steps, [1.0] * steps, flags={"gradstat": list(flags)}, held_out=loss)
-
-
-def cells_of(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
 @pytest.fixture
@@ -60,19 +53,6 @@ def test_a_fault_is_run_with_its_twin_and_found() -> None:
     ((broken, twin),) = verdict.arms
     assert len(broken.losses) == len(twin.losses) == 12
     assert not twin.flags["gradstat"]
-    rows = rows_of([verdict])
-    ((_, _, of_set), (_, _, *of_tools)) = (
-        cells_of(table(rows)) for table in (detection_tables.sets, detection_tables.tools)
-    )
-    assert of_set == ["mistakes, from step 0", "1 of 1", "1 of 1", "100%", "100%", "0", "100%"]
-    assert [line[0] for line in of_tools] == list(NAMES)
-    assert of_tools[0] == ["gradstat", "100%"]
-    assert detection_tables.missed(rows) == ""
-    said = detection_tables.in_a_sentence(rows + healthy_rows([twin]))
-    assert "finds 0 of 0 harmful faults that begin mid-run within 60 steps. Of 1 faults that exist from" in said
-    assert "it finds 1 within 60 steps and 1 by step 300" in said
-    assert "a comparison with [golden runs](docs/golden.md) calls 1 of 1 unlike." in said
-    assert said.endswith("In 12 healthy steps there are 0 findings.\n")
 
 
 def test_faults_from_step_0_are_compared_with_golden_runs() -> None:
@@ -85,10 +65,6 @@ def test_faults_from_step_0_are_compared_with_golden_runs() -> None:
         ((broken, twin),) = verdict.arms
         assert broken.recording is twin.recording is None
         assert twin.flags[GOLDEN] == []
-    table = detection_tables.golden(rows_of(verdicts))
-    assert cells_of(table)[2] == ["mistakes", "2 of 2", "100%", "0", "100%"]
-    assert "Healthy runs called unlike golden ones: 0 of 1." in table
-    assert "Not called unlike" not in table
 
 
 def test_a_hit_is_new_and_follows_the_fault_soon(case: Case) -> None:

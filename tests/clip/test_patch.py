@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import parameter_with
+from helpers.devices import parameter_with
 from torch import Tensor, nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from helpers.cuda_counts import Counts, busy_device, count
-from helpers.gradients import parameter_with
+from helpers.devices import parameter_with
 from torch import nn
 
 import gradstat

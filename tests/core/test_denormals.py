@@ -1,7 +1,7 @@
 """Subnormal numbers count, whatever ``torch.set_flush_denormal`` says in the threads that work."""
 
 import pytest
-from helpers.processes_forked import Forks
+from helpers.processes import Forks
 
 # Prints a digest of everything that the compiled library returns or writes, for tensors of subnormal numbers. The mode
 # is set before the library is loaded; the tensors are made of bits, as torch's own arithmetic follows the mode.

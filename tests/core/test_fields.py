@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import gradstat
 from gradstat import _fields
-from gradstat._core import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,12 +41,6 @@ def test_fields_are_unique_public_and_in_an_order_that_slices_rely_on() -> None:
     assert _fields.NAMES[_fields.NONFINITE] == ("nan_count", "inf_count")
 
 
-def test_a_stale_extension_is_refused_with_the_remedy() -> None:
-    stale = _fields.FINGERPRINT.replace("zero_count:sum,", "")
-    with pytest.raises(gradstat.StaleExtensionError, match=r"stale.*zero_count.*Rebuild"):
-        native.check_fingerprint(stale, Path("_C.abi3.so"))
-
-
 @settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30), st.integers(0, 30))
 def test_rows_merge_in_any_grouping(values: list[float], cut: int) -> None:
@@ -73,12 +66,3 @@ def test_columns_grow_with_the_elements_as_their_degrees_say() -> None:
         )
         expected = ones * torch.tensor([4.0**degree for degree in _fields.DEGREES], dtype=torch.float64)
         torch.testing.assert_close(threes, expected, rtol=1e-15, atol=0.0, equal_nan=True)
-
-
-def test_thresholds_and_scales_are_those_of_the_publication() -> None:
-    """By the formulas of LAPACK's la_constants, for IEEE double precision."""
-    digits, smallest, largest = sys.float_info.mant_dig, sys.float_info.min_exp, sys.float_info.max_exp
-    assert math.log2(_fields.SMALL) == math.ceil((smallest - 1) / 2)
-    assert math.log2(_fields.LARGE) == math.floor((largest - digits + 1) / 2)
-    assert math.log2(_fields.SMALL_SCALE) == -math.floor((smallest - digits) / 2)
-    assert math.log2(_fields.LARGE_SCALE) == -math.ceil((largest + digits - 1) / 2)

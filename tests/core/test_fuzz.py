@@ -1,8 +1,11 @@
 """Random bits in random layouts through every operation: a fixed set here, a million tensors in `make fuzz`."""
 
+import ctypes
 import random
+from collections.abc import Iterator
 from fractions import Fraction
 
+import numerics
 import numpy as np
 import pytest
 import tables
@@ -14,6 +17,7 @@ from helpers.fuzz import Batch, Recipe, drawn_recipe
 from helpers.fuzz_operations import OPERATIONS, judge_stats
 
 import gradstat
+from gradstat.bench.timing import progress_bar
 
 
 def test_the_account_is_the_exact_one() -> None:
@@ -79,3 +83,40 @@ def test_many_tensors_from_a_seed_and_what_was_done_is_told(device: str) -> None
     for operation, count in done.items():
         assert operation == "batches" or f"`{operation}`" in told
         assert f"{count:,}" in told
+
+
+# Norms against exact ones: on a few vectors of each kind, the claims of docs/numerics.md ---------------------
+
+
+CPU = torch.device("cpu")
+
+
+def batches(dtype: torch.dtype) -> Iterator[numerics.Batch]:
+    return numerics.batches(dtype, 100, 1)
+
+
+@pytest.fixture(scope="module")
+def known(kernels_on_host: ctypes.CDLL) -> list[numerics.Provider]:
+    """All but the backends that are slow without a GPU, and that test_conformance.py compares with exact norms."""
+    providers = numerics.providers(CPU, kernels_on_host)
+    return [each for each in providers if each.name not in ("gradstat triton", "gradstat reference")]
+
+
+@pytest.mark.parametrize("dtype", numerics.DTYPES)
+def test_norms_are_as_exact_as_promised(dtype: torch.dtype, known: list[numerics.Provider]) -> None:
+    with progress_bar(1000, "measuring") as progress:
+        errors = numerics.measure([dtype], 100, 2, known, progress)
+    bound = 1e-14 if dtype in (torch.float64, torch.complex128) else 1e-7
+    for (_, kind, name), each in errors.items():
+        if name.startswith("gradstat"):
+            rounding = torch.finfo(numerics.total_norm_dtype(dtype)).eps / 2 if name.endswith("clip's norm") else 0.0
+            assert each.vectors > 0
+            assert each.lost == 0, (kind, name)
+            assert each.worst <= bound + rounding * (1 + bound), (kind, name, each.family)
+
+
+def test_what_loses_norms_is_seen_to(known: list[numerics.Provider]) -> None:
+    with progress_bar(1000, "measuring") as progress:
+        errors = numerics.measure([torch.float32], 100, 2, known, progress)
+    assert errors[torch.float32, "adversarial", "torch._foreach_norm"].lost > 0
+    assert errors[torch.float32, "ordinary", "torch._foreach_norm"].lost == 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gradients import parameter_with
+from helpers.devices import parameter_with
 
 import gradstat
 from gradstat._core import backends

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.gradients import parameter_with
+from helpers.devices import parameter_with
 from helpers.ranks import Ranks, collectives_of, on_ranks
 from helpers.ranks_of_frameworks import assert_alike
 from torch import Tensor, nn

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import re
 import warnings
 import weakref
 from typing import Any
@@ -262,14 +263,12 @@ def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: lis
         assert text == "gradstat: 6 gradients, finite on all 4 ranks before the reduction"
         assert (error, short) == ("", "OriginReport(6 gradients of 4 ranks, ok)")
         return
-    head, brought, *lines = error.splitlines()
+    _, brought, *lines = error.splitlines()
     assert text == f"gradstat: {error}"
-    assert head == "NaN or Inf in 3 of 6 gradients before they were reduced"
     assert brought == f"caused by {who}: 3 gradients"
     where = f" on rank {bad[0]}" if len(bad) > 1 else ""
-    for line, name in zip(lines, ("first", "last", "spare"), strict=True):
-        assert line.startswith(f"  {name}.weight: ")
-        assert line.endswith((f"of 32 elements{where}", f"of 16 elements{where}"))
+    for line, (name, numel) in zip(lines, (("first", 32), ("last", 16), ("spare", 16)), strict=True):
+        assert re.fullmatch(rf"  {name}\.weight: .* of {numel} elements{where}", line)
     assert short == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
 
 

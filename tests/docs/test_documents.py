@@ -1,18 +1,176 @@
-"""What the documents claim: figures come from rows, every block of code runs, links lead somewhere."""
+"""What the documents claim: figures come from rows, every block of code runs, links lead somewhere.
 
+The Python blocks of a page share a namespace and a working directory, both empty at first. In `sh` blocks, lines with
+``python -m gradstat ...`` are run as well. Comments in the source of a page, which readers do not see, give
+exceptions:
+
+    <!-- run: model = ... -->                      runs code that later blocks depend on, or that cleans up
+    <!-- file: train.py -->                        the next block is a file of that name, and is run as a script
+    <!-- raises: RuntimeError: total norm -->      the next block ends with that error
+    <!-- warns: UserWarning: is slow -->           the next block gives that warning
+    <!-- prints -->                                the next block, of text, is the output of the last code; a line ...
+                                                   stands for any text
+    <!-- ranks: 2 -->                              the next block runs on that number of ranks
+    <!-- not run: needs a GPU -->                  the next block is not run here, for that reason
+"""
+
+import ast
+import contextlib
+import io
+import json
+import linecache
 import re
+import runpy
+import shlex
 import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import render
 import torch
-from helpers.docs import LANGUAGES, PAGES, ROOT, Block, blocks_of, run
 from helpers.frameworks import OF_FRAMEWORKS
 from helpers.ranks import Ranks
 
+from gradstat.__main__ import main
+from gradstat.monitor import AnomalyWarning
+
 pytestmark = OF_FRAMEWORKS
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [
+        *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+)
 QUICK_START = ROOT / "docs" / "quickstart.md"
+LANGUAGES = {"python", "sh", "text"}
+MARKS = {"run", "file", "raises", "warns", "prints", "ranks", "not run"}
+
+_PIECE = re.compile(
+    r"^<!-- (?P<mark>[a-z ]+?)(?::\s(?P<words>.*?))? ?-->$"
+    r"|^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+_COMMAND = re.compile(r"(?:\$ )?python -m gradstat (.*)")
+
+
+@dataclass
+class Block:
+    """A block of code or text on a page, or ``"python"`` code of a comment. ``marks``: the comments before it."""
+
+    page: Path
+    line: int  # of its first line on the page
+    language: str
+    code: str
+    marks: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The arguments of the gradstat commands in a `sh` block."""
+        lines = self.code.splitlines()
+        return [shlex.split(match[1], comments=True) for line in lines if (match := _COMMAND.match(line))]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The blocks of a page in order, including code in comments, without directives of the site generator."""
+    text = page.read_text()
+    marks: dict[str, str] = {}
+    for piece in _PIECE.finditer(text):
+        line = text.count("\n", 0, piece.start()) + 1
+        if (mark := piece["mark"]) is not None:
+            if mark == "run":
+                yield Block(page, line, "python", piece["words"] + "\n", marks)
+                marks = {}
+            elif mark in MARKS:
+                marks[mark] = piece["words"] or ""
+        elif not piece["language"].startswith("{"):
+            yield Block(page, line + 1, piece["language"], piece["code"], marks)
+            marks = {}
+    assert not marks, f"{page}: no block follows the comments {marks}"
+
+
+def run(blocks: list[Block]) -> None:
+    """Runs blocks of one page in one namespace."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    for block in blocks:
+        if "prints" in block.marks:
+            assert _is_told(block.code, printed), f"{block} does not match what was printed:\n{printed}"
+        elif block.language in ("python", "sh"):
+            try:
+                printed = _run(block, names)
+            except BaseException as error:
+                if hasattr(error, "add_note"):  # Python 3.11 and later
+                    error.add_note(f"in the block at {block}")
+                raise
+
+
+def _run(block: Block, names: dict[str, Any]) -> str:
+    """Runs a block and returns its output."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings(record="warns" in block.marks) as caught:
+        # Pages demonstrate the warnings of monitors. All other warnings are errors, as in all tests.
+        warnings.simplefilter("ignore", AnomalyWarning)
+        if "warns" in block.marks:
+            warnings.simplefilter("always")
+        if block.language == "sh":
+            for command in block.commands:
+                _command(command)
+        else:
+            _python(block, names)
+    if "warns" in block.marks:
+        told = [f"{warning.category.__name__}: {warning.message}" for warning in caught or []]
+        assert any(_has(text, block.marks["warns"]) for text in told), f"{block} warned of {told}"
+    return out.getvalue()
+
+
+def _python(block: Block, names: dict[str, Any]) -> None:
+    try:
+        if "file" in block.marks:
+            Path(block.marks["file"]).write_text(block.code)
+            names.update(runpy.run_path(block.marks["file"], run_name="__main__"))
+        else:
+            # Line numbers are those on the page, for tracebacks.
+            exec(compile("\n" * (block.line - 1) + block.code, str(block.page), "exec"), names)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if "raises" not in block.marks or not _has(text, block.marks["raises"]):
+            raise
+    else:
+        assert "raises" not in block.marks, f"{block} does not raise {block.marks['raises']}"
+
+
+def _command(arguments: list[str]) -> None:
+    try:
+        status = main(arguments)
+    except SystemExit as end:  # raised by --help
+        status = int(end.code or 0)
+    assert status in (0, 1), f"python -m gradstat {shlex.join(arguments)} exits with {status}"
+
+
+def _has(text: str, part: str) -> bool:
+    """Whether ``part`` is in ``text``, ignoring line breaks."""
+    return " ".join(part.split()) in " ".join(text.split())
+
+
+def _is_told(told: str, printed: str) -> bool:
+    """Whether ``printed`` matches the output shown on a page, in which ``...`` lines stand for any text."""
+    parts = [re.escape(_rounded(part)) for part in re.split(r"^\.\.\.$", told, flags=re.MULTILINE)]
+    return re.fullmatch(".*".join(parts), _rounded(printed)) is not None
+
+
+def _rounded(text: str) -> str:
+    """Replaces what may differ between machines: decimal numbers, and the width of columns."""
+    return " ".join(re.sub(r"-?\d+\.\d+(e[-+]?\d+)?", "<number>", text).split())
+
+
 BLOCKS = {page: list(blocks_of(page)) for page in PAGES}
 # Blocks that no test runs, by page, with the reason that the page's source gives.
 NOT_RUN = {
@@ -92,3 +250,125 @@ def test_links_and_names_of_files_exist(document: Path) -> None:
         assert (document.parent / target).exists(), target
     for name in re.findall(r"`((?:csrc|gradstat|kernels|tests|benchmarks|docs)/[\w./]*\w)`", text):
         assert (ROOT / name).exists(), name
+
+
+# The runner of the pages' code -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def new_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    return tmp_path / "page.md"
+
+
+def run_page(page: Path, text: str) -> None:
+    page.write_text(text)
+    run(list(blocks_of(page)))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```python\nassert False\n```\n", AssertionError),
+        ("```python\nx\n```\n", NameError),
+        ("<!-- raises: ValueError -->\n```python\npass\n```\n", AssertionError),
+        ("<!-- raises: ValueError: yes -->\n```python\nraise ValueError('no')\n```\n", ValueError),
+        ("<!-- raises: ValueError -->\n```python\nraise TypeError('no')\n```\n", TypeError),
+        ("<!-- warns: UserWarning -->\n```python\npass\n```\n", AssertionError),
+        ("```python\nimport warnings\nwarnings.warn('so')\n```\n", UserWarning),
+        ("```python\nprint(2, 'a')\n```\n<!-- prints -->\n```text\n1 a\n```\n", AssertionError),
+        ("```python\nprint('a\\nb\\nc')\n```\n<!-- prints -->\n```text\na\n...\nd\n```\n", AssertionError),
+        ("```sh\npython -m gradstat view nowhere.gradstat\n```\n", AssertionError),
+        ("<!-- raises: ValueError -->\n", AssertionError),
+    ],
+)
+def test_what_is_wrong_fails(new_page: Path, text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run_page(new_page, text)
+
+
+def test_a_traceback_leads_to_the_line_of_the_page(new_page: Path) -> None:
+    with pytest.raises(NameError) as caught:
+        run_page(new_page, "# Title\n\n```python\nx = 1\n\nnothing\n```\n")
+    last = caught.traceback[-1]
+    assert (Path(last.path), last.lineno + 1) == (new_page, 6)
+
+
+def test_what_monitors_say_is_no_error(new_page: Path) -> None:
+    warned = "import warnings\nfrom gradstat.monitor import AnomalyWarning\nwarnings.warn('so', AnomalyWarning)\n"
+    run_page(new_page, f"```python\n{warned}```\n")
+
+
+# The notebook docs/tour.ipynb opens with outputs, and they are what its cells put out ------------------------
+
+
+TOUR = json.loads((ROOT / "docs" / "tour.ipynb").read_text())
+CELLS = [cell for cell in TOUR["cells"] if cell["cell_type"] == "code"]
+
+
+def saved(cell: dict[str, Any], kind: str) -> str:
+    """What a cell has printed (``"text"``) or shown of a type, as saved."""
+    parts = [o.get("text") if kind == "text" else o.get("data", {}).get(kind) for o in cell["outputs"]]
+    return "".join("".join(part) for part in parts if part)
+
+
+@pytest.fixture
+def _cells() -> Iterator[None]:
+    """The source of cells, where a notebook keeps it too, so that lines of code can be shown."""
+    files = {cell_name(cell): "".join(cell["source"]) for cell in CELLS}
+    for file, text in files.items():
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    yield
+    for file in files:
+        del linecache.cache[file]
+
+
+def cell_name(cell: dict[str, Any]) -> str:
+    return f"<ipython-input-{cell['execution_count']}-0123456789ab>"
+
+
+@pytest.mark.usefixtures("_cells")
+@pytest.mark.filterwarnings("default::gradstat.monitor.AnomalyWarning")
+def test_its_cells_print_what_is_saved() -> None:
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for cell in CELLS:
+            printed, shown = run_cell(cell, names)
+            assert in_outline(printed) == in_outline(saved(cell, "text"))
+            assert hasattr(shown, "_repr_html_") == bool(saved(cell, "text/html"))
+            if hasattr(shown, "_repr_html_"):
+                assert in_outline(shown._repr_html_()) == in_outline(saved(cell, "text/html"))
+        names["figure"].canvas.draw()
+    finally:
+        plt.close("all")
+    assert names["report"].nan_count == 1
+    assert names["monitor"].findings[0].rule == "batch-range"
+    culprit = names["monitor"].culprit
+    assert (culprit.op, culprit.module, culprit.source, culprit.line) == (
+        "log",
+        "entropy",
+        "In[5]:4",
+        "return -(p * p.log()).sum(-1)",
+    )
+    assert names["result"].counters.read().skipped == 1
+
+
+def run_cell(cell: dict[str, Any], names: dict[str, Any]) -> tuple[str, Any]:
+    """What a cell prints, and what its last line is, if that is an expression."""
+    tree = ast.parse("".join(cell["source"]))
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(tree, cell_name(cell), "exec"), names)
+        assert last is None or isinstance(last, ast.Expr)
+        shown = None if last is None else eval(compile(ast.Expression(last.value), cell_name(cell), "eval"), names)
+    return out.getvalue(), shown
+
+
+def in_outline(text: str) -> str:
+    """Text without its numbers, the last digits of which, or a few counts, may differ between machines."""
+    return " ".join(re.sub(r"-?\d[\d,]*(\.\d+)?(e[-+]?\d+)?", "#", text).split())

@@ -1,4 +1,4 @@
-"""Devices to test on, and their backends. Modules that tests import are never called conftest.py."""
+"""Devices to test on, their backends, and parameters with gradients. Imported modules are never called conftest.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Any
 
 HAS_CUDA = torch.cuda.is_available()
@@ -39,9 +40,9 @@ def thinned(items: Sequence[Any], where: tuple[str, str], most: int) -> Any:
     return items[:: max(len(items) // most, 1)] if where == INTERPRETED else items
 
 
-def skip_unless_fused(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: str) -> None:
+def skip_unless_fused(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: str) -> None:
     """Skips optimizers that torch itself refuses to fuse on a device, as torch 2.11 does Adagrad on a GPU."""
-    parameter = torch.nn.Parameter(torch.zeros(2, device=device))
+    parameter = nn.Parameter(torch.zeros(2, device=device))
     parameter.grad = torch.zeros_like(parameter)
     try:
         make([parameter]).step()
@@ -49,3 +50,16 @@ def skip_unless_fused(make: Callable[[list[torch.nn.Parameter]], torch.optim.Opt
         if "`fused=True` requires all the params" not in str(error):
             raise
         pytest.skip(f"torch: {error}")
+
+
+def parameter_with(gradient: Tensor | None) -> nn.Parameter:
+    """A parameter of zeros with this gradient."""
+    like = torch.zeros(3, 4) if gradient is None else gradient
+    zeros = torch.zeros_like(like.to_dense() if like.is_sparse else like)
+    parameter = nn.Parameter(zeros, requires_grad=like.is_floating_point() or like.is_complex())
+    parameter.grad = gradient
+    return parameter
+
+
+def parameters_with(gradients: Iterable[Tensor | None]) -> list[nn.Parameter]:
+    return [parameter_with(gradient) for gradient in gradients]

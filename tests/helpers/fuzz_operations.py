@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.devices import parameters_with
 from helpers.exact import (
     NARROW_TOLERANCE,
     WIDE_TOLERANCE,
@@ -23,7 +24,6 @@ from helpers.exact import (
     rounded_product,
 )
 from helpers.fuzz import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
-from helpers.gradients import parameters_with
 from torch import Tensor, nn
 
 import gradstat

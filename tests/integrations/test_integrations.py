@@ -27,10 +27,10 @@ from helpers.frameworks import (
 )
 from helpers.ranks import on_ranks
 from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike, lightning_on_ranks
+from test_transformers import InOrder
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer
 
 import gradstat
 from gradstat.integrations import _adapter, accelerate, transformers
@@ -139,10 +139,6 @@ def under_lightning(case: Case) -> Run:
 
 
 def under_trainer(case: Case) -> Run:
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
     net = case.net()
     settings = training_arguments(
         case.folder,
@@ -626,10 +622,6 @@ def test_only_what_ddp_replicates_is_compared_and_a_monitor_alone_says_that_nobo
     assert not compares(DistributedDataParallel(model), is_replicated=True)
     assert "replicas not compared: watch={'replicas': n}" in repr(gradstat.Monitor(model))
     assert "compared" not in repr(gradstat.Monitor(model, watch={"replicas": 10}))
-
-
-def test_a_process_alone_says_nothing_about_replicas() -> None:
-    assert "replicas" not in repr(gradstat.Monitor(nn.Linear(2, 1)))
 
 
 def test_versions() -> None:

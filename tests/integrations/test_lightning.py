@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.frameworks import OF_FRAMEWORKS, QUIET, lightning_trainer
-from helpers.processes_forked import Forks
+from helpers.processes import Forks
 from helpers.ranks import on_ranks
 from helpers.ranks_of_frameworks import assert_alike, lightning_on_ranks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger

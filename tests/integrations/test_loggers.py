@@ -172,13 +172,6 @@ def test_mlflow_gets_one_asynchronous_batch_a_step(tmp_path: Path, monkeypatch: 
     assert [(m.step, m.value) for m in history] == [(0, report.total_norm), (1, report.total_norm)]
 
 
-def test_a_function_and_several_targets() -> None:
-    _, report = model_and_report()
-    seen: list[Any] = []
-    logged = log_report([lambda v, s: seen.append((v, s)), lambda v, s: seen.append((v, s))], report, 5)
-    assert seen == [(logged, 5), (logged, 5)]
-
-
 def test_every_n_steps_once() -> None:
     seen: list[int] = []
     log = ReportLogger(lambda values, step: seen.append(step), every=3)

@@ -244,34 +244,6 @@ def test_the_library_takes_from_torch_only_its_stable_interface(library: tuple[s
     assert demands.libraries <= system | {"libtorch.so", "libtorch_cpu.so", "libc10.so"}
 
 
-# Headers, macros, functions and types of torch that csrc uses, and that torch 2.10, the oldest, has compiled.
-OF_OLDEST_TORCH = set(
-    """
-    STABLE_TORCH_LIBRARY STABLE_TORCH_LIBRARY_IMPL STD_TORCH_CHECK TORCH_BOX TORCH_ERROR_CODE_CHECK TORCH_TARGET_VERSION
-    aoti_torch_device_type_cpu aoti_torch_device_type_cuda aoti_torch_dtype_bfloat16 aoti_torch_dtype_complex128
-    aoti_torch_dtype_complex32 aoti_torch_dtype_complex64 aoti_torch_dtype_float16 aoti_torch_dtype_float32
-    aoti_torch_dtype_float64 aoti_torch_dtype_float8_e4m3fn aoti_torch_dtype_float8_e4m3fnuz
-    aoti_torch_dtype_float8_e5m2 aoti_torch_dtype_float8_e5m2fnuz aoti_torch_dtype_int64 aoti_torch_dtype_uint8
-    aoti_torch_empty_strided aoti_torch_get_current_cuda_stream aoti_torch_get_data_ptr aoti_torch_get_device_index
-    aoti_torch_get_device_type aoti_torch_get_dim aoti_torch_get_dtype aoti_torch_get_layout aoti_torch_get_numel
-    aoti_torch_get_sizes aoti_torch_get_storage_offset aoti_torch_get_storage_size aoti_torch_get_strides
-    aoti_torch_layout_strided torch/csrc/inductor/aoti_torch/c/shim.h torch/csrc/stable/accelerator.h
-    torch/csrc/stable/library.h torch/csrc/stable/ops.h torch/csrc/stable/tensor.h torch/headeronly/util/Exception.h
-    torch::stable::Tensor torch::stable::accelerator::DeviceGuard torch::stable::copy_ torch::stable::get_num_threads
-    torch::stable::parallel_for
-    """.split()  # noqa: SIM905
-)
-
-
-def test_csrc_uses_nothing_of_torch_that_the_oldest_did_not_compile() -> None:
-    code = "\n".join(path.read_text() for path in sorted((ROOT / "csrc").glob("*.*")))
-    used = re.findall(r"<(torch/[^>]+)>|\b((?:STABLE_|STD_)?TORCH_\w+|aoti_torch_\w+|(?:torch|c10)::[\w:]+)", code)
-    assert {header or name for header, name in used} - OF_OLDEST_TORCH == set(), (
-        "compile them with it, and add them: `make wheel`, "
-        "`nox -f tools/noxfile.py -s \"source(torch='2.10.0')\" -- dist/*.whl`"
-    )
-
-
 def test_first_use_of_the_wheel_needs_neither_compiler_nor_triton(
     distribution: dict[str, Path], tmp_path: Path
 ) -> None:

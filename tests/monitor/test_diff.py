@@ -243,18 +243,6 @@ def test_diff_has_the_exit_status_of_diff(tmp_path: Path, capsys: pytest.Capture
     assert caught.value.code == 2
 
 
-def test_errors_are_one_line_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, broken = save(run(), tmp_path / "a.gradstat"), tmp_path / "broken\n.gradstat"
-    broken.write_bytes(b"nothing")
-    for arguments in (["diff", str(whole), str(broken)], ["view", str(broken)], ["view", str(tmp_path / "none")]):
-        assert main(arguments) == 2
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert told.err.count("\n") == 1
-        assert told.err.startswith(f"gradstat {arguments[0]}: ")
-    assert "No such file" in told.err
-
-
 def test_view_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, other = save(recording(names=HOSTILE), tmp_path / "run.gradstat"), tmp_path / "folder" / "page.html"
     assert main(["view", str(path)]) == 0

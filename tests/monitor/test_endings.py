@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.processes_forked import Forks
+from helpers.processes import Forks
 from helpers.training import fill, trained
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""The monitor finds nothing in healthy trainings.
+"""The monitor finds nothing in healthy trainings, and every injected fault.
 
 ``GRADSTAT_LONG=1`` trains longer, with more seeds; ``python tools/diagnosis.py --only healthy`` prints details.
 """
@@ -6,10 +6,14 @@
 import math
 import os
 import random
+import re
 from collections.abc import Callable
 
+import diagnosis
+import numpy as np
 import pytest
 import torch
+from helpers.ranks import Ranks
 from helpers.training import (
     HEALTHY,
     RECORD,
@@ -22,9 +26,10 @@ from helpers.training import (
     train,
     train_mlp,
 )
+from helpers.training_faults import FAULTS, Fault, inject
 from training_programs import PROGRAMS, Program, run
 
-from gradstat.monitor import Monitor
+from gradstat.monitor import RULES, Diagnosis, Finding, Monitor, Recording
 
 LONG = os.environ.get("GRADSTAT_LONG") == "1"
 SEEDS, STEPS = (10, 2000) if LONG else (1, 500)
@@ -169,3 +174,60 @@ def test_each_parameter_may_have_an_optimizer() -> None:
             optimizer.step()
     monitor.detach()
     assert serious(monitor) == []
+
+
+# Every injected fault is found: the right rule first, with the right name and step ---------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks | None = request.getfixturevalue("ranks") if fault.ranks > 1 else None
+    outcome = inject(fault, ranks)
+    first = outcome.first
+    told = "\n".join(map(str, outcome.findings))
+    assert first is not None, "nothing was found"
+    assert (first.rule, first.name) == (fault.rule, fault.name), told
+    assert 0 <= first.step - fault.step <= fault.late, told
+    assert {finding.rule for finding in outcome.findings} >= set(fault.also), told
+    assert all((first.text, first.causes, first.advice))
+    assert Finding.from_dict(first.to_dict()) == first
+
+
+def test_every_rule_that_is_no_mere_info_is_met_by_a_fault() -> None:
+    met = {fault.rule for fault in FAULTS} | {rule for fault in FAULTS for rule in fault.also}
+    assert {rule.name for rule in RULES if rule.severity != "info"} <= met
+
+
+def test_of_findings_in_one_step_the_cause_is_the_first() -> None:
+    def found(rule: str, step: int, severity: str = "error") -> Finding:
+        return Finding(rule, severity, step, "", {})  # type: ignore[arg-type]
+
+    def ranked(*findings: Finding) -> list[Finding]:
+        return list(Diagnosis.of(Recording(np.arange(9), {}, {}, findings)).findings)
+
+    batch, loss, parameter = found("nonfinite-batch", 7), found("nonfinite-loss", 7), found("nonfinite-parameter", 8)
+    info = found("clip-activity", 1, "info")
+    assert ranked(info, parameter, loss, batch) == [batch, loss, parameter, info]
+
+
+# docs/diagnosis.md lists the existing rules and these trainings -------------------------------------------------
+
+
+def test_the_rules_are_rendered_from_the_code() -> None:
+    document = diagnosis.DOCUMENT.read_text()
+    assert len(diagnosis.MARKED.findall(document)) == 3, "a marker was lost"
+    fresh = diagnosis.rendered(document, {"rules": diagnosis.rules()})
+    assert fresh == document, "run `python tools/diagnosis.py --write --only rules`"
+
+
+def test_the_healthy_trainings_are_those_that_are_run() -> None:
+    title, items = diagnosis.listed(diagnosis.DOCUMENT.read_text(), "healthy")
+    assert items == [healthy.name for healthy in HEALTHY], "run `python tools/diagnosis.py --write`"
+    ((seeds, steps),) = re.findall(r"^(\d+) seeds of ([\d,]+) steps each$", title)
+    assert int(seeds) >= 3
+    assert int(steps.replace(",", "")) >= 500
+
+
+def test_the_programs_are_those_that_are_run() -> None:
+    _, items = diagnosis.listed(diagnosis.DOCUMENT.read_text(), "programs")
+    assert items == [f"{program.name} {program.steps:,}" for program in PROGRAMS], "run `python tools/diagnosis.py`"

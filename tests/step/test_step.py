@@ -195,18 +195,6 @@ def test_taking_steps_as_they_come_costs_no_sync_with_any_optimizer(monkeypatch:
     assert all(parameter.isnan().all() for parameter in model.parameters())
 
 
-@pytest.mark.usefixtures("_poisoned")
-def test_torch_itself_falls_into_that_trap() -> None:
-    """If this fails, torch has fixed it, and first_momentum_is_at_risk can be removed."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    for step, found in enumerate((1.0, 0.0)):
-        loss_of(model, step).backward()
-        optimizer.found_inf = torch.tensor(found)  # type: ignore[attr-defined]
-        optimizer.step()
-    assert any(parameter.isnan().any() for parameter in model.parameters())
-
-
 # Other arguments, dtypes and backends -----------------------------------------------------------------------
 
 
