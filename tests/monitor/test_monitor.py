@@ -246,6 +246,29 @@ def test_parameters_that_nobody_trains_are_told(others: str, is_told: int, is_se
     assert told == [is_told] * bool(is_told)
 
 
+@pytest.mark.parametrize(("trains", "is_rival"), [("another", True), ("the rest", False), ("the same", False)])
+def test_an_optimizer_of_something_else_is_noticed(trains: str, is_rival: bool) -> None:
+    seen: list[bool] = []
+
+    @rule("looks")
+    def looks(asked: Rule, window: Any) -> Any:
+        seen.append(window.run.has_rival)
+        return ()
+
+    model, critic = Net(), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.01)
+    others = {"another": critic, "the rest": model.last, "the same": model.first}[trains]
+    other = torch.optim.SGD(others.parameters(), lr=0.01)
+    monitor = gradstat.Monitor(model, optimizer, rules=[looks()], on_anomaly="record")
+    for _ in range(3):
+        critic(model(torch.randn(8, 8))).square().mean().backward()
+        monitor.step()
+        optimizer.step()
+        other.step()
+    monitor.flush()
+    assert seen[-1] == is_rival
+
+
 class Normalized(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:

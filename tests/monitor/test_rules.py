@@ -724,6 +724,15 @@ def test_a_loss_that_climbs_far_above_its_beginning_is_told(
     assert ["maximize=True" in finding.causes[0] for finding in found] == [maximizes] * is_told
 
 
+@pytest.mark.parametrize("has_rival", [False, True])
+def test_a_loss_that_climbs_while_another_optimizer_steps_is_an_info(has_rival: bool) -> None:
+    course = [*np.linspace(1, 0.1, 100), *[0.1] * 100, *np.linspace(0.1, 0.9, 200)]
+    story = series("loss", noisy(course, 0.02), run=RunSettings(has_rival=has_rival))
+    assert [found.severity for found in findings(new("loss-spike"), story.windows(64))] == [
+        "info" if has_rival else "warning"
+    ]
+
+
 def test_what_the_guard_refuses_again_and_again_is_a_spike() -> None:
     losses = noisy([*(2.5 + 1.5 * np.exp(-np.arange(200) / 20)), *[3.2] * 5], 0.04)
     guard, parameter = gradstat.SpikeGuard(), nn.Parameter(torch.zeros(1))
