@@ -165,18 +165,10 @@ GRADSTAT_DEVICE void e4m3_to_half_pairs([[maybe_unused]] uint32_t bytes, [[maybe
 #endif
 }
 
-#if defined(__CUDA_ARCH__)
-GRADSTAT_DEVICE uint32_t low_word(double x) { return static_cast<uint32_t>(__double2loint(x)); }
-GRADSTAT_DEVICE uint32_t high_word(double x) { return static_cast<uint32_t>(__double2hiint(x)); }
-GRADSTAT_DEVICE double words_to_double(uint32_t low, uint32_t high) {
-  return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
-}
-#else
 GRADSTAT_DEVICE uint32_t low_word(double x) { return static_cast<uint32_t>(bitcast<uint64_t>(x)); }
 GRADSTAT_DEVICE uint32_t high_word(double x) { return static_cast<uint32_t>(bitcast<uint64_t>(x) >> 32); }
 GRADSTAT_DEVICE double words_to_double(uint32_t low, uint32_t high) {
   return bitcast<double>(static_cast<uint64_t>(high) << 32 | low);
 }
-#endif
 
 }  // namespace gradstat

@@ -11,19 +11,21 @@ namespace gradstat {
 // A sum of squares is trusted in [2^kSafeLow, 2^kSafeHigh). Below, underflowed squares could matter: at most 64
 // of them, each off by at most 2^-150 in float32 (2^-34 of the smallest sum allowed); in float64, elements
 // under GRADSTAT_SMALL. Above, a square may have overflowed, or an element exceeded GRADSTAT_LARGE.
-struct AnySafe {
+template <int kLow, int kHigh>
+struct Format {
+  static constexpr int kSafeLow = kLow, kSafeHigh = kHigh;
   // Whether a share must be distrusted although its sum of squares is safe.
   template <class Share>
   GRADSTAT_DEVICE static bool is_suspect(const Share&) {
     return false;
   }
+  template <class Share>
+  GRADSTAT_DEVICE static uint32_t zeros(const Share& share) {
+    return share.zeros;
+  }
 };
-struct SafeFloat32 : AnySafe {
-  static constexpr int kSafeLow = -110, kSafeHigh = 120;
-};
-struct SafeFloat64 : AnySafe {
-  static constexpr int kSafeLow = -900, kSafeHigh = 970;
-};
+using FormatOfFloat32 = Format<-110, 120>;
+using FormatOfFloat64 = Format<-900, 970>;
 
 // The lift in registers, and sums over groups.
 namespace lanes {
@@ -67,7 +69,7 @@ struct Share {
 //   add(vector, share, first)   adds a vector to a share, or starts the share with it
 //   zeros(share)      the number of zero elements
 template <bool kPair>
-struct Float32Format : SafeFloat32 {
+struct Float32Format : FormatOfFloat32 {
   using Scale = ScaleFloat32;
   using Extreme = float;
   static constexpr int kElements = kPair ? 2 : 4;
@@ -92,11 +94,10 @@ struct Float32Format : SafeFloat32 {
               first);
     share.zeros = zeros;
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<Float32Format>& share) { return share.zeros; }
 };
 
 template <class Packed>
-struct PackedExtremes : Packed, SafeFloat32 {
+struct PackedExtremes : Packed, FormatOfFloat32 {
   using Extreme = uint32_t;
   using Packed::high;
   using Packed::low;
@@ -141,8 +142,7 @@ template <DType kType>
 struct Float8Format : PackedExtremes<PackedHalf> {
   using Scale = ScaleFloat8;
   static constexpr int kElements = 16;
-  static constexpr bool kIsWide = kType == DType::kFloat8E5M2 || kType == DType::kFloat8E5M2FNUZ;
-  static constexpr bool kHasNegativeZero = kType == DType::kFloat8E4M3FN || kType == DType::kFloat8E5M2;
+  static constexpr bool kIsWide = is_e5m2(kType), kHasNegativeZero = !is_fnuz(kType);
   static constexpr bool kIsConverted = kType == DType::kFloat8E4M3FN && kHasFloat8Conversion;
 
   // Converts the bytes in the upper halves to two float16 numbers.
@@ -206,7 +206,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
 // Sums in float64; only the exact path scales. Comparisons use integers, as most devices have low float64
 // throughput: on consumer cards it would be slower than memory.
 template <bool kPair>
-struct Float64Format : SafeFloat64 {
+struct Float64Format : FormatOfFloat64 {
   using Scale = ScaleFloat64;
   using Extreme = int64_t;  // the bits, all but the sign inverted in negative numbers, so that they sort
   static constexpr int kElements = kPair ? 1 : 2;
@@ -242,7 +242,6 @@ struct Float64Format : SafeFloat64 {
     share.add(min(c, d), max(c, d), first);
     share.zeros = zeros;
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<Float64Format>& share) { return share.zeros; }
 };
 
 }  // namespace gradstat

@@ -59,6 +59,12 @@ StreamState& state_of(int32_t device, cudaStream_t stream) {
   return *state;
 }
 
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "querying the capture status of a stream");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // Returns pinned memory that no copy is reading. Allocates more instead of waiting.
 Staging& free_staging(StreamState& state, size_t bytes) {
   for (Staging& staging : state.stagings) {
@@ -113,12 +119,6 @@ void check_cuda(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());
   throw std::runtime_error(std::string("gradstat: ") + what + ": " + cudaGetErrorString(result));
-}
-
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "querying the capture status of a stream");
-  return status != cudaStreamCaptureStatusNone;
 }
 
 int32_t load_kernels(std::initializer_list<const void*> kernels) {

@@ -35,8 +35,6 @@ class OnDevice {
   int before_ = -1;  // -1: nothing to restore
 };
 
-bool is_capturing(cudaStream_t stream);
-
 // Loads kernels, which CUDA would otherwise do in the first launch, which may be captured or timed. Returns how
 // many blocks of each of them can be resident on a multiprocessor at once.
 int32_t load_kernels(std::initializer_list<const void*> kernels);

@@ -12,12 +12,6 @@ struct Multiplier {
   const uint8_t* products;
 };
 
-GRADSTAT_DEVICE uint32_t products_of(uint32_t bytes, const uint8_t* products) {
-  return products[bytes & 0xffu] | (static_cast<uint32_t>(products[(bytes >> 8) & 0xffu]) << 8) |
-         (static_cast<uint32_t>(products[(bytes >> 16) & 0xffu]) << 16) |
-         (static_cast<uint32_t>(products[bytes >> 24]) << 24);
-}
-
 struct ScaleFloat32 {
   GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
     return float_to_bits(bits_to_float(w) * by.narrow);
@@ -30,7 +24,10 @@ struct ScalePacked {
   }
 };
 struct ScaleFloat8 {
-  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) { return products_of(w, by.products); }
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
+    const auto byte = [&](int shift) { return uint32_t{by.products[w >> shift & 0xffu]} << shift; };
+    return byte(0) | byte(8) | byte(16) | byte(24);
+  }
 };
 
 template <class Type>

@@ -699,8 +699,8 @@ template <DType kDType>
 struct Float8 {
   using Storage = uint8_t;
   static constexpr int kStep = 64;
-  static constexpr bool kHasMinusZero = kDType == DType::kFloat8E4M3FN || kDType == DType::kFloat8E5M2;
-  static constexpr int kMantissaBits = kDType == DType::kFloat8E5M2 || kDType == DType::kFloat8E5M2FNUZ ? 2 : 3;
+  static constexpr bool kHasMinusZero = !is_fnuz(kDType);
+  static constexpr int kMantissaBits = float8_mantissa(kDType);
   static constexpr int kLowPlaces = kMantissaBits == 3 ? 2 : 3;
   static constexpr int kPlaces = kMantissaBits == 3 ? 4 : kHasMinusZero ? 6 : 7;
   static_assert(int64_t{127 * 127 * 4} * (kChunk / kStep) * 16 <= INT32_MAX, "sums of a chunk fit 32 bits");

@@ -126,11 +126,6 @@ GRADSTAT_DEVICE void merge_over_warp(Row& row) {
   }
 }
 
-GRADSTAT_DEVICE void merge_into_columns(double* columns, const Row& row) {
-#define GRADSTAT_FIELD(name, how) columns[kColumn_##name] = merge::how(columns[kColumn_##name], row.name);
-#include "stat_fields.def"
-}
-
 // A warp merges rows[0 .. count) in shared memory in a fixed order; lanes 0 .. kFields - 1 return their column.
 GRADSTAT_DEVICE double merge_by_warp(const double (*rows)[kFields], int count) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -393,7 +388,9 @@ GRADSTAT_DEVICE void read_segment(const Segment& segment, const BlockMemory& mem
     }
     edges = false;
     merge_over_warp(row);
-    if (lane == 0) merge_into_columns(columns, row);
+    if (lane != 0) continue;
+#define GRADSTAT_FIELD(name, how) columns[kColumn_##name] = merge::how(columns[kColumn_##name], row.name);
+#include "stat_fields.def"
   }
   __syncwarp();
 }
