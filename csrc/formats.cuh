@@ -82,17 +82,16 @@ struct Float32Format : FormatOfFloat32 {
 
   GRADSTAT_DEVICE void add(const uint4& v, Share<Float32Format>& share, bool first) const {
     const float x[4] = {bits_to_float(v.x), bits_to_float(v.y), bits_to_float(v.z), bits_to_float(v.w)};
-    uint32_t zeros = first ? 0 : share.zeros;
+    if (first) share.zeros = 0;
     if constexpr (kPair) {
-      zeros += x[0] == 0 && x[1] == 0;
-      zeros += x[2] == 0 && x[3] == 0;
+      share.zeros += x[0] == 0 && x[1] == 0;
+      share.zeros += x[2] == 0 && x[3] == 0;
     } else {
 #pragma unroll
-      for (const float each : x) zeros += each == 0;
+      for (const float each : x) share.zeros += each == 0;
     }
     share.add(lifted<4>(x), min(min(x[0], x[1]), min(x[2], x[3])), max(max(x[0], x[1]), max(x[2], x[3])),
               first);
-    share.zeros = zeros;
   }
 };
 
@@ -115,19 +114,14 @@ struct PackedFormat : PackedExtremes<Packed> {
   GRADSTAT_DEVICE void add(const uint4& v, Share<PackedFormat>& share, bool first) const {
     const float x[8] = {Packed::low(v.x), Packed::high(v.x), Packed::low(v.y), Packed::high(v.y),
                         Packed::low(v.z), Packed::high(v.z), Packed::low(v.w), Packed::high(v.w)};
-    uint32_t zeros = first ? 0 : share.zeros;
-    if constexpr (kPair) {
-      zeros += (v.x & 0x7fff7fffu) == 0;
-      zeros += (v.y & 0x7fff7fffu) == 0;
-      zeros += (v.z & 0x7fff7fffu) == 0;
-      zeros += (v.w & 0x7fff7fffu) == 0;
-    } else {
-      zeros = count_zero_halves(count_zero_halves(zeros, v.x), v.y);
-      zeros = count_zero_halves(count_zero_halves(zeros, v.z), v.w);
+    if (first) share.zeros = 0;
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (const uint32_t pair : pairs) {
+      share.zeros = kPair ? share.zeros + ((pair & 0x7fff7fffu) == 0) : count_zero_halves(share.zeros, pair);
     }
     share.add(lifted<8>(x), Packed::min(Packed::min(v.x, v.y), Packed::min(v.z, v.w)),
               Packed::max(Packed::max(v.x, v.y), Packed::max(v.z, v.w)), first);
-    share.zeros = zeros;
   }
   GRADSTAT_DEVICE static uint32_t zeros(const Share<PackedFormat>& share) {
     return kPair ? share.zeros : total_of_halves(share.zeros);
@@ -175,12 +169,11 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     widen(b, w + 2);
     const float x[8] = {low(w[0]), high(w[0]), low(w[1]), high(w[1]),
                         low(w[2]), high(w[2]), low(w[3]), high(w[3])};
-    uint32_t zeros = first ? 0 : share.zeros;
+    if (first) share.zeros = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) zeros = count_zero_halves(zeros, w[i]);
+    for (const uint32_t pair : w) share.zeros = count_zero_halves(share.zeros, pair);
     share.add(lifted<8>(x), min(min(w[0], w[1]), min(w[2], w[3])), max(max(w[0], w[1]), max(w[2], w[3])),
               first);
-    share.zeros = zeros;
   }
 
   GRADSTAT_DEVICE void add(const uint4& v, Share<Float8Format>& share, bool first) const {
@@ -231,16 +224,10 @@ struct Float64Format : FormatOfFloat64 {
   GRADSTAT_DEVICE void add(const uint4& v, Share<Float64Format>& share, bool first) const {
     const double a = words_to_double(v.x, v.y), b = words_to_double(v.z, v.w);
     const int64_t c = ordered(v.x, v.y), d = ordered(v.z, v.w);
-    uint32_t zeros = first ? 0 : share.zeros;
-    if constexpr (kPair) {
-      zeros += is_zero(v.x | v.z, v.y | v.w);
-    } else {
-      zeros += is_zero(v.x, v.y);
-      zeros += is_zero(v.z, v.w);
-    }
+    if (first) share.zeros = 0;
+    share.zeros += kPair ? is_zero(v.x | v.z, v.y | v.w) : is_zero(v.x, v.y) + is_zero(v.z, v.w);
     share.sums = first ? Sums<double>::of_pair(a, b) : share.sums.with_pair(a, b);
     share.add(min(c, d), max(c, d), first);
-    share.zeros = zeros;
   }
 };
 

@@ -48,7 +48,6 @@ void load_decide_kernels();    // in decide_cuda.cu
 // the device, but no more than there are tiles.
 Partition partition_for(const std::vector<Entry>& entries, int32_t device);
 
-// Enqueues a kernel.
 template <class... Arguments>
 void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, const char* what,
             const Arguments&... arguments) {

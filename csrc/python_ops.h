@@ -182,7 +182,6 @@ inline TypedView ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   return view;
 }
 
-// A device that releases the GIL while it works.
 template <class Device>
 struct ReleasingGil : Device {
   template <class... Arguments>
@@ -227,7 +226,6 @@ struct PythonCaller {
     if (!holds) throw UseDispatcher();
   }
 
-  // Converts an argument from Python.
   static void read(PyObject* object, Tensors& tensors) {
     const Py_ssize_t size = PyList_Check(object) ? PyList_Size(object) : 0;
     if (size == 0) throw UseDispatcher();

@@ -604,9 +604,9 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     if (!safe && (zero_count + nonfinite_count) * kPerElement < count) {
       for (int64_t k = 0; k < count; k += kPerElement) {
         if constexpr (kPair) {
-          lift_pair(row, p[k], p[k + 1], (first + k) / 2);
+          lift(row, (first + k) / 2, p[k], p[k + 1]);
         } else {
-          lift(row, p[k], first + k);
+          lift(row, first + k, p[k]);
         }
       }
       return;

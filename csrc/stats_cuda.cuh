@@ -177,10 +177,10 @@ GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*
 GRADSTAT_DEVICE void lift_at(const Place& place, int64_t element, Row& row) {
   const double index = static_cast<double>(element);
   if (place.is_pair) {
-    lift_pair(row, value_at(place.address, place.dtype, 2 * element),
-              value_at(place.address, place.dtype, 2 * element + 1), index);
+    lift(row, index, value_at(place.address, place.dtype, 2 * element),
+         value_at(place.address, place.dtype, 2 * element + 1));
   } else {
-    lift(row, value_at(place.address, place.dtype, element), index);
+    lift(row, index, value_at(place.address, place.dtype, element));
   }
 }
 
@@ -437,7 +437,6 @@ GRADSTAT_DEVICE void write_row(const Table& table, const StatsArguments& argumen
   }
 }
 
-// Reads a range of tiles and writes its rows.
 template <bool kMultiplies, class Table>
 GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& arguments, uint32_t range,
                                 BlockMemory& memory) {

@@ -58,7 +58,6 @@ class Table:
     buffer: torch.Tensor  # int64: the entries, then the tensor index of each chunk as int32
     tensors: int
     chunks: int  # of all tensors: the number of programs
-    is_split: bool  # whether any tensor has more than one chunk
 
 
 # Each replay of a captured upload reads its pinned source, and graphs do not notify anyone when they are destroyed.
@@ -93,12 +92,12 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     lengths = tuple(map(torch.Tensor.numel, tensors))
     dtypes = tuple(map(_dtype_of, tensors))
     if is_capturing(device):
-        return _new_table(addresses, lengths, dtypes, device)
+        return _new_table(addresses, lengths, dtypes, device, 0)
     return _kept_table(addresses, lengths, dtypes, device, stream_of(device))
 
 
 def _new_table(
-    addresses: Sequence[int], lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
 ) -> Table:
     address = np.array(addresses, dtype=np.int64)
     kind = np.array([KINDS[dtype] for dtype in dtypes], dtype=np.int64)
@@ -135,18 +134,13 @@ def _new_table(
     if is_capturing(device):
         _sources_of_captured_uploads.append(source)
     # No host sync: torch's pinned allocator reuses a block only after copies from it have finished.
-    return Table(source.to(device, non_blocking=True), count, total, total > count)
+    return Table(source.to(device, non_blocking=True), count, total)
 
 
 # A training step uses one or two lists, and gradients usually have the same addresses as in the previous step. A table
-# that is kept is never stale: its contents depend only on the arguments. One of them is the stream, whose order ensures
-# that the upload finishes before the table is used, and that all uses finish before its memory is reused.
-@functools.lru_cache(maxsize=16)
-def _kept_table(
-    addresses: tuple[int, ...], lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, _: int
-) -> Table:
-    return _new_table(addresses, lengths, dtypes, device)
-
+# that is kept is never stale: its contents depend only on the arguments. The last of them is the stream, whose order
+# ensures that the upload finishes before the table is used, and that all uses finish before its memory is reused.
+_kept_table = functools.lru_cache(maxsize=16)(_new_table)
 
 ALIGNMENT = 16
 """Bytes. Triton compiles a different kernel for pointers that are not multiples of this."""

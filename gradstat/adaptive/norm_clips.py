@@ -13,8 +13,6 @@ from gradstat._core.warn import warn_user
 from gradstat.adaptive._base import DEFAULT_WINDOW, NormClip, Step, limited, number, positive, whole_number
 
 Target = Literal["reciprocal", "threshold", "mean"]
-
-
 _MOST_OUTLIERS = 25  # kMostOutliers in csrc/decide.h
 
 

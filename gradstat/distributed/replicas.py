@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 from gradstat._core.collectives import device_of, format_ranks, gather_by_rank, reduce_, require_member
 from gradstat._core.parameters import named_parameters_of
 from gradstat._core.text import count_of, expect, lines_of, printable
+from gradstat.accumulation import NAMED_IN_ERROR, NAMED_IN_TEXT
 from gradstat.distributed._checksum import checksums, combined, comparable, of_text
 from gradstat.tensor_stats import Judged
 
 _CALLER = "verify_replicas"
-_NAMED_IN_ERROR = 5
-_NAMED_IN_TEXT = 20
 _MISSING = "missing"  # the layout that stands for a gradient that is None
 _KNOWN = ("gradients", "parameters", "buffers", "state")
 
@@ -78,7 +77,7 @@ class ReplicaReport(Judged):
     def raise_if_drifted(self) -> None:
         """Raises `ReplicaMismatchError`, which names tensors and ranks, on every rank, unless `ok`."""
         if not self.ok:
-            raise ReplicaMismatchError(self._summary(_NAMED_IN_ERROR), self)
+            raise ReplicaMismatchError(self._summary(NAMED_IN_ERROR), self)
 
     def __str__(self) -> str:
         if self.ok and not self.compared:
@@ -86,7 +85,7 @@ class ReplicaReport(Judged):
         if self.ok:
             compared = count_of(self.compared, "tensor")
             return f"gradstat: {compared}, bit-identical on all replicas ({len(self.ranks)} ranks)"
-        return f"gradstat: {self._summary(_NAMED_IN_TEXT)}"
+        return f"gradstat: {self._summary(NAMED_IN_TEXT)}"
 
     def _summary(self, limit: int) -> str:
         count, compared = count_of(len(self.drifted), "tensor"), f"of {self.compared:,} compared"

@@ -31,8 +31,6 @@ CLEAN = (
     "the same step gave finite values this time. The fault depends on state that was not restored (an iterator, other "
     "state of your own), or is not a bug in the program: hardware, or a race"
 )
-
-
 _NO_SAVED_STATE = (
     "no state of the step was saved, so the replay used the current parameters, buffers and random state and may miss "
     "the cause; gradstat.Monitor(..., replay=True) saves it"

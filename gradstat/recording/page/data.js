@@ -88,17 +88,14 @@ function shortened(name, length) {
   return `${name.slice(0, head)}\u2026${name.slice(head + 1 - length)}`;
 }
 
-// Plotly interprets a subset of HTML in texts.
-function escaped(text) {
-  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-}
-
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
   return made;
 }
 
+// Plotly interprets a subset of HTML in texts.
+const escaped = (textContent) => element("p", { textContent }).innerHTML;
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const button = (className, textContent, onclick) => element("button", { type: "button", className, textContent, onclick });
