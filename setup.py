@@ -171,7 +171,6 @@ def extensions():
                     "csrc/launch_state.cpp",
                     "csrc/stats_cuda.cu",
                     "csrc/scale_cuda.cu",
-                    "csrc/decide_cuda.cu",
                 ],
                 compile_args=[
                     "-isystem",

@@ -4,7 +4,7 @@
 // safe are read again exactly.
 #pragma once
 
-#include "multiply.cuh"
+#include "device.cuh"
 
 namespace gradstat {
 
@@ -63,7 +63,7 @@ struct Share {
 };
 
 // Each format has
-//   Scale             how its vectors are multiplied (multiply.cuh)
+//   Scale             how its vectors are multiplied (device.cuh)
 //   Extreme           the type of minima and maxima, with their identities, min, max, widened_min, widened_max
 //   kElements         elements per 16-byte vector
 //   add(vector, share, first)   adds a vector to a share, or starts the share with it
@@ -226,7 +226,7 @@ struct Float64Format : FormatOfFloat64 {
     const int64_t c = ordered(v.x, v.y), d = ordered(v.z, v.w);
     if (first) share.zeros = 0;
     share.zeros += kPair ? is_zero(v.x | v.z, v.y | v.w) : is_zero(v.x, v.y) + is_zero(v.z, v.w);
-    share.sums = first ? Sums<double>::of_pair(a, b) : share.sums.with_pair(a, b);
+    share.sums = first ? Sums<double>::of_pair(a, b) : share.sums.with(a).with(b);
     share.add(min(c, d), max(c, d), first);
   }
 };

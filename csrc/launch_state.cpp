@@ -137,12 +137,14 @@ int32_t load_kernels(std::initializer_list<const void*> kernels) {
 void load_all_kernels(int32_t device) { static_cast<void>(resident_blocks(device)); }
 
 Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
-  const uint64_t tiles = count_tiles(entries);
+  uint64_t tiles = 0;
+  for (const Entry& entry : entries) tiles += tiles_of(entry);
   // Chunks are counted in 32 bits.
   if (tiles >= UINT32_MAX / kWarps)
     throw std::runtime_error("gradstat: more than 8 TB of gradients in one call");
-  const uint64_t ranges = std::min<uint64_t>(tiles, resident_blocks(device));
-  return Partition::of(static_cast<uint32_t>(tiles), std::max(1u, static_cast<uint32_t>(ranges)));
+  const auto total = static_cast<uint32_t>(tiles),
+             ranges = std::max(1u, std::min(total, resident_blocks(device)));
+  return {ranges, total / ranges, total % ranges};
 }
 
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream) {

@@ -9,7 +9,6 @@
 #include <mutex>
 #include <vector>
 
-#include "entry.h"
 #include "tile_table.h"
 
 // The only call that depends on the kernel's type, replaceable by tests/cuda_on_cpu.
@@ -42,7 +41,7 @@ int32_t load_kernels(std::initializer_list<const void*> kernels);
   reinterpret_cast<const void*>(kernel<ParameterTable>), reinterpret_cast<const void*>(kernel<DeviceTable>)
 int32_t load_stats_kernels();  // in stats_cuda.cu
 int32_t load_scale_kernels();  // in scale_cuda.cu
-void load_decide_kernels();    // in decide_cuda.cu
+void load_decide_kernels();    // in scale_cuda.cu
 
 // The partition into ranges for the statistics and scale kernels, one for each block that can be resident on
 // the device, but no more than there are tiles.

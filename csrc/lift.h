@@ -118,7 +118,6 @@ struct Sums {
   GRADSTAT_INLINE Sums with(Real x) const { return {GRADSTAT_SUMS(GRADSTAT_SUM)}; }
 #undef GRADSTAT_SUM
   GRADSTAT_INLINE static Sums of_pair(Real a, Real b) { return of(a).with(b); }
-  GRADSTAT_INLINE Sums with_pair(Real a, Real b) const { return with(a).with(b); }
 #define GRADSTAT_SUM(name) name + other.name,
   GRADSTAT_INLINE Sums operator+(const Sums& other) const { return {GRADSTAT_SUMS(GRADSTAT_SUM)}; }
 #undef GRADSTAT_SUM

@@ -51,9 +51,6 @@ constexpr double identity_of_sum = 0.0;
 constexpr double identity_of_min = kInf;
 constexpr double identity_of_max = -kInf;
 GRADSTAT_HD double sum(double a, double b) { return a + b; }
-GRADSTAT_HD double repeated_sum(double a, double times) { return times * a; }
-GRADSTAT_HD double repeated_min(double a, double) { return a; }
-GRADSTAT_HD double repeated_max(double a, double) { return a; }
 // Not fmin/fmax: rows hold no NaN in these columns, and a plain comparison is the same on every compiler.
 GRADSTAT_HD double min(double a, double b) { return b < a ? b : a; }
 GRADSTAT_HD double max(double a, double b) { return b > a ? b : a; }
@@ -71,17 +68,9 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other) {
 #include "stat_fields.def"
 }
 
-// Merges `times` rows that are all equal to `other`.
-GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
-#define GRADSTAT_FIELD(name, how) into.name = merge::how(into.name, merge::repeated_##how(other.name, times));
-#include "stat_fields.def"
-}
-
 GRADSTAT_HD double absolute(double x) { return fabs(x); }
 
 #include "lift.h"
-
-// Derived values ----------------------------------------------------------------------------------------
 
 // L2 norm of the finite elements, combined as by l2_norm in gradstat/_fields.py.
 GRADSTAT_HD double l2_norm(const Row& row) {
@@ -96,14 +85,11 @@ GRADSTAT_HD double l2_norm(const Row& row) {
   return sqrt(squares) / scale;
 }
 
-// Largest magnitude among the finite elements, 0 if there are none.
-GRADSTAT_HD double max_abs(const Row& row) { return merge::max(0.0, merge::max(row.max, -row.min)); }
-
 // The L2 or infinity norm as torch reports it: NaN if any element is NaN, else Inf if any is infinite.
 GRADSTAT_HD double reported_norm(const Row& row, bool infinity_norm) {
   if (row.nan_count > 0) return NAN;
   if (row.inf_count > 0) return kInf;
-  return infinity_norm ? max_abs(row) : l2_norm(row);
+  return infinity_norm ? merge::max(0.0, merge::max(row.max, -row.min)) : l2_norm(row);
 }
 
 // The factor that clips gradients: min(1, max_norm / (norm + 1e-6)), torch's formula and constant
@@ -113,8 +99,6 @@ GRADSTAT_HD double clip_multiplier(double norm, double max_norm) {
   const double multiplier = max_norm / (norm + 1e-6);
   return multiplier > 1.0 ? 1.0 : multiplier;
 }
-
-// Element conversions -----------------------------------------------------------------------------------
 
 template <class To, class From>
 GRADSTAT_HD To bitcast(From from) {
@@ -159,8 +143,6 @@ GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
   if (dtype == DType::kFloat8E5M2 && magnitude == 0x7cu) value = static_cast<float>(kInf);
   return (bits & 0x80u) != 0 ? -value : value;
 }
-
-// Narrowing, round to nearest even ----------------------------------------------------------------------
 
 // Two floats as a pair of bfloat16, `low` in the low half.
 GRADSTAT_HD uint32_t to_bfloat16_pair(float low, float high) {

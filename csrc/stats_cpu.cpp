@@ -100,7 +100,10 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
     if (times == 0) continue;
     Row one = identity_row();
     lift(one, kInf, values[code]);  // the position is found below
-    merge_into(row, one, times);
+#define GRADSTAT_FIELD(name, how) \
+  if (merge::identity_of_##how == 0) one.name *= times;
+#include "stat_fields.def"
+    merge_into(row, one);
   }
   if (row.nan_count + row.inf_count > nonfinite_before) {
     int64_t i = 0;

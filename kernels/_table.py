@@ -48,13 +48,9 @@ KINDS: dict[torch.dtype, int] = {dtype: kind for kind, dtype in enumerate(_REAL)
 
 _REAL_BYTES = np.array([dtype.itemsize for dtype in _REAL], dtype=np.int64)
 
-_dtype_of = operator.attrgetter("dtype")
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table on the device."""
-
     buffer: torch.Tensor  # int64: the entries, then the tensor index of each chunk as int32
     tensors: int
     chunks: int  # of all tensors: the number of programs
@@ -90,7 +86,7 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     # This is a good part of the host time of checking a small model; map is a tenth faster than comprehensions.
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     lengths = tuple(map(torch.Tensor.numel, tensors))
-    dtypes = tuple(map(_dtype_of, tensors))
+    dtypes = tuple(map(operator.attrgetter("dtype"), tensors))
     if is_capturing(device):
         return _new_table(addresses, lengths, dtypes, device, 0)
     return _kept_table(addresses, lengths, dtypes, device, stream_of(device))

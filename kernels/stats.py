@@ -37,10 +37,8 @@ SAFE_HIGH = tl.constexpr(2.0**120)
 SAFE_LOW_DOUBLE = tl.constexpr(2.0**-900)
 SAFE_HIGH_DOUBLE = tl.constexpr(2.0**970)
 
-LARGE = tl.constexpr(_fields.LARGE)
-SMALL = tl.constexpr(_fields.SMALL)
-LARGE_SCALE = tl.constexpr(_fields.LARGE_SCALE)
-SMALL_SCALE = tl.constexpr(_fields.SMALL_SCALE)
+LARGE, SMALL = tl.constexpr(_fields.LARGE), tl.constexpr(_fields.SMALL)
+LARGE_SCALE, SMALL_SCALE = tl.constexpr(_fields.LARGE_SCALE), tl.constexpr(_fields.SMALL_SCALE)
 
 FIELD_COUNT = tl.constexpr(_fields.COUNT)
 MERGES = tl.constexpr(tuple({"sum": 0, "min": 1, "max": 2}[field.merge] for field in _fields.FIELDS))
@@ -133,19 +131,6 @@ def _merge_sums(a, b):
     for i in tl.static_range(SUMMED):
         sums = sums + (a[i] + b[i],)
     return sums + (tl.minimum(a[SUMMED], b[SUMMED]), tl.maximum(a[SUMMED + 1], b[SUMMED + 1]))
-
-
-@triton.jit
-def _scale_sums(sums, scale):
-    """The sums of elements multiplied by `scale`."""
-    scaled = ()
-    for i in tl.static_range(SUMMED):
-        value = sums[i]
-        for degree in tl.static_range(1, 3):
-            if degree <= SUM_DEGREES[i]:
-                value = value * scale
-        scaled = scaled + (value,)
-    return scaled + (sums[SUMMED] * scale, sums[SUMMED + 1] * scale)
 
 
 @triton.jit
@@ -247,7 +232,15 @@ def _read_float8_tile(address, steps, kind):
     sign = tl.where(ordinary, 0, 0x80808080)
     marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
     hidden = (sums[SUMMED + 1] > limit) | (sums[SUMMED] < -limit) | (marked != 0)
-    return _scale_sums(sums, tl.where(hidden, float("nan"), scale)), zeros
+    scale = tl.where(hidden, float("nan"), scale)
+    scaled = ()
+    for i in tl.static_range(SUMMED):
+        value = sums[i]
+        for degree in tl.static_range(1, 3):
+            if degree <= SUM_DEGREES[i]:
+                value = value * scale
+        scaled = scaled + (value,)
+    return scaled + (sums[SUMMED] * scale, sums[SUMMED + 1] * scale), zeros
 
 
 @triton.jit

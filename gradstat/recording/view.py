@@ -24,11 +24,7 @@ class ViewerMissingError(ImportError):
 
 
 def write_page(
-    recording: Recording,
-    path: str | os.PathLike[str],
-    title: str | None = None,
-    *,
-    diagnosis_text: str | None = None,
+    recording: Recording, path: str | os.PathLike[str], title: str | None = None, *, diagnosis_text: str | None = None
 ) -> Path:
     """Writes one self-contained page that shows ``recording`` step by step.
 

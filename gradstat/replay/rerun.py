@@ -21,8 +21,7 @@ from gradstat._core.text import expect
 from gradstat._core.warn import QUIET, warn
 from gradstat._step.loss_scale import inner_scaler
 from gradstat.replay.culprit import Culprit, Phase
-from gradstat.replay.module_tracker import ModuleTracker
-from gradstat.replay.nonfinite_mode import LeafHooks, NonfiniteMode
+from gradstat.replay.nonfinite_mode import LeafHooks, ModuleTracker, NonfiniteMode
 from gradstat.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replays
 from gradstat.replay.taint import Origin, first, is_nonfinite, looks_like_mask
 from gradstat.replay.undo import Undo

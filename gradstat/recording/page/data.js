@@ -6,6 +6,7 @@ const COLUMN_LABELS = {
 };
 const MAGNITUDES = new Set(["l2_norm", "std", "max_abs"]);
 const SIGNED = new Set(["mean", "min", "max"]);
+const RANK = ["info", "warning", "error"];
 const COUNTS = new Set(["nan_count", "inf_count"]);
 
 async function unpacked(text, width) {

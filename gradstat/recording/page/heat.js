@@ -53,11 +53,7 @@ function colouring(table, column) {
 
 class HeatMap {
   constructor(data, { onTensor, onMeasurement }) {
-    this.data = data;
-    this.plot = byId("heat");
-    this.profile = byId("profile");
-    this.curtain = byId("curtain");
-    this.onTensor = onTensor;
+    Object.assign(this, { data, onTensor, plot: byId("heat"), profile: byId("profile"), curtain: byId("curtain") });
     this.curtain.addEventListener("click", (event) => {
       const rect = this.plot.getBoundingClientRect(), { xaxis } = this.plot._fullLayout;
       const bin = xaxis.p2d(event.clientX - rect.left - xaxis._offset);
@@ -66,9 +62,7 @@ class HeatMap {
   }
 
   draw(table, column) {
-    this.table = table;
-    this.column = column;
-    this.colours = colouring(table, column);
+    Object.assign(this, { table, column, colours: colouring(table, column) });
     // Steps are pooled into at most MOST_COLUMNS columns, which show the largest value, and NaN or Inf if any has one.
     this.pooled = Math.max(1, Math.ceil(table.m / MOST_COLUMNS));
     this.bins = Math.ceil(table.m / this.pooled);

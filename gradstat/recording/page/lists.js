@@ -9,8 +9,7 @@ const described = (pairs) => pairs.flatMap(([key, value]) => [
 ]);
 
 function drawFindings(data, { onStep, onName }) {
-  const order = { error: 0, warning: 1, info: 2 };
-  const sorted = [...data.findings].sort((a, b) => order[a.severity] - order[b.severity] || a.step - b.step);
+  const sorted = [...data.findings].sort((a, b) => RANK.indexOf(b.severity) - RANK.indexOf(a.severity) || a.step - b.step);
   const made = sorted.map((finding, i) => {
     const box = element("details", { className: "finding", open: i === 0 && finding.severity === "error",
       hidden: i >= FINDINGS_SHOWN });
