@@ -59,7 +59,9 @@ class Schedule:
         self.active_steps = 0
         self.triggers = 0
         self.catches = 0
-        self.reset()
+        self._burst_ends = 0
+        self._pause_ends = 0
+        self._pause: float = after_trigger
         self._mode: Any = None
         self._inside = False
 
@@ -91,7 +93,7 @@ class Schedule:
     def reset(self) -> None:
         """Ends the burst or pause, and resets the length of pauses. Counts are kept."""
         self._burst_ends = self._pause_ends = 0
-        self._pause: float = self.after_trigger
+        self._pause = self.after_trigger
 
     def __enter__(self) -> Schedule:  # noqa: PYI034 (Self is not in Python 3.10)
         if self._inside:
