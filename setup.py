@@ -163,7 +163,7 @@ def extensions():
     found = [torch_extension("gradstat._C", ["csrc/ops.cpp", "csrc/stats_cpu.cpp"])]
     home = cuda_home()
     if home is not None:
-        names = ("ops_cuda.cpp", "launch_state.cpp", "stats_cuda.cu", "scale_cuda.cu", "decide_cuda.cu")
+        names = ("ops_cuda.cpp", "launch_state.cpp", "stats_cuda.cu", "scale_cuda.cu")
         architectures = f'-DGRADSTAT_CUDA_ARCHITECTURES="{architectures_text()}"'
         cuda = torch_extension(
             "gradstat._C_cuda",

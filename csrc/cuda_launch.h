@@ -8,8 +8,6 @@
 #include <vector>
 
 #include "decide.h"
-#include "entry.h"
-#include "stat.h"
 
 namespace gradstat {
 

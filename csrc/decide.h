@@ -1,6 +1,6 @@
 // How adaptive clips decide about a step and what state they keep, for CPU and device alike. The methods are
 // those of gradstat/adaptive, which cites their sources and also implements them in plain torch. A `Team` is
-// the group of threads that decide together (decide_cpu.h, decide_cuda.cuh):
+// the group of threads that decide together (ops.cpp, decide_cuda.cuh):
 //   rank, size               of the calling thread in the team
 //   barrier()                makes all writes before it visible
 //   all_reduce(value, how)   reduces the values of all threads; every thread gets the result
@@ -9,7 +9,6 @@
 #pragma once
 
 #include "entry.h"
-#include "stat.h"
 
 #if defined(__CUDACC__)
 #define GRADSTAT_TEAMWORK __device__ __forceinline__

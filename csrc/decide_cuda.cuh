@@ -62,8 +62,7 @@ GRADSTAT_DEVICE Neighbours neighbours(const Team& team, const Numbers& numbers, 
 }
 
 // The team of decide.h for a warp.
-class Warp {
- public:
+struct Warp {
   GRADSTAT_DEVICE int64_t rank() const { return threadIdx.x % 32; }
   GRADSTAT_DEVICE int64_t size() const { return 32; }
   GRADSTAT_DEVICE void barrier() const { __syncwarp(); }

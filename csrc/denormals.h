@@ -25,17 +25,12 @@ class KeepsDenormals {
   }
 
  private:
-  // Compilers do not move loads and stores, nor therefore the arithmetic between them, across the empty
-  // statement.
+  // Compilers do not move loads and stores, nor therefore the arithmetic between them, across these statements.
 #if defined(__SSE2__)
   using Control = uint32_t;
   static constexpr Control kFlushes = 0x8040;  // MXCSR: results to zero, operands are zero
   static Control control() { return _mm_getcsr(); }
-  static void set_control(Control value) {
-    asm volatile("" ::: "memory");
-    _mm_setcsr(value);
-    asm volatile("" ::: "memory");
-  }
+  static void set_control(Control value) { asm volatile("ldmxcsr %0" ::"m"(value) : "memory"); }
 #elif defined(__aarch64__)
   using Control = uint64_t;
   static constexpr Control kFlushes = uint64_t{1} << 24 | uint64_t{1} << 19;  // FPCR: FZ, FZ16

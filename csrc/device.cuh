@@ -3,7 +3,6 @@
 // for the CPU.
 #pragma once
 
-#include "stat.h"
 #include "tile_table.h"
 
 #define GRADSTAT_DEVICE __device__ __forceinline__
@@ -11,8 +10,6 @@
 namespace gradstat {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
-
-// Memory ------------------------------------------------------------------------------------------------
 
 // Does not allocate in L1, where nothing is reused. L2 keeps its normal policy, so that the scale kernel finds
 // what the statistics kernel read last.
@@ -52,8 +49,6 @@ GRADSTAT_DEVICE bool arrives_last(uint32_t* ticket, uint32_t count) {
   return atomicInc(ticket, count - 1) == count - 1;
 #endif
 }
-
-// Packed 16-bit arithmetic ------------------------------------------------------------------------------
 
 GRADSTAT_DEVICE float low_half(uint32_t pair) {
 #if defined(__CUDA_ARCH__)
@@ -165,18 +160,63 @@ GRADSTAT_DEVICE void e4m3_to_half_pairs([[maybe_unused]] uint32_t bytes, [[maybe
 #endif
 }
 
-#if defined(__CUDA_ARCH__)
-GRADSTAT_DEVICE uint32_t low_word(double x) { return static_cast<uint32_t>(__double2loint(x)); }
-GRADSTAT_DEVICE uint32_t high_word(double x) { return static_cast<uint32_t>(__double2hiint(x)); }
-GRADSTAT_DEVICE double words_to_double(uint32_t low, uint32_t high) {
-  return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
-}
-#else
 GRADSTAT_DEVICE uint32_t low_word(double x) { return static_cast<uint32_t>(bitcast<uint64_t>(x)); }
 GRADSTAT_DEVICE uint32_t high_word(double x) { return static_cast<uint32_t>(bitcast<uint64_t>(x) >> 32); }
 GRADSTAT_DEVICE double words_to_double(uint32_t low, uint32_t high) {
   return bitcast<double>(static_cast<uint64_t>(high) << 32 | low);
 }
-#endif
+
+// The multiplier as float64 and float32; for 8-bit types a table of the products of all 256 codes.
+struct Multiplier {
+  double wide;
+  float narrow;
+  const uint8_t* products;
+};
+
+struct ScaleFloat32 {
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
+    return float_to_bits(bits_to_float(w) * by.narrow);
+  }
+};
+template <class Packed>
+struct ScalePacked {
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
+    return Packed::pair_of(Packed::low(w) * by.narrow, Packed::high(w) * by.narrow);
+  }
+};
+struct ScaleFloat8 {
+  GRADSTAT_DEVICE static uint32_t word(uint32_t w, const Multiplier& by) {
+    const auto byte = [&](int shift) { return uint32_t{by.products[w >> shift & 0xffu]} << shift; };
+    return byte(0) | byte(8) | byte(16) | byte(24);
+  }
+};
+
+template <class Type>
+GRADSTAT_DEVICE uint4 scaled(const uint4& v, const Multiplier& by) {
+  return {Type::word(v.x, by), Type::word(v.y, by), Type::word(v.z, by), Type::word(v.w, by)};
+}
+
+struct ScaleFloat64 {};
+template <>
+GRADSTAT_DEVICE uint4 scaled<ScaleFloat64>(const uint4& v, const Multiplier& by) {
+  const double a = words_to_double(v.x, v.y) * by.wide, b = words_to_double(v.z, v.w) * by.wide;
+  return {low_word(a), high_word(a), low_word(b), high_word(b)};
+}
+
+// Fills the table of products for an 8-bit type, in shared memory. Needs a barrier before and after.
+GRADSTAT_DEVICE void fill_products(uint8_t* products, DType dtype, float factor) {
+  static_assert(kThreads == 256, "one product for each thread");
+  const auto code = static_cast<uint8_t>(threadIdx.x);
+  products[code] = to_float8(float8_to_float(code, dtype) * factor, dtype);
+}
+
+GRADSTAT_DEVICE void scale_value(const Place& place, int64_t index, const Multiplier& by) {
+  const double value = value_at(place.address, place.dtype, index);
+  const bool is_wide = place.dtype == DType::kFloat64;
+  const double product = is_wide ? value * by.wide : static_cast<float>(value) * by.narrow;
+  const int32_t bytes_shift = element_shift(place.dtype, false);
+  write_value(reinterpret_cast<void*>(place.address + (static_cast<uint64_t>(index) << bytes_shift)),
+              place.dtype, product);
+}
 
 }  // namespace gradstat

@@ -4,26 +4,28 @@
 // safe are read again exactly.
 #pragma once
 
-#include "multiply.cuh"
+#include "device.cuh"
 
 namespace gradstat {
 
 // A sum of squares is trusted in [2^kSafeLow, 2^kSafeHigh). Below, underflowed squares could matter: at most 64
 // of them, each off by at most 2^-150 in float32 (2^-34 of the smallest sum allowed); in float64, elements
 // under GRADSTAT_SMALL. Above, a square may have overflowed, or an element exceeded GRADSTAT_LARGE.
-struct AnySafe {
+template <int kLow, int kHigh>
+struct Format {
+  static constexpr int kSafeLow = kLow, kSafeHigh = kHigh;
   // Whether a share must be distrusted although its sum of squares is safe.
   template <class Share>
   GRADSTAT_DEVICE static bool is_suspect(const Share&) {
     return false;
   }
+  template <class Share>
+  GRADSTAT_DEVICE static uint32_t zeros(const Share& share) {
+    return share.zeros;
+  }
 };
-struct SafeFloat32 : AnySafe {
-  static constexpr int kSafeLow = -110, kSafeHigh = 120;
-};
-struct SafeFloat64 : AnySafe {
-  static constexpr int kSafeLow = -900, kSafeHigh = 970;
-};
+using FormatOfFloat32 = Format<-110, 120>;
+using FormatOfFloat64 = Format<-900, 970>;
 
 // The lift in registers, and sums over groups.
 namespace lanes {
@@ -61,13 +63,13 @@ struct Share {
 };
 
 // Each format has
-//   Scale             how its vectors are multiplied (multiply.cuh)
+//   Scale             how its vectors are multiplied (device.cuh)
 //   Extreme           the type of minima and maxima, with their identities, min, max, widened_min, widened_max
 //   kElements         elements per 16-byte vector
 //   add(vector, share, first)   adds a vector to a share, or starts the share with it
 //   zeros(share)      the number of zero elements
 template <bool kPair>
-struct Float32Format : SafeFloat32 {
+struct Float32Format : FormatOfFloat32 {
   using Scale = ScaleFloat32;
   using Extreme = float;
   static constexpr int kElements = kPair ? 2 : 4;
@@ -80,23 +82,21 @@ struct Float32Format : SafeFloat32 {
 
   GRADSTAT_DEVICE void add(const uint4& v, Share<Float32Format>& share, bool first) const {
     const float x[4] = {bits_to_float(v.x), bits_to_float(v.y), bits_to_float(v.z), bits_to_float(v.w)};
-    uint32_t zeros = first ? 0 : share.zeros;
+    if (first) share.zeros = 0;
     if constexpr (kPair) {
-      zeros += x[0] == 0 && x[1] == 0;
-      zeros += x[2] == 0 && x[3] == 0;
+      share.zeros += x[0] == 0 && x[1] == 0;
+      share.zeros += x[2] == 0 && x[3] == 0;
     } else {
 #pragma unroll
-      for (const float each : x) zeros += each == 0;
+      for (const float each : x) share.zeros += each == 0;
     }
     share.add(lifted<4>(x), min(min(x[0], x[1]), min(x[2], x[3])), max(max(x[0], x[1]), max(x[2], x[3])),
               first);
-    share.zeros = zeros;
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<Float32Format>& share) { return share.zeros; }
 };
 
 template <class Packed>
-struct PackedExtremes : Packed, SafeFloat32 {
+struct PackedExtremes : Packed, FormatOfFloat32 {
   using Extreme = uint32_t;
   using Packed::high;
   using Packed::low;
@@ -114,19 +114,14 @@ struct PackedFormat : PackedExtremes<Packed> {
   GRADSTAT_DEVICE void add(const uint4& v, Share<PackedFormat>& share, bool first) const {
     const float x[8] = {Packed::low(v.x), Packed::high(v.x), Packed::low(v.y), Packed::high(v.y),
                         Packed::low(v.z), Packed::high(v.z), Packed::low(v.w), Packed::high(v.w)};
-    uint32_t zeros = first ? 0 : share.zeros;
-    if constexpr (kPair) {
-      zeros += (v.x & 0x7fff7fffu) == 0;
-      zeros += (v.y & 0x7fff7fffu) == 0;
-      zeros += (v.z & 0x7fff7fffu) == 0;
-      zeros += (v.w & 0x7fff7fffu) == 0;
-    } else {
-      zeros = count_zero_halves(count_zero_halves(zeros, v.x), v.y);
-      zeros = count_zero_halves(count_zero_halves(zeros, v.z), v.w);
+    if (first) share.zeros = 0;
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (const uint32_t pair : pairs) {
+      share.zeros = kPair ? share.zeros + ((pair & 0x7fff7fffu) == 0) : count_zero_halves(share.zeros, pair);
     }
     share.add(lifted<8>(x), Packed::min(Packed::min(v.x, v.y), Packed::min(v.z, v.w)),
               Packed::max(Packed::max(v.x, v.y), Packed::max(v.z, v.w)), first);
-    share.zeros = zeros;
   }
   GRADSTAT_DEVICE static uint32_t zeros(const Share<PackedFormat>& share) {
     return kPair ? share.zeros : total_of_halves(share.zeros);
@@ -141,8 +136,7 @@ template <DType kType>
 struct Float8Format : PackedExtremes<PackedHalf> {
   using Scale = ScaleFloat8;
   static constexpr int kElements = 16;
-  static constexpr bool kIsWide = kType == DType::kFloat8E5M2 || kType == DType::kFloat8E5M2FNUZ;
-  static constexpr bool kHasNegativeZero = kType == DType::kFloat8E4M3FN || kType == DType::kFloat8E5M2;
+  static constexpr bool kIsWide = is_e5m2(kType), kHasNegativeZero = !is_fnuz(kType);
   static constexpr bool kIsConverted = kType == DType::kFloat8E4M3FN && kHasFloat8Conversion;
 
   // Converts the bytes in the upper halves to two float16 numbers.
@@ -175,12 +169,11 @@ struct Float8Format : PackedExtremes<PackedHalf> {
     widen(b, w + 2);
     const float x[8] = {low(w[0]), high(w[0]), low(w[1]), high(w[1]),
                         low(w[2]), high(w[2]), low(w[3]), high(w[3])};
-    uint32_t zeros = first ? 0 : share.zeros;
+    if (first) share.zeros = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) zeros = count_zero_halves(zeros, w[i]);
+    for (const uint32_t pair : w) share.zeros = count_zero_halves(share.zeros, pair);
     share.add(lifted<8>(x), min(min(w[0], w[1]), min(w[2], w[3])), max(max(w[0], w[1]), max(w[2], w[3])),
               first);
-    share.zeros = zeros;
   }
 
   GRADSTAT_DEVICE void add(const uint4& v, Share<Float8Format>& share, bool first) const {
@@ -206,7 +199,7 @@ struct Float8Format : PackedExtremes<PackedHalf> {
 // Sums in float64; only the exact path scales. Comparisons use integers, as most devices have low float64
 // throughput: on consumer cards it would be slower than memory.
 template <bool kPair>
-struct Float64Format : SafeFloat64 {
+struct Float64Format : FormatOfFloat64 {
   using Scale = ScaleFloat64;
   using Extreme = int64_t;  // the bits, all but the sign inverted in negative numbers, so that they sort
   static constexpr int kElements = kPair ? 1 : 2;
@@ -231,18 +224,11 @@ struct Float64Format : SafeFloat64 {
   GRADSTAT_DEVICE void add(const uint4& v, Share<Float64Format>& share, bool first) const {
     const double a = words_to_double(v.x, v.y), b = words_to_double(v.z, v.w);
     const int64_t c = ordered(v.x, v.y), d = ordered(v.z, v.w);
-    uint32_t zeros = first ? 0 : share.zeros;
-    if constexpr (kPair) {
-      zeros += is_zero(v.x | v.z, v.y | v.w);
-    } else {
-      zeros += is_zero(v.x, v.y);
-      zeros += is_zero(v.z, v.w);
-    }
-    share.sums = first ? Sums<double>::of_pair(a, b) : share.sums.with_pair(a, b);
+    if (first) share.zeros = 0;
+    share.zeros += kPair ? is_zero(v.x | v.z, v.y | v.w) : is_zero(v.x, v.y) + is_zero(v.z, v.w);
+    share.sums = first ? Sums<double>::of_pair(a, b) : share.sums.with(a).with(b);
     share.add(min(c, d), max(c, d), first);
-    share.zeros = zeros;
   }
-  GRADSTAT_DEVICE static uint32_t zeros(const Share<Float64Format>& share) { return share.zeros; }
 };
 
 }  // namespace gradstat

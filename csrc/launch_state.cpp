@@ -59,6 +59,12 @@ StreamState& state_of(int32_t device, cudaStream_t stream) {
   return *state;
 }
 
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "querying the capture status of a stream");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // Returns pinned memory that no copy is reading. Allocates more instead of waiting.
 Staging& free_staging(StreamState& state, size_t bytes) {
   for (Staging& staging : state.stagings) {
@@ -115,12 +121,6 @@ void check_cuda(cudaError_t result, const char* what) {
   throw std::runtime_error(std::string("gradstat: ") + what + ": " + cudaGetErrorString(result));
 }
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "querying the capture status of a stream");
-  return status != cudaStreamCaptureStatusNone;
-}
-
 int32_t load_kernels(std::initializer_list<const void*> kernels) {
   int32_t fewest = INT32_MAX;
   for (const void* kernel : kernels) {
@@ -137,12 +137,14 @@ int32_t load_kernels(std::initializer_list<const void*> kernels) {
 void load_all_kernels(int32_t device) { static_cast<void>(resident_blocks(device)); }
 
 Partition partition_for(const std::vector<Entry>& entries, int32_t device) {
-  const uint64_t tiles = count_tiles(entries);
+  uint64_t tiles = 0;
+  for (const Entry& entry : entries) tiles += tiles_of(entry);
   // Chunks are counted in 32 bits.
   if (tiles >= UINT32_MAX / kWarps)
     throw std::runtime_error("gradstat: more than 8 TB of gradients in one call");
-  const uint64_t ranges = std::min<uint64_t>(tiles, resident_blocks(device));
-  return Partition::of(static_cast<uint32_t>(tiles), std::max(1u, static_cast<uint32_t>(ranges)));
+  const auto total = static_cast<uint32_t>(tiles),
+             ranges = std::max(1u, std::min(total, resident_blocks(device)));
+  return {ranges, total / ranges, total % ranges};
 }
 
 uint32_t* tickets_for(uint32_t count, void* workspace, int32_t device, cudaStream_t stream) {

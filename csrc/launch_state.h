@@ -9,7 +9,6 @@
 #include <mutex>
 #include <vector>
 
-#include "entry.h"
 #include "tile_table.h"
 
 // The only call that depends on the kernel's type, replaceable by tests/cuda_on_cpu.
@@ -35,8 +34,6 @@ class OnDevice {
   int before_ = -1;  // -1: nothing to restore
 };
 
-bool is_capturing(cudaStream_t stream);
-
 // Loads kernels, which CUDA would otherwise do in the first launch, which may be captured or timed. Returns how
 // many blocks of each of them can be resident on a multiprocessor at once.
 int32_t load_kernels(std::initializer_list<const void*> kernels);
@@ -44,13 +41,12 @@ int32_t load_kernels(std::initializer_list<const void*> kernels);
   reinterpret_cast<const void*>(kernel<ParameterTable>), reinterpret_cast<const void*>(kernel<DeviceTable>)
 int32_t load_stats_kernels();  // in stats_cuda.cu
 int32_t load_scale_kernels();  // in scale_cuda.cu
-void load_decide_kernels();    // in decide_cuda.cu
+void load_decide_kernels();    // in scale_cuda.cu
 
 // The partition into ranges for the statistics and scale kernels, one for each block that can be resident on
 // the device, but no more than there are tiles.
 Partition partition_for(const std::vector<Entry>& entries, int32_t device);
 
-// Enqueues a kernel.
 template <class... Arguments>
 void launch(void (*kernel)(Arguments...), uint32_t blocks, cudaStream_t stream, const char* what,
             const Arguments&... arguments) {

@@ -87,29 +87,19 @@ GRADSTAT_HD void lift_finite(Row& row, double x) {
 GRADSTAT_HD bool is_nan(double x) { return x != x; }
 GRADSTAT_HD bool is_inf(double x) { return x == kInf || x == -kInf; }
 
-// Adds one real element of any value at flat index `index`: the exact path of every loop over memory.
-GRADSTAT_HD void lift(Row& row, double x, double index) {
-  if (is_nan(x) || is_inf(x)) {
-    (is_nan(x) ? row.nan_count : row.inf_count) += 1;
-    row.first_nonfinite = merge::min(row.first_nonfinite, index);
-    return;
-  }
-  row.zero_count += x == 0;
-  lift_finite(row, x);
-}
-
-// Adds one complex element: NaN if either part is, else Inf if either part is, zero if both parts are. The
+// Adds one element of any value at flat index `index`: the exact path of every loop over memory. A complex
+// element, of two parts, is NaN if either part is, else Inf if either part is, zero if both parts are. The
 // other columns take both parts of a finite element.
-GRADSTAT_HD void lift_pair(Row& row, double re, double im, double index) {
-  const bool nan = is_nan(re) || is_nan(im);
-  if (nan || is_inf(re) || is_inf(im)) {
+template <class... Parts>
+GRADSTAT_HD void lift(Row& row, double index, Parts... parts) {
+  const bool nan = (is_nan(parts) || ...);
+  if (nan || (is_inf(parts) || ...)) {
     (nan ? row.nan_count : row.inf_count) += 1;
     row.first_nonfinite = merge::min(row.first_nonfinite, index);
     return;
   }
-  row.zero_count += re == 0 && im == 0;
-  lift_finite(row, re);
-  lift_finite(row, im);
+  row.zero_count += ((parts == 0) && ...);
+  (lift_finite(row, parts), ...);
 }
 
 #else
@@ -128,7 +118,6 @@ struct Sums {
   GRADSTAT_INLINE Sums with(Real x) const { return {GRADSTAT_SUMS(GRADSTAT_SUM)}; }
 #undef GRADSTAT_SUM
   GRADSTAT_INLINE static Sums of_pair(Real a, Real b) { return of(a).with(b); }
-  GRADSTAT_INLINE Sums with_pair(Real a, Real b) const { return with(a).with(b); }
 #define GRADSTAT_SUM(name) name + other.name,
   GRADSTAT_INLINE Sums operator+(const Sums& other) const { return {GRADSTAT_SUMS(GRADSTAT_SUM)}; }
 #undef GRADSTAT_SUM

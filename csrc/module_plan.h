@@ -2,7 +2,6 @@
 // gradstat/_core/parameters.py, on every step.
 #pragma once
 
-#include <memory>
 #include <unordered_map>
 
 #include "python_ops.h"
@@ -20,19 +19,16 @@ class ModulePlan {
   // by none of the modules.
   bool remember(PyObject* modules, PyObject* parameters) {
     for (Py_ssize_t i = 0; i < PyList_Size(modules); ++i) {
-      modules_.push_back(Ref::borrow(PyList_GetItem(modules, i)));
+      modules_.emplace_back(Py_NewRef(PyList_GetItem(modules, i)));
     }
-    std::vector<PyObject*> values;
-    if (!visit([&](PyObject* key, PyObject* value) {
-          keys_.push_back(Ref::borrow(key));
-          values.push_back(value);
-          return true;
-        })) {
-      return false;
-    }
-    values_.assign(values.begin(), values.end());
-    std::unordered_map<PyObject*, size_t> place;
-    for (size_t i = 0; i < values.size(); ++i) place.emplace(values[i], i);
+    std::unordered_map<const void*, size_t> place;
+    const bool are_there = visit([&](PyObject* key, PyObject* value) {
+      place.emplace(value, values_.size());
+      keys_.emplace_back(Py_NewRef(key));
+      values_.push_back(value);
+      return true;
+    });
+    if (!are_there) return false;
     for (Py_ssize_t i = 0; i < PyList_Size(parameters); ++i) {
       const auto position = place.find(PyList_GetItem(parameters, i));
       if (position == place.end()) return false;
@@ -51,13 +47,13 @@ class ModulePlan {
     const bool same = visit([&](PyObject* key, PyObject* value) {
       const size_t i = values.size();
       if (i == values_.size() || key != keys_[i].get() || value != values_[i]) return false;
-      values.push_back(Ref::borrow(value));
+      values.emplace_back(Py_NewRef(value));
       return true;
     });
     if (!same || values.size() != values_.size()) return nullptr;
     Ref list = owned(PyList_New(static_cast<Py_ssize_t>(places_.size())));
     for (size_t i = 0; i < places_.size(); ++i) {
-      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Ref::borrow(values[places_[i]].get()).release());
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Py_NewRef(values[places_[i]].get()));
     }
     return list.release();
   }
@@ -75,7 +71,7 @@ class ModulePlan {
         throw std::runtime_error("gradstat: expected weak references to modules");
       }
       if (borrowed == Py_None) return false;
-      const Ref module = Ref::borrow(borrowed);
+      const Ref module(Py_NewRef(borrowed));
       for (PyObject* name : names) {
         const Ref dictionary = owned(PyObject_GetAttr(module.get(), name));
         if (!PyDict_Check(dictionary.get())) return false;
@@ -170,14 +166,14 @@ inline PyObject* gradients_of(PyObject*, PyObject* parameters) {
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* parameter = PyList_GetItem(parameters, i);  // null if the list was shortened in the meantime
       if (parameter == nullptr) throw PythonError();
-      const Ref kept_alive = Ref::borrow(parameter);
+      const Ref kept_alive(Py_NewRef(parameter));
       const Ref gradient = owned(PyObject_GetAttr(parameter, grad));
       if (gradient.get() != Py_None) {
         if (PyList_Append(gradients.get(), gradient.get()) != 0) throw PythonError();
         positions.push_back(i);
-        continue;
+      } else if (owned(PyObject_GetAttr(parameter, requires_grad)).get() == Py_True) {
+        missing.push_back(i);
       }
-      if (owned(PyObject_GetAttr(parameter, requires_grad)).get() == Py_True) missing.push_back(i);
     }
     if (static_cast<Py_ssize_t>(positions.size()) == size) {
       return Py_BuildValue("(NOO)", gradients.release(), Py_None, Py_None);

@@ -8,15 +8,6 @@
 #include "python_ops.h"
 
 namespace gradstat {
-namespace {
-
-void* current_stream(int32_t device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return stream;
-}
-
-}  // namespace
 
 struct Cuda {
   static constexpr DLDeviceType kDLPackType = kDLCUDA;
@@ -24,6 +15,12 @@ struct Cuda {
   static int32_t type() {
     static const int32_t cuda = aoti_torch_device_type_cuda();
     return cuda;
+  }
+
+  static void* current_stream(int32_t device) {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    return stream;
   }
 
   // Workspaces come from torch's caching allocator. They can be freed on return, while the kernel may still

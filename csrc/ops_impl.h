@@ -314,8 +314,22 @@ struct Dispatcher {
     Tensor result() const { return tensor; }
   };
 
+  // Throws std::runtime_error naming the first tensor that cannot be read in place.
   static TensorList list(const Tensors& tensors, Granularity granularity = Granularity::kTensors) {
-    return list_of(tensors, Device::type(), granularity);
+    static const int32_t strided = aoti_torch_layout_strided();
+    TensorList list(tensors.size(), Device::type(), granularity);
+    for (const Tensor& tensor : tensors) {
+      int32_t layout = 0;
+      TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+      if (layout != strided) list.reject("is not strided");
+      if (!is_on(tensor, Device::type())) list.reject("is on a different device type than the operator");
+      const TypedView view = view_of(tensor);
+      const ElementType* element = element_of(view.type);
+      if (element == nullptr) list.reject("has an unsupported dtype");
+      if (view.numel > 0 && view.data == nullptr) list.reject("has no memory");
+      if (const char* why = list.add(view, *element)) list.reject(why);
+    }
+    return list;
   }
 
   static TypedView view(const Tensor& tensor, const char* what) {

@@ -8,6 +8,7 @@
 #include <Python.h>
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <thread>
 
@@ -15,30 +16,10 @@
 
 namespace gradstat {
 
-// An owned reference; may be null.
-class Ref {
- public:
-  explicit Ref(PyObject* owned = nullptr) : object_(owned) {}
-  Ref(Ref&& other) noexcept : object_(other.release()) {}
-  Ref& operator=(Ref&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  Ref(const Ref&) = delete;
-  Ref& operator=(const Ref&) = delete;
-  ~Ref() { Py_XDECREF(object_); }
-
-  static Ref borrow(PyObject* object) {
-    Py_XINCREF(object);
-    return Ref(object);
-  }
-  PyObject* get() const { return object_; }
-  PyObject* release() { return std::exchange(object_, nullptr); }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_;
+struct Decref {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
 };
+using Ref = std::unique_ptr<PyObject, Decref>;  // an owned reference
 
 // Thrown when Python's error indicator is set.
 struct PythonError {};
@@ -140,33 +121,29 @@ class NewTensor {
     prototype.shape = const_cast<int64_t*>(sizes.begin());
     // On out-of-memory, fall back to the dispatcher, which reports it.
     const auto ignore_error = [](void*, const char*, const char*) {};
-    if (exchange().api->managed_tensor_allocator(&prototype, &tensor_, nullptr, ignore_error) != 0) {
+    DLManagedTensorVersioned* made = nullptr;
+    if (exchange().api->managed_tensor_allocator(&prototype, &made, nullptr, ignore_error) != 0) {
       throw UseDispatcher();
     }
-    if (tensor_->dl_tensor.data == nullptr) {
-      tensor_->deleter(tensor_);
-      throw UseDispatcher();
-    }
-  }
-  NewTensor(NewTensor&& other) noexcept : tensor_(std::exchange(other.tensor_, nullptr)) {}
-  NewTensor(const NewTensor&) = delete;
-  NewTensor& operator=(const NewTensor&) = delete;
-  ~NewTensor() {
-    if (tensor_ != nullptr) tensor_->deleter(tensor_);
+    tensor_.reset(made);
+    if (made->dl_tensor.data == nullptr) throw UseDispatcher();
   }
 
   void* data() const { return static_cast<char*>(tensor_->dl_tensor.data) + tensor_->dl_tensor.byte_offset; }
 
   Ref result() {
     void* object = nullptr;
-    if (exchange().api->managed_tensor_to_py_object_no_sync(std::exchange(tensor_, nullptr), &object) != 0) {
+    if (exchange().api->managed_tensor_to_py_object_no_sync(tensor_.release(), &object) != 0) {
       throw PythonError();
     }
     return Ref(static_cast<PyObject*>(object));
   }
 
  private:
-  DLManagedTensorVersioned* tensor_ = nullptr;
+  struct Delete {
+    void operator()(DLManagedTensorVersioned* tensor) const { tensor->deleter(tensor); }
+  };
+  std::unique_ptr<DLManagedTensorVersioned, Delete> tensor_;
 };
 
 inline bool call_predicate(PyObject* method, PyObject* tensor) {
@@ -205,7 +182,6 @@ inline TypedView ordinary_view(PyObject* tensor, DLDeviceType device_type) {
   return view;
 }
 
-// A device that releases the GIL while it works.
 template <class Device>
 struct ReleasingGil : Device {
   template <class... Arguments>
@@ -226,12 +202,9 @@ struct PythonCaller {
   using Device = ReleasingGil<OnDevice>;
   using Memory = NewTensor<OnDevice>;
   using Tensors = Ref;  // a new list, which keeps its tensors alive while the GIL is released
+  using Argument = PyObject*;
   using Result = Ref;
   static constexpr int64_t kMultipliers = -1;  // at least one
-
-  struct Argument {
-    PyObject* tensor;
-  };
 
   static TensorList list(const Tensors& tensors, Granularity granularity = Granularity::kTensors) {
     const Py_ssize_t size = PyList_Size(tensors.get());
@@ -245,7 +218,7 @@ struct PythonCaller {
   }
 
   static TypedView view(const Argument& argument, const char*) {
-    return ordinary_view(argument.tensor, Device::kDLPackType);
+    return ordinary_view(argument, Device::kDLPackType);
   }
 
   template <class... Parts>
@@ -253,15 +226,14 @@ struct PythonCaller {
     if (!holds) throw UseDispatcher();
   }
 
-  // Converts an argument from Python.
   static void read(PyObject* object, Tensors& tensors) {
     const Py_ssize_t size = PyList_Check(object) ? PyList_Size(object) : 0;
     if (size == 0) throw UseDispatcher();
     tensors = owned(PyList_GetSlice(object, 0, size));
   }
-  static void read(PyObject* object, Argument& argument) { argument.tensor = object; }
+  static void read(PyObject* object, Argument& argument) { argument = object; }
   static void read(PyObject* object, std::optional<Argument>& argument) {
-    if (object != Py_None) argument = Argument{object};
+    if (object != Py_None) argument = object;
   }
   static void read(PyObject* object, double& number) {
     number = PyFloat_AsDouble(object);
@@ -281,14 +253,12 @@ struct PythonCaller {
 
   static Ref to_python(Ref tensor) { return tensor; }
   static Ref to_python(int64_t number) { return owned(PyLong_FromLongLong(number)); }
-  template <class... Parts, size_t... I>
-  static Ref to_python(std::tuple<Parts...> parts, std::index_sequence<I...>) {
-    const Ref made[] = {to_python(std::move(std::get<I>(parts)))...};
-    return owned(PyTuple_Pack(sizeof...(I), made[I].get()...));
-  }
   template <class... Parts>
   static Ref to_python(std::tuple<Parts...> parts) {
-    return to_python(std::move(parts), std::index_sequence_for<Parts...>());
+    const auto pack = [](auto&... part) {
+      return owned(PyTuple_Pack(sizeof...(part), to_python(std::move(part)).get()...));
+    };
+    return std::apply(pack, parts);
   }
 
   // An operation as a function of a Python module: returns its result, or True if it has none.

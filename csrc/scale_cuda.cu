@@ -1,5 +1,6 @@
-// Launches the scale kernel.
+// Launches the scale kernel, and the kernels that decide about a step.
 #include "cuda_launch.h"
+#include "decide_cuda.cuh"
 #include "launch_state.h"
 #include "scale_cuda.cuh"
 
@@ -23,6 +24,22 @@ void launch_scale(const std::vector<Entry>& entries, const Multipliers& multipli
     launch(scale_kernel<std::decay_t<decltype(table)>>, partition.ranges, stream, "launching the scale kernel",
            table, arguments);
   });
+}
+
+void load_decide_kernels() {
+  load_kernels(
+      {reinterpret_cast<const void*>(decide_clip_kernel), reinterpret_cast<const void*>(guard_kernel)});
+}
+
+void launch_decide(const ClipRequest& request, int32_t device, void* stream) {
+  const OnDevice on_device(device);
+  launch(decide_clip_kernel, 1, static_cast<cudaStream_t>(stream), "launching the clip decision kernel",
+         request);
+}
+
+void launch_decide(const GuardRequest& request, int32_t device, void* stream) {
+  const OnDevice on_device(device);
+  launch(guard_kernel, 1, static_cast<cudaStream_t>(stream), "launching the guard kernel", request);
 }
 
 }  // namespace gradstat

@@ -5,7 +5,7 @@
 // first reads hit what that kernel read last, which is still in L2.
 #pragma once
 
-#include "multiply.cuh"
+#include "device.cuh"
 
 namespace gradstat {
 

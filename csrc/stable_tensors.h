@@ -14,7 +14,6 @@
 #pragma pop_macro("TORCH_TARGET_VERSION")
 
 #include <initializer_list>
-#include <utility>
 
 #include "tensor_list.h"
 
@@ -100,24 +99,6 @@ inline TypedView view_of(const Tensor& tensor) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &view.data));
   }
   return view;
-}
-
-// Throws std::runtime_error naming the first tensor that cannot be read in place.
-inline TensorList list_of(const std::vector<Tensor>& tensors, int32_t device_type, Granularity granularity) {
-  static const int32_t strided = aoti_torch_layout_strided();
-  TensorList list(tensors.size(), device_type, granularity);
-  for (const Tensor& tensor : tensors) {
-    int32_t layout = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-    if (layout != strided) list.reject("is not strided");
-    if (!is_on(tensor, device_type)) list.reject("is on a different device type than the operator");
-    const TypedView view = view_of(tensor);
-    const ElementType* element = element_of(view.type);
-    if (element == nullptr) list.reject("has an unsupported dtype");
-    if (view.numel > 0 && view.data == nullptr) list.reject("has no memory");
-    if (const char* why = list.add(view, *element)) list.reject(why);
-  }
-  return list;
 }
 
 inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t torch_dtype, int32_t device_type,

@@ -31,17 +31,9 @@ enum class DType : int32_t {
 };
 
 GRADSTAT_HD int32_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat32:
-      return 4;
-    case DType::kBFloat16:
-    case DType::kFloat16:
-      return 2;
-    default:
-      return 1;
-  }
+  if (dtype == DType::kFloat64) return 8;
+  if (dtype == DType::kFloat32) return 4;
+  return dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? 2 : 1;
 }
 
 constexpr double kInf = HUGE_VAL;
@@ -59,9 +51,6 @@ constexpr double identity_of_sum = 0.0;
 constexpr double identity_of_min = kInf;
 constexpr double identity_of_max = -kInf;
 GRADSTAT_HD double sum(double a, double b) { return a + b; }
-GRADSTAT_HD double repeated_sum(double a, double times) { return times * a; }
-GRADSTAT_HD double repeated_min(double a, double) { return a; }
-GRADSTAT_HD double repeated_max(double a, double) { return a; }
 // Not fmin/fmax: rows hold no NaN in these columns, and a plain comparison is the same on every compiler.
 GRADSTAT_HD double min(double a, double b) { return b < a ? b : a; }
 GRADSTAT_HD double max(double a, double b) { return b > a ? b : a; }
@@ -79,17 +68,9 @@ GRADSTAT_HD void merge_into(Row& into, const Row& other) {
 #include "stat_fields.def"
 }
 
-// Merges `times` rows that are all equal to `other`.
-GRADSTAT_HD void merge_into(Row& into, const Row& other, double times) {
-#define GRADSTAT_FIELD(name, how) into.name = merge::how(into.name, merge::repeated_##how(other.name, times));
-#include "stat_fields.def"
-}
-
 GRADSTAT_HD double absolute(double x) { return fabs(x); }
 
 #include "lift.h"
-
-// Derived values ----------------------------------------------------------------------------------------
 
 // L2 norm of the finite elements, combined as by l2_norm in gradstat/_fields.py.
 GRADSTAT_HD double l2_norm(const Row& row) {
@@ -104,14 +85,11 @@ GRADSTAT_HD double l2_norm(const Row& row) {
   return sqrt(squares) / scale;
 }
 
-// Largest magnitude among the finite elements, 0 if there are none.
-GRADSTAT_HD double max_abs(const Row& row) { return merge::max(0.0, merge::max(row.max, -row.min)); }
-
 // The L2 or infinity norm as torch reports it: NaN if any element is NaN, else Inf if any is infinite.
 GRADSTAT_HD double reported_norm(const Row& row, bool infinity_norm) {
   if (row.nan_count > 0) return NAN;
   if (row.inf_count > 0) return kInf;
-  return infinity_norm ? max_abs(row) : l2_norm(row);
+  return infinity_norm ? merge::max(0.0, merge::max(row.max, -row.min)) : l2_norm(row);
 }
 
 // The factor that clips gradients: min(1, max_norm / (norm + 1e-6)), torch's formula and constant
@@ -121,8 +99,6 @@ GRADSTAT_HD double clip_multiplier(double norm, double max_norm) {
   const double multiplier = max_norm / (norm + 1e-6);
   return multiplier > 1.0 ? 1.0 : multiplier;
 }
-
-// Element conversions -----------------------------------------------------------------------------------
 
 template <class To, class From>
 GRADSTAT_HD To bitcast(From from) {
@@ -146,37 +122,27 @@ GRADSTAT_HD float half_to_float(uint16_t bits) {
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude) * 0x1p+112f));
 }
 
-// The magnitude of an 8-bit float with the given mantissa width and exponent bias, special values aside.
-GRADSTAT_HD float float8_magnitude(uint32_t magnitude, int mantissa, int bias) {
-  const float scale = bits_to_float(static_cast<uint32_t>(127 + 127 - bias) << 23);  // 2^(127 - bias)
-  return bits_to_float(magnitude << (23 - mantissa)) * scale;
+// The 8-bit formats have the mantissa and exponent of e4m3 or e5m2, and are of the OCP or the "fnuz" (finite,
+// no negative zero) family.
+GRADSTAT_HD constexpr bool is_e5m2(DType dtype) {
+  return dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
+}
+GRADSTAT_HD constexpr bool is_fnuz(DType dtype) {
+  return dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
+}
+GRADSTAT_HD constexpr int float8_mantissa(DType dtype) { return is_e5m2(dtype) ? 2 : 3; }
+GRADSTAT_HD constexpr int float8_bias(DType dtype) {
+  return (is_e5m2(dtype) ? 15 : 7) + (is_fnuz(dtype) ? 1 : 0);
 }
 
-// All four 8-bit formats of the OCP and the "fnuz" (finite, no negative zero) families.
 GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
-  const uint32_t magnitude = bits & 0x7fu;
-  const bool negative = (bits & 0x80u) != 0;
-  float value;
-  switch (dtype) {
-    case DType::kFloat8E4M3FN:
-      value = magnitude == 0x7fu ? NAN : float8_magnitude(magnitude, 3, 7);
-      break;
-    case DType::kFloat8E5M2:
-      value = magnitude > 0x7cu    ? NAN
-              : magnitude == 0x7cu ? static_cast<float>(kInf)
-                                   : float8_magnitude(magnitude, 2, 15);
-      break;
-    case DType::kFloat8E4M3FNUZ:
-      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 3, 8);
-      break;
-    default:
-      value = bits == 0x80u ? NAN : float8_magnitude(magnitude, 2, 16);
-      break;
-  }
-  return negative ? -value : value;
+  const uint32_t magnitude = bits & 0x7fu, largest = is_e5m2(dtype) ? 0x7bu : 0x7eu;
+  const float scale = bits_to_float(static_cast<uint32_t>(254 - float8_bias(dtype)) << 23);  // 2^(127 - bias)
+  float value = bits_to_float(magnitude << (23 - float8_mantissa(dtype))) * scale;
+  if (is_fnuz(dtype) ? bits == 0x80u : magnitude > largest) value = NAN;
+  if (dtype == DType::kFloat8E5M2 && magnitude == 0x7cu) value = static_cast<float>(kInf);
+  return (bits & 0x80u) != 0 ? -value : value;
 }
-
-// Narrowing, round to nearest even ----------------------------------------------------------------------
 
 // Two floats as a pair of bfloat16, `low` in the low half.
 GRADSTAT_HD uint32_t to_bfloat16_pair(float low, float high) {
@@ -231,16 +197,13 @@ GRADSTAT_HD uint32_t to_half_pair(float low, float high) {
 GRADSTAT_HD uint8_t to_float8(float x, DType dtype) {
   const uint32_t sign = (float_to_bits(x) >> 24) & 0x80u;
   const uint32_t bits = float_to_bits(x) & 0x7fffffffu;
-  const bool finite_only = dtype == DType::kFloat8E4M3FNUZ || dtype == DType::kFloat8E5M2FNUZ;
-  const bool wide = dtype == DType::kFloat8E5M2 || dtype == DType::kFloat8E5M2FNUZ;
-  const uint32_t nan = finite_only ? 0x80u : sign | 0x7fu;
+  const uint32_t nan = is_fnuz(dtype) ? 0x80u : sign | 0x7fu;
   if (bits > 0x7f800000u) return static_cast<uint8_t>(nan);
-  const uint32_t magnitude =
-      narrow_magnitude(bits, wide ? 2 : 3, wide ? (finite_only ? 16 : 15) : (finite_only ? 8 : 7));
-  if (dtype == DType::kFloat8E5M2) {
-    return static_cast<uint8_t>(sign | (magnitude > 0x7cu ? 0x7cu : magnitude));
+  const uint32_t magnitude = narrow_magnitude(bits, float8_mantissa(dtype), float8_bias(dtype));
+  if (!is_fnuz(dtype)) {
+    const uint32_t most = is_e5m2(dtype) ? 0x7cu : 0x7eu;
+    return static_cast<uint8_t>(sign | (magnitude > most ? most : magnitude));
   }
-  if (!finite_only) return static_cast<uint8_t>(sign | (magnitude > 0x7eu ? 0x7eu : magnitude));
   if (magnitude > 0x7fu) return static_cast<uint8_t>(nan);
   return static_cast<uint8_t>(magnitude == 0 ? 0 : sign | magnitude);
 }
@@ -264,22 +227,16 @@ GRADSTAT_HD double value_at(uint64_t address, DType dtype, int64_t index) {
 // Writes `value` as one element of any real type.
 GRADSTAT_HD void write_value(void* out, DType dtype, double value) {
   const auto narrow = static_cast<float>(value);
-  switch (dtype) {
-    case DType::kFloat64:
-      *static_cast<double*>(out) = value;
-      return;
-    case DType::kFloat32:
-      *static_cast<float*>(out) = narrow;
-      return;
-    case DType::kBFloat16:
-      *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_bfloat16_pair(narrow, narrow));
-      return;
-    case DType::kFloat16:
-      *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_half_pair(narrow, narrow));
-      return;
-    default:
-      *static_cast<uint8_t*>(out) = to_float8(narrow, dtype);
-      return;
+  if (dtype == DType::kFloat64) {
+    *static_cast<double*>(out) = value;
+  } else if (dtype == DType::kFloat32) {
+    *static_cast<float*>(out) = narrow;
+  } else if (dtype == DType::kBFloat16) {
+    *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_bfloat16_pair(narrow, narrow));
+  } else if (dtype == DType::kFloat16) {
+    *static_cast<uint16_t*>(out) = static_cast<uint16_t>(to_half_pair(narrow, narrow));
+  } else {
+    *static_cast<uint8_t*>(out) = to_float8(narrow, dtype);
   }
 }
 

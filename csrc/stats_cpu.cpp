@@ -7,10 +7,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdlib>
-#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -84,7 +82,7 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
   const auto* p = static_cast<const uint8_t*>(entry.data) + first;
   const auto& values = float8_values(entry.dtype).value;
   if (count <= kFewFloat8) {
-    for (int64_t i = 0; i < count; ++i) lift(row, values[p[i]], static_cast<double>(first + i));
+    for (int64_t i = 0; i < count; ++i) lift(row, static_cast<double>(first + i), values[p[i]]);
     return;
   }
   constexpr int kWays = 4;
@@ -101,8 +99,11 @@ void count_float8(const Entry& entry, int64_t first, int64_t count, Row& row) {
     for (const auto& histogram : histograms) times += histogram[code];
     if (times == 0) continue;
     Row one = identity_row();
-    lift(one, values[code], kInf);  // the position is found below
-    merge_into(row, one, times);
+    lift(one, kInf, values[code]);  // the position is found below
+#define GRADSTAT_FIELD(name, how) \
+  if (merge::identity_of_##how == 0) one.name *= times;
+#include "stat_fields.def"
+    merge_into(row, one);
   }
   if (row.nan_count + row.inf_count > nonfinite_before) {
     int64_t i = 0;

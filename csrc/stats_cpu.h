@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "entry.h"
-#include "stat.h"
 
 namespace gradstat {
 

@@ -604,9 +604,9 @@ __attribute__((noinline)) void read_exactly(const typename Type::Storage* p, int
     if (!safe && (zero_count + nonfinite_count) * kPerElement < count) {
       for (int64_t k = 0; k < count; k += kPerElement) {
         if constexpr (kPair) {
-          lift_pair(row, p[k], p[k + 1], (first + k) / 2);
+          lift(row, (first + k) / 2, p[k], p[k + 1]);
         } else {
-          lift(row, p[k], first + k);
+          lift(row, first + k, p[k]);
         }
       }
       return;
@@ -699,8 +699,8 @@ template <DType kDType>
 struct Float8 {
   using Storage = uint8_t;
   static constexpr int kStep = 64;
-  static constexpr bool kHasMinusZero = kDType == DType::kFloat8E4M3FN || kDType == DType::kFloat8E5M2;
-  static constexpr int kMantissaBits = kDType == DType::kFloat8E5M2 || kDType == DType::kFloat8E5M2FNUZ ? 2 : 3;
+  static constexpr bool kHasMinusZero = !is_fnuz(kDType);
+  static constexpr int kMantissaBits = float8_mantissa(kDType);
   static constexpr int kLowPlaces = kMantissaBits == 3 ? 2 : 3;
   static constexpr int kPlaces = kMantissaBits == 3 ? 4 : kHasMinusZero ? 6 : 7;
   static_assert(int64_t{127 * 127 * 4} * (kChunk / kStep) * 16 <= INT32_MAX, "sums of a chunk fit 32 bits");

@@ -68,8 +68,6 @@ struct BlockMemory {
   GRADSTAT_DEVICE Multiplier multiplier() const { return {factor, factor, products}; }
 };
 
-// Columns by number, for code in which each thread handles one column ------------------------------------
-
 enum Column : int {
 #define GRADSTAT_FIELD(name, how) kColumn_##name,
 #include "stat_fields.def"
@@ -126,11 +124,6 @@ GRADSTAT_DEVICE void merge_over_warp(Row& row) {
   }
 }
 
-GRADSTAT_DEVICE void merge_into_columns(double* columns, const Row& row) {
-#define GRADSTAT_FIELD(name, how) columns[kColumn_##name] = merge::how(columns[kColumn_##name], row.name);
-#include "stat_fields.def"
-}
-
 // A warp merges rows[0 .. count) in shared memory in a fixed order; lanes 0 .. kFields - 1 return their column.
 GRADSTAT_DEVICE double merge_by_warp(const double (*rows)[kFields], int count) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -177,15 +170,13 @@ GRADSTAT_DEVICE void merge_by_mergers(const Row* rows, uint32_t count, double (*
       merge_column(column, merge_column(column, value[0], value[1]), merge_column(column, value[2], value[3]));
 }
 
-// Reading ----------------------------------------------------------------------------------------------
-
 GRADSTAT_DEVICE void lift_at(const Place& place, int64_t element, Row& row) {
   const double index = static_cast<double>(element);
   if (place.is_pair) {
-    lift_pair(row, value_at(place.address, place.dtype, 2 * element),
-              value_at(place.address, place.dtype, 2 * element + 1), index);
+    lift(row, index, value_at(place.address, place.dtype, 2 * element),
+         value_at(place.address, place.dtype, 2 * element + 1));
   } else {
-    lift(row, value_at(place.address, place.dtype, element), index);
+    lift(row, index, value_at(place.address, place.dtype, element));
   }
 }
 
@@ -225,7 +216,7 @@ GRADSTAT_DEVICE void read_exact(const Segment& segment, bool edges, uint32_t chu
       if (element >= segment.extent.head) element += segment.place.numel - edge_elements;
     } else {
       if ((vectors >> (piece - edge_pieces) & 1u) == 0) continue;
-      length = segment.place.elements_per_vector();
+      length = kVectorBytes >> segment.place.shift;
       element -= edge_pieces * 32;
       element = segment.extent.head + (static_cast<int64_t>(chunk) * kChunkVectors + element) * length;
     }
@@ -290,8 +281,7 @@ GRADSTAT_DEVICE uint32_t read_fast(const Format& format, const Segment& segment,
     if constexpr (!kMultiplies) {
       advance();
       fetch_next();
-    }
-    if constexpr (kMultiplies) {
+    } else {
       const Multiplier by = memory.multiplier();
 #pragma unroll
       for (int k = 0; k < kVectorsPerThread; ++k) {
@@ -393,12 +383,12 @@ GRADSTAT_DEVICE void read_segment(const Segment& segment, const BlockMemory& mem
     }
     edges = false;
     merge_over_warp(row);
-    if (lane == 0) merge_into_columns(columns, row);
+    if (lane != 0) continue;
+#define GRADSTAT_FIELD(name, how) columns[kColumn_##name] = merge::how(columns[kColumn_##name], row.name);
+#include "stat_fields.def"
   }
   __syncwarp();
 }
-
-// The kernel --------------------------------------------------------------------------------------------
 
 // The part of tiles [begin, end) of a tensor that this warp reads, alone or shared with the other warps.
 GRADSTAT_DEVICE Segment segment_of(const Place& place, uint32_t begin, uint32_t end, bool is_read_by_one_warp) {
@@ -440,7 +430,6 @@ GRADSTAT_DEVICE void write_row(const Table& table, const StatsArguments& argumen
   }
 }
 
-// Reads a range of tiles and writes its rows.
 template <bool kMultiplies, class Table>
 GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& arguments, uint32_t range,
                                 BlockMemory& memory) {
@@ -466,8 +455,8 @@ GRADSTAT_DEVICE void read_range(const Table& table, const StatsArguments& argume
       const uint32_t first = table.first_tiles[tensor], last = table.first_tiles[tensor + 1];
       memory.segment[warp] = segment_of(place, first < begin ? begin - first : 0,
                                         (last < end ? last : end) - first, is_read_by_one_warp);
+      memory.tensor[warp] = tensor;
     }
-    if (lane == 0) memory.tensor[warp] = tensor;
     __syncwarp();
     read_segment<kMultiplies>(memory.segment[warp], memory, memory.of_warp[set][warp]);
     tensor = memory.tensor[warp];

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "entry.h"
-#include "stat.h"
 
 namespace gradstat {
 

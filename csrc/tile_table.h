@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "entry.h"
-#include "stat.h"
 
 namespace gradstat {
 
@@ -73,7 +72,6 @@ struct Place {
   int32_t shift;  // log2 of the size of an element in bytes
 
   GRADSTAT_HD bool is_small() const { return numel << shift <= kSmallTensorBytes; }
-  GRADSTAT_HD int32_t elements_per_vector() const { return kVectorBytes >> shift; }
   GRADSTAT_HD Extent extent() const { return extent_of(address, numel, shift); }
 };
 
@@ -97,17 +95,9 @@ inline uint32_t tiles_of(const Entry& entry) {
   return static_cast<uint32_t>(tiles > 0 ? tiles : 1);
 }
 
-inline uint64_t count_tiles(const std::vector<Entry>& entries) {
-  uint64_t tiles = 0;
-  for (const Entry& entry : entries) tiles += tiles_of(entry);
-  return tiles;
-}
-
 // Splits `tiles` into contiguous ranges, of which the first `longer` have length + 1 tiles.
 struct Partition {
   uint32_t ranges, length, longer;
-
-  static Partition of(uint32_t tiles, uint32_t ranges) { return {ranges, tiles / ranges, tiles % ranges}; }
 
   GRADSTAT_HD uint32_t first_tile(uint32_t range) const {
     return range * length + (range < longer ? range : longer);

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     while (unused := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass  # a file of the command must not take the place of a stream that is closed
     os.close(unused)
-    output: Any = _Output(sys.stdout)
-    errors: Any = _Output(sys.stderr)
+    output, errors = cast(Any, _Output(sys.stdout)), cast(Any, _Output(sys.stderr))
     with redirect_stdout(output), redirect_stderr(errors):
         return _run(arguments)
 
@@ -88,8 +87,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        has_reason = error.filename and error.strerror
-        reason = printable(f"{error.filename}: {error.strerror}" if has_reason else str(error))
+        reason = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        reason = printable(reason)
     except (UsageError, ImportError) as error:  # ImportError: of an optional package
         reason = str(error)
     # An expected error has no traceback.

@@ -48,17 +48,12 @@ KINDS: dict[torch.dtype, int] = {dtype: kind for kind, dtype in enumerate(_REAL)
 
 _REAL_BYTES = np.array([dtype.itemsize for dtype in _REAL], dtype=np.int64)
 
-_dtype_of = operator.attrgetter("dtype")
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table on the device."""
-
     buffer: torch.Tensor  # int64: the entries, then the tensor index of each chunk as int32
     tensors: int
     chunks: int  # of all tensors: the number of programs
-    is_split: bool  # whether any tensor has more than one chunk
 
 
 # Each replay of a captured upload reads its pinned source, and graphs do not notify anyone when they are destroyed.
@@ -91,7 +86,7 @@ def table_of(tensors: Sequence[torch.Tensor]) -> Table:
     # This is a good part of the host time of checking a small model; map is a tenth faster than comprehensions.
     addresses = tuple(map(torch.Tensor.data_ptr, tensors))
     lengths = tuple(map(torch.Tensor.numel, tensors))
-    dtypes = tuple(map(_dtype_of, tensors))
+    dtypes = tuple(map(operator.attrgetter("dtype"), tensors))
     make = _table_of.__wrapped__ if is_capturing(device) else _table_of
     return make(addresses, lengths, dtypes, device, stream_of(device))
 
@@ -138,7 +133,7 @@ def _table_of(
     if is_capturing(device):
         _sources_of_captured_uploads.append(source)
     # No host sync: torch's pinned allocator reuses a block only after copies from it have finished.
-    return Table(source.to(device, non_blocking=True), count, total, total > count)
+    return Table(source.to(device, non_blocking=True), count, total)
 
 
 ALIGNMENT = 16  # bytes; Triton compiles a different kernel for pointers that are not multiples of this

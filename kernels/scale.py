@@ -116,21 +116,18 @@ _launch_scale = Launcher(scale_kernel, WARPS)
 
 def _split_repeated(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Splits the list so that no address occurs twice in a part. Parts have the list's length, with empty tensors."""
-    rounds = [list(tensors)]  # two programs must not write the same element
-    times_seen: Counter[int] = Counter()
-    for i, tensor in enumerate(tensors):
-        if tensor.numel() == 0:
-            continue
-        times = times_seen[tensor.data_ptr()]
-        times_seen[tensor.data_ptr()] += 1
-        if times == 0:
-            continue
-        empty = tensor.new_empty(0)
-        rounds[0][i] = empty
-        if times == len(rounds):
-            rounds.append([empty] * len(tensors))
-        rounds[times][i] = tensor
-    return rounds
+    times_seen: Counter[int] = Counter()  # two programs must not write the same element
+    parts = []
+    for tensor in tensors:
+        address = tensor.data_ptr() if tensor.numel() else 0
+        parts.append(times_seen[address] if address else 0)
+        times_seen[address] += 1
+    last = max(parts)
+    if last == 0:
+        return [tensors]
+    return [
+        [t if part == k else t.new_empty(0) for t, part in zip(tensors, parts, strict=True)] for k in range(last + 1)
+    ]
 
 
 def scale_(tensors: list[torch.Tensor], multipliers: torch.Tensor) -> None:

@@ -37,10 +37,8 @@ SAFE_HIGH = tl.constexpr(2.0**120)
 SAFE_LOW_DOUBLE = tl.constexpr(2.0**-900)
 SAFE_HIGH_DOUBLE = tl.constexpr(2.0**970)
 
-LARGE = tl.constexpr(_fields.LARGE)
-SMALL = tl.constexpr(_fields.SMALL)
-LARGE_SCALE = tl.constexpr(_fields.LARGE_SCALE)
-SMALL_SCALE = tl.constexpr(_fields.SMALL_SCALE)
+LARGE, SMALL = tl.constexpr(_fields.LARGE), tl.constexpr(_fields.SMALL)
+LARGE_SCALE, SMALL_SCALE = tl.constexpr(_fields.LARGE_SCALE), tl.constexpr(_fields.SMALL_SCALE)
 
 FIELD_COUNT = tl.constexpr(_fields.COUNT)
 MERGES = tl.constexpr(tuple({"sum": 0, "min": 1, "max": 2}[field.merge] for field in _fields.FIELDS))
@@ -133,27 +131,6 @@ def _merge_sums(a, b):
     for i in tl.static_range(SUMMED):
         sums = sums + (a[i] + b[i],)
     return sums + (tl.minimum(a[SUMMED], b[SUMMED]), tl.maximum(a[SUMMED + 1], b[SUMMED + 1]))
-
-
-@triton.jit
-def _store_sums(row, row_stride, sums):
-    for i in tl.static_range(SUMMED):
-        tl.store(row + SUM_COLUMNS[i] * row_stride, tl.sum(sums[i]))
-    tl.store(row + MIN * row_stride, tl.min(sums[SUMMED]).to(tl.float64))
-    tl.store(row + MAX * row_stride, tl.max(sums[SUMMED + 1]).to(tl.float64))
-
-
-@triton.jit
-def _scale_sums(sums, scale):
-    """The sums of elements multiplied by `scale`."""
-    scaled = ()
-    for i in tl.static_range(SUMMED):
-        value = sums[i]
-        for degree in tl.static_range(1, 3):
-            if degree <= SUM_DEGREES[i]:
-                value = value * scale
-        scaled = scaled + (value,)
-    return scaled + (sums[SUMMED] * scale, sums[SUMMED + 1] * scale)
 
 
 @triton.jit
@@ -255,7 +232,15 @@ def _read_float8_tile(address, steps, kind):
     sign = tl.where(ordinary, 0, 0x80808080)
     marked = tl.max(tl.reshape((marks & sign) >> 7, (AT_ONCE, LANES)), axis=0)
     hidden = (sums[SUMMED + 1] > limit) | (sums[SUMMED] < -limit) | (marked != 0)
-    return _scale_sums(sums, tl.where(hidden, float("nan"), scale)), zeros
+    scale = tl.where(hidden, float("nan"), scale)
+    scaled = ()
+    for i in tl.static_range(SUMMED):
+        value = sums[i]
+        for degree in tl.static_range(1, 3):
+            if degree <= SUM_DEGREES[i]:
+                value = value * scale
+        scaled = scaled + (value,)
+    return scaled + (sums[SUMMED] * scale, sums[SUMMED + 1] * scale), zeros
 
 
 @triton.jit
@@ -424,7 +409,10 @@ def _read_chunk(
     tl.store(row + SQ_SUM_LARGE * row_stride, rare[2])
     tl.store(row + SQ_SUM_SMALL * row_stride, rare[3])
     tl.store(row + FIRST_NONFINITE * row_stride, rare[4])
-    _store_sums(row, row_stride, sums)
+    for i in tl.static_range(SUMMED):
+        tl.store(row + SUM_COLUMNS[i] * row_stride, tl.sum(sums[i]))
+    tl.store(row + MIN * row_stride, tl.min(sums[SUMMED]).to(tl.float64))
+    tl.store(row + MAX * row_stride, tl.max(sums[SUMMED + 1]).to(tl.float64))
     tl.store(row + ZERO_COUNT * row_stride, tl.sum(zeros).to(tl.float64))
 
 
@@ -522,16 +510,15 @@ def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tenso
     captured = _table.is_capturing(device)
     key = (device, 0 if captured else _table.stream_of(device))
     # A launch that splits no tensor uses neither, but passing other dtypes would compile another kernel.
-    length = table.chunks * _fields.COUNT if table.is_split else 1
-    count = table.chunks if table.is_split else 1
+    count = table.chunks if table.chunks > table.tensors else 1
     with _lock:
         kept = None if captured else _scratch.get(key)
-        if kept is not None and kept[0].numel() >= length and kept[1].numel() >= count:
+        if kept is not None and len(kept[1]) >= count:
             return kept
         # Grows by half, so that lists that become a little longer each time do not allocate each time.
-        growth = 1 if captured else 1.5
-        rows = torch.empty(int(length * growth), dtype=torch.float64, device=device)
-        tickets = torch.zeros(int(count * growth), dtype=torch.int32, device=device)
+        count = count if captured else count * 3 // 2
+        rows = torch.empty(count * _fields.COUNT, dtype=torch.float64, device=device)
+        tickets = torch.zeros(count, dtype=torch.int32, device=device)
         if not captured:
             _scratch[key] = (rows, tickets)
     return rows, tickets

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -74,12 +75,9 @@ def _beside(path: Path, given: Path) -> Iterator[tuple[BinaryIO, Path]]:
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode & 0o777
     unfinished = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.tmp")
-
-    def opened(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o666 if mode is None else mode)  # the umask applies, as to any new file
-
+    opener = partial(os.open, mode=0o666 if mode is None else mode)  # the umask applies, as to any new file
     try:
-        with open(unfinished, "xb", opener=opened) as file:
+        with open(unfinished, "xb", opener=opener) as file:
             if mode is not None:
                 with suppress(OSError):  # some file systems have no permissions
                     os.chmod(unfinished, mode)

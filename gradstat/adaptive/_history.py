@@ -21,10 +21,8 @@ _TOTALS = 5
 
 
 class MethodState(NamedTuple):
-    """The numbers that a method itself keeps."""
-
-    length: int = 0
-    initial: float = 0.0
+    length: int
+    initial: float
 
 
 def size(window: int, of_method: MethodState) -> int:

@@ -9,8 +9,6 @@ from gradstat._core.text import expect
 
 
 class Kind(NamedTuple):
-    """One kind of tensors."""
-
     name: str  # as in `Recording.tables`, `Window.tables` and `Finding.about`
     watch: str  # its key in `watch=`
     period: int  # by default it is measured every so many steps, 0 for never

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import os
+import re
 from pathlib import Path
 
 from gradstat._core.files import replacing
@@ -23,11 +24,7 @@ class ViewerMissingError(ImportError):
 
 
 def write_page(
-    recording: Recording,
-    path: str | os.PathLike[str],
-    title: str | None = None,
-    *,
-    diagnosis_text: str | None = None,
+    recording: Recording, path: str | os.PathLike[str], title: str | None = None, *, diagnosis_text: str | None = None
 ) -> Path:
     """Writes one self-contained page that shows ``recording`` step by step.
 
@@ -58,23 +55,19 @@ def write_page(
     # "<" is the only character with which the JSON could end its script element.
     data = json.dumps(page_data(recording), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
-        "@POLICY@": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
-        "@TITLE@": title,
-        "@STYLE@": (_FOLDER / "page.css").read_text(encoding="utf-8"),
-        "@RUN@": title,
-        "@DIAGNOSIS@": diagnosis,
-        "@DATA@": data,
-        "@PLOTLY@": plotly,
-        "@CODE@": code,
+        "POLICY": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
+        "TITLE": title,
+        "STYLE": (_FOLDER / "page.css").read_text(encoding="utf-8"),
+        "DIAGNOSIS": diagnosis,
+        "DATA": data,
+        "PLOTLY": plotly,
+        "CODE": code,
     }
-    page = (_FOLDER / "page.html").read_text(encoding="utf-8")
-    pieces = []
-    for mark, content in parts.items():  # in order, so that a mark in a name is not taken for one of the template
-        before, _, page = page.partition(mark)
-        pieces += [before, content]
+    template = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    page = re.sub("@([A-Z]+)@", lambda mark: parts[mark[1]], template)
     with replacing(path) as file:
         # Names may contain lone surrogates, which UTF-8 cannot encode.
-        file.write("".join([*pieces, page]).encode("utf-8", "replace"))
+        file.write(page.encode("utf-8", "replace"))
     return Path(path)
 
 
@@ -85,5 +78,4 @@ def _plotly() -> str:
         raise ViewerMissingError(
             'the page is drawn by plotly, which is not installed: pip install "gradstat[view]"', name="plotly"
         ) from error
-    source: str = get_plotlyjs()
-    return source
+    return str(get_plotlyjs())

@@ -26,8 +26,6 @@ _TRACEBACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+), in (?P<f
 
 
 class Line(NamedTuple):
-    """One line of code that was running."""
-
     file: str
     number: int
     function: str

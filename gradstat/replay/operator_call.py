@@ -25,8 +25,6 @@ _KNOWN_AS = {"to_copy": "to", "lift_fresh": "tensor"}
 
 
 class Argument(NamedTuple):
-    """A tensor among the arguments."""
-
     name: str
     tensor: Tensor
     written: bool
@@ -45,8 +43,6 @@ def _accesses(func: Any) -> dict[str, tuple[bool, bool]]:
 
 
 class Call:
-    """An operation and its arguments."""
-
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name: str = func.overloadpacket.__name__
         self._func = func

@@ -21,8 +21,7 @@ from gradstat._core.text import expect
 from gradstat._core.warn import QUIET, warn
 from gradstat._step.loss_scale import inner_scaler
 from gradstat.replay.culprit import Culprit, Phase
-from gradstat.replay.module_tracker import ModuleTracker
-from gradstat.replay.nonfinite_mode import LeafHooks, NonfiniteMode
+from gradstat.replay.nonfinite_mode import LeafHooks, ModuleTracker, NonfiniteMode
 from gradstat.replay.step_state import StepState, StepStateKeeper, in_backward, is_evaluation, replays
 from gradstat.replay.taint import Origin, first, is_nonfinite, looks_like_mask
 from gradstat.replay.undo import Undo
@@ -31,7 +30,6 @@ CLEAN = (
     "the same step gave finite values this time. The fault depends on state that was not restored (an iterator, other "
     "state of your own), or is not a bug in the program: hardware, or a race"
 )
-
 _NO_SAVED_STATE = (
     "no state of the step was saved, so the replay used the current parameters, buffers and random state and may miss "
     "the cause; gradstat.Monitor(..., replay=True) saves it"

@@ -134,8 +134,7 @@ class StepStateKeeper:
 
     def __init__(self, model: Module) -> None:
         """Registers a hook on ``model``: the outermost module that is called, or what ``torch.compile`` returned."""
-        self.states: list[StepState] = []
-        self._ended = False
+        self.begin_step()
         self._last: StepState | None = None
         hook: Any = Hook(self._before_forward)
         if getattr(model, "_compiled_call_impl", None) is not None:
@@ -154,7 +153,7 @@ class StepStateKeeper:
 
     def begin_step(self) -> None:
         """Forgets the forward passes so far: a new step begins."""
-        self.states = []
+        self.states: list[StepState] = []
         self._ended = False
 
     def end_step(self) -> None:
@@ -172,7 +171,6 @@ replays: list[None] = []  # an entry for each running replay, during which no `S
 
 
 def is_replaying() -> bool:
-    """Whether a replay is running."""
     return bool(replays)
 
 

@@ -62,9 +62,9 @@ class Undo:
             self.attribute(module, "training")
             for buffer in module.buffers(recurse=False):
                 self._tensor(buffer)
-            buffers: Any = module._buffers
-            if isinstance(buffers, dict):  # a scripted module cannot replace its buffers
-                self._mapping(buffers, tensors=False)
+            self._mapping(
+                module._buffers, tensors=False
+            )  # no dictionary in a scripted module, which cannot replace them
 
     def parameters(self, parameters: Iterable[Tensor]) -> None:
         """Values and gradients; gradients are None until they are restored."""

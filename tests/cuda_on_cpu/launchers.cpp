@@ -5,7 +5,6 @@
 //
 #include "launch_state.cpp"
 //
-#include "decide_cuda.cu"
 #include "scale_cuda.cu"
 #include "stats_cuda.cu"
 

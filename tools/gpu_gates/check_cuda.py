@@ -146,7 +146,7 @@ def main() -> int:
     nvdisasm = find_nvdisasm(arguments.nvcc)
     begun = time.monotonic()
     failures = 0
-    sources = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale", "decide")]
+    sources = [ROOT / "csrc" / f"{name}_cuda.cu" for name in ("stats", "scale")]
     jobs = [(source, architecture) for source in sources for architecture in arguments.architectures]
     print(
         f"{'kernel':16} {'sm':>4} {'regs':>5} {'smem':>6} {'threads/SM':>11} {'code':>7} {'LDG.128':>8} {'STG.128':>8}"

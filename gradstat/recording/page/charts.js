@@ -94,11 +94,10 @@ function drawSeries(box, { name, label, steps, values, missing, marks = [], nonf
 
 // Removes the charts in a part of the page, and Plotly's state for them.
 function clearCharts(part) {
-  for (const follow of [...cursors]) {
-    if (part.contains(follow.box)) {
-      Plotly.purge(follow.box.querySelector(".plot"));
-      cursors.delete(follow);
-    }
+  for (const follow of cursors) {
+    if (!part.contains(follow.box)) continue;
+    Plotly.purge(follow.box.querySelector(".plot"));
+    cursors.delete(follow);
   }
   part.replaceChildren();
 }

@@ -6,6 +6,7 @@ const COLUMN_LABELS = {
 };
 const MAGNITUDES = new Set(["l2_norm", "std", "max_abs"]);
 const SIGNED = new Set(["mean", "min", "max"]);
+const RANK = ["info", "warning", "error"];
 const COUNTS = new Set(["nan_count", "inf_count"]);
 
 async function unpacked(text, width) {
@@ -88,17 +89,14 @@ function shortened(name, length) {
   return `${name.slice(0, head)}\u2026${name.slice(head + 1 - length)}`;
 }
 
-// Plotly interprets a subset of HTML in texts.
-function escaped(text) {
-  return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-}
-
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
   return made;
 }
 
+// Plotly interprets a subset of HTML in texts.
+const escaped = (textContent) => element("p", { textContent }).innerHTML;
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const button = (className, textContent, onclick) => element("button", { type: "button", className, textContent, onclick });

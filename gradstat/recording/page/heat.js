@@ -53,11 +53,7 @@ function colouring(table, column) {
 
 class HeatMap {
   constructor(data, { onTensor, onMeasurement }) {
-    this.data = data;
-    this.plot = byId("heat");
-    this.profile = byId("profile");
-    this.curtain = byId("curtain");
-    this.onTensor = onTensor;
+    Object.assign(this, { data, onTensor, plot: byId("heat"), profile: byId("profile"), curtain: byId("curtain") });
     this.curtain.addEventListener("click", (event) => {
       const rect = this.plot.getBoundingClientRect(), { xaxis } = this.plot._fullLayout;
       const bin = xaxis.p2d(event.clientX - rect.left - xaxis._offset);
@@ -66,9 +62,7 @@ class HeatMap {
   }
 
   draw(table, column) {
-    this.table = table;
-    this.column = column;
-    this.colours = colouring(table, column);
+    Object.assign(this, { table, column, colours: colouring(table, column) });
     // Steps are pooled into at most MOST_COLUMNS columns, which show the largest value, and NaN or Inf if any has one.
     this.pooled = Math.max(1, Math.ceil(table.m / MOST_COLUMNS));
     this.bins = Math.ceil(table.m / this.pooled);
@@ -127,25 +121,22 @@ class HeatMap {
     const { table, pooled, bins } = this;
     const { map } = this.colours;
     const values = table.column(this.column), nan = table.column("nan_count"), inf = table.column("inf_count");
-    const counting = COUNTS.has(this.column), blank = () => new Float32Array(bins).fill(NaN);
-    const z = [], nonfinite = [], absent = [];
+    const counting = COUNTS.has(this.column);
+    const blank = () => Array.from(table.names, () => new Float32Array(bins).fill(NaN));
+    const z = blank(), nonfinite = blank(), absent = blank();
     for (let j = 0; j < table.n; j++) {
-      const zs = blank(), nonfinites = blank(), nones = blank();
       for (let b = 0; b < bins; b++) {
         const from = j * table.m + b * pooled, to = Math.min((j + 1) * table.m, from + pooled);
         let best = NaN, there = false;
         for (let k = from; k < to; k++) {
           const x = values[k];
           there ||= nan[k] === nan[k];
-          if (!counting && (nan[k] > 0 || inf[k] > 0)) nonfinites[b] = 1;
+          if (!counting && (nan[k] > 0 || inf[k] > 0)) nonfinite[j][b] = 1;
           if (Number.isFinite(x) && !(Math.abs(x) <= Math.abs(best))) best = x;
         }
-        zs[b] = map(best); // NaN stays NaN
-        if (!there) nones[b] = 1;
+        z[j][b] = map(best); // NaN stays NaN
+        if (!there) absent[j][b] = 1;
       }
-      z.push(zs);
-      nonfinite.push(nonfinites);
-      absent.push(nones);
     }
     return { z, nonfinite, absent };
   }

@@ -9,11 +9,10 @@ const described = (pairs) => pairs.flatMap(([key, value]) => [
 ]);
 
 function drawFindings(data, { onStep, onName }) {
-  const order = { error: 0, warning: 1, info: 2 };
-  const sorted = [...data.findings].sort((a, b) => order[a.severity] - order[b.severity] || a.step - b.step);
-  const list = byId("findings");
+  const sorted = [...data.findings].sort((a, b) => RANK.indexOf(b.severity) - RANK.indexOf(a.severity) || a.step - b.step);
   const made = sorted.map((finding, i) => {
-    const box = element("details", { className: "finding", open: i === 0 && finding.severity === "error" });
+    const box = element("details", { className: "finding", open: i === 0 && finding.severity === "error",
+      hidden: i >= FINDINGS_SHOWN });
     box.dataset.severity = finding.severity;
     box.append(element("summary", {},
       element("span", { className: "severity", textContent: `${finding.severity}, step ${finding.step}` }),
@@ -34,8 +33,7 @@ function drawFindings(data, { onStep, onName }) {
     box.append(body, where);
     return box;
   });
-  list.replaceChildren(...made);
-  made.forEach((box, i) => { box.hidden = i >= FINDINGS_SHOWN; });
+  byId("findings").replaceChildren(...made);
   const all = byId("all-findings");
   all.hidden = made.length <= FINDINGS_SHOWN;
   const more = data.findingsLeftOut ? ` of ${made.length + data.findingsLeftOut}` : "";
@@ -55,14 +53,12 @@ class WorstTable {
     this.onTensor = onTensor;
     this.sort = null; // by default not finite first, then the most unusual
     this.all = false;
-    const row = element("tr");
     this.heads = Object.entries(WORST).map(([key, label]) => {
       const head = element("th", { scope: "col" }, button("", label, () => this.sortBy(key)));
       head.dataset.key = key;
-      row.append(head);
       return head;
     });
-    byId("worst").tHead.replaceChildren(row);
+    byId("worst").tHead.replaceChildren(element("tr", {}, ...this.heads));
     byId("all-rows").onclick = () => { this.all = true; this.fill(); };
   }
 

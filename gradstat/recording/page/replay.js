@@ -146,9 +146,8 @@ async function main() {
       const nan = table.column("nan_count"), inf = table.column("inf_count");
       for (let k = 0; k < nan.length; k++) if (nan[k] > 0 || inf[k] > 0) places.set(table.at[k % table.m], "error");
     }
-    const rank = ["info", "warning", "error"];
     for (const f of data.findings) {
-      if (f.at >= 0 && rank.indexOf(f.severity) > rank.indexOf(places.get(f.at))) places.set(f.at, f.severity);
+      if (f.at >= 0 && RANK.indexOf(f.severity) > RANK.indexOf(places.get(f.at))) places.set(f.at, f.severity);
     }
     byId("marks").replaceChildren(...[...places].map(([place, severity]) => {
       const mark = element("i", { className: severity });
