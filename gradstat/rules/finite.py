@@ -284,6 +284,8 @@ class _NonfiniteTensor(Rule):
                 is_statistic = bool(self.advice_of_statistics) and ".running_" in f".{name}"
                 advice = self.advice_of_statistics if is_statistic else self.advice
                 since = max(at for at in finite if at < step)
+                if since >= 0:
+                    evidence["last_finite"] = since
                 if self.is_updated and since >= 0 and not any(since <= at < step for at in bad):
                     text += "; since it was finite, the gradients of all steps were finite"
                     info = rows.tensors.infos[rows.names.index(name)]

@@ -82,15 +82,16 @@ class RuleRunner:
         for finding in findings:
             cause = self._cause
             if finding.rule in ROOTS and finding.severity == "error":
-                # Healthy steps show that it is over, unless the cause has reached what is kept from step to step.
-                is_over = cause is None or any(cause.step < at < finding.step for at in [*healthy, self._healthy_at])
-                is_kept = finding.rule in KEPT and not (window.run.skipped_by and finding.rule != NonfiniteBuffer.name)
-                if cause is None or finding.rule not in CONSEQUENCES or (is_over and not is_kept):
-                    self._cause = finding
+                follows = cause is not None and finding.rule in CONSEQUENCES
+                if cause is not None and any(cause.step < at < finding.step for at in [*healthy, self._healthy_at]):
+                    # It is over, unless it has reached what is kept from step to step and was finite before.
+                    is_kept = finding.rule in KEPT and finding.evidence.get("last_finite", -1) <= cause.step
+                    follows = is_kept and (finding.rule == NonfiniteBuffer.name or not window.run.skipped_by)
+                if cause is not None and follows:
+                    evidence = {**finding.evidence, "follows": reference_to(cause)}
+                    finding = replace(finding, severity="info", evidence=evidence)
                 else:
-                    finding = replace(
-                        finding, severity="info", evidence={**finding.evidence, "follows": reference_to(cause)}
-                    )
+                    self._cause = finding
             folded.append(finding)
         self._healthy_at = healthy[-1] if healthy else self._healthy_at
         return folded

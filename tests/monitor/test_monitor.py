@@ -210,6 +210,22 @@ def test_one_nan_is_one_error_and_what_follows_is_named_below_it(skips: bool) ->
     assert text.count("nonfinite-gradient (error)") == 1 + skips
 
 
+def test_a_nan_that_came_after_all_was_finite_again_is_no_consequence() -> None:
+    """The program skips the first bad step itself, which nothing tells the monitor."""
+    model, optimizer, monitor = made(watch={"parameters": 10})
+    step = optimizer.step
+    for _ in range(40):
+        is_bad = monitor.steps == 3
+        optimizer.step = (lambda: None) if is_bad else step  # type: ignore[method-assign]
+        if monitor.steps == 25:
+            with torch.no_grad():
+                model.first.bias[1] = math.nan
+        trained(model, optimizer, monitor, 1, bad=3)
+    errors = [(finding.rule, finding.step) for finding in monitor.findings if finding.severity == "error"]
+    assert errors[0] == ("nonfinite-gradient", 3)
+    assert errors[1] == ("nonfinite-parameter", 25)
+
+
 @pytest.mark.parametrize("is_seen_by", ["loss", "output", "auto"])
 @pytest.mark.parametrize(("others", "is_told"), [("list", 2), ("frozen", 0), ("critic", 0), ("child", 0)])
 def test_parameters_that_nobody_trains_are_told(others: str, is_told: int, is_seen_by: str) -> None:
