@@ -96,7 +96,7 @@ def test_what_lasts_from_step_to_step_is_not_made_inside_of_a_capture(monkeypatc
     with pytest.raises(KeyError):
         gradstat.step_counters(optimizer)
     with pytest.raises(RuntimeError, match=message):
-        amp.GradScaler("cpu")._count(SimpleNamespace(device=GPU))  # type: ignore[arg-type]
+        counters.StepCounters.on(GPU, None, "the step counters of a loss scaler")
     kernels, on_gpu = resolve("reference", "cpu"), SimpleNamespace(device=GPU, dim=lambda: 0)
     for clip in (gradstat.AutoClip(), gradstat.ZClip()):
         with pytest.raises(RuntimeError, match=f"the state of {type(clip).__name__} .*{message}"):
