@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _MARK = "_gradstat_auto"  # the attribute set on a watched optimizer, which keeps the handle alive
 _handles: weakref.WeakSet[AutoHandle] = weakref.WeakSet()
+# A gradient, if there is one, and its version, which another backward pass changes.
+_State: TypeAlias = tuple[weakref.ref[Tensor] | None, int]
 
 
 class AutoHandle:
@@ -50,14 +52,13 @@ class AutoHandle:
         self._connection, self._unwatched = monitor.connection, Unwatched(monitor.findings)
         self._connection.is_stepped_by_user = False
         self._connection.why_nothing = self._why_nothing
-        # The first of the gradients that have been measured, if there was one, and its version, which another backward
-        # pass changes.
-        self._measured: tuple[weakref.ref[Tensor] | None, int] | None = None
-        self._used: tuple[weakref.ref[Tensor] | None, int] | None = None  # likewise, by the last step
-        # Some parameter, and its gradient before the running backward pass and after the last one, likewise.
+        # The first of the gradients that have been measured, and of those that the last step has used.
+        self._measured: _State | None = None
+        self._used: _State | None = None
+        # Some parameter, and its gradient before the running backward pass and after the last one.
         self._followed: Callable[[], Tensor | None] = lambda: None
-        self._before: tuple[weakref.ref[Tensor] | None, int] = None, 0
-        self._after: tuple[weakref.ref[Tensor] | None, int] = None, 0
+        self._before: _State = None, 0
+        self._after: _State = None, 0
         self._roots: list[Tensor] = []  # whose backward passes have changed the gradients since they were zeroed
         self._clips_late = self._has_warned = False
         self._is_over = False  # the step has been measured; further calls of its closure are ignored
@@ -132,18 +133,16 @@ class AutoHandle:
                 self._roots += [loss.detach().reshape(()) for loss in losses]
                 self._connection.saw_loss(losses)
 
-    def _now(self) -> tuple[weakref.ref[Tensor] | None, int]:
+    def _now(self) -> _State:
         """The gradient of one parameter, if it has one, and its version: a look at all would take long."""
         parameter = self._followed()
-        gradient = None if parameter is None else parameter.grad
-        return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+        return _state_of(None if parameter is None else parameter.grad)
 
     def after_change(self, parameters: Sequence[Tensor]) -> None:
         """Notes that the gradients of ``parameters`` have been measured, though they are others now."""
         if self.holds(parameters) and self._is_complete():
             with self._contained():
-                self._after, gradient = self._now(), self._first_gradient()
-                now = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+                self._after, now = self._now(), _state_of(self._first_gradient())
                 if self._clips_late:
                     self._used, self._clips_late = now, False
                 else:
@@ -226,11 +225,7 @@ class AutoHandle:
                 losses, self._roots = self._roots, []
                 losses = torch_calls.losses_scaled_by(self.monitor.scaler) if are_scaled else losses
                 if losses and loss is None:
-                    # On the last one's device: parts of a model may have losses on different devices.
-                    several = len(losses) > 1
-                    loss = (
-                        torch.stack([x.to(losses[-1].device).float() for x in losses]).sum() if several else losses[0]
-                    )
+                    loss = sum_of(losses)
         if not is_measured:
             # A closure may return anything.
             is_loss = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
@@ -241,19 +236,17 @@ class AutoHandle:
 
     def is_measured(self) -> bool:
         """Whether the current gradients have been measured: no backward pass has changed them since."""
-        return self._measured is not None and self._is_since(*self._measured)
-
-    def _is_since(self, reference: weakref.ref[Tensor] | None, version: int) -> bool:
-        """Whether the gradients are still those whose first one was ``reference`` in this ``version``."""
-        gradient = self._first_gradient()
-        return gradient is None or (reference is not None and reference() is gradient and gradient._version == version)
+        if self._measured is None:
+            return False
+        now = _state_of(self._first_gradient())
+        return now[0] is None or _is_same(now, self._measured)
 
     def _are_used(self) -> bool:
         """Whether a change of the current gradients has no effect: there are none, or the last step has used them."""
         is_none = is_used = False
         with self._contained():
-            is_none = self._first_gradient() is None
-            is_used = self._used is not None and self._used[0] is not None and self._is_since(*self._used)
+            now = _state_of(self._first_gradient())
+            is_none, is_used = now[0] is None, self._used is not None and _is_same(now, self._used)
         return is_none or is_used
 
     def _first_gradient(self) -> Tensor | None:
@@ -273,7 +266,18 @@ class AutoHandle:
             self.remove()
 
 
-def _is_same(one: tuple[weakref.ref[Tensor] | None, int], other: tuple[weakref.ref[Tensor] | None, int]) -> bool:
+def sum_of(losses: list[Tensor]) -> Tensor:
+    """On the last one's device: parts of a model may have losses on different devices."""
+    if len(losses) == 1:
+        return losses[0]
+    return torch.stack([loss.to(losses[-1].device).float() for loss in losses]).sum()
+
+
+def _state_of(gradient: Tensor | None) -> _State:
+    return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _is_same(one: _State, other: _State) -> bool:
     """Whether both are of one gradient in one version; references are compared by identity, as tensors cannot be."""
     return one[0] is other[0] and one[1] == other[1]
 

@@ -122,11 +122,12 @@ def _clip(layer: Layer, parameters: Tensor | Iterable[Tensor], *args: Any, **kwa
 def _backward(layer: Layer, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return layer.below(tensors, grad_tensors, *args, **kwargs)
-    roots = [tensors] if isinstance(tensors, Tensor) else as_list(tensors)
-    given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-    is_loss = all(root.numel() == 1 for root in roots) and given.count(None) == len(given)
-    with announce.backward(roots if is_loss else []):
-        return layer.below(roots, grad_tensors, *args, **kwargs)
+    # torch also takes edges of the graph, which are tuples, and iterators, which must not be used up.
+    roots = [tensors] if isinstance(tensors, Tensor) else tensors if isinstance(tensors, list | tuple) else []
+    given = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else grad_tensors
+    is_loss = all(isinstance(root, Tensor) and root.numel() == 1 for root in roots)
+    with announce.backward(roots if is_loss and all(one is None for one in given) else []):
+        return layer.below(tensors, grad_tensors, *args, **kwargs)
 
 
 def _unscale(layer: Layer, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

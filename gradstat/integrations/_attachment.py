@@ -20,7 +20,7 @@ from gradstat._core.warn import warn
 from gradstat._core.wrappers import without_ddp
 from gradstat.accumulation import AccumulationReport, MicroBatches
 from gradstat.adaptive._base import Limit
-from gradstat.automatic import AutoHandle
+from gradstat.automatic import AutoHandle, sum_of
 from gradstat.monitor import AnomalyError, Finding, Monitor, MonitorOptions
 from gradstat.monitor.policies import Policy
 from gradstat.replay.step_state import is_replaying
@@ -191,7 +191,7 @@ class Attachment(AutoHandle):
         loss = None  # announcements know less about the loss than the adapter
         with self._contained("the losses of a step could not be added"):
             if losses:
-                loss = losses[0] if len(losses) == 1 else torch.stack([one.float() for one in losses]).sum()
+                loss = sum_of(losses)
                 loss = loss / divisor if (divisor := self._adapter.divisor()) != 1 else loss
         if self._checked is not None:
             self._history.append((self.monitor.steps, self._checked, losses))

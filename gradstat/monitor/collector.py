@@ -127,10 +127,11 @@ class Collector:
             segments = self._segments = [Segment("gradient", tuple(names), positions)]
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
-        if step == _LOOK_AT_LEAVES and named.engine is None and not is_distributed(named.parameters):
-            leaves = (self._connection.leaves or []) + ((self._outputs and self._outputs.leaves) or [])
-            observations.append(Observation("untrained", step, observers.untrained(leaves, named.parameters)))
-            self._connection.leaves = []
+        if step == _LOOK_AT_LEAVES:
+            leaves, self._connection.leaves = self._connection.leaves or [], []  # looks at no other loss
+            if named.engine is None and not is_distributed(named.parameters):
+                leaves = leaves + ((self._outputs and self._outputs.leaves) or [])
+                observations.append(Observation("untrained", step, observers.untrained(leaves, named.parameters)))
         if named is not self._named:
             self._notice_change(step, named.parameters, segments[0].names, observations)
             self._named = named
@@ -261,7 +262,7 @@ class Collector:
                 rate = groups[number].get("lr")
                 if rate is not lr and (isinstance(rate, Tensor) or isinstance(lr, Tensor) or rate != lr):
                     others.append((rate_name(number), rate))
-        if self._connection.leaves is None:
+        if self._connection.leaves is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
             with self._unwatched.suppress_errors(0, "the graph of the loss could not be looked at"):
                 self._connection.saw_loss([loss])
         for name, value in (("loss", loss), ("lr", lr), *others):

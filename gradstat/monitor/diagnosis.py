@@ -120,7 +120,7 @@ class Diagnosis(Judged):
         if self.culprit:
             lines += ["", *self.culprit.splitlines()]
         number = 0
-        shown, more = self._shown()
+        (shown, more), followed = self._shown(), self._followed()
         for i, incident in enumerate(shown):
             if len(self.incidents) > 1:
                 lines += ["", f"incident {i + 1}, {steps_in_words((incident.first, incident.last))}"]
@@ -130,7 +130,8 @@ class Diagnosis(Judged):
                 lines.append(f"   {finding.text}")
                 evidence = ", ".join(f"{key} {_formatted(value)}" for key, value in in_words(finding.evidence))
                 lines += [f"   evidence: {evidence}"] if finding.evidence else []
-                lines += [f"   followed by: {followed}"] if (followed := self._followed(finding)) else []
+                effects = followed.get(reference_to(finding))
+                lines += [f"   followed by: {effects}"] if effects else []
                 for title, items in (("likely causes", finding.causes), ("what to try", finding.advice)):
                     lines += [f"   {title}:", *(f"     - {item}" for item in items)] if items else []
         lines += ["", more] if more else []
@@ -139,12 +140,14 @@ class Diagnosis(Judged):
             lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
         return "\n".join(map(printable, lines))
 
-    def _followed(self, cause: Finding) -> str:
-        """What followed from a finding, as the runner of rules noted it."""
-        followed = [f for f in self.findings if f.evidence.get("follows") == reference_to(cause)]
-        return ", ".join(
-            dict.fromkeys(f"{finding.rule} in step {finding.step} ({finding.name})" for finding in followed)
-        )
+    def _followed(self) -> dict[str, str]:
+        """By `reference_to` a cause, what followed from it, as the runner of rules noted it."""
+        followed: dict[str, dict[str, None]] = {}
+        for finding in self.findings:
+            if "follows" in finding.evidence:
+                words = f"{finding.rule} in step {finding.step} ({finding.name})"
+                followed.setdefault(str(finding.evidence["follows"]), {})[words] = None
+        return {cause: ", ".join(words) for cause, words in followed.items()}
 
     def _shown(self) -> tuple[list[Incident], str]:
         """The incidents with the first findings, and how many findings are left out, in words."""
@@ -174,17 +177,17 @@ class Diagnosis(Judged):
         out = [f'<div class="gradstat-diagnosis"><p><b>{html.escape(self.headline())}</b></p>']
         if self.culprit:
             out.append(f"<pre>{html.escape(self.culprit)}</pre>")
-        shown, more = self._shown()
+        (shown, more), followed = self._shown(), self._followed()
         for incident in shown:
             out.append(f"<h3>{steps_in_words((incident.first, incident.last))}</h3><ol>")
             for f in incident.findings:
                 causes, advice = (_listed(items) for items in (f.causes, f.advice))
-                followed = self._followed(f)
+                effects = followed.get(reference_to(f), "")
                 out.append(
                     f'<li class="{f.severity}"><b>{html.escape(f.rule)}</b> ({f.severity}), since step {f.step}, in '
                     f"<code>{html.escape(f.name)}</code><br>{html.escape(f.text)}"
-                    + f"<br>followed by: {html.escape(followed)}"
-                    * bool(followed)
+                    + f"<br>followed by: {html.escape(effects)}"
+                    * bool(effects)
                     + f"<details><summary>causes and remedies</summary><p>likely causes</p>{causes}"
                     f"<p>what to try</p>{advice}</details></li>"
                 )
