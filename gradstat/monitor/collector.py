@@ -70,8 +70,7 @@ class Collector:
         if optimizer is not None:
             observers.optimizers.add(optimizer)
         self._periods, self._backend, self._extra_groups = periods, options.backend, options.extra_groups
-        self._classes_by = dict(classes) if isinstance(classes, Mapping) else None
-        self.classes = max(classes.values(), default=None) if isinstance(classes, Mapping) else classes
+        self._classes = dict(classes) if isinstance(classes, Mapping) else classes
         self._ignore_index = options.ignore_index
         # Only in multiples of this number is something due besides gradients and batches.
         sampled = [period for kind, period in periods.items() if kind not in ("gradients", "batch", "origin")]
@@ -353,7 +352,7 @@ class Collector:
 
     def _classes_of(self, path: str) -> int | None:
         """Number of classes of the labels at ``path``; None if it is unknown or they are not labels."""
-        return self._classes_by.get(path) if self._classes_by is not None else self.classes
+        return self._classes.get(path) if isinstance(self._classes, dict) else self._classes
 
     def check_label_range(self, step: int, path: str, low: float, high: float) -> list[Observation]:
         """An observation if labels from ``low`` to ``high`` are outside of the classes."""
@@ -513,6 +512,8 @@ def _number(value: Any) -> float:
 def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
     """The fields of `RunSettings` that describe an optimizer."""
     groups = [] if optimizer is None else optimizer.param_groups
+    makers = [kind.__module__ for kind in type(optimizer).__mro__ if "step" in vars(kind)]
+    is_torchs = bool(makers) and makers[0].startswith("torch.")
     momenta, decays = [0.0], []
     for group in groups:
         betas = group.get("betas")
@@ -523,7 +524,8 @@ def optimizer_settings(optimizer: Optimizer | None) -> dict[str, Any]:
         "optimizer_eps": _number(groups[0].get("eps")) if groups else 0.0,
         "momentum": max(momenta),
         # Per step (beta2), the smallest of all groups; 0 if one is not known.
-        "second_moment_decay": min(decays) if decays and all(0 < decay < 1 for decay in decays) else 0.0,
+        "second_moment_decay": min(decays) if is_torchs and decays and all(0 < decay < 1 for decay in decays) else 0.0,
+        "is_torchs": is_torchs,
         "maximizes": any(group.get("maximize") is True for group in groups),
         "initial_lrs": tuple(_number(group.get("initial_lr")) for group in groups),
     }

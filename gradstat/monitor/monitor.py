@@ -472,7 +472,6 @@ class Monitor:
             backward_order=collector.backward_order,
             is_scaled=collector.is_scaled,
             max_norm=self._max_norm,
-            classes=collector.classes,
             is_stepped_by_user=self.connection.is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
             skipped_by=skipped_by,

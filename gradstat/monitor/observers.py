@@ -442,6 +442,7 @@ class Activations(_Switched):
 _ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
 # Of larger outputs a sample is enough: so many rows, in all so many elements, and so many columns.
 _MOST_ROWS, _MOST_ELEMENTS, _MOST_COLUMNS = 2048, 2**23, 16
+_FEW_PLACES = 4
 
 
 class Outputs(_Switched):
@@ -504,12 +505,18 @@ class Outputs(_Switched):
             cancels = (rows.sum(-1, dtype=wide).abs() < limit).all()
             # Columns cancel instead, and each row has one label.
             is_askew = (columns.sum(0, dtype=wide).abs() < limit).all() & ~cancels
-            is_askew &= (rows.topk(2, -1, largest=False).values[:, 1] >= 0).all()
+            is_one_label = (rows.topk(2, -1, largest=False).values[:, 1] >= 0).all()
+            is_askew &= is_one_label
             is_askew &= classes not in (2, count) and columns.numel() > 0
             labels = torch.where(norms > 0, smallest, -1)  # no gradient where a label is ignored
             label, labelled = labels.amax(), (labels >= 0).sum()
             is_one = ((labels == label) | (labels < 0)).all()
             self._seen["activation"] = torch.where(is_askew, 4.0, activation * cancels)
+            # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
+            if "over_samples" in self._seen:
+                is_last = is_one_label & (rows.amax() <= 0)
+                over = self._seen["over_samples"]
+                self._seen["over_samples"] = torch.where(is_last, over.clamp(max=1), over)
             right = (labels == predicted.flatten()).sum() / labelled.clamp(min=1)
             for name, value in (
                 ("classes", classes), ("labels", labelled), ("label", is_one * (label + 1)), ("right", right),
@@ -524,7 +531,7 @@ class Outputs(_Switched):
         ``"right"``, the fraction of labels whose logit is the largest; and ``"activation"``, 0 if some logits are
         negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all are in (0, 1]. That is negative if
         autograd names the function, and 4 if the softmax is one over the samples. ``"over_samples"`` is 1 if the
-        outputs are such a softmax already, or its logarithm.
+        outputs are such a softmax already, or its logarithm, or one over places in a sequence.
         """
         seen, self._seen = self._seen, {}
         return seen
@@ -533,18 +540,20 @@ class Outputs(_Switched):
 def _is_over_samples(outputs: Tensor) -> Tensor:
     """1 if ``outputs`` are probabilities, or their logarithms, that sum to 1 over dim 0 and not over the last; ``[1]``.
 
-    The first columns and rows, of the first place in dimensions between, are enough.
+    2 if they do over dim 1 of three, which may be that of classes. The first few places of other dims are enough.
     """
-    while outputs.dim() > 2:
+    while outputs.dim() > 3:
         outputs = outputs[:, 0]
-    columns, rows = outputs[:, :_MOST_COLUMNS], outputs[:_MOST_COLUMNS]
-    is_log = (columns <= 0).all()
 
-    def is_one(some: Tensor, dim: int) -> Tensor:
-        probabilities = torch.where(is_log, some.exp(), some)
-        return (probabilities >= 0).all() & ((probabilities.sum(dim, dtype=torch.float32) - 1).abs() < 0.01).all()
+    def is_one(dim: int) -> Tensor:
+        places = tuple(slice(None if at == dim % outputs.dim() else _FEW_PLACES) for at in range(outputs.dim()))
+        some = outputs[places]
+        probabilities = torch.where((some <= 0).all(), some.exp(), some)
+        sums = probabilities.sum(dim, dtype=torch.float32)
+        return (probabilities >= 0).all() & ((sums - 1).abs() < 0.01).all()
 
-    return (is_one(columns, 0) & ~is_one(rows, -1) & (len(outputs) > 1)).float().reshape(1)
+    sums = [is_one(dim) * (1.0 + dim) for dim in range(outputs.dim() - 1) if outputs.shape[dim] > 1]
+    return (~is_one(-1) * sum(sums, outputs.new_zeros(()))).float().reshape(1)
 
 
 def _sample(tensor: Tensor) -> tuple[Any, ...]:

@@ -17,21 +17,8 @@ from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGra
 from gradstat.rules.learning import NoLearning
 from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.rules.precision import LossScale, Underflow
-from gradstat.rules.training import (
-    ClipActivity,
-    LearningRateJump,
-    LossSpike,
-    OptimizerCoverage,
-    RefusedStep,
-    SaturatedOutput,
-)
-from gradstat.rules.weights import (
-    GradientWeightRatio,
-    OverwrittenParameter,
-    ParameterJump,
-    UnchangedParameter,
-    UpdateWeightRatio,
-)
+from gradstat.rules.training import ClipActivity, LearningRateJump, LossSpike, OptimizerCoverage, RefusedStep
+from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter, UpdateWeightRatio
 
 RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
@@ -58,7 +45,6 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteActivation,
     NonfiniteLoss,
     LostLoss,
-    SaturatedOutput,
     # Its backward pass.
     NonfiniteRank,
     LossScale,
@@ -69,7 +55,6 @@ RULES: tuple[type[Rule], ...] = (
     VanishingGradient,
     LossSpike,  # it names no place, unlike what stopped a part of the model
     ExplodingGradient,
-    GradientWeightRatio,
     # Its results.
     UnchangedParameter,
     NoLearning,

@@ -22,6 +22,8 @@ Band = tuple[float, float]
 
 # Causes of a loss that is negative, for the rules on losses.
 WRONG_SIGN = ("a loss with the wrong sign: it is maximised", "a reward or score used as a loss")
+# Causes of a level that changes and stays, for the rules on losses and norms.
+CHANGED = ("a change of data or labels, of loss weights or of the model's mode (train or eval) at this step",)
 # Causes and advice for a parameter whose memory was never initialised, for the rules on weights and gradients.
 NEVER_INITIALISED: dict[str, Any] = {
     "causes": ("memory that was never initialised: to_empty() without reset_parameters() of that module afterwards",),
@@ -196,6 +198,17 @@ def median(values: Any) -> float:
     if np.isnan(ordered[-1]):
         return math.nan
     return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
+
+
+def sizes_of_weights(parameters: Rows, row: int) -> tuple[list[int], Floats]:
+    """The positions of weights, and for each its standard deviation times the root of its number of inputs.
+
+    Around its mean, since some are numbers of another scale, such as the logarithm of a deviation.
+    """
+    shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
+    judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
+    inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
+    return judged, parameters.std[row, judged] * np.sqrt(inputs)
 
 
 def run_lengths(condition: Bools, lengths: Floats) -> Floats:

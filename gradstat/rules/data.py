@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import Episodes, Rule
+from gradstat.rules.base import Episodes, Rule, median
 from gradstat.rules.rows import Floats, Rows, RunSettings, Window
 
 
@@ -24,14 +24,29 @@ class BatchRange(Rule):
             from the beginning on, and no other input varies, that is a finding, too.
         in_a_row: Number of measurements in a row with a standard deviation that is too small. One of zeros and ones,
             such as a mask, is not judged by it.
+        spread: The first input has a larger standard deviation from the beginning on, and so has the gradient of the
+            first weight beside that of its bias, up to a factor of ``reaches``: nothing normalises it before. A finding
+            if the loss falls by the factor ``fall`` in the first 64 steps, as the model unlearns that scale.
     """
 
     name = "batch-range"
     causes = ("inputs normalised twice or not at all", "another data set, unit or encoding", "a damaged file")
     advice = ("look at the samples with the extreme values", "normalise and clip inputs in the data loader")
 
-    def __init__(self, factor: float = 100.0, offset: float = 5.0, measurements: int = 20, in_a_row: int = 5) -> None:
+    def __init__(
+        self,
+        factor: float = 100.0,
+        offset: float = 5.0,
+        measurements: int = 20,
+        in_a_row: int = 5,
+        spread: float = 20.0,
+        reaches: float = 8.0,
+        fall: float = 10.0,
+    ) -> None:
         self.factor, self.offset, self.measurements, self.in_a_row = factor, offset, measurements, in_a_row
+        self.spread, self.reaches, self.fall = spread, reaches, fall
+        self._unscaled = 0.0  # the deviation of such an input
+        self._losses: list[float] = []  # the first ones, if there is one
         self._largest: dict[str, float] = {}
         self._least_spread: dict[str, float] = {}
         self._seen: dict[str, int] = {}
@@ -40,6 +55,7 @@ class BatchRange(Rule):
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
+        yield from self._begins_badly(window)
         for kind in INPUT_KINDS:
             rows = window.rows(kind)
             if rows is None:
@@ -51,6 +67,25 @@ class BatchRange(Rule):
                 for i, (name, numbers) in enumerate(zip(rows.names, of_step, strict=True)):
                     yield from self._review_one(rows, i, step, name, kind, *numbers)
                     self._seen[name] = self._seen.get(name, 0) + 1
+
+    def _begins_badly(self, window: Window) -> Iterable[Finding]:
+        inputs, gradients = window.rows("input"), window.rows("gradient")
+        if inputs is not None and gradients is not None and inputs.steps[0] == gradients.steps[0] == 0:
+            weights = np.flatnonzero(gradients.tensors.matrices).tolist()
+            bias = f"{gradients.names[weights[0]].rpartition('.')[0]}.bias" if weights else ""
+            if bias in gradients.names and inputs.names[0] == _FIRST_INPUT:
+                spread, sizes = float(inputs.std[0, 0]), gradients.rms[0]
+                ratio = sizes[weights[0]] / sizes[gradients.names.index(bias)]
+                self._unscaled = spread if spread > self.spread and ratio > spread / self.reaches else 0.0
+        if self._unscaled and len(self._losses) < 64:
+            self._losses += filter(math.isfinite, window.scalars.get("loss", np.empty(0)).tolist())
+            later = median(self._losses[32:64]) if len(self._losses) >= 64 else math.inf
+            if self._losses and self._losses[0] > self.fall * abs(later):
+                text = (
+                    f"the model's input {_FIRST_INPUT} has a standard deviation of {self._unscaled:.3g} from the first "
+                )
+                text += f"step on, and the loss began at {self._losses[0]:.4g}; soon it was {later:.4g}"
+                yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
 
     def _review_one(
         self, rows: Rows, i: int, step: int, name: str, kind: str,

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import NEVER_INITIALISED, Band, LastingRule, PerName, series
+from gradstat.rules.base import CHANGED, NEVER_INITIALISED, Band, LastingRule, PerName, series
 from gradstat.rules.rows import Bools, Floats, Rows, Window
 from gradstat.rules.spikes import NormLevelRule, SpikeRule
 
@@ -57,7 +57,8 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
                 relapse = self.lost_progress * (self.beginning() - shift.before)
                 if shift.after - shift.before > relapse and self._episodes.record("level", shift.step):
                     text = f"the gradient norm rises to a level of {shift.after:.4g} from {shift.before:.4g}"
-                    yield self.found(shift.began, "norm", f"{text}, and stays there", norm=shift.after)
+                    text += ", and stays there"
+                    yield self.found(shift.began, "norm", text, causes=(*CHANGED, *self.causes), norm=shift.after)
                 continue
             if not math.isfinite(norm):
                 continue
@@ -93,7 +94,8 @@ class VanishingGradient(NormLevelRule):
     """Gradients that are almost zero in total, whose level falls at once, or that shrink from layer to layer.
 
     Args:
-        limit: A total norm below it is vanishing.
+        limit: A total norm below it is vanishing; an info if the loss is the lowest so far, up to a hundredth of how
+            far it has fallen, and has fallen by a tenth.
         ratio: Smallest over largest root mean square of the weight gradients. Below it, with a nearly linear decay over
             depth on a logarithmic scale, gradients vanish layer by layer.
         correlation: How nearly linear: the absolute Pearson correlation of depth and logarithm.
@@ -123,14 +125,23 @@ class VanishingGradient(NormLevelRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._low = self._decaying = 0
+        self._began = self._lowest = math.nan  # the first loss, and the lowest
 
     def review(self, window: Window) -> Iterable[Finding]:
         # NaN is ignored; zero is left to `DeadGradient`, and an absent gradient to `MissingGradient`.
-        for step, norm in series(window, "norm"):
+        for row, (step, norm) in enumerate(series(window, "norm")):
+            loss = window.value("loss", row)
+            self._began = loss if math.isnan(self._began) else self._began
+            self._lowest = loss if not loss >= self._lowest else self._lowest
             self._low = self._low + 1 if 0 < norm < self.limit else 0
             if self._low >= self.in_a_row and self._episodes.record("norm", step):
                 text = f"the gradient norm is {norm:.3g}; it has been below {self.limit:g} for {self.in_a_row} steps"
-                yield self.found(step - self.in_a_row + 1, "norm", text, norm=norm, limit=self.limit)
+                fallen = self._began - self._lowest
+                has_converged = loss <= self._lowest + fallen / 100 and fallen > abs(self._began) / 10
+                text += f", and the loss has fallen to {loss:.3g}: the training has converged" * has_converged
+                severity: Severity | None = "info" if has_converged else None
+                began = step - self.in_a_row + 1
+                yield self.found(began, "norm", text, severity=severity, norm=norm, limit=self.limit)
         for shift in self.norm_shifts(window, -1):
             if self._episodes.record("level", shift.step):
                 before, after = shift.before, shift.after
@@ -167,6 +178,7 @@ class VanishingGradient(NormLevelRule):
 
 # Number of steps before reporting that there are no gradients at all, or that a weight stays zero.
 _SOON = 5
+_TWO_LOOKS = 52
 # By whether the user calls monitor.step(), rather than gradstat before the optimizer's step: where the call belongs,
 # causes, advice.
 _CALLED_TOO_EARLY_OR_LATE = {
@@ -217,6 +229,12 @@ _ALL_ZERO: dict[str, Any] = {
         "consecutive weights that were all initialised to zero, so that no gradient reaches them",
     ),
 }
+
+
+_NO_INPUT = (
+    "the input of the weight is zero: a hidden state that is reset in each step, a mask, ReLU units before it",
+    "a multiplication by zero on the way to the loss",
+)
 
 
 class DeadGradient(_AbsentGradientRule):
@@ -273,10 +291,12 @@ class DeadGradient(_AbsentGradientRule):
             names = [rows.names[i] for i in fresh]
             whole = [name for name in names if name.rpartition(".")[0] not in alive]
             name = window.run.first_in_backward(whole or names)
-            # The loss may not depend on a bias, for example that of a critic of which only differences count.
-            is_serious = bool(whole or rows.tensors.matrices[fresh].any())
+            # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
+            # slope for negative inputs.
+            is_serious = bool(rows.tensors.matrices[fresh].any())
             text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
-            yield self._finding(rows, lengths, since, name, text, is_serious)
+            more = {} if whole else {"causes": _NO_INPUT}
+            yield self._finding(rows, lengths, since, name, text, is_serious, **more)
 
     def _stuck(self, window: Window, rows: Rows, dead: Bools) -> Bools:
         """Which weights, ``[n]``, are zero and had zero gradients since the run began, while others had gradients."""
@@ -314,6 +334,9 @@ class MissingGradient(_AbsentGradientRule):
         super().__init__(in_a_row)
         self.expert_steps = expert_steps
         self._resting: dict[str, int] = {}  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
+        self._versions: dict[str, int] = {}  # when last looked at, which was in the step
+        self._looked_at = -1
+        self._changed: dict[str, int] = {}  # parameters that were changed in place between two looks; the first of them
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
@@ -323,6 +346,10 @@ class MissingGradient(_AbsentGradientRule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
             self._resting = dict.fromkeys(seen.value.unused, seen.step)
+        for seen in window.observed("versions"):
+            changed = [name for name, version in seen.value.items() if self._versions.get(name, version) != version]
+            self._changed = dict.fromkeys(changed, self._looked_at)
+            self._versions, self._looked_at = dict(seen.value), seen.step
         rows = window.rows("gradient")
         if rows is None:
             return
@@ -331,9 +358,11 @@ class MissingGradient(_AbsentGradientRule):
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, list(self._resting))
-        needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
+        # A rival may train them; their versions tell, and are known every 50 steps.
+        in_a_row = max(self.in_a_row, _TWO_LOOKS) if window.run.has_rival else self.in_a_row
+        needed = np.where(rows.present.any(1, keepdims=True), in_a_row, _SOON)
         if missing.any():
-            needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, self.in_a_row), needed)
+            needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, in_a_row), needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
                 # That is due to where the monitor is called, not to a parameter.
@@ -344,9 +373,12 @@ class MissingGradient(_AbsentGradientRule):
                 continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
             text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
-            # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first.
+            # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first. Or
+            # another optimizer trains it.
             is_removed = name in window.run.backward_order and lengths[fresh[-1]] > rows.steps[row]
-            yield self._finding(rows, lengths, since, name, text, not is_removed)
+            yield self._finding(
+                rows, lengths, since, name, text, not is_removed and self._changed.get(name, -1) < since[fresh[-1]]
+            )
 
 
 def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding
 from gradstat.recording.kinds import LOGITS
-from gradstat.rules.base import WRONG_SIGN, Rule, median
+from gradstat.rules.base import WRONG_SIGN, Rule, median, sizes_of_weights
 from gradstat.rules.rows import Floats, Rows, Window
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
@@ -70,8 +70,8 @@ class NoLearning(Rule):
         early_share: This share suffices in the first 128 steps if weights have also grown to a median of more than 2,
             as ``large``. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate
             of 20.
-        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
-            all of the latter or one of them, by ten times the median.
+        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well.
+            A single weight of ten times the median size is then named.
         small, large: Limits of the median over the weights of a weight's standard deviation times the root of its
             number of inputs, which is about 1 if they keep the size of signals.
         measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
@@ -201,7 +201,7 @@ class NoLearning(Rule):
                 yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
             if self._askew_for == 2 and "askew" not in self._reported:
                 what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
-                text = f"the {what} over the samples of a batch, not over the classes"
+                text = f"the {what} over samples or places in a sequence, not over the classes"
                 yield self._once("askew", step, LOGITS, text, "output", _DIM)
             if not self._classes or "label" in self._reported or math.isnan(count):
                 continue
@@ -231,7 +231,7 @@ class NoLearning(Rule):
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
             change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
             if change is not None and is_soon and not {"rate", "chance"} & {*self._reported}:
-                loss, sizes = median(self._recent[-_HALF:]), _sizes(parameters, row)[1]
+                loss, sizes = median(self._recent[-_HALF:]), sizes_of_weights(parameters, row)[1]
                 is_large = self._grown > 1 and self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
                 if loss > (self.early_share if is_large else self.flat_share) * self._chance:
                     name, causes, text = change
@@ -239,7 +239,7 @@ class NoLearning(Rule):
                     yield self._once("rate", step, name, text, "series", causes, grown=self._grown, loss=loss)
             return
         self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
-        judged, scales = _sizes(parameters, row)
+        judged, scales = sizes_of_weights(parameters, row)
         if len(judged) < 2:
             return
         self._scale = median(scales)
@@ -265,7 +265,7 @@ class NoLearning(Rule):
         usual, first, soon = math.log(self._classes), abs(self._first[0]), median(np.abs(self._first))
         begins = first / self._labelled if first > self._labelled * usual / 2 else first  # or it is a sum over samples
         share = 0.0 if math.isnan(self._first_certain) else self._first_certain
-        if begins > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
+        if begins > self.far * usual and (share > 0.3 or self._scale > self.large):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
             text += f"; {self._odd} begins far larger than other weights" * bool(self._odd)
@@ -329,17 +329,6 @@ class NoLearning(Rule):
             causes = ("outputs that are saturated, or equal for all inputs", "a loss or inputs multiplied by almost 0")
             return "norm", causes, f"; the gradient norm has fallen from {self._gradient:.3g} to {norm:.3g}"
         return "loss", self.causes, ""
-
-
-def _sizes(parameters: Rows, row: int) -> tuple[list[int], Floats]:
-    """The positions of weights, and for each its standard deviation times the root of its number of inputs.
-
-    Around its mean, since some are numbers of another scale, such as the logarithm of a deviation.
-    """
-    shapes = [() if info is None else tuple(info.shape) for info in parameters.tensors.infos]
-    judged = [i for i, shape in enumerate(shapes) if len(shape) > 1 and min(shape[:2]) > 1]
-    inputs = np.array([math.prod(shapes[i][1:]) for i in judged])
-    return judged, parameters.std[row, judged] * np.sqrt(inputs)
 
 
 def _last_output(window: Window, name: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstat.recording.findings import Finding
+from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.base import Band, Episodes, LastingRule, PerName, Rule, series
 from gradstat.rules.rows import Floats, Rows, Window
 
@@ -75,6 +75,7 @@ class MomentumDrift(Rule):
         least: The norm of all momenta over the lowest norm of gradients since they were measured before, if all
             parameters with a gradient have one.
         tiny: That norm is also below this. Gradients of any size may be clipped to a norm of 1, and 0.01 is rare.
+            Only of optimizers of torch, since others keep other things under the same names.
         falls: Or the ratio falls below this fraction of the smallest so far, and the norm of the momenta below ten
             times this fraction. A momentum of 0.9 keeps 0.005 of itself in 50 steps; in healthy trainings of the tests
             and in public programs the ratio falls to no less than 0.16.
@@ -142,7 +143,7 @@ class MomentumDrift(Rule):
                     continue
                 ratio = norm / lowest
                 has_fallen = ratio < self.falls * self._ratio and norm < 10 * self.falls * self._norm
-                is_small = has_fallen or (ratio < self.least and norm < self.tiny)
+                is_small = has_fallen or (window.run.is_torchs and ratio < self.least and norm < self.tiny)
                 if is_small and self._episodes.record("small", step):
                     text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
                     text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
@@ -177,7 +178,7 @@ class SecondMomentDrop(Rule):
     """A second moment that has shrunk faster than beta2 allows: overwritten, cleared, or restored wrongly.
 
     It is an average of squares whose weights decay by beta2 per step, so a fraction of at least ``beta2 ** steps``
-    remains of it. Nothing is reported if beta2 is not known.
+    remains of it. Nothing is reported if beta2 is not known, as of optimizers that are not torch's.
 
     Args:
         factor: Reported below this fraction of what must remain: optimizers may step several times per monitored step.
@@ -224,7 +225,8 @@ class SmallSecondMoment(LastingRule):
 
     Then updates shrink with the gradients, and the parameter stops learning (M. Wortsman and others, Small-scale
     proxies for large-scale Transformer training instabilities, arXiv 2309.14322). Only weights of two dimensions and
-    more are judged: the gradient of a bias before a batch norm is rounding error, and no problem.
+    more are judged: the gradient of a bias before a batch norm is rounding error, and no problem. An info if they are
+    less than half of these, such as those of a branch that begins with a factor near 0.
 
     Args:
         eps_multiple: The square roots of all elements are below this many times eps, or ``usual`` if that is less.
@@ -257,4 +259,5 @@ class SmallSecondMoment(LastingRule):
                 text = f"all elements of {kind} of {name} are at most {value:.3g}: eps ({eps:g}) dominates its updates"
                 text += f"; the same holds for {len(fresh) - 1} more" * (len(fresh) > 1)
                 evidence = {"largest": value, "limit": limit, "eps": eps, "parameters": len(fresh)}
-                yield self.found(since[i], name, text, about=kind, **evidence)
+                severity: Severity = self.severity if 2 * low[row].sum() >= rows.tensors.matrices.sum() else "info"
+                yield self.found(since[i], name, text, kind, severity, **evidence)

@@ -158,10 +158,11 @@ class RunSettings:
         optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
         momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
+        is_torchs: Whether the optimizer's steps are those of a class of torch, so that its states are what they are
+            called.
         maximizes: Whether the optimizer maximizes.
         has_rival: Whether another optimizer trains something else in turn, as in a GAN.
         initial_lrs: By group, the learning rate that a scheduler began with or warms up to, 0 if there is none.
-        classes: Number of classes of labels, if the monitor was told.
         is_stepped_by_user: Whether the user's program calls ``Monitor.step``, rather than gradstat itself.
         origin_is_unknown: Whether gradients are reduced over ranks without recording which rank produced NaN.
         skipped_by: What skips steps with gradients that are not finite; empty if nothing is known to.
@@ -173,10 +174,10 @@ class RunSettings:
     optimizer_eps: float = 0.0
     momentum: float = 0.0
     second_moment_decay: float = 0.0
+    is_torchs: bool = True
     maximizes: bool = False
     has_rival: bool = False
     initial_lrs: tuple[float, ...] = ()
-    classes: int | None = None
     is_stepped_by_user: bool = True
     origin_is_unknown: bool = False
     skipped_by: str = ""

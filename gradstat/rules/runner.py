@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,12 +12,21 @@ import numpy as np
 from gradstat._core.warn import warn_of_failure
 from gradstat.recording.findings import Finding, reference_to
 from gradstat.rules import Rule
-from gradstat.rules.base import Band, Episodes
+from gradstat.rules.base import WRONG_SIGN, Band, Episodes
 from gradstat.rules.finite import CONSEQUENCES, KEPT, ROOTS, NonfiniteBuffer
+from gradstat.rules.gradients import ExplodingGradient
 from gradstat.rules.rows import Floats, Window
+from gradstat.rules.training import LossSpike
+from gradstat.rules.weights import ParameterJump
 
 # Number of rows that may wait for a review, unless they are of less than 64 steps: 16 MB.
 _MAX_ROWS = 200_000
+
+
+# What grows after a learning rate has jumped by this factor, or where a loss that lies so many times its first value
+# below zero is minimised.
+_GROWS = {LossSpike.name, ExplodingGradient.name, ParameterJump.name}
+_JUMP, _FAR_BELOW = 3.0, 10.0
 
 
 class RuleRunner:
@@ -35,6 +45,7 @@ class RuleRunner:
         self._every, self._weights = every, weights
         self._failed: set[int] = set()
         self._rates: list[float] = []
+        self._first_loss = math.nan
         self._cause: Finding | None = None  # of what is not finite
         self._healthy_at = -1  # the last step with a finite loss and finite gradients
         self._bands: list[tuple[str, float, float]] = []
@@ -60,6 +71,7 @@ class RuleRunner:
                     findings += list(rule.review(window))
                 except Exception:
                     self._switch_off(rule)
+        findings = [self._in_context(finding, window) for finding in findings]
         self._remember(window.scalars)
         rows = window.rows("gradient")
         self.refresh(int(window.steps[-1]) + 1 if len(window.steps) else None, 0 if rows is None else len(rows.names))
@@ -96,6 +108,22 @@ class RuleRunner:
         self._healthy_at = healthy[-1] if healthy else self._healthy_at
         return folded
 
+    def _in_context(self, finding: Finding, window: Window) -> Finding:
+        """``finding`` with what the scalars show before its other causes."""
+        causes: tuple[str, ...] = ()
+        if finding.rule in _GROWS:
+            row = max(int(window.steps.searchsorted(finding.step, "right")) - 1, 0)
+            rates = [*self._rates, *window.scalars.get("lr", np.empty(0))[: row + 1].tolist()][-101:]
+            jumps = [(old, new) for old, new in itertools.pairwise(rates) if new > _JUMP * old > 0]
+            first = window.value("loss", 0) if math.isnan(self._first_loss) else self._first_loss
+            if jumps:
+                causes = (
+                    f"the learning rate, which went from {jumps[-1][0]:.4g} to {jumps[-1][1]:.4g} shortly before",
+                )
+            elif window.value("loss", row) < -_FAR_BELOW * abs(first) and not window.run.has_rival:
+                causes = WRONG_SIGN
+        return replace(finding, causes=(*causes, *(cause for cause in finding.causes if cause not in causes)))
+
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
         self._rates, self._cause, self._healthy_at = [], None, -1
@@ -104,6 +132,8 @@ class RuleRunner:
 
     def _remember(self, scalars: Mapping[str, Floats]) -> None:
         self._rates = [*self._rates, *scalars.get("lr", np.empty(0)).tolist()][-101:]
+        losses = scalars.get("loss", np.empty(0))
+        self._first_loss = float(losses[0]) if math.isnan(self._first_loss) and len(losses) else self._first_loss
 
     def last_steps(self, names: set[str]) -> list[int]:
         """The last steps of all problems that the rules ``names`` met, also of those that were reported long before."""

@@ -34,12 +34,13 @@ _KNOWN = 12
 
 
 class Shift(NamedTuple):
-    """A level that changed in step ``began``, which showed in ``step``."""
+    """A level that changed in step ``began``, which showed in ``step``; and the deviation of single values from it."""
 
     began: int
     step: int
     before: float
     after: float
+    deviation: float
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -55,7 +56,8 @@ class LevelRule(Rule):
 
     Args:
         errors: The level moved by so many standard errors, estimated from differences of neighbouring values.
-        moves: It also moved by so many times its largest earlier move, since values may depend on each other.
+        moves: It also moved by so many times its largest earlier move in this direction, since values may depend on
+            each other.
     """
 
     fresh: ClassVar[int] = 2
@@ -94,20 +96,20 @@ class LevelRule(Rule):
             last = slice(max(0, at - self.kept), at)
             moved = self._moved(levels[last], scatters[last], sign)
             if moved is not None:
-                before, after = moved
+                before, after, deviation = moved
                 # It began where the sum of signs around the middle, from there on, is largest.
                 end = first + (block + 1) * _BLOCK
                 middle = before / 2 + after / 2
                 span = recent[end - (self.fresh + 1) * _BLOCK : end]
                 sums = list(itertools.accumulate(1 if sign * (value - middle) > 0 else -1 for value in reversed(span)))
                 began = end - 1 - sums.index(max(sums))
-                yield Shift(recent_steps[began], recent_steps[end - 1], before, after)
+                yield Shift(recent_steps[began], recent_steps[end - 1], before, after, deviation)
         self._levels, self._scatters = levels[-self.kept :], scatters[-self.kept :]
         kept = (self.fresh + 2) * _BLOCK
         self._recent, self._recent_steps = recent[-kept:], recent_steps[-kept:]
 
-    def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float] | None:
-        """If it has moved, the level before, as its trend would have continued it, and now."""
+    def _moved(self, levels: list[float], scatters: list[float], sign: int) -> tuple[float, float, float] | None:
+        """If it has moved, the level before, as its trend would have continued it, and now, and the deviation."""
         fresh, count = self.fresh, self.before
         older, now = levels[:-fresh], levels[-fresh:]
         if len(older) < _KNOWN:  # too few moves to know the usual ones
@@ -123,8 +125,8 @@ class LevelRule(Rule):
             return None
         means = np.convolve(older, np.ones(fresh) / fresh, "valid")
         moves = means[fresh:] - means[:-fresh]
-        largest = float(np.abs(moves - median(moves.tolist())).max())
-        return (after - sign * shift, after) if shift > self.moves * largest else None
+        is_far = shift > self.moves * float((sign * moves).max())
+        return (after - sign * shift, after, deviation) if is_far else None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from gradstat._core.text import count_of
 from gradstat.guard import OF_MEDIAN, THRESHOLD, reasons_of
 from gradstat.recording.findings import Finding, Severity
-from gradstat.recording.kinds import LOGITS
 from gradstat.rules.advice import CLIP
-from gradstat.rules.base import WRONG_SIGN, Band, Episodes, Rule, series
+from gradstat.rules.base import CHANGED, WRONG_SIGN, Band, Episodes, Rule, series
 from gradstat.rules.rows import Floats, Observation, Window, rate_name
 from gradstat.rules.spikes import Shift, SpikeRule
 
@@ -44,12 +43,12 @@ class LossSpike(SpikeRule):
     quiet = 50
     fresh, before, kept = 4, 8, 26
     causes = (
-        "an unusual or damaged batch",
+        f"if it stays there, {CHANGED[0]}",
+        "if it comes down again, an unusual or damaged batch",
         "a learning rate too high: a step overshot the minimum",
-        "a change of data, of loss weights or of the model's mode (train or eval) at this step",
     )
     advice = (
-        "look at that batch, and at the learning rate at that step",
+        "look at that batch and its labels, and at the learning rate at that step",
         CLIP,
         "lower the learning rate",
         "for Adam, lower beta2, so that the second moment reacts sooner",
@@ -64,7 +63,7 @@ class LossSpike(SpikeRule):
     fallen: float = 0.8
     above: float = 2.0
     errors: float = THRESHOLD
-    moves: float = 2.0
+    moves: float = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,13 +135,16 @@ class LossSpike(SpikeRule):
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after
-        progress = self.beginning() - before
-        least = max(self.lost_progress * progress, self.sigmas * OF_MEDIAN * abs(before))
+        beginning = self.beginning()
+        progress = beginning - before
+        # The first values may be far above all others. A hundredth of them is nothing to one that has converged.
+        least = min(self.lost_progress * progress, self.sigmas * shift.deviation + abs(beginning) / 100)
+        least = max(least, self.sigmas * OF_MEDIAN * abs(before))
         # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
         if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
             text = f"the loss rises to a level of {after:.4g} from {before:.4g}, and stays there"
-            yield self.found(shift.began, "loss", text, loss=after, median=before)
+            yield self.found(shift.began, "loss", text, causes=(*CHANGED, self.causes[-1]), loss=after, median=before)
 
 
 _SIGNALS = ("loss", "norm")
@@ -395,59 +397,6 @@ class RefusedStep(Rule):
                 text += f" {' and '.join(reasons)}: not an outlier, but another level"
                 first = step - self.lasting + 1
                 yield self.found(first, "refused", text, severity="warning", reasons=reasons, steps=self.lasting)
-
-
-class SaturatedOutput(Rule):
-    """Model outputs that are mostly saturated, and wrong: their softmax is 0 or 1.
-
-    An info if the predictions are right, since training on separable data ends there, or if the monitor was not told
-    the number of ``classes``, since the outputs may not be logits.
-
-    Args:
-        share: Fraction of predictions whose largest logit exceeds the next by more than 10; a single logit must exceed
-            10 in magnitude.
-        loss: Above it predictions count as wrong. A wrong one costs 10 nats, so 1.0 means a tenth of them.
-        measurements, steps: Number of measurements in a row, and of steps that they cover.
-    """
-
-    name = "saturated-logits"
-    causes = (
-        "an output layer that grows without limit: no weight decay, a learning rate too high, a learned scale",
-        "wrong labels, which drive logits apart",
-    )
-    advice = (
-        "add a z-loss or label smoothing",
-        "add weight decay on the output layer",
-        "lower the learning rate",
-        "look for a scale that is applied twice, or a temperature that divides where it should multiply",
-    )
-
-    def __init__(self, share: float = 0.5, loss: float = 1.0, measurements: int = 3, steps: int = 32) -> None:
-        self.share, self.loss, self.measurements, self.steps = share, loss, measurements, steps
-        self._run = self._since = 0
-        self._wrong = True
-        self._reported: dict[str, int] = {}  # severities, and when
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("output")
-        if rows is None or LOGITS not in rows.names:
-            return
-        losses = window.scalars.get("loss", np.full(len(window.steps), math.nan))
-        for step, share in zip(rows.steps.tolist(), rows.mean[:, rows.names.index(LOGITS)].tolist(), strict=True):
-            loss = float(losses[np.searchsorted(window.steps, step)])
-            if self._run == 0:
-                self._since, self._wrong = step, window.run.classes is not None
-            self._run = self._run + 1 if share > self.share else 0
-            self._wrong = self._wrong and loss > self.loss
-            severity: Severity = "warning" if self._wrong else "info"
-            is_lasting = self._run >= self.measurements and step - self._since >= self.steps
-            if is_lasting and severity not in self._reported:
-                self._reported[severity] = step
-                text = f"{share:.0%} of the predictions are saturated: "
-                text += "the largest logit exceeds the next by more than 10"
-                text += f"; the loss is {loss:.3g}" * (not math.isnan(loss))
-                finite_loss = None if math.isnan(loss) else loss
-                yield self.found(self._since, LOGITS, text, "output", severity, share=share, loss=finite_loss)
 
 
 _UNTRAINED = (

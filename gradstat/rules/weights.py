@@ -1,4 +1,4 @@
-"""Rules about weights, and gradients and updates relative to them: out of proportion, overwritten, unchanged."""
+"""Rules about weights, and updates relative to them: out of proportion, overwritten, unchanged."""
 
 from __future__ import annotations
 
@@ -10,80 +10,9 @@ from typing import Any
 import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
-from gradstat.rules.advice import CLIP, Remedy
-from gradstat.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, median, run_lengths
+from gradstat.rules.advice import Remedy
+from gradstat.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, median, sizes_of_weights
 from gradstat.rules.rows import Bools, Rows, Window
-
-
-class GradientWeightRatio(Rule):
-    """Gradients out of proportion to their weights.
-
-    Only weights of two dimensions and more are judged, since biases and gains begin at 0 or 1 by convention. A weight
-    is measured again before it is reported, since one that begins near zero may have grown within a few steps.
-
-    Args:
-        std_ratio: Limit of the gradient's standard deviation over the weight's; also of that ratio over the median
-            ratio of all weights, since a loss that is summed or multiplied makes all ratios large. Embeddings of
-            positions that begin at 0.01, as CLIP's, reach 300.
-        norm_ratio: Norm over norm; below it for ``long`` steps the weight does not learn by plain SGD. An info, since
-            Adam is not affected, and large models trained on large batches reach it in healthy training.
-        in_a_row, long: Number of steps in a row, for ``std_ratio`` and for ``norm_ratio``.
-    """
-
-    name = "gradient-weight-ratio"
-    causes = (
-        "weights initialised far too small or too large for the loss at hand",
-        "a loss that is summed instead of averaged, or scaled",
-    )
-    advice = ("look at the initialisation of that weight", CLIP, "give the weight its own learning rate")
-
-    def __init__(self, std_ratio: float = 1000.0, norm_ratio: float = 1e-5, in_a_row: int = 5, long: int = 500) -> None:
-        self.std_ratio, self.norm_ratio, self.in_a_row, self.long = std_ratio, norm_ratio, in_a_row, long
-        self._high_for, self._low_for, self._zero = PerName(0.0), PerName(0.0), PerName(0.0)
-        self._episodes = Episodes(quiet=1000)
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        gradients, parameters = window.rows("gradient"), window.latest.get("parameter")
-        if gradients is None or parameters is None:
-            return
-        names = gradients.names
-        parameters = parameters.of(names)
-        size = parameters.l2_norm[-1]
-        # Weights that were all zero were initialised so on purpose, and constants have no spread.
-        zero = self._zero.values_for(names)
-        zero += size == 0
-        judged = parameters.tensors.matrices & (zero == 0)
-        spread = parameters.std[-1]
-        spreads = np.where(judged & (spread > 1e-4 * parameters.rms[-1]), spread, np.inf)
-        smallest = np.where(judged, self.norm_ratio * size, 0.0)
-        norms = gradients.l2_norm
-        # The root mean square is never below the standard deviation, and cheaper.
-        high = norms > self.std_ratio * spreads * np.sqrt(gradients.values)
-        if high.any():
-            ratios = np.where(np.isfinite(spreads), gradients.std / spreads, np.nan)
-            last_finite = np.maximum(np.isfinite(ratios).sum(1) - 1, 0)
-            typical = np.sort(ratios, axis=1)[np.arange(len(ratios)), last_finite // 2]  # NaN are sorted to the end
-            high = ratios > self.std_ratio * np.maximum(1, typical)[:, None]
-        low = (norms < smallest) & (norms > 0)
-        for condition, state, needed, measure in (
-            (high, self._high_for, self.in_a_row, "standard deviation"),
-            (low, self._low_for, self.long, "norm"),
-        ):
-            lengths_of = run_lengths(condition, state.values_for(names))
-            is_due = (lengths_of >= needed) & (lengths_of > gradients.steps[:, None] + 1 - parameters.steps[-1])
-            for row in np.flatnonzero(is_due.any(1)):
-                step, lengths = int(gradients.steps[row]), lengths_of[row]
-                began = step - lengths + 1
-                for i in np.flatnonzero(is_due[row]):
-                    name = gradients.names[i]
-                    if not self._episodes.record(name, step):
-                        continue
-                    is_high = condition is high
-                    value = gradients.std[row, i] / spread[i] if is_high else gradients.l2_norm[row, i] / size[i]
-                    text = f"the {measure} of the gradient of {name} is {value:.3g} times that of the weight, "
-                    text += f"for {lengths[i]:.0f} steps"
-                    severity: Severity = self.severity if is_high else "info"
-                    yield self.found(began[i], name, text, "gradient", severity, ratio=value, in_a_row=lengths[i])
 
 
 class UpdateWeightRatio(LastingRule):
@@ -132,11 +61,14 @@ class ParameterJump(Rule):
         grown: Factor by which the norm grew, if the largest factor so far, of two or more, is at most the cube root.
             Of the weights in the healthy trainings of the tests, one that grew by 1.07 before grew by 1.6.
         shrunk: Factor by which the norm fell. In those trainings it falls to no less than half between two
-            measurements, except to 1/11 where a WGAN first cuts off its weights.
+            measurements, except to 1/11 where a WGAN first cuts off its weights. An info if the loss has not risen, as
+            where centres of classes are drawn in.
         huge: Magnitude above which no initialised parameter begins.
         unlike: The root mean square of a weight at the start over that of its twins in other layers, of the same shape
-            and with a name that differs only in digits: the median, or the smaller of two. Initial weights divided by
-            the root of their layer's number differ by 6.4 in 80 layers.
+            and with a name that differs only in the numbers of layers: the median, or the smaller of two. Initial
+            weights divided by the root of their layer's number differ by 6.4 in 80 layers.
+        large: The size, as `NoLearning` defines it, above which that counts: the last of a residual branch may begin
+            far smaller than others on purpose.
     """
 
     name = "parameter-jump"
@@ -152,15 +84,25 @@ class ParameterJump(Rule):
     )
 
     def __init__(
-        self, factor: float = 100.0, grown: float = 5.0, shrunk: float = 30.0, huge: float = 1e8, unlike: float = 10.0
+        self,
+        factor: float = 100.0,
+        grown: float = 5.0,
+        shrunk: float = 30.0,
+        huge: float = 1e8,
+        unlike: float = 10.0,
+        large: float = 5.0,
     ) -> None:
-        self.factor, self.grown, self.shrunk, self.huge, self.unlike = factor, grown, shrunk, huge, unlike
+        self.factor, self.grown, self.shrunk, self.huge = factor, grown, shrunk, huge
+        self.unlike, self.large = unlike, large
         self._largest, self._norms = PerName(math.nan), PerName(math.nan)
         self._usual, self._moves = PerName(0.0), PerName(0.0)  # the largest change of a log norm, and how many
+        self._losses: list[float] = []  # the last ones
         self._episodes = Episodes()
 
     def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("parameter")
+        rows, kept = window.rows("parameter"), len(self._losses)
+        losses = self._losses + np.nan_to_num(window.scalars.get("loss", np.empty(0))).tolist()
+        self._losses = losses[-_LATELY:]
         if rows is None:
             return
         earlier, norms = self._largest.values_for(rows.names), self._norms.values_for(rows.names)
@@ -197,8 +139,12 @@ class ParameterJump(Rule):
                     if self._episodes.record(rows.names[i], step):
                         text = f"the norm of {rows.names[i]} {which} from {norms[i]:.3g} to {now[i]:.3g}"
                         text += f"; the same holds for {count - 1} more" * (count > 1)
+                        known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
+                        has_not_risen = len(known) == _LATELY and median(known[-4:]) <= max(known[:-4])
+                        is_harmless = changed is fallen and has_not_risen
+                        severity: Severity = "info" if is_harmless else self.severity
                         evidence = {"before": norms[i], "now": now[i], "parameters": count}
-                        yield self.found(step, rows.names[i], text, "parameter", causes=causes, **evidence)
+                        yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
             is_known = np.isfinite(move)
             moves += is_known
             np.maximum(usual, np.abs(move), out=usual, where=is_known)
@@ -210,11 +156,13 @@ class ParameterJump(Rule):
         twins: dict[Any, list[int]] = {}
         for i, info in enumerate(rows.tensors.infos):
             if info is not None and judged[i] and rows.rms[0, i] > 0:
-                twins.setdefault((re.sub(r"\d+", "", rows.names[i]), info.shape), []).append(i)
-        ratios = {}
+                twins.setdefault((re.sub(r"\b\d+\.", "", rows.names[i]), info.shape), []).append(i)
+        ratios, sizes_at = {}, dict(zip(*sizes_of_weights(rows, 0), strict=True))
         for group in twins.values():
             sizes = np.sort(rows.rms[0, group])
-            ratios[group[int(rows.rms[0, group].argmax())]] = sizes[-1] / sizes[(len(sizes) - 1) // 2]
+            largest = group[int(rows.rms[0, group].argmax())]
+            if sizes_at.get(largest, math.inf) > self.large:
+                ratios[largest] = sizes[-1] / sizes[(len(sizes) - 1) // 2]
         worst = max(ratios, key=lambda i: ratios[i], default=0)
         if ratios.get(worst, 0.0) > self.unlike and self._episodes.record(rows.names[worst], rows.steps[0]):
             name, ratio = rows.names[worst], ratios[worst]
@@ -224,6 +172,10 @@ class ParameterJump(Rule):
             yield self.found(rows.steps[0], name, text, "parameter", severity, causes, ratio=ratio)
 
 
+# The loss has risen if the median of the last four of so many is above all before.
+_LATELY = 24
+# Gradients below it vanish, as `VanishingGradient` reports.
+_NOTHING = 1e-8
 _SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
 
 
@@ -282,7 +234,8 @@ class UnchangedParameter(Rule):
             yield from self._hardly(window, rows, row)
             enough = 1 if same.all() else self.measurements
             largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
-            same &= largest > self.rounding * largest.max(initial=0.0)  # it has a gradient
+            # It has a gradient by which its optimizer could change it.
+            same &= largest > max(self.rounding * largest.max(initial=0.0), _NOTHING)
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)

@@ -316,7 +316,13 @@ def test_an_activation_that_comes_later_is_told(activation: nn.Module, told: str
 
 def test_a_softmax_over_the_samples_is_told() -> None:
     (text,) = classify(lambda x, labels: nll_loss(x.log_softmax(0), labels), lr=1e-2)
-    assert text == "the loss takes the softmax of the outputs over the samples of a batch, not over the classes"
+    assert (
+        text == "the loss takes the softmax of the outputs over samples or places in a sequence, not over the classes"
+    )
+
+
+def by_place(x: Tensor, labels: Tensor) -> Tensor:
+    return nll_loss(x.flatten(0, 1), labels.repeat_interleave(2))
 
 
 def gathered(p: Tensor, labels: Tensor) -> Tensor:
@@ -329,12 +335,19 @@ def gathered(p: Tensor, labels: Tensor) -> Tensor:
         (nll_loss, nn.LogSoftmax(0), True),
         (gathered, nn.Softmax(0), True),
         (lambda x, labels: gathered(x[:, 0], labels), nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Softmax(0)), True),
+        (by_place, nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.LogSoftmax(1)), True),
+        (by_place, nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.LogSoftmax(2)), False),
+        (
+            lambda x, labels: nll_loss(x, labels[:, None].repeat(1, 2)),  # classes come before places
+            nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (4, 2)), nn.LogSoftmax(1)),
+            False,
+        ),
         (nll_loss, nn.LogSoftmax(1), False),
         (gathered, nn.Softmax(1), False),
     ],
 )
 def test_outputs_that_are_a_softmax_over_the_samples_are_told(loss: Any, last: nn.Module, is_wrong: bool) -> None:
-    text = "the outputs of the model are a softmax over the samples of a batch, not over the classes"
+    text = "the outputs of the model are a softmax over samples or places in a sequence, not over the classes"
     assert classify(loss, nn.Linear(4, 4), last, lr=1e-2) == [text] * is_wrong
 
 
