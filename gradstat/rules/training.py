@@ -72,6 +72,8 @@ class LossSpike(SpikeRule):
 
     def set_limits(self) -> None:
         super().set_limits()
+        if self.beginning() < self._median / 10:  # it began at 0, such as a divergence: single values mean little
+            self._beyond = math.inf
         count = len(self._values)
         if 2 * count >= self.window:
             mean = sum(self._values) / count

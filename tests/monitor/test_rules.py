@@ -865,6 +865,8 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
     "constant features of a mask": ("constant-feature", beside(1.0, 0, low=1.0), []),
     "constant features": ("constant-feature", beside(0.95, 10), [("warning", 0, "x")]),
     "an input that is constant": ("constant-feature", beside(1.0, 40), [("warning", 0, "x")]),
+    "a divergence begins at 0, and has heavy tails": (
+        "loss-spike", series("loss", [0.0] * 20 + wobbling(100, 0.02) + [1.8] + wobbling(50, 0.02)), []),
     "a loss that changes its sign is judged by its own scatter": ("loss-spike", series("loss", CHANGING_SIGN), []),
     "a norm likewise": ("exploding-gradient", series("norm", CHANGING_SIGN), []),
 }  # fmt: skip
