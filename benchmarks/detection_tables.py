@@ -149,30 +149,33 @@ def healthy(rows: Sequence[Row]) -> str:
     return tables.grid(header, lines) + text
 
 
-def in_a_sentence(rows: Sequence[Row]) -> str:
-    """How many published faults and ordinary mistakes are found, and how much is found in healthy trainings."""
+def in_short(rows: Sequence[Row]) -> str:
+    """How many published faults and ordinary mistakes the monitor and the best other tool find, and false findings."""
+    sets = {case_of(which) for which in ("mistakes", "operators", "silent errors")}
 
-    def total(when: str, *metrics: str) -> float:
-        by_case = _values(rows, group_of(when))
-        every = [
-            by_case[case_of(which)] for which in ("mistakes", "operators", "silent errors") if case_of(which) in by_case
-        ]
-        return sum(
-            _count(next(iter(by.values())), metric) for by in every for metric in metrics
-        )  # the monitor is first
+    def found(when: str, *metrics: str) -> dict[str, str]:
+        """By tool, how many of how many runs; the one that found most first."""
+        totals: dict[str, tuple[float, float]] = {}
+        for case, by in _values(rows, group_of(when)).items():
+            for tool, of in by.items() if case in sets else ():
+                more, runs = sum(_count(of, metric) for metric in metrics), _count(of, "runs")
+                totals[tool] = (totals.get(tool, (0, 0))[0] + more, totals.get(tool, (0, 0))[1] + runs)
+        ranked = sorted(totals.items(), key=lambda each: -each[1][0])
+        return {tool: f"{some:.0f} of {runs:.0f}" for tool, (some, runs) in ranked}
 
-    middle, start = ((total(when, "found"), total(when, "runs")) for when in WHEN)
-    later = total(WHEN[1], "found", "found later")
-    healthy = [by[MONITOR] for by in _values(rows, HEALTHY).values()]
-    steps, alarms = (sum(_count(of, metric) for of in healthy) for metric in ("steps", "findings"))
-    with_golden = f"{total(GOLDEN, 'found'):.0f} of {total(GOLDEN, 'runs'):.0f}"
-    return (
-        "In small trainings with [faults that others published and ordinary mistakes](docs/detection.md), a monitor "
-        f"without options finds {middle[0]:.0f} of {middle[1]:.0f} harmful faults that begin mid-run within 60 steps. "
-        f"Of {start[1]:.0f} faults that exist from the first step it finds {start[0]:.0f} within 60 steps and "
-        f"{later:.0f} by step 300, and a comparison with [golden runs](docs/golden.md) calls {with_golden} unlike. In "
-        f"{steps:,.0f} healthy steps there are {alarms:.0f} findings.\n"
-    )
+    middle, start = found(WHEN[0], "found"), found(WHEN[1], "found", "found later")
+    other = next(tool for tool in middle if tool != MONITOR)
+    ((with_golden, *_),) = (list(found(GOLDEN, "found").values()),)
+    lines = [["that begin mid-run, within 60 steps", middle[MONITOR], middle[other]]]
+    from_start = f"{start[MONITOR]}; [golden runs](docs/golden.md): {with_golden}"
+    lines.append(["that exist from the first step, by step 300", from_start, start[other]])
+    healthy = _values(rows, HEALTHY).values()
+    false = []
+    for tool in (MONITOR, other):
+        steps, alarms = (sum(_count(by.get(tool, {}), metric) for by in healthy) for metric in ("steps", "findings"))
+        false.append(f"{alarms:.0f} in {steps:,.0f}")
+    lines.append(["false findings in healthy steps", *false])
+    return tables.grid(["[harmful faults](docs/detection.md) found", "gradstat", f"best other tool ({other})"], lines)
 
 
 def everything(rows: Sequence[Row]) -> str:

@@ -70,7 +70,7 @@ def numerics(folder: Path) -> str:
 
 def detected(folder: Path) -> str:
     """For the README: how many faults the monitor finds."""
-    return "\n" + "\n\n".join(map(detection_tables.in_a_sentence, map(rows.current, rows.devices(suite="detection"))))
+    return "\n" + "\n\n".join(map(detection_tables.in_short, map(rows.current, rows.devices(suite="detection")))) + "\n"
 
 
 def _of_every_device(suite: str, table: Callable[[Sequence[rows.Row]], str]) -> Callable[[Path], str]:

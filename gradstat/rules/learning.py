@@ -70,8 +70,9 @@ class NoLearning(Rule):
         early_share: This share suffices in the first 128 steps if weights have also grown to a median of more than 2,
             as ``large``. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate
             of 20.
-        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well.
-            A single weight of ten times the median size is then named.
+        far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
+            all of the latter, or one with a bias by ten times the median. Embeddings and centres of classes have none,
+            and may begin in a scale of their own.
         small, large: Limits of the median over the weights of a weight's standard deviation times the root of its
             number of inputs, which is about 1 if they keep the size of signals.
         measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
@@ -243,8 +244,10 @@ class NoLearning(Rule):
         if len(judged) < 2:
             return
         self._scale = median(scales)
-        if scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
-            self._odd = parameters.names[judged[int(scales.argmax())]]
+        largest = parameters.names[judged[int(scales.argmax())]]
+        has_bias = f"{largest.rpartition('.')[0]}.bias" in parameters.names
+        if has_bias and scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
+            self._odd = largest
         name = parameters.names[judged[0]]
         if (parameters.field("min")[row, judged] == parameters.field("max")[row, judged]).all():
             text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
@@ -265,7 +268,7 @@ class NoLearning(Rule):
         usual, first, soon = math.log(self._classes), abs(self._first[0]), median(np.abs(self._first))
         begins = first / self._labelled if first > self._labelled * usual / 2 else first  # or it is a sum over samples
         share = 0.0 if math.isnan(self._first_certain) else self._first_certain
-        if begins > self.far * usual and (share > 0.3 or self._scale > self.large):
+        if begins > self.far * usual and (share > 0.3 or self._scale > self.large or self._odd):
             text = f"the loss begins at {first:.4g}, guessing among {self._classes} classes gives {usual:.4g}"
             text += f"; {share:.0%} of the predictions are certain" * (share > 0.3)
             text += f"; {self._odd} begins far larger than other weights" * bool(self._odd)
