@@ -1,7 +1,7 @@
-"""Builds the compiled libraries: CPU if a C++ compiler is found, CUDA if nvcc is found.
+"""Builds the compiled libraries: CPU if a C++ compiler is found, CUDA if nvcc and a GPU are found, or if asked for.
 
-Both use torch's stable ABI, so that one binary serves every torch >= 2.10 and every Python >= 3.10. The build does not
-check whether this machine has a GPU. All other package metadata is in pyproject.toml.
+Both use torch's stable ABI, so that one binary serves every torch >= 2.10 and every Python >= 3.10. All other package
+metadata is in pyproject.toml.
 """
 
 import os
@@ -18,7 +18,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-CUDA_ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
+CUDA_ARCHITECTURES = ["75", "80", "86", "89", "90", "100", "120"]
 COMMON = ["-O3", "-std=c++17", "-g0"]
 CXX_FLAGS = [*COMMON, "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # gcc 12 warns about its own AVX-512 headers, and about the ABI of vector types in functions that are always inlined.
@@ -37,15 +37,24 @@ def cxx_compiler():
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
+def has_gpu():
+    """Whether the machine has an NVIDIA GPU, as Linux or the Linux of Windows shows it."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or os.path.exists("/dev/dxg")
+
+
 def cuda_home():
-    """The CUDA toolkit to build with, or None. GRADSTAT_CUDA=0 disables it, =1 requires it."""
+    """The CUDA toolkit to build with, or None. GRADSTAT_CUDA=0 disables it, =1 requires it, else it takes a GPU."""
     wanted = os.environ.get("GRADSTAT_CUDA", "")
+    is_asked_for = wanted == "1" or bool(os.environ.get("GRADSTAT_CUDA_ARCHITECTURES"))
     if wanted == "0":
         return None
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")
     if nvcc is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
         nvcc = "/usr/local/cuda/bin/nvcc"
+    if nvcc and os.path.exists(nvcc) and not is_asked_for and not has_gpu():
+        print("gradstat: no GPU found, so CUDA code is not compiled; GRADSTAT_CUDA=1 compiles it.", file=sys.stderr)
+        return None
     if nvcc and os.path.exists(nvcc):
         # nvcc may be a wrapper on PATH; a dry run prints the path of its toolkit.
         dry_run = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
@@ -121,9 +130,11 @@ class BuildExtension(build_ext):
                 compile_one(obj, source, extension, cc_args, extra, pp_opts)
                 return
             targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in cuda_architectures()]
-            last = cuda_architectures()[-1]
+            # PTX, for the H100's successors and for what comes after the newest.
+            virtual = {a for a in cuda_architectures() if a == "90"} | {cuda_architectures()[-1]}
+            targets += [f"-gencode=arch=compute_{a},code=compute_{a}" for a in sorted(virtual)]
             command = [os.path.join(cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", *targets]
-            command += [f"-gencode=arch=compute_{last},code=compute_{last}", "--threads", str(jobs)]
+            command += ["--threads", str(jobs)]
             command += ["-Werror", "all-warnings"] if STRICT else []
             command += ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-c", source, "-o", obj]
             subprocess.run(command, check=True)

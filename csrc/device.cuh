@@ -72,7 +72,7 @@ GRADSTAT_DEVICE float high_half(uint32_t pair) {
 
 // Minimum and maximum of both halves. Of a number and a NaN they return the number, like fminf; the caller
 // discards the results of a thread that has read NaN anyway.
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define GRADSTAT_PACKED(name, instruction, choose)                \
   GRADSTAT_DEVICE static uint32_t name(uint32_t a, uint32_t b) {  \
     uint32_t out;                                                 \
@@ -80,11 +80,9 @@ GRADSTAT_DEVICE float high_half(uint32_t pair) {
     return out;                                                   \
   }
 #else
-#define GRADSTAT_PACKED(name, instruction, choose)                  \
-  GRADSTAT_DEVICE static uint32_t name(uint32_t a, uint32_t b) {    \
-    const uint32_t l = choose(low(a), low(b)) == low(a) ? a : b;    \
-    const uint32_t h = choose(high(a), high(b)) == high(a) ? a : b; \
-    return (l & 0xffffu) | (h & 0xffff0000u);                       \
+#define GRADSTAT_PACKED(name, instruction, choose)                       \
+  GRADSTAT_DEVICE static uint32_t name(uint32_t a, uint32_t b) {         \
+    return exact_pair(choose(low(a), low(b)), choose(high(a), high(b))); \
   }
 #endif
 
@@ -94,6 +92,9 @@ struct PackedBFloat16 {
   GRADSTAT_DEVICE static float low(uint32_t pair) { return bits_to_float(pair << 16); }
   GRADSTAT_DEVICE static float high(uint32_t pair) { return bits_to_float(pair & 0xffff0000u); }
   GRADSTAT_DEVICE static uint32_t pair_of(float low, float high) { return to_bfloat16_pair(low, high); }
+  GRADSTAT_DEVICE static uint32_t exact_pair(float low, float high) {
+    return (float_to_bits(low) >> 16) | float_to_bits(high);
+  }
   GRADSTAT_PACKED(min, "min.bf16x2", fminf)
   GRADSTAT_PACKED(max, "max.bf16x2", fmaxf)
 };
@@ -102,6 +103,7 @@ struct PackedHalf {
   GRADSTAT_DEVICE static float low(uint32_t pair) { return low_half(pair); }
   GRADSTAT_DEVICE static float high(uint32_t pair) { return high_half(pair); }
   GRADSTAT_DEVICE static uint32_t pair_of(float low, float high) { return to_half_pair(low, high); }
+  GRADSTAT_DEVICE static uint32_t exact_pair(float low, float high) { return pair_of(low, high); }
   GRADSTAT_PACKED(min, "min.f16x2", fminf)
   GRADSTAT_PACKED(max, "max.f16x2", fmaxf)
 };

@@ -146,7 +146,7 @@ GRADSTAT_HD float float8_to_float(uint8_t bits, DType dtype) {
 
 // Two floats as a pair of bfloat16, `low` in the low half.
 GRADSTAT_HD uint32_t to_bfloat16_pair(float low, float high) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t out;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
@@ -176,9 +176,15 @@ GRADSTAT_HD uint32_t narrow_magnitude(uint32_t bits, int mantissa, int bias) {
 }
 
 GRADSTAT_HD uint32_t to_half_pair(float low, float high) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t out;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#elif defined(__CUDA_ARCH__)
+  uint32_t out;
+  asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+      : "=r"(out)
+      : "f"(low), "f"(high));
   return out;
 #else
   const auto narrow = [](float x) {

@@ -523,15 +523,23 @@ GRADSTAT_DEVICE void stats_block(const Table& table, const StatsArguments& argum
   finish(arguments, blockIdx.x, memory);
 }
 
+// Before sm_80, without packed conversions and minima, more registers are needed. The memory of these GPUs is
+// slower: one block keeps enough bytes in flight.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kResidentBlocks = 1;
+#else
+constexpr int kResidentBlocks = kBlocksPerMultiprocessor;
+#endif
+
 template <class Table>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     stats_kernel(const __grid_constant__ Table table, const __grid_constant__ StatsArguments arguments) {
   __shared__ BlockMemory memory;
   stats_block<false>(table, arguments, memory);
 }
 
 template <class Table>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
     unscale_kernel(const __grid_constant__ Table table, const __grid_constant__ StatsArguments arguments) {
   __shared__ BlockMemory memory;
   stats_block<true>(table, arguments, memory);

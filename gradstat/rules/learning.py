@@ -64,6 +64,7 @@ class NoLearning(Rule):
         steps: After so many, and then every 64 until it has learned, the median of the last 64 losses is judged, unless
             the learning rate still rises or more than half of the predictions above chance are right.
         share: From this share of chance on nothing was learned; guessing the more frequent classes reaches less.
+        fallen: Unless it is below this share of the first loss, which has other terms, then.
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
             the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
             their norm, or shrunk to 0.3 of it.
@@ -96,6 +97,7 @@ class NoLearning(Rule):
         self,
         steps: int = 256,
         share: float = 0.97,
+        fallen: float = 0.7,
         flat: float = 0.05,
         flat_share: float = 0.9,
         early_share: float = 0.75,
@@ -106,7 +108,8 @@ class NoLearning(Rule):
         lasts: int = 100,
         soon: int = 32,
     ) -> None:
-        self.steps, self.share, self.flat, self.flat_share = steps, share, flat, flat_share
+        self.steps, self.share, self.fallen = steps, share, fallen
+        self.flat, self.flat_share = flat, flat_share
         self.early_share, self.far, self.small, self.large = early_share, far, small, large
         self.measurements, self.lasts, self.soon = measurements, lasts, soon
         self._reported: dict[str, int] = {}  # what was found, and when
@@ -299,7 +302,8 @@ class NoLearning(Rule):
         if self._count < self.steps or self._count % _SPAN or is_warm_up:
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
-        if now >= self.share * chance or is_flat:
+        # A loss with other terms may end above chance, though it has learned.
+        if (now >= self.share * chance or is_flat) and now > self.fallen * abs(self._first[0]):
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"

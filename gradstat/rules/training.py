@@ -36,7 +36,8 @@ class LossSpike(SpikeRule):
         climb, climb_lost_progress, fallen, above: The mean of 20 steps has climbed if it exceeds the lowest window mean
             so far by the factor ``climb``, as the initial loss must, and by the usual scatter of values; and also by
             the fraction ``climb_lost_progress`` of the way back to it, and by five standard errors. The initial loss
-            need only exceed the lowest by ``1 / fallen`` if the median of the 20 exceeds it by ``above`` as well.
+            need only exceed the lowest by ``1 / fallen`` if the median of the 20 exceeds it by ``above`` as well, and
+            their mean twice that of the first 20 of the last ``window``: errors of values that grow rise slowly.
     """
 
     name = "loss-spike"
@@ -61,7 +62,7 @@ class LossSpike(SpikeRule):
     climb: float = 3.0
     climb_lost_progress: float = 0.4
     fallen: float = 0.8
-    above: float = 2.0
+    above: float = 4.0
     errors: float = THRESHOLD
     moves: float = 3.0
 
@@ -110,7 +111,7 @@ class LossSpike(SpikeRule):
             # Skip a loss that never fell far below its initial level, such as an error of values that grow, unless it
             # fell at first and is far above that level now.
             start = self.beginning()
-            is_above = sorted(recent)[len(recent) // 2] > self.above * start
+            is_above = sorted(recent)[len(recent) // 2] > self.above * start and mean > sum(self._values[:20]) / 10
             is_above = is_above and (self._lowest < self.fallen * start or window.run.maximizes)
             if not is_above and (mean <= self._scatter * self._lowest or start < self.climb * self._lowest):
                 continue

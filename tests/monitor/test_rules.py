@@ -715,7 +715,7 @@ def test_noise_and_drift_are_no_rise_of_a_loss(name: str, course: Any, seed: int
 def test_a_loss_that_climbs_far_above_its_beginning_is_told(
     fallen_to: float, maximizes: bool, is_told: bool, seed: int
 ) -> None:
-    course = [*np.linspace(1, fallen_to, 150), *(fallen_to * np.exp(np.arange(200) / 100))]  # or it never falls
+    course = [*np.linspace(1, fallen_to, 150), *(fallen_to * np.exp(np.arange(300) / 100))]  # or it never falls
     story = series("loss", noisy(course, 0.05, seed), run=RunSettings(maximizes=maximizes))
     found = [finding for finding in findings(new("loss-spike"), story.windows(64)) if "it began at" in finding.text]
     assert ["maximize=True" in finding.causes[0] for finding in found] == [maximizes] * is_told

@@ -36,7 +36,7 @@ ORDERED_ATOMIC = r"MEMBAR\.\w+\.GPU", r"ATOMG", r"CCTL\.IVALL"
 THREADS = 256
 # Per multiprocessor: registers, and the maximum of threads.
 REGISTERS = 65536
-MOST_THREADS = {"80": 2048, "86": 1536, "89": 1536, "90": 2048, "100": 2048, "120": 1536}
+MOST_THREADS = {"75": 1024, "80": 2048, "86": 1536, "89": 1536, "90": 2048, "100": 2048, "120": 1536}
 
 
 @dataclass
