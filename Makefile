@@ -115,9 +115,13 @@ numerics: $(VENV)/.for-test $(BUILT) ## Compare norms of 100,000 vectors of ever
 	$(BIN)/python benchmarks/plots.py
 	$(BIN)/python benchmarks/render.py --write
 
-wheel: $(VENV)/.for-test ## Build the sdist and the wheel (one for every Python >= 3.10 and torch >= 2.10) into dist/
-	rm -rf dist
-	$(BIN)/python .ci/distribution.py dist
+wheel: $(VENV)/.for-test ## Build sdist and wheel (one for every Python >= 3.10 and torch >= 2.10, with CUDA if there is nvcc) into dist/, and try it
+	$(call say,The wheel, for all GPUs; ten minutes)
+	rm -rf dist build/wheel-env
+	GRADSTAT_CUDA=$(or $(GRADSTAT_CUDA),$(if $(shell command -v nvcc),1,0)) $(BIN)/python .ci/distribution.py dist
+	$(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt torch dist/*.whl
+	cd build && wheel-env/bin/python ../tools/first_use.py && wheel-env/bin/gradstat info
 
 .PHONY: matrix
 matrix: wheel $(VENV)/.for-dev ## Try the wheel with every Python and torch this machine can install; an hour, gigabytes

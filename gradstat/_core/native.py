@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.machinery
 import operator
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,12 +88,14 @@ def load_cpu() -> CpuModule:
 def load_cuda() -> CudaModule:
     """Loads the CUDA kernels. Raises as `load_cpu`."""
     load_cpu()
+    path = library_path("_C_cuda")
     if not torch.cuda.is_available():
-        raise BackendUnavailableError("torch sees no CUDA device (torch.cuda.is_available() is False)")
-    if library_path("_C_cuda") is None:
+        compiled = "" if path is None else f"; the kernels here are for {_architectures_in(path)}"
+        raise BackendUnavailableError(f"torch sees no CUDA device (torch.cuda.is_available() is False){compiled}")
+    if path is None:
         raise BackendUnavailableError(
-            "gradstat was built without its CUDA kernels, as nvcc was not found or GRADSTAT_CUDA=0 was "
-            f"set. Install the CUDA toolkit. {_REBUILD}"
+            "gradstat was built without its CUDA kernels, as no GPU or no nvcc was found, or GRADSTAT_CUDA=0 was set. "
+            f"Install the CUDA toolkit. {_REBUILD}"
         )
     module: CudaModule = _load("_C_cuda")
     try:
@@ -104,6 +107,12 @@ def load_cuda() -> CudaModule:
             "supports it"
         ) from error
     return module
+
+
+def _architectures_in(library: Path) -> str:
+    """The architectures that a library is compiled for, which is not loaded."""
+    found = re.search(rb"\0(sm_[0-9a-z_ ]+)\0", library.read_bytes())
+    return "unknown GPUs" if found is None else found[1].decode()
 
 
 def operators(device: torch.device) -> Any:
