@@ -177,9 +177,17 @@ class Cost:
 
 
 def costs(
-    step: Step, rounds: int, *, compared: list[Variant] | None = None, progress: Callable[[], object] = lambda: None
+    step: Step,
+    rounds: int,
+    *,
+    compared: list[Variant] | None = None,
+    progress: Callable[[], object] = lambda: None,
+    budget: float = math.inf,
 ) -> list[Cost]:
-    """Time and peak memory of the variants ``compared`` (None: all), the plain step first; a `BLOCK` in each round."""
+    """Time and peak memory of the variants ``compared`` (None: all), the plain step first; a `BLOCK` in each round.
+
+    ``budget`` is as for `interleaved`.
+    """
     compared = compared or variants(step.device)
     block = BLOCK[step.device.type]
     inside: dict[str, list[float]] = {variant.name: [] for variant in compared}
@@ -188,7 +196,7 @@ def costs(
         inside[variant.name].append(sum(variant.run(step) for _ in range(block)) / block)
 
     calls = {variant.name: partial(run, variant) for variant in compared}
-    blocks = interleaved(calls, rounds, WARMUP, device=step.device, progress=progress)
+    blocks = interleaved(calls, rounds, WARMUP, device=step.device, progress=progress, budget=budget)
     samples = {name: [seconds / block for seconds in sample] for name, sample in blocks.items()}
 
     def peak(variant: Variant) -> int:

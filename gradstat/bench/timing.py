@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -28,10 +29,10 @@ class Quartiles(NamedTuple):
         """Whether the median is noise, as every negative median is.
 
         It is noise if it is smaller than the distance of the quartiles, or nearer to ``neutral`` than both of them,
-        with one on each side.
+        with one on each side, or below it: nothing that is added makes a step faster.
         """
         low, median, high = self
-        return high - low > median or min(neutral - low, high - neutral) > abs(median - neutral)
+        return high - low > median or median < neutral or min(neutral - low, high - neutral) > abs(median - neutral)
 
     def told(self, form: Callable[[float], str], *, neutral: float = 0.0, spread: bool = False) -> str:
         """The median in words, with its quartiles if ``spread``. Only the quartiles if the median is noise."""
@@ -67,13 +68,15 @@ def interleaved(
     before: Callable[[str], object] = lambda name: None,
     after: Callable[[str, float], object] = lambda name, seconds: None,
     progress: Callable[[], object] = lambda: None,
+    budget: float = math.inf,
 ) -> dict[str, list[float]]:
     """Seconds of each call in every round, until all its work on ``device`` (None: the CPU) is done.
 
     Each round has a random order, the same in every run; ``warmup`` rounds are not counted. ``before`` and ``after``
     run untimed around every call, ``after`` with the seconds until the call returned; ``progress`` runs after every
-    round.
+    round. After ``budget`` seconds it ends, but not before three rounds.
     """
+    latest = time.perf_counter() + budget
     device = device or torch.device("cpu")
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
@@ -91,4 +94,6 @@ def interleaved(
             if number >= warmup:
                 samples[name].append(end - start)
         progress()
+        if number - warmup >= 2 and time.perf_counter() > latest:
+            break
     return samples

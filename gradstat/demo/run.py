@@ -14,11 +14,15 @@ from gradstat._core.text import printable
 from gradstat.bench import steps as variants
 from gradstat.bench.command import DEVICE_HELP, device_of
 from gradstat.bench.machine import device_name
+from gradstat.bench.timing import progress_bar
 from gradstat.demo import corpus
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import train
 from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.recording import save, write_page
+
+# Seconds for the rounds of the cost stage, of which at least three are run.
+_BUDGET = 20.0
 
 
 def _parser() -> Parser:
@@ -83,8 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=variants.LEARNING_RATE)
     step = variants.Step(model, lambda: model.loss(tokens), optimizer, tokens.device)
     rounds = 5 if options.quick else 20
+    with progress_bar(rounds + variants.WARMUP, "cost of a step") as progress:
+        costs = variants.costs(step, rounds, progress=lambda: progress.update(1), budget=_BUDGET)
+        rounds = int(progress.n) - variants.WARMUP
     print(f"Cost of a training step ({where}, this model, median of {rounds} interleaved rounds):")
-    print(variants.table(variants.costs(step, rounds)))
+    print(variants.table(costs))
 
     saved = save(recording, options.output / "run.gradstat")
     page = write_page(recording, options.output / "run.html", title="The demo")

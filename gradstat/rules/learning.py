@@ -32,6 +32,7 @@ _SCALES = (
     "weights initialised far too large",
 )
 _RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
+_LOWER = ("lower the learning rate, by a factor of ten at first, and warm it up",)
 _ACTIVATIONS = {
     1.0: "are probabilities already",
     2.0: "are all between 0 and 1",
@@ -264,7 +265,8 @@ class NoLearning(Rule):
 
     def _once(self, what: str, step: int, name: str, text: str, about: str, causes: Any, **more: Any) -> Finding:
         self._reported[what] = step
-        return self.found(step, name, text, about, causes=causes, **more)
+        advice = (*_LOWER, *self.advice) if causes is _RATES else None
+        return self.found(step, name, text, about, causes=causes, advice=advice, **more)
 
     def _beginning(self, window: Window) -> Iterator[Finding]:
         """Judges the losses of the first steps."""
