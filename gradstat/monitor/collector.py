@@ -29,6 +29,7 @@ from gradstat.monitor.connection import Connection
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
 from gradstat.monitor.unwatched import Unwatched
+from gradstat.recording.kinds import SCALARS
 from gradstat.rules.rows import Observation, rate_name
 
 _META = torch.device("meta")
@@ -248,9 +249,9 @@ class Collector:
     # Scalars and batches ---------------------------------------------------------------------------------
 
     def scalars(
-        self, loss: Tensor | float | None, lr: float | Tensor | None
+        self, loss: Tensor | float | None, lr: float | Tensor | None, given: Mapping[str, Tensor | float] | None = None
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Loss, learning rate, loss scale and what the guard said: first those on the host, then those on a device."""
+        """Loss, learning rate, loss scale, what the guard said and what is ``given``: on the host, then on a device."""
         on_host: dict[str, float] = {}
         on_device: dict[str, Tensor] = {}
         others: list[tuple[str, Any]] = []
@@ -261,6 +262,10 @@ class Collector:
                 rate = groups[number].get("lr")
                 if rate is not lr and (isinstance(rate, Tensor) or isinstance(lr, Tensor) or rate != lr):
                     others.append((rate_name(number), rate))
+        for name, value in given.items() if given else ():
+            if name in SCALARS or name.startswith("lr["):
+                raise ValueError(f"scalars has {name!r}, which gradstat records itself; choose another name")
+            others.append((name, value))
         if self._connection.leaves is None and isinstance(loss, Tensor) and loss.grad_fn is not None:
             with self._unwatched.suppress_errors(0, "the graph of the loss could not be looked at"):
                 self._connection.saw_loss([loss])

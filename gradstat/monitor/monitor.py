@@ -212,7 +212,12 @@ class Monitor:
     # One step --------------------------------------------------------------------------------------------
 
     @never_traced
-    def step(self, loss: Tensor | float | None = None, lr: float | Tensor | None = None) -> list[Finding]:
+    def step(
+        self,
+        loss: Tensor | float | None = None,
+        lr: float | Tensor | None = None,
+        scalars: Mapping[str, Tensor | float] | None = None,
+    ) -> list[Finding]:
         """Records a step: call it once per step, after ``backward()`` and before gradients are clipped.
 
         No host sync on a GPU unless the option ``lag`` is 0, or the policy ``"skip"`` meets an optimizer that is not
@@ -222,13 +227,15 @@ class Monitor:
         Args:
             loss: The loss: a tensor of one element, or a number.
             lr: The learning rate; None takes that of the optimizer's first group.
+            scalars: More numbers of this step by name, such as an entropy: recorded, shown, and compared with golden
+                runs. A `gradstat.rules.LossSpike` with ``series`` judges one.
 
         Returns:
             The new findings. On a GPU they are about the previous step.
 
         Raises:
-            TypeError, ValueError: ``loss`` is not one number, or the function of ``replay`` takes a batch that `batch`
-                did not get.
+            TypeError, ValueError: ``loss`` or one of ``scalars`` is not one number, one of these has a name of gradstat's
+                own, or the function of ``replay`` takes a batch that `batch` did not get.
             AnomalyError: A finding has the policy ``"raise"``. What a callable in ``on_anomaly`` raises is passed on.
             BackendUnavailableError: The requested backend cannot run here. Other internal errors of the monitor are
                 reported once, as a warning, and training goes on.
@@ -242,13 +249,15 @@ class Monitor:
         with self._lock:
             first_new = len(self.findings)
             self._is_open = True
-            leaving = self._measure(loss, lr)
+            leaving = self._measure(loss, lr, scalars)
         self._read(leaving)
         return self.findings[first_new:]
 
-    def _measure(self, loss: Tensor | float | None, lr: float | Tensor | None) -> int:
+    def _measure(
+        self, loss: Tensor | float | None, lr: float | Tensor | None, given: Mapping[str, Tensor | float] | None
+    ) -> int:
         """Measures a step and makes it pending; returns how many pending steps may stay so. Raises as `step`."""
-        scalars = self._collector.scalars(loss, lr)
+        scalars = self._collector.scalars(loss, lr, given)
         try:
             pending = self._collector.collect(self.steps, *scalars)
             if self._replayer.keeps_state:

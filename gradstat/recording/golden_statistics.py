@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradstat.recording.kinds import kind_of
+from gradstat.recording.kinds import SCALARS, kind_of
 from gradstat.recording.recording import COLUMNS, Recording, Series, nonfinite_cells
 
 Floats = npt.NDArray[np.float64]
@@ -102,14 +102,17 @@ def averages(recording: Recording, starts: npt.NDArray[np.int64], sizes: Sizes) 
     covered = covered_windows(recording.steps, starts)
     found: dict[Key, Floats] = {}
     for name in recording.scalars:
-        if name.partition("[")[0] in _SCALARS:
+        is_given = (base := name.partition("[")[0]) not in SCALARS
+        if is_given or base in _SCALARS:
             column = np.array(recording.scalars[name], np.float64)[:, None]
             column[np.isinf(column)] = math.inf
             at = np.searchsorted(recording.steps, starts)
-            if name == "loss":  # which may be negative, and recorded as NaN because it is, or because there is none
+            if name == "loss":  # which may be recorded as NaN because it is, or because there is none
                 column[np.asarray(recording.scalars.get("loss_nonfinite", 0)) > 0] = math.inf
+            if name == "loss" or is_given:  # which may be negative
                 found[name, "value"] = _over_windows(column, at, covered, is_level=True)
-            found[name, "log"] = _over_windows(np.log(np.maximum(column, _TINY)), at, covered, is_level=True)
+            if not is_given:
+                found[name, "log"] = _over_windows(np.log(np.maximum(column, _TINY)), at, covered, is_level=True)
     for kind in sizes:
         series = recording.tables.get(kind)
         if series is not None and series.names:

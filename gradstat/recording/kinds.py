@@ -36,6 +36,12 @@ KINDS: tuple[Kind, ...] = (
 )
 """All kinds, in the order in which a step computes them: if two go wrong in one step, the earlier is the cause."""
 
+SCALARS = frozenset(
+    {"loss", "loss_nonfinite", "lr", "norm", "finite_norm", "nonfinite", "missing"}
+    | {"loss_scale", "refused", "not_zeroed", "late_clip"}
+)
+"""The scalars that gradstat records, beside the rates ``"lr[1]"`` and so on of other groups; others are the user's."""
+
 LOGITS = "logits"
 """The row of kind ``"output"`` with the fraction of predictions that are certain."""
 

@@ -31,6 +31,7 @@ class LossSpike(SpikeRule):
     median magnitude is at least half of the median of the 16 before.
 
     Args:
+        series: The scalar that is judged: the loss, or one that `gradstat.Monitor.step` was given.
         sigmas, log_sigmas, lost_progress, min_count, within_steps, single_factor, warmup_factor, factor, errors, moves,
             window: As for `SpikeRule`. A value is far outside of the usual ones where a `gradstat.SpikeGuard` refuses.
         climb, climb_lost_progress, fallen, above: The mean of 20 steps has climbed if it exceeds the lowest window mean
@@ -56,6 +57,7 @@ class LossSpike(SpikeRule):
         "if it does not come down again, go back to a checkpoint from before and skip those batches",
     )
 
+    series: str = "loss"
     sigmas: float = THRESHOLD
     log_sigmas: float = 4.0
     single_factor: float = 4.0
@@ -84,14 +86,14 @@ class LossSpike(SpikeRule):
                 self._error = math.hypot(*(value - mean for value in self._values)) / math.sqrt(20 * count)
 
     def bands(self) -> Mapping[str, Band]:
-        return {"loss": (-math.inf, min(self._high, self._beyond))}
+        return {self.series: (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
-        losses = window.scalars.get("loss", np.empty(0))
+        losses = window.scalars.get(self.series, np.empty(0))
         if (losses < 0).any():
             yield from self._signs([*self._recent_steps, *window.steps.tolist()], [*self._recent, *losses.tolist()])
         shifts = self.shifts(window.steps, losses, 1)
-        for _, step, loss, shift in self.in_order(window, "loss", shifts):
+        for _, step, loss, shift in self.in_order(window, self.series, shifts):
             if shift is not None:
                 yield from self._of_shift(shift)
                 continue
@@ -100,8 +102,8 @@ class LossSpike(SpikeRule):
             limit, median = min(self._high, self._beyond), self._median
             began = self.detect_jump(step, loss)
             if began is not None:
-                text = f"the loss jumps to {loss:.4g} from about {median:.4g}"
-                yield self.found(began, "loss", text, loss=loss, median=median, limit=limit)
+                text = f"the {self.series} jumps to {loss:.4g} from about {median:.4g}"
+                yield self.found(began, self.series, text, loss=loss, median=median, limit=limit)
             if not 0 < self._lowest < math.inf:
                 continue
             recent = self._values[-20:]
@@ -117,11 +119,13 @@ class LossSpike(SpikeRule):
                 continue
             least = max(self.climb_lost_progress * (start - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.record("climb", step):
-                text = f"the mean loss of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
+                text = (
+                    f"the mean {self.series} of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
+                )
                 text += f", and it began at {start:.4g}" * is_above
                 severity: Severity | None = "info" if window.run.has_rival else None  # it may catch up
                 causes = (*(_MAXIMIZES if window.run.maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
-                yield self.found(step, "loss", text, "series", severity, causes, mean=mean, lowest=self._lowest)
+                yield self.found(step, self.series, text, "series", severity, causes, mean=mean, lowest=self._lowest)
 
     def _signs(self, steps: list[int], losses: list[float]) -> Iterable[Finding]:
         """Finds where ``losses``, of which some may have been looked at before, change their sign at once."""
@@ -133,8 +137,8 @@ class LossSpike(SpikeRule):
                 # A loss that falls through 0 is near it on both sides.
                 is_at_once = min(before) > 0 > max(after) and sorted(before[-4:])[2] > level < -sorted(after[:4])[1]
                 if is_at_once and self._episodes.record("sign", steps[at]):
-                    text = f"the loss changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
-                    yield self.found(steps[at], "loss", text, causes=WRONG_SIGN, loss=new, before=old)
+                    text = f"the {self.series} changes its sign, from {old:.4g} to {new:.4g}, and stays negative"
+                    yield self.found(steps[at], self.series, text, causes=WRONG_SIGN, loss=new, before=old)
 
     def _of_shift(self, shift: Shift) -> Iterable[Finding]:
         before, after = shift.before, shift.after
@@ -146,8 +150,10 @@ class LossSpike(SpikeRule):
         # A loss that has grown since the beginning, such as an error of values that grow, may go on growing.
         is_grown = progress < -self.sigmas * OF_MEDIAN * abs(before)
         if after - before > least and not is_grown and self._episodes.record("leap", shift.step):
-            text = f"the loss rises to a level of {after:.4g} from {before:.4g}, and stays there"
-            yield self.found(shift.began, "loss", text, causes=(*CHANGED, self.causes[-1]), loss=after, median=before)
+            text = f"the {self.series} rises to a level of {after:.4g} from {before:.4g}, and stays there"
+            yield self.found(
+                shift.began, self.series, text, causes=(*CHANGED, self.causes[-1]), loss=after, median=before
+            )
 
 
 _SIGNALS = ("loss", "norm")

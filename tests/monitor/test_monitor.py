@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 
 import gradstat
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Rule, default_rules, endings, rule
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Golden, Rule, default_rules, endings, rule
 from gradstat.monitor.segments import PendingRows
 from gradstat.recording.kinds import in_order
+from gradstat.rules import LossSpike
 
 
 class Net(nn.Module):
@@ -486,6 +487,26 @@ def test_arguments_that_make_no_sense_leave_no_hook(
     assert caught.value.__traceback__ is not None  # holds what the constructor made
     assert not any(module._forward_hooks for module in model.modules())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_given_scalars_are_recorded_compared_and_judged_if_asked() -> None:
+    def recorded(kl: float) -> gradstat.monitor.Recording:
+        model = nn.Linear(4, 2)
+        monitor = gradstat.Monitor(model, on_anomaly="record", rules=[LossSpike(series="entropy")])
+        for step in range(160):
+            model(torch.randn(8, 4)).square().mean().backward()
+            entropy = torch.tensor(1.0 + step % 3 / 100 if step < 120 else 9.0)
+            monitor.step(1.0, scalars={"entropy": entropy, "kl": kl - step % 5 / 100})
+        assert [(found.step, found.name) for found in monitor.findings] == [(120, "entropy")]
+        return monitor.recording()
+
+    golden = Golden.of([recorded(kl) for kl in (-1.0, -1.01, -1.02)])
+    assert {found.name for found in golden.compare(recorded(1.0)).findings} >= {"kl"}
+    monitor = gradstat.Monitor(nn.Linear(4, 2))
+    for wrong in ({"norm": 1.0}, {"lr[1]": 1.0}, {"kl": torch.ones(2)}, {"kl": "1"}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong)).replace("[", ".")):
+            monitor.step(1.0, scalars=wrong)  # type: ignore[arg-type]
+    assert monitor.steps == 0
 
 
 def test_a_loss_that_is_no_number_is_refused_and_the_step_may_be_told_anew() -> None:
