@@ -66,7 +66,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
             ``"stop"`` sets ``trainer.should_stop``; ``"replay"`` runs the training step again. If a policy applies on
             one rank, all ranks carry it out.
         log_every: Interval of logging in steps; None for the trainer's ``log_every_n_steps``, 0 for never.
-        aggregates, per_tensor, top, prefix: What to log, as for `gradstat.integrations.loggers.log_report`.
+        aggregates, per_tensor, top, prefix, norms: What to log, as for `gradstat.integrations.loggers.log_report`.
         micro_batches: Under gradient accumulation, check after each micro-batch, and name the one that brought NaN or
             Inf. This costs one more pass over the gradients for each micro-batch.
         save_dir: Where ``"checkpoint"`` saves; None for the trainer's folder of checkpoints.
@@ -95,6 +95,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         per_tensor: Sequence[str] = (),
         top: int | None = 20,
         prefix: str = "grad/",
+        norms: Sequence[str] = (),
         micro_batches: bool = True,
         save_dir: str | Path | None = None,
         healthy_checkpoints: bool = False,
@@ -103,7 +104,7 @@ class GradstatCallback(Adapter, *_callback_classes()):  # type: ignore[misc]
         if log_every is not None and (type(log_every) is not int or log_every < 0):
             raise ValueError(f"log_every is {log_every!r}; expected a number of steps, 0 for never, or None")
         super().__init__({"on_anomaly": on_anomaly, **options}, max_norm, GradstatCallback, healthy_checkpoints)
-        self._choice = Choice(aggregates, per_tensor, top, prefix).check()
+        self._choice = Choice(aggregates, per_tensor, top, prefix, norms).check()
         self._log_every, self._micro_batches = log_every, micro_batches
         self._save_dir = None if save_dir is None else path_of(save_dir, "save_dir").absolute()
         self.checkpoints: list[Path] = []

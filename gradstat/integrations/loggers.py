@@ -9,6 +9,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, NamedTuple, final
 
@@ -34,21 +35,27 @@ class Choice(NamedTuple):
     per_tensor: Sequence[str] = ()
     top: int | None = None
     prefix: str = "grad/"
+    norms: Sequence[str] = ()
 
     def check(self) -> Choice:
         """A copy with tuples; raises ValueError if a name is not known, or ``top`` is less than 1."""
-        chosen = ("aggregates", self.aggregates, AGGREGATES), ("per_tensor", self.per_tensor, _COLUMNS)
-        for what, names, known in chosen:
+        for what, names, known in (
+            ("aggregates", self.aggregates, AGGREGATES),
+            ("per_tensor", self.per_tensor, _COLUMNS),
+            ("norms", self.norms, ()),
+        ):
             expect(what, names, Iterable, "a sequence of names")
             if isinstance(names, str):
                 raise ValueError(f"{what} is the string {names!r}; expected a sequence of names, ({names!r},)")
             for name in names:
-                if name not in known:
+                if known and name not in known:
                     raise ValueError(f"{what}: unknown name {name!r}; known: {', '.join(known)}")
         expect("prefix", self.prefix, str, "text")
         if self.top is not None and (type(self.top) is not int or self.top < 1):
             raise ValueError(f"top is {self.top!r}; expected a number of tensors of at least 1, or None for all")
-        return self._replace(aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor))
+        return self._replace(
+            aggregates=tuple(self.aggregates), per_tensor=tuple(self.per_tensor), norms=tuple(self.norms)
+        )
 
     def of(self, report: Report) -> dict[str, float]:
         """The chosen floats of a report."""
@@ -63,6 +70,10 @@ class Choice(NamedTuple):
             for column in self.per_tensor:
                 values = table[column][rows].astype(np.float64).tolist()
                 out.update({f"{self.prefix}{column}/{name}": v for name, v in zip(names, values, strict=True)})
+        for pattern in self.norms:
+            fits = [fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in report.names]
+            norm = np.linalg.norm(report.to_numpy()["l2_norm"][fits])
+            out[f"{self.prefix}l2_norm/{pattern}"] = float(norm)
         return out
 
 
@@ -73,6 +84,7 @@ def scalars_of(
     per_tensor: Sequence[str] = (),
     top: int | None = None,
     prefix: str = "grad/",
+    norms: Sequence[str] = (),
 ) -> dict[str, float]:
     """Flat floats for any logger. No host sync.
 
@@ -88,6 +100,8 @@ def scalars_of(
         top: The number of tensors to log: first those with most NaN and Inf, then those with the largest norm. None
             logs all.
         prefix: Put before every name.
+        norms: Globs such as ``"layers.*.attn"``. Each gives the L2 norm of all gradients of parameters that match it or
+            are in a module that does, as ``l2_norm/layers.*.attn``.
 
     Returns:
         Floats by name; empty if the monitor has read no step yet.
@@ -95,7 +109,7 @@ def scalars_of(
     Raises:
         TypeError: ``source`` is neither. ValueError: A name is not known. The message lists the known names.
     """
-    choice = Choice(aggregates, per_tensor, top, prefix).check()
+    choice = Choice(aggregates, per_tensor, top, prefix, norms).check()
     newest = _newest_values(source, choice)
     return {} if newest is None else newest[2]
 
@@ -111,7 +125,7 @@ def log_report(
         source: As for `scalars_of`.
         step: The step to log at; None for the monitor's own count. It is required for a report.
         histogram: For TensorBoard, whether to add a histogram of the tensors' log10 norms.
-        choice: ``aggregates``, ``per_tensor``, ``top`` and ``prefix``, as for `scalars_of`.
+        choice: ``aggregates``, ``per_tensor``, ``top``, ``prefix`` and ``norms``, as for `scalars_of`.
 
     Returns:
         What was logged; empty if a monitor has read no step yet.

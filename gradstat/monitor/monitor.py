@@ -234,7 +234,7 @@ class Monitor:
             The new findings. On a GPU they are about the previous step.
 
         Raises:
-            TypeError, ValueError: ``loss`` or one of ``scalars`` is not one number, or has the name of another scalar of
+            TypeError, ValueError: ``loss`` or one of ``scalars`` is not one number, or has the name of a scalar of
                 gradstat, or the function of ``replay`` takes a batch that `batch` did not get.
             AnomalyError: A finding has the policy ``"raise"``. What a callable in ``on_anomaly`` raises is passed on.
             BackendUnavailableError: The requested backend cannot run here. Other internal errors of the monitor are

@@ -49,6 +49,9 @@ def test_a_report_gives_what_was_chosen() -> None:
     assert chosen[f"g.mean/{largest[0]}"] == report[largest[0]].mean
     every = scalars_of(report, aggregates=(), per_tensor=("max_abs",))
     assert every == {f"grad/max_abs/{stats.name}": stats.max_abs for stats in report}
+    norms = scalars_of(report, aggregates=(), norms=["2", "*.bias", "?.weight", "nothing"])
+    for glob, names in (("2", ["2.weight", "2.bias"]), ("*.bias", ["0.bias", "2.bias"]), ("nothing", [])):
+        assert math.isclose(norms[f"grad/l2_norm/{glob}"], math.hypot(*(report[name].l2_norm for name in names)))
     model[2].bias.grad[0] = math.nan  # type: ignore[index]
     (name,) = scalars_of(gradstat.check(model), aggregates=(), per_tensor=("nan_count",), top=1)
     assert name == "grad/nan_count/2.bias"  # nonfinite tensors come first
