@@ -1,6 +1,8 @@
 // See launch_state.h. State is kept per device and stream, keyed by the stream's id, which unlike its address
-// is never reused. Per stream, a few kilobytes of tickets and uploaded tables are kept until the process ends.
+// is never reused. Per stream, tickets, uploaded tables and slots are kept until the process ends.
 #include "launch_state.h"
+
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,6 +15,25 @@
 #include "cuda_launch.h"
 
 namespace gradstat {
+
+struct StreamState;
+
+struct Slot {
+  StreamState* home;
+  void* memory = nullptr;
+  size_t capacity = 0, bytes = 0;  // `bytes` of the last copy
+  cudaEvent_t copied = nullptr;    // recorded behind it
+};
+
+struct StreamState {
+  std::mutex mutex;
+  uint32_t* tickets = nullptr;
+  void* device_table = nullptr;
+  size_t device_table_bytes = 0;
+  std::vector<char> last;         // contents of device_table
+  std::vector<Slot*> free_slots;  // the last released one at the end
+};
+
 namespace {
 
 // One per range, and one for all of them.
@@ -31,24 +52,19 @@ class AllowMemoryCalls {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Pinned memory that a copy may still be reading.
-struct Staging {
-  void* memory = nullptr;
-  size_t bytes = 0;
-  cudaEvent_t copied = nullptr;
-};
+// Whether this process was forked from one with states. CUDA does not work in it, pinned memory may be missing,
+// and a mutex may be locked by a thread that it does not have.
+bool is_forked = false;
 
-struct StreamState {
-  std::mutex mutex;
-  uint32_t* tickets = nullptr;
-  void* device_table = nullptr;
-  size_t device_table_bytes = 0;
-  std::vector<char> last;  // contents of device_table
-  std::vector<Staging> stagings;
-};
+void refuse_fork() {
+  if (is_forked)
+    throw std::runtime_error("gradstat: a forked process cannot use CUDA; use the start method \"spawn\"");
+}
 
 // Never destroyed, as CUDA may be shut down earlier at exit.
 StreamState& state_of(int32_t device, cudaStream_t stream) {
+  refuse_fork();
+  [[maybe_unused]] static const int notices = pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
   static std::mutex& mutex = *new std::mutex;
   static auto& states = *new std::map<std::pair<int32_t, unsigned long long>, std::unique_ptr<StreamState>>;
   unsigned long long id = 0;
@@ -65,19 +81,30 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Returns pinned memory that no copy is reading. Allocates more instead of waiting.
-Staging& free_staging(StreamState& state, size_t bytes) {
-  for (Staging& staging : state.stagings) {
-    if (staging.bytes < bytes) continue;
-    if (cudaEventQuery(staging.copied) == cudaSuccess) return staging;
-    static_cast<void>(cudaGetLastError());  // clears "not ready", which later calls would report as an error
+bool is_done(const Slot& slot) {
+  const cudaError_t result = cudaEventQuery(slot.copied);
+  if (result != cudaErrorNotReady) check_cuda(result, "querying an event");
+  static_cast<void>(cudaGetLastError());  // clears "not ready", which later calls would report as an error
+  return result == cudaSuccess;
+}
+
+// Returns the last of the free slots, after moving one there that is large enough, or a new one. For the host
+// to write, no copy may be using it; a copy from the device is ordered behind the others of the stream.
+Slot* free_slot(StreamState& state, size_t bytes, bool host_writes) {
+  std::vector<Slot*>& slots = state.free_slots;
+  for (size_t i = slots.size(); i-- > 0;) {
+    if (slots[i]->capacity < bytes || (host_writes && !is_done(*slots[i]))) continue;
+    std::swap(slots[i], slots.back());
+    return slots.back();
   }
-  Staging staging;
-  staging.bytes = bytes + bytes / 2;
-  check_cuda(cudaMallocHost(&staging.memory, staging.bytes), "allocating pinned memory");
-  check_cuda(cudaEventCreateWithFlags(&staging.copied, cudaEventDisableTiming), "creating an event");
-  state.stagings.push_back(staging);
-  return state.stagings.back();
+  const AllowMemoryCalls allow;
+  auto slot = std::make_unique<Slot>();
+  slot->home = &state;
+  slot->capacity = bytes + bytes / 2;
+  check_cuda(cudaMallocHost(&slot->memory, slot->capacity), "allocating pinned memory");
+  check_cuda(cudaEventCreateWithFlags(&slot->copied, cudaEventDisableTiming), "creating an event");
+  slots.push_back(slot.get());
+  return slot.release();
 }
 
 // Loads all kernels of a device once; returns how many blocks of the statistics and scale kernels it holds.
@@ -185,15 +212,51 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
       state.device_table = allocate_forever(bytes + bytes / 2, device, "allocating a table");
       state.device_table_bytes = bytes + bytes / 2;
     }
-    Staging& staging = free_staging(state, bytes);
-    std::memcpy(staging.memory, words.data(), bytes);
-    check_cuda(cudaMemcpyAsync(state.device_table, staging.memory, bytes, cudaMemcpyHostToDevice, stream),
+    const Slot* const slot = free_slot(state, bytes, true);
+    std::memcpy(slot->memory, words.data(), bytes);
+    check_cuda(cudaMemcpyAsync(state.device_table, slot->memory, bytes, cudaMemcpyHostToDevice, stream),
                "uploading a table");
-    check_cuda(cudaEventRecord(staging.copied, stream), "recording an event");
+    check_cuda(cudaEventRecord(slot->copied, stream), "recording an event");
     const auto* first = reinterpret_cast<const char*>(words.data());
     state.last.assign(first, first + bytes);
   }
   return {std::move(lock), state.device_table};
+}
+
+HeldSlot copy_to_host(const void* from, size_t bytes, int32_t device, void* stream_pointer) {
+  const OnDevice on_device(device);
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  if (is_capturing(stream)) return nullptr;
+  StreamState& state = state_of(device, stream);
+  HeldSlot slot;
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    slot.reset(free_slot(state, bytes, false));
+    state.free_slots.pop_back();
+  }
+  slot->bytes = bytes;
+  check_cuda(cudaMemcpyAsync(slot->memory, from, bytes, cudaMemcpyDeviceToHost, stream), "copying to the host");
+  check_cuda(cudaEventRecord(slot->copied, stream), "recording an event");
+  return slot;
+}
+
+void ReleaseSlot::operator()(Slot* slot) const {
+  if (is_forked) return;
+  const std::lock_guard<std::mutex> lock(slot->home->mutex);
+  slot->home->free_slots.push_back(slot);
+}
+
+bool has_arrived(const Slot& slot) {
+  refuse_fork();
+  const AllowMemoryCalls allow;
+  return is_done(slot);
+}
+
+std::pair<const char*, size_t> wait_for(const Slot& slot) {
+  refuse_fork();
+  const AllowMemoryCalls allow;
+  check_cuda(cudaEventSynchronize(slot.copied), "waiting for a copy to the host");
+  return {static_cast<const char*>(slot.memory), slot.bytes};
 }
 
 }  // namespace gradstat

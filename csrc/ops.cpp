@@ -71,6 +71,7 @@ inline void decide_step(const GuardRequest& request) {
 }
 
 struct Cpu {
+  using HeldSlot = std::nullptr_t;
   static constexpr DLDeviceType kDLPackType = kDLCPU;
 
   static int32_t type() {
@@ -79,7 +80,7 @@ struct Cpu {
   }
 
   static void measure(const std::vector<Entry>& entries, int32_t, Row* table, const NormRequest* norm,
-                      const float* factor) {
+                      const float* factor, HeldSlot* = nullptr) {
     const KeepsDenormals kept;
     const Row total = rows_cpu(entries, table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));

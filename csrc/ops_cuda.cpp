@@ -1,7 +1,6 @@
 // CUDA implementations of the operators of ops_impl.h. A separate library, because it needs
 // symbols that a CPU-only torch lacks.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 
 #include "cuda_launch.h"
 #include "ops_impl.h"
@@ -10,6 +9,7 @@
 namespace gradstat {
 
 struct Cuda {
+  using HeldSlot = gradstat::HeldSlot;
   static constexpr DLDeviceType kDLPackType = kDLCUDA;
 
   static int32_t type() {
@@ -30,17 +30,20 @@ struct Cuda {
   }
 
   static void measure(const std::vector<Entry>& entries, int32_t device, Row* table, const NormRequest* norm,
-                      const float* factor) {
-    const torch::stable::accelerator::DeviceGuard guard(device);
+                      const float* factor, HeldSlot* copy = nullptr) {
     const Tensor memory = workspace(stats_workspace_bytes(entries, device), device);
     launch_stats(entries, table, norm, factor, memory.data_ptr(), device, current_stream(device));
+    if (copy != nullptr) *copy = to_host(table, entries.size() * sizeof(Row), device);
+  }
+
+  static HeldSlot to_host(const void* from, size_t bytes, int32_t device) {
+    return copy_to_host(from, bytes, device, current_stream(device));
   }
 
   // The kernel checks the multipliers itself.
   static bool is_known_identity(const Multipliers&) { return false; }
 
   static void scale(const std::vector<Entry>& entries, int32_t device, const Multipliers& multipliers) {
-    const torch::stable::accelerator::DeviceGuard guard(device);
     const int64_t bytes = scale_workspace_bytes(entries, device);
     const std::optional<Tensor> memory = bytes > 0 ? std::optional(workspace(bytes, device)) : std::nullopt;
     void* const room = memory ? memory->data_ptr() : nullptr;
@@ -49,7 +52,6 @@ struct Cuda {
 
   template <class Request>
   static void decide(const Request& request, int32_t device) {
-    const torch::stable::accelerator::DeviceGuard guard(device);
     launch_decide(request, device, current_stream(device));
   }
 };
@@ -69,6 +71,7 @@ STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) {
 // The extension module gradstat._C_cuda, which gradstat/_core/native.py imports.
 PyMODINIT_FUNC PyInit__C_cuda() {
   using namespace gradstat;
+  using Caller = PythonCaller<Cuda>;
   // The architectures of this build, as set by setup.py: "sm_80 sm_86 ...".
   static const auto architectures = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
@@ -81,8 +84,31 @@ PyMODINIT_FUNC PyInit__C_cuda() {
       Py_RETURN_NONE;
     });
   };
-  static PyMethodDef methods[] = {{"architectures", architectures, METH_NOARGS, nullptr},
-                                  {"load_kernels", load_kernels, METH_O, nullptr},
-                                  {nullptr, nullptr, 0, nullptr}};
+  static const auto slot_in = [](PyObject* capsule) -> const Slot& {
+    void* const slot = PyCapsule_GetPointer(capsule, ReleaseSlot::kName);
+    if (slot == nullptr) throw PythonError();
+    return *static_cast<const Slot*>(slot);
+  };
+  static const auto arrived = [](PyObject*, PyObject* copy) {
+    return translating_exceptions([&] { return PyBool_FromLong(has_arrived(slot_in(copy))); });
+  };
+  // The bytes, once they have arrived.
+  static const auto received = [](PyObject*, PyObject* copy) {
+    return translating_exceptions([&] {
+      const auto [memory, bytes] = [&] {
+        const Slot& slot = slot_in(copy);
+        const WithoutGil others_may_run;
+        return wait_for(slot);
+      }();
+      return PyByteArray_FromStringAndSize(memory, static_cast<Py_ssize_t>(bytes));
+    });
+  };
+  static PyMethodDef methods[] = {
+      {"architectures", architectures, METH_NOARGS, nullptr},
+      {"load_kernels", load_kernels, METH_O, nullptr},
+      {"to_host", Caller::function<&Operations<Caller>::to_host>, METH_VARARGS, nullptr},
+      {"has_arrived", arrived, METH_O, nullptr},
+      {"received", received, METH_O, nullptr},
+      {nullptr, nullptr, 0, nullptr}};
   return make_module<Cuda>("_C_cuda", methods);
 }

@@ -253,6 +253,17 @@ struct PythonCaller {
 
   static Ref to_python(Ref tensor) { return tensor; }
   static Ref to_python(int64_t number) { return owned(PyLong_FromLongLong(number)); }
+  static Ref to_python(std::nullptr_t) { return Ref(Py_NewRef(Py_None)); }
+  template <class T, class Release>
+  static Ref to_python(std::unique_ptr<T, Release> owner) {
+    if (owner == nullptr) return to_python(nullptr);
+    const auto release = [](PyObject* capsule) {
+      Release()(static_cast<T*>(PyCapsule_GetPointer(capsule, Release::kName)));
+    };
+    Ref capsule = owned(PyCapsule_New(owner.get(), Release::kName, release));
+    static_cast<void>(owner.release());
+    return capsule;
+  }
   template <class... Parts>
   static Ref to_python(std::tuple<Parts...> parts) {
     const auto pack = [](auto&... part) {
@@ -299,7 +310,8 @@ PyObject* make_module(const char* name, PyMethodDef* more) {
 #define GRADSTAT_FUNCTION(name, schema) {#name, Caller::template function<&Do::name>, METH_VARARGS, nullptr},
   static PyMethodDef methods[] = {{"fingerprint", fingerprint, METH_NOARGS, nullptr},
                                   {"use_exchange", use_exchange, METH_VARARGS, nullptr},
-                                  GRADSTAT_OPERATORS(GRADSTAT_FUNCTION){nullptr, nullptr, 0, nullptr}};
+                                  GRADSTAT_FUNCTION(check_to_host, none)
+                                      GRADSTAT_OPERATORS(GRADSTAT_FUNCTION){nullptr, nullptr, 0, nullptr}};
 #undef GRADSTAT_FUNCTION
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

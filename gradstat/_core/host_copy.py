@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from gradstat._core import native
 
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in every check; None outside transforms
 
@@ -46,19 +49,30 @@ def refuse_capture(device: torch.device, what: str) -> None:
 class HostCopy:
     """An asynchronous copy of a tensor to pinned host memory, enqueued behind the kernel that fills the tensor."""
 
-    __slots__ = ("_event", "_host", "needs_copy")
+    __slots__ = ("_event", "_host", "_slot", "needs_copy")
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values."""
+    def __init__(self, tensor: Tensor, slot: object | None = None) -> None:
+        """``slot``: the copy, if it has begun (`native.DeviceModule.check_to_host`).
+
+        Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values.
+        """
         if peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
                 "inside a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be copied to the host; "
                 "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
             )
         self._event: torch.cuda.Event | None = None
+        copies = native.copies() if slot is None and tensor.is_cuda else None
+        self._slot = slot if copies is None else copies.to_host(tensor)
+        # A CPU tensor needs no copy. During graph capture there are no values yet: they are copied on request, after a
+        # replay.
+        self._host: Any = tensor
         # Whether there is a copy to wait for.
-        self.needs_copy = tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
-        if self.needs_copy:
+        self.needs_copy = self._slot is not None
+        if self._slot is not None:
+            self._host = tensor.shape, tensor.dtype
+        elif copies is None and tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.needs_copy = True
             # torch's caching host allocator reuses pinned blocks, so this allocates nothing in steady state, and it
             # keeps the block until the copy is done.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -66,10 +80,6 @@ class HostCopy:
                 self._host.copy_(tensor, non_blocking=True)
                 self._event = torch.cuda.Event()
                 self._event.record()
-        else:
-            # A CPU tensor needs no copy. During graph capture there are no values yet: they are copied on request,
-            # after a replay.
-            self._host = tensor
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""

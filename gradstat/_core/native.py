@@ -41,6 +41,7 @@ class DeviceModule(Protocol):
     """
 
     check: Callable[[list[Tensor]], tuple[Tensor, int] | None]  # table and signature
+    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, object | None] | None]  # also a copy, as `to_host`
     clip_: Callable[[list[Tensor], float, float], Tensor | None]  # the norm before clipping
     decide_clip_: Callable[..., Tensor | None]  # the multipliers, then the norm
     guard_: Callable[..., Tensor | None]  # the verdict
@@ -63,10 +64,13 @@ class CpuModule(DeviceModule, Protocol):
 
 
 class CudaModule(DeviceModule, Protocol):
-    """``_C_cuda``: also the architectures it was compiled for, and whether a device can run it."""
+    """``_C_cuda``: also the architectures it was compiled for, whether a device can run it, and copies to the host."""
 
     architectures: Callable[[], str]
     load_kernels: Callable[[int], None]  # RuntimeError, with CUDA's reason, if the device with this index cannot
+    to_host: Callable[[Tensor], object | None]  # a copy in pinned memory, begun on the current stream; or during capture
+    has_arrived: Callable[[object], bool]
+    received: Callable[[object], bytearray]  # waits for the copy
 
 
 def library_path(name: str, package: Path = _PACKAGE) -> Path | None:
@@ -119,6 +123,15 @@ def _is_loaded(device_type: str) -> bool:
 
 # Evaluated at trace time. torch.compiler.assume_constant_result sets the same attribute, but takes seconds to import.
 _is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def copies() -> CudaModule | None:
+    """``_C_cuda`` for its copies to the host, which plain torch makes in more calls; None if it does not load."""
+    try:
+        return load_cuda()
+    except BackendUnavailableError:
+        return None
 
 
 @functools.cache
