@@ -52,7 +52,7 @@ class HostCopy:
     __slots__ = ("_event", "_host", "_slot", "needs_copy")
 
     def __init__(self, tensor: Tensor, slot: object | None = None) -> None:
-        """``slot``: the copy, if it has begun (`native.DeviceModule.check_to_host`).
+        """``slot`` is the copy, if a launch has begun it: see `native.DeviceModule`.
 
         Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values.
         """
@@ -62,35 +62,53 @@ class HostCopy:
                 "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
             )
         self._event: torch.cuda.Event | None = None
-        copies = native.copies() if slot is None and tensor.is_cuda else None
-        self._slot = slot if copies is None else copies.to_host(tensor)
         # A CPU tensor needs no copy. During graph capture there are no values yet: they are copied on request, after a
         # replay.
         self._host: Any = tensor
+        if slot is None and tensor.is_cuda:
+            library = native.cuda_copies()
+            if library is not None:
+                slot = library.to_host(tensor)
+            elif not torch.cuda.is_current_stream_capturing():
+                # torch's caching host allocator keeps the block until the copy is done.
+                self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+                with torch.cuda.device(tensor.device):
+                    self._host.copy_(tensor, non_blocking=True)
+                    self._event = torch.cuda.Event()
+                    self._event.record()
+        self._slot = None if slot is None else (slot, _NUMPY[tensor.dtype], tensor.shape)
+        if slot is not None:
+            self._host = None
         # Whether there is a copy to wait for.
-        self.needs_copy = self._slot is not None
-        if self._slot is not None:
-            self._host = tensor.shape, tensor.dtype
-        elif copies is None and tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self.needs_copy = True
-            # torch's caching host allocator reuses pinned blocks, so this allocates nothing in steady state, and it
-            # keeps the block until the copy is done.
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            with torch.cuda.device(tensor.device):
-                self._host.copy_(tensor, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
+        self.needs_copy = slot is not None or self._event is not None
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""
+        if self._slot is not None:
+            return _library().has_arrived(self._slot[0])
         return self._event is None or self._event.query()
 
     def wait(self) -> Any:
         """The values as a NumPy array; waits for the copy."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
-        # Without a pinned copy, .cpu() waits for the device.
-        return (self._host if self._host.is_cpu else self._host.cpu()).numpy()
+        slot, event = self._slot, self._event  # other threads may wait as well
+        if slot is not None:
+            self._host = np.frombuffer(_library().received(slot[0]), slot[1]).reshape(slot[2])
+            self._slot = None  # its memory serves the next copy
+        elif event is not None and not event.query():
+            event.synchronize()
+        if isinstance(self._host, Tensor):
+            # Without a pinned copy, .cpu() waits for the device.
+            return (self._host if self._host.is_cpu else self._host.cpu()).numpy()
+        return self._host
+
+
+_NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.int64: np.int64}
+
+
+def _library() -> native.CudaModule:
+    library = native.cuda_copies()
+    assert library is not None  # it made the slot
+    return library
 
 
 class DeviceState:

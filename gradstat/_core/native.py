@@ -68,7 +68,7 @@ class CudaModule(DeviceModule, Protocol):
 
     architectures: Callable[[], str]
     load_kernels: Callable[[int], None]  # RuntimeError, with CUDA's reason, if the device with this index cannot
-    to_host: Callable[[Tensor], object | None]  # a copy in pinned memory, begun on the current stream; or during capture
+    to_host: Callable[[Tensor], object | None]  # begins a copy, except during graph capture
     has_arrived: Callable[[object], bool]
     received: Callable[[object], bytearray]  # waits for the copy
 
@@ -126,7 +126,7 @@ _is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def copies() -> CudaModule | None:
+def cuda_copies() -> CudaModule | None:
     """``_C_cuda`` for its copies to the host, which plain torch makes in more calls; None if it does not load."""
     try:
         return load_cuda()
@@ -173,11 +173,16 @@ def _load(name: str) -> Any:
     except ImportError as error:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
     check_fingerprint(module.fingerprint(), path)
+    use_exchange(module)
+    return module
+
+
+def use_exchange(module: Any) -> None:
+    """Lets a library read torch's tensors. Older torch lacks what it needs, and every call then takes the slow path."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is not None:  # older torch lacks it, and every call then takes the slow path
+    if exchange is not None:
         is_sparse = operator.attrgetter("is_sparse")
         module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, is_sparse)
-    return module
 
 
 def _register_fakes() -> None:

@@ -1,6 +1,6 @@
 // A C interface to the launchers and kernels, over a replacement of CUDA's runtime, for
-// tests/helpers/cuda_on_cpu.py and tests/cuda_on_cpu/test_cuda_launchers.py. Complex tensors are passed as
-// pairs.
+// tests/helpers/cuda_on_cpu.py, module.cpp and tests/cuda_on_cpu/test_cuda_launchers.py. Complex tensors are
+// passed as pairs.
 #include "cuda_on_host.h"
 //
 #include "launch_state.cpp"
@@ -29,6 +29,7 @@ std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const in
 }
 
 std::string last_error;
+FakeStream* current = nullptr;
 
 template <class Call>
 int32_t translating_exceptions(const Call& call) {
@@ -93,10 +94,37 @@ int64_t bytes_allocated() { return fake.bytes; }
 int64_t stats_bytes(TENSORS) { return stats_workspace_bytes(ENTRIES, 0); }
 int64_t scale_bytes(TENSORS) { return scale_workspace_bytes(ENTRIES, 0); }
 
-// allocations, pinned allocations, copies, fills, launches
+// In the order of COUNTERS in test_cuda_launchers.py.
 void counters(int64_t* out) {
-  const int64_t now[] = {fake.allocations, fake.pinned_allocations, fake.copies, fake.fills, fake.launches};
+  const int64_t now[] = {fake.allocations, fake.pinned_allocations,
+                         fake.copies,      fake.fills,
+                         fake.launches,    fake.events,
+                         fake.records,     fake.waits,
+                         fake.devices_set};
   std::copy(std::begin(now), std::end(now), out);
+}
+
+// As aoti_torch_get_current_cuda_stream.
+int32_t fake_current_stream(int32_t /*device*/, void** stream) { return *stream = current, 0; }
+void set_stream(FakeStream* stream) {
+  current = stream;
+  fake.runs_at_once = stream != nullptr;
+}
+
+// A copy to the host; null if it failed.
+Slot* start_copy(const void* from, int64_t bytes, FakeStream* stream, int32_t device) {
+  HeldSlot slot;
+  translating_exceptions([&] { slot = copy_to_host(from, bytes, device, stream); });
+  return slot.release();
+}
+// Waits for the copy and reads it, unless `to` is null; then releases its slot.
+int32_t end_copy(Slot* slot, void* to) {
+  const HeldSlot held(slot);
+  return translating_exceptions([&] {
+    if (to == nullptr) return;
+    const auto [memory, bytes] = wait_for(*slot);
+    std::memcpy(to, memory, bytes);
+  });
 }
 
 int32_t start_scale(FakeStream* stream, int32_t device, TENSORS, const double* multipliers, int64_t stride) {
