@@ -1,12 +1,11 @@
 // The host interface of the CUDA backend, without torch or CUDA headers, so that no compiler has to process
-// both. All functions throw std::runtime_error with CUDA's message if a call fails. Only `wait_for` syncs with
-// the device. `stream` must belong to `device`.
+// both. All functions throw std::runtime_error with CUDA's message if a call fails. Only `has_arrived` can sync
+// with the device. `stream` must belong to `device`.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "decide.h"
@@ -40,20 +39,20 @@ void launch_scale(const std::vector<Entry>& entries, const Multipliers& multipli
 void launch_decide(const ClipRequest& request, int32_t device, void* stream);
 void launch_decide(const GuardRequest& request, int32_t device, void* stream);
 
-// Pinned memory and an event, which a stream keeps for copies to the host. A slot that is released is free for
-// the stream's next copy. In a forked process it can only be released.
-struct Slot;
+// Pinned memory that a stream keeps for copies to the host. A slot that is released is free for its next copy.
+// In a forked process it can only be released.
+struct Slot {
+  void* memory;
+  size_t bytes;  // of the last copy
+};
 struct ReleaseSlot {
-  static constexpr const char* kName = "gradstat.Slot";  // in Python
-
   void operator()(Slot* slot) const;
 };
 using HeldSlot = std::unique_ptr<Slot, ReleaseSlot>;
 
 // Enqueues a copy into a slot. Null during graph capture, when there are no numbers yet.
 HeldSlot copy_to_host(const void* from, size_t bytes, int32_t device, void* stream);
-bool has_arrived(const Slot& slot);
-// What was copied, and how many bytes.
-std::pair<const char*, size_t> wait_for(const Slot& slot);
+// Whether the copy is done; with `wait`, once it is.
+bool has_arrived(const Slot& slot, bool wait);
 
 }  // namespace gradstat

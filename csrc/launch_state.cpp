@@ -15,25 +15,6 @@
 #include "cuda_launch.h"
 
 namespace gradstat {
-
-struct StreamState;
-
-struct Slot {
-  StreamState* home;
-  void* memory = nullptr;
-  size_t capacity = 0, bytes = 0;  // `bytes` of the last copy
-  cudaEvent_t copied = nullptr;    // recorded behind it
-};
-
-struct StreamState {
-  std::mutex mutex;
-  uint32_t* tickets = nullptr;
-  void* device_table = nullptr;
-  size_t device_table_bytes = 0;
-  std::vector<char> last;         // contents of device_table
-  std::vector<Slot*> free_slots;  // the last released one at the end
-};
-
 namespace {
 
 // One per range, and one for all of them.
@@ -50,6 +31,22 @@ class AllowMemoryCalls {
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+struct StreamState;
+struct OwnedSlot : Slot {
+  StreamState* home;
+  size_t capacity;
+  cudaEvent_t copied;  // recorded behind the last copy
+};
+
+struct StreamState {
+  std::mutex mutex;
+  uint32_t* tickets = nullptr;
+  void* device_table = nullptr;
+  size_t device_table_bytes = 0;
+  std::vector<char> last;              // contents of device_table
+  std::vector<OwnedSlot*> free_slots;  // the last released one at the end
 };
 
 // Whether this process was forked from one with states. CUDA does not work in it, pinned memory may be missing,
@@ -81,24 +78,17 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-bool is_done(const Slot& slot) {
-  const cudaError_t result = cudaEventQuery(slot.copied);
-  if (result != cudaErrorNotReady) check_cuda(result, "querying an event");
-  static_cast<void>(cudaGetLastError());  // clears "not ready", which later calls would report as an error
-  return result == cudaSuccess;
-}
-
 // Returns the last of the free slots, after moving one there that is large enough, or a new one. For the host
 // to write, no copy may be using it; a copy from the device is ordered behind the others of the stream.
-Slot* free_slot(StreamState& state, size_t bytes, bool host_writes) {
-  std::vector<Slot*>& slots = state.free_slots;
+OwnedSlot* free_slot(StreamState& state, size_t bytes, bool host_writes) {
+  std::vector<OwnedSlot*>& slots = state.free_slots;
   for (size_t i = slots.size(); i-- > 0;) {
-    if (slots[i]->capacity < bytes || (host_writes && !is_done(*slots[i]))) continue;
+    if (slots[i]->capacity < bytes || (host_writes && !has_arrived(*slots[i], false))) continue;
     std::swap(slots[i], slots.back());
     return slots.back();
   }
   const AllowMemoryCalls allow;
-  auto slot = std::make_unique<Slot>();
+  auto slot = std::make_unique<OwnedSlot>();
   slot->home = &state;
   slot->capacity = bytes + bytes / 2;
   check_cuda(cudaMallocHost(&slot->memory, slot->capacity), "allocating pinned memory");
@@ -212,7 +202,7 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
       state.device_table = allocate_forever(bytes + bytes / 2, device, "allocating a table");
       state.device_table_bytes = bytes + bytes / 2;
     }
-    const Slot* const slot = free_slot(state, bytes, true);
+    const OwnedSlot* const slot = free_slot(state, bytes, true);
     std::memcpy(slot->memory, words.data(), bytes);
     check_cuda(cudaMemcpyAsync(state.device_table, slot->memory, bytes, cudaMemcpyHostToDevice, stream),
                "uploading a table");
@@ -228,35 +218,32 @@ HeldSlot copy_to_host(const void* from, size_t bytes, int32_t device, void* stre
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   if (is_capturing(stream)) return nullptr;
   StreamState& state = state_of(device, stream);
-  HeldSlot slot;
-  {
-    const std::lock_guard<std::mutex> lock(state.mutex);
-    slot.reset(free_slot(state, bytes, false));
-    state.free_slots.pop_back();
-  }
+  std::unique_lock<std::mutex> lock(state.mutex);
+  OwnedSlot* const slot = free_slot(state, bytes, false);
+  state.free_slots.pop_back();
+  lock.unlock();
+  HeldSlot held(slot);
   slot->bytes = bytes;
   check_cuda(cudaMemcpyAsync(slot->memory, from, bytes, cudaMemcpyDeviceToHost, stream), "copying to the host");
   check_cuda(cudaEventRecord(slot->copied, stream), "recording an event");
-  return slot;
+  return held;
 }
 
 void ReleaseSlot::operator()(Slot* slot) const {
   if (is_forked) return;
-  const std::lock_guard<std::mutex> lock(slot->home->mutex);
-  slot->home->free_slots.push_back(slot);
+  StreamState& home = *static_cast<OwnedSlot*>(slot)->home;
+  const std::lock_guard<std::mutex> lock(home.mutex);
+  home.free_slots.push_back(static_cast<OwnedSlot*>(slot));
 }
 
-bool has_arrived(const Slot& slot) {
+bool has_arrived(const Slot& slot, bool wait) {
   refuse_fork();
   const AllowMemoryCalls allow;
-  return is_done(slot);
-}
-
-std::pair<const char*, size_t> wait_for(const Slot& slot) {
-  refuse_fork();
-  const AllowMemoryCalls allow;
-  check_cuda(cudaEventSynchronize(slot.copied), "waiting for a copy to the host");
-  return {static_cast<const char*>(slot.memory), slot.bytes};
+  const cudaEvent_t copied = static_cast<const OwnedSlot&>(slot).copied;
+  const cudaError_t result = wait ? cudaEventSynchronize(copied) : cudaEventQuery(copied);
+  if (result != cudaErrorNotReady) check_cuda(result, "waiting for a copy");
+  static_cast<void>(cudaGetLastError());  // clears "not ready", which later calls would report as an error
+  return result == cudaSuccess;
 }
 
 }  // namespace gradstat

@@ -71,7 +71,7 @@ inline void decide_step(const GuardRequest& request) {
 }
 
 struct Cpu {
-  using HeldSlot = std::nullptr_t;
+  using HeldSlot = std::unique_ptr<Row>;  // always null
   static constexpr DLDeviceType kDLPackType = kDLCPU;
 
   static int32_t type() {
@@ -85,6 +85,8 @@ struct Cpu {
     const Row total = rows_cpu(entries, table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
+
+  static Ref receiver(HeldSlot) { return nullptr; }
 
   static bool is_known_identity(const Multipliers& multipliers) {
     return multipliers.stride == 0 && *multipliers.first == 1.0;

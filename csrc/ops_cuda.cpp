@@ -40,6 +40,30 @@ struct Cuda {
     return copy_to_host(from, bytes, device, current_stream(device));
   }
 
+  static Ref receiver(HeldSlot slot) {
+    static PyMethodDef receive = {"receive", received, METH_O, nullptr};
+    const auto release = [](PyObject* capsule) { ReleaseSlot()(slot_in(capsule)); };
+    const Ref capsule = owned(PyCapsule_New(slot.get(), nullptr, release));
+    static_cast<void>(slot.release());
+    return owned(PyCFunction_NewEx(&receive, capsule.get(), nullptr));
+  }
+
+  static Slot* slot_in(PyObject* capsule) { return static_cast<Slot*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+  static PyObject* received(PyObject* capsule, PyObject* wait) {
+    return translating_exceptions([&]() -> PyObject* {
+      const Slot& slot = *slot_in(capsule);
+      bool is_done = false;
+      {
+        const WithoutGil others_may_run;
+        is_done = has_arrived(slot, wait == Py_True);
+      }
+      if (!is_done) Py_RETURN_NONE;
+      return PyByteArray_FromStringAndSize(static_cast<const char*>(slot.memory),
+                                           static_cast<Py_ssize_t>(slot.bytes));
+    });
+  }
+
   // The kernel checks the multipliers itself.
   static bool is_known_identity(const Multipliers&) { return false; }
 
@@ -84,31 +108,10 @@ PyMODINIT_FUNC PyInit__C_cuda() {
       Py_RETURN_NONE;
     });
   };
-  static const auto slot_in = [](PyObject* capsule) -> const Slot& {
-    void* const slot = PyCapsule_GetPointer(capsule, ReleaseSlot::kName);
-    if (slot == nullptr) throw PythonError();
-    return *static_cast<const Slot*>(slot);
-  };
-  static const auto arrived = [](PyObject*, PyObject* copy) {
-    return translating_exceptions([&] { return PyBool_FromLong(has_arrived(slot_in(copy))); });
-  };
-  // The bytes, once they have arrived.
-  static const auto received = [](PyObject*, PyObject* copy) {
-    return translating_exceptions([&] {
-      const auto [memory, bytes] = [&] {
-        const Slot& slot = slot_in(copy);
-        const WithoutGil others_may_run;
-        return wait_for(slot);
-      }();
-      return PyByteArray_FromStringAndSize(memory, static_cast<Py_ssize_t>(bytes));
-    });
-  };
   static PyMethodDef methods[] = {
       {"architectures", architectures, METH_NOARGS, nullptr},
       {"load_kernels", load_kernels, METH_O, nullptr},
       {"to_host", Caller::function<&Operations<Caller>::to_host>, METH_VARARGS, nullptr},
-      {"has_arrived", arrived, METH_O, nullptr},
-      {"received", received, METH_O, nullptr},
       {nullptr, nullptr, 0, nullptr}};
   return make_module<Cuda>("_C_cuda", methods);
 }

@@ -2,7 +2,8 @@
 // (Dispatcher below) and Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
 //   type()               torch's device type code
 //   measure              norm, factor and copy may be null; with a factor no address may occur twice
-//   HeldSlot             a copy of a table that is on its way to the host; null where the table needs none
+//   HeldSlot, receiver   a copy of a table to the host, or null if the table needs none; for Python, a function
+//                        receiver(wait) that returns its bytes, or None before they arrive
 //   is_known_identity    decided without a host sync
 //   scale                one pass over entries at distinct addresses
 //   decide               about a clip's multipliers or about a step, on the device with the given index
@@ -105,7 +106,7 @@ struct Operations {
   // check, and the copy of the table.
   static std::tuple<Result, int64_t, HeldSlot> check_to_host(const Tensors& tensors) {
     const TensorList& list = Caller::list(tensors);
-    HeldSlot copy{};
+    HeldSlot copy;
     Result table = table_of(list, &copy);
     return {std::move(table), list.signature(), std::move(copy)};
   }

@@ -189,6 +189,10 @@ struct ReleasingGil : Device {
     const WithoutGil others_may_run;
     Device::measure(arguments...);
   }
+  static typename Device::HeldSlot to_host(const void* from, size_t bytes, int32_t device) {
+    const WithoutGil others_may_run;
+    return Device::to_host(from, bytes, device);
+  }
   template <class... Arguments>
   static void scale(const Arguments&... arguments) {
     const WithoutGil others_may_run;
@@ -253,16 +257,8 @@ struct PythonCaller {
 
   static Ref to_python(Ref tensor) { return tensor; }
   static Ref to_python(int64_t number) { return owned(PyLong_FromLongLong(number)); }
-  static Ref to_python(std::nullptr_t) { return Ref(Py_NewRef(Py_None)); }
-  template <class T, class Release>
-  static Ref to_python(std::unique_ptr<T, Release> owner) {
-    if (owner == nullptr) return to_python(nullptr);
-    const auto release = [](PyObject* capsule) {
-      Release()(static_cast<T*>(PyCapsule_GetPointer(capsule, Release::kName)));
-    };
-    Ref capsule = owned(PyCapsule_New(owner.get(), Release::kName, release));
-    static_cast<void>(owner.release());
-    return capsule;
+  static Ref to_python(typename Device::HeldSlot slot) {
+    return slot == nullptr ? Ref(Py_NewRef(Py_None)) : Device::receiver(std::move(slot));
   }
   template <class... Parts>
   static Ref to_python(std::tuple<Parts...> parts) {

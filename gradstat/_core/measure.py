@@ -143,11 +143,7 @@ def norm_of(
 
 
 def measure_directly(
-    tensors: list[Any],
-    name_of: NameOf,
-    backend: str | None,
-    step: StepRequest | None = None,
-    to_host: bool = False,
+    tensors: list[Any], name_of: NameOf, backend: str | None, step: StepRequest | None = None, to_host: bool = False
 ) -> Measurement | None:
     """`measure` for ordinary tensors on one device, or an empty list; None, with nothing done, for other tensors."""
     if not tensors:
@@ -159,8 +155,8 @@ def measure_directly(
         checked = (direct.check_to_host if to_host else direct.check)(tensors)
         if checked is None:
             return None
-        table, signature, *slot = checked
-        return Measurement([table], None, infos_of(tensors, signature), slot=slot[0] if slot else None)
+        table, signature, *receive = checked
+        return Measurement([table], None, infos_of(tensors, signature), receive=receive[0] if receive else None)
     decided = direct.measure_step(tensors, step.max_norm, 2.0, step.loss_scale, step.counters)
     if decided is None:
         return None

@@ -13,7 +13,7 @@ import operator
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ class StaleExtensionError(BackendUnavailableError):
     """The compiled extension was built from another version of the sources."""
 
 
+Receive: TypeAlias = Callable[[bool], Any]
+"""Returns the numbers of a copy to the host, in a buffer; waits for them if True, else returns None before they arrive.
+
+Its pinned memory serves another copy once this is dropped.
+"""
+
+
 class DeviceModule(Protocol):
     """The functions that both libraries have (csrc/python_ops.h), with the arguments of the schemas in csrc/ops_impl.h.
 
@@ -41,7 +48,7 @@ class DeviceModule(Protocol):
     """
 
     check: Callable[[list[Tensor]], tuple[Tensor, int] | None]  # table and signature
-    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, object | None] | None]  # also a copy, as `to_host`
+    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, Receive | None] | None]  # also `to_host`
     clip_: Callable[[list[Tensor], float, float], Tensor | None]  # the norm before clipping
     decide_clip_: Callable[..., Tensor | None]  # the multipliers, then the norm
     guard_: Callable[..., Tensor | None]  # the verdict
@@ -68,9 +75,7 @@ class CudaModule(DeviceModule, Protocol):
 
     architectures: Callable[[], str]
     load_kernels: Callable[[int], None]  # RuntimeError, with CUDA's reason, if the device with this index cannot
-    to_host: Callable[[Tensor], object | None]  # begins a copy, except during graph capture
-    has_arrived: Callable[[object], bool]
-    received: Callable[[object], bytearray]  # waits for the copy
+    to_host: Callable[[Tensor], Receive | None]  # begins a copy, except during graph capture
 
 
 def library_path(name: str, package: Path = _PACKAGE) -> Path | None:
