@@ -40,10 +40,10 @@ void launch_decide(const ClipRequest& request, int32_t device, void* stream);
 void launch_decide(const GuardRequest& request, int32_t device, void* stream);
 
 // Pinned memory that a stream keeps for copies to the host. A slot that is released is free for its next copy.
-// In a forked process it can only be released.
+// Releasing takes no lock and calls nothing, as a forked process or one that ends does it, too.
 struct Slot {
-  void* memory;
-  size_t bytes;  // of the last copy
+  void* memory = nullptr;
+  size_t bytes = 0;  // of the last copy
 };
 struct ReleaseSlot {
   void operator()(Slot* slot) const;

@@ -2,10 +2,10 @@
 // is never reused. Per stream, tickets, uploaded tables and slots are kept until the process ends.
 #include "launch_state.h"
 
-#include <pthread.h>
-
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -33,11 +33,10 @@ class AllowMemoryCalls {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-struct StreamState;
 struct OwnedSlot : Slot {
-  StreamState* home;
-  size_t capacity;
-  cudaEvent_t copied;  // recorded behind the last copy
+  size_t capacity = 0;
+  cudaEvent_t copied = nullptr;  // recorded behind the last copy
+  std::atomic<bool> is_held{false};
 };
 
 struct StreamState {
@@ -45,23 +44,12 @@ struct StreamState {
   uint32_t* tickets = nullptr;
   void* device_table = nullptr;
   size_t device_table_bytes = 0;
-  std::vector<char> last;              // contents of device_table
-  std::vector<OwnedSlot*> free_slots;  // the last released one at the end
+  std::vector<char> last;  // contents of device_table
+  std::deque<OwnedSlot> slots;
 };
-
-// Whether this process was forked from one with states. CUDA does not work in it, pinned memory may be missing,
-// and a mutex may be locked by a thread that it does not have.
-bool is_forked = false;
-
-void refuse_fork() {
-  if (is_forked)
-    throw std::runtime_error("gradstat: a forked process cannot use CUDA; use the start method \"spawn\"");
-}
 
 // Never destroyed, as CUDA may be shut down earlier at exit.
 StreamState& state_of(int32_t device, cudaStream_t stream) {
-  refuse_fork();
-  [[maybe_unused]] static const int notices = pthread_atfork(nullptr, nullptr, [] { is_forked = true; });
   static std::mutex& mutex = *new std::mutex;
   static auto& states = *new std::map<std::pair<int32_t, unsigned long long>, std::unique_ptr<StreamState>>;
   unsigned long long id = 0;
@@ -78,23 +66,19 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Returns the last of the free slots, after moving one there that is large enough, or a new one. For the host
-// to write, no copy may be using it; a copy from the device is ordered behind the others of the stream.
-OwnedSlot* free_slot(StreamState& state, size_t bytes, bool host_writes) {
-  std::vector<OwnedSlot*>& slots = state.free_slots;
-  for (size_t i = slots.size(); i-- > 0;) {
-    if (slots[i]->capacity < bytes || (host_writes && !has_arrived(*slots[i], false))) continue;
-    std::swap(slots[i], slots.back());
-    return slots.back();
+// Returns a slot that nobody holds; for the host to write to, one that no copy uses. A copy from the device is
+// ordered behind the other copies of the stream. Allocates more instead of waiting.
+OwnedSlot& free_slot(StreamState& state, size_t bytes, bool host_writes) {
+  for (OwnedSlot& slot : state.slots) {
+    if (!slot.is_held && slot.capacity >= bytes && (!host_writes || has_arrived(slot, false))) return slot;
   }
   const AllowMemoryCalls allow;
-  auto slot = std::make_unique<OwnedSlot>();
-  slot->home = &state;
-  slot->capacity = bytes + bytes / 2;
-  check_cuda(cudaMallocHost(&slot->memory, slot->capacity), "allocating pinned memory");
-  check_cuda(cudaEventCreateWithFlags(&slot->copied, cudaEventDisableTiming), "creating an event");
-  slots.push_back(slot.get());
-  return slot.release();
+  const size_t capacity = bytes + bytes / 2;
+  OwnedSlot& slot = state.slots.emplace_back();
+  check_cuda(cudaMallocHost(&slot.memory, capacity), "allocating pinned memory");
+  check_cuda(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming), "creating an event");
+  slot.capacity = capacity;  // before, it is of no use
+  return slot;
 }
 
 // Loads all kernels of a device once; returns how many blocks of the statistics and scale kernels it holds.
@@ -202,11 +186,11 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
       state.device_table = allocate_forever(bytes + bytes / 2, device, "allocating a table");
       state.device_table_bytes = bytes + bytes / 2;
     }
-    const OwnedSlot* const slot = free_slot(state, bytes, true);
-    std::memcpy(slot->memory, words.data(), bytes);
-    check_cuda(cudaMemcpyAsync(state.device_table, slot->memory, bytes, cudaMemcpyHostToDevice, stream),
+    const OwnedSlot& slot = free_slot(state, bytes, true);
+    std::memcpy(slot.memory, words.data(), bytes);
+    check_cuda(cudaMemcpyAsync(state.device_table, slot.memory, bytes, cudaMemcpyHostToDevice, stream),
                "uploading a table");
-    check_cuda(cudaEventRecord(slot->copied, stream), "recording an event");
+    check_cuda(cudaEventRecord(slot.copied, stream), "recording an event");
     const auto* first = reinterpret_cast<const char*>(words.data());
     state.last.assign(first, first + bytes);
   }
@@ -219,25 +203,19 @@ HeldSlot copy_to_host(const void* from, size_t bytes, int32_t device, void* stre
   if (is_capturing(stream)) return nullptr;
   StreamState& state = state_of(device, stream);
   std::unique_lock<std::mutex> lock(state.mutex);
-  OwnedSlot* const slot = free_slot(state, bytes, false);
-  state.free_slots.pop_back();
+  OwnedSlot& slot = free_slot(state, bytes, false);
+  slot.is_held = true;
   lock.unlock();
-  HeldSlot held(slot);
-  slot->bytes = bytes;
-  check_cuda(cudaMemcpyAsync(slot->memory, from, bytes, cudaMemcpyDeviceToHost, stream), "copying to the host");
-  check_cuda(cudaEventRecord(slot->copied, stream), "recording an event");
+  HeldSlot held(&slot);
+  slot.bytes = bytes;
+  check_cuda(cudaMemcpyAsync(slot.memory, from, bytes, cudaMemcpyDeviceToHost, stream), "copying to the host");
+  check_cuda(cudaEventRecord(slot.copied, stream), "recording an event");
   return held;
 }
 
-void ReleaseSlot::operator()(Slot* slot) const {
-  if (is_forked) return;
-  StreamState& home = *static_cast<OwnedSlot*>(slot)->home;
-  const std::lock_guard<std::mutex> lock(home.mutex);
-  home.free_slots.push_back(static_cast<OwnedSlot*>(slot));
-}
+void ReleaseSlot::operator()(Slot* slot) const { static_cast<OwnedSlot*>(slot)->is_held = false; }
 
 bool has_arrived(const Slot& slot, bool wait) {
-  refuse_fork();
   const AllowMemoryCalls allow;
   const cudaEvent_t copied = static_cast<const OwnedSlot&>(slot).copied;
   const cudaError_t result = wait ? cudaEventSynchronize(copied) : cudaEventQuery(copied);

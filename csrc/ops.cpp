@@ -71,7 +71,6 @@ inline void decide_step(const GuardRequest& request) {
 }
 
 struct Cpu {
-  using HeldSlot = std::unique_ptr<Row>;  // always null
   static constexpr DLDeviceType kDLPackType = kDLCPU;
 
   static int32_t type() {
@@ -80,13 +79,11 @@ struct Cpu {
   }
 
   static void measure(const std::vector<Entry>& entries, int32_t, Row* table, const NormRequest* norm,
-                      const float* factor, HeldSlot* = nullptr) {
+                      const float* factor) {
     const KeepsDenormals kept;
     const Row total = rows_cpu(entries, table, factor != nullptr ? *factor : 1.0);
     if (norm != nullptr) write_value(norm->norm, norm->dtype, gradstat::decide(*norm, total));
   }
-
-  static Ref receiver(HeldSlot) { return nullptr; }
 
   static bool is_known_identity(const Multipliers& multipliers) {
     return multipliers.stride == 0 && *multipliers.first == 1.0;

@@ -9,7 +9,6 @@
 namespace gradstat {
 
 struct Cuda {
-  using HeldSlot = gradstat::HeldSlot;
   static constexpr DLDeviceType kDLPackType = kDLCUDA;
 
   static int32_t type() {
@@ -30,38 +29,9 @@ struct Cuda {
   }
 
   static void measure(const std::vector<Entry>& entries, int32_t device, Row* table, const NormRequest* norm,
-                      const float* factor, HeldSlot* copy = nullptr) {
+                      const float* factor) {
     const Tensor memory = workspace(stats_workspace_bytes(entries, device), device);
     launch_stats(entries, table, norm, factor, memory.data_ptr(), device, current_stream(device));
-    if (copy != nullptr) *copy = to_host(table, entries.size() * sizeof(Row), device);
-  }
-
-  static HeldSlot to_host(const void* from, size_t bytes, int32_t device) {
-    return copy_to_host(from, bytes, device, current_stream(device));
-  }
-
-  static Ref receiver(HeldSlot slot) {
-    static PyMethodDef receive = {"receive", received, METH_O, nullptr};
-    const auto release = [](PyObject* capsule) { ReleaseSlot()(slot_in(capsule)); };
-    const Ref capsule = owned(PyCapsule_New(slot.get(), nullptr, release));
-    static_cast<void>(slot.release());
-    return owned(PyCFunction_NewEx(&receive, capsule.get(), nullptr));
-  }
-
-  static Slot* slot_in(PyObject* capsule) { return static_cast<Slot*>(PyCapsule_GetPointer(capsule, nullptr)); }
-
-  static PyObject* received(PyObject* capsule, PyObject* wait) {
-    return translating_exceptions([&]() -> PyObject* {
-      const Slot& slot = *slot_in(capsule);
-      bool is_done = false;
-      {
-        const WithoutGil others_may_run;
-        is_done = has_arrived(slot, wait == Py_True);
-      }
-      if (!is_done) Py_RETURN_NONE;
-      return PyByteArray_FromStringAndSize(static_cast<const char*>(slot.memory),
-                                           static_cast<Py_ssize_t>(slot.bytes));
-    });
   }
 
   // The kernel checks the multipliers itself.
@@ -80,6 +50,67 @@ struct Cuda {
   }
 };
 
+// Copies to the host, as functions receive(wait) of Python: the bytes, or None before they have arrived.
+Slot* slot_in(PyObject* capsule) { return static_cast<Slot*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+PyObject* receive(PyObject* capsule, PyObject* wait) {
+  return translating_exceptions([&]() -> PyObject* {
+    const Slot& slot = *slot_in(capsule);
+    bool is_done = false;
+    {
+      const WithoutGil others_may_run;
+      is_done = has_arrived(slot, wait == Py_True);
+    }
+    if (!is_done) Py_RETURN_NONE;
+    return PyByteArray_FromStringAndSize(static_cast<char*>(slot.memory), static_cast<Py_ssize_t>(slot.bytes));
+  });
+}
+
+Ref receiver(HeldSlot slot) {
+  static PyMethodDef method = {"receive", receive, METH_O, nullptr};
+  if (slot == nullptr) return Ref(Py_NewRef(Py_None));
+  const auto release = [](PyObject* capsule) { ReleaseSlot()(slot_in(capsule)); };
+  const Ref capsule = owned(PyCapsule_New(slot.get(), nullptr, release));
+  static_cast<void>(slot.release());
+  return owned(PyCFunction_NewEx(&method, capsule.get(), nullptr));
+}
+
+// A contiguous tensor's copy, or None during graph capture.
+PyObject* to_host(PyObject*, PyObject* tensor) {
+  return translating_exceptions([&] {
+    const TypedView view = ordinary_view(tensor, Cuda::kDLPackType);
+    if (view.numel == 0 || !is_row_major(view)) throw UseDispatcher();
+    const size_t bytes = view.numel * view.type.bits / 8;
+    HeldSlot slot;
+    {
+      const WithoutGil others_may_run;
+      slot = copy_to_host(view.data, bytes, view.device_index, Cuda::current_stream(view.device_index));
+    }
+    return receiver(std::move(slot)).release();
+  });
+}
+
+// The operator check, and the copy of its table.
+PyObject* check_to_host(PyObject*, PyObject* listed) {
+  using Caller = PythonCaller<Cuda>;
+  return translating_exceptions([&] {
+    Ref tensors;
+    Caller::read(listed, tensors);
+    const TensorList list = Caller::list(tensors);
+    const int32_t device = list.device_index();
+    const size_t bytes = list.size() * sizeof(Row);
+    Caller::Memory table({list.size(), kFields}, DType::kFloat64, device);
+    HeldSlot slot;
+    {
+      const WithoutGil others_may_run;
+      Cuda::measure(list.entries(), device, static_cast<Row*>(table.data()), nullptr, nullptr);
+      slot = copy_to_host(table.data(), bytes, device, Cuda::current_stream(device));
+    }
+    const Ref signature = Caller::to_python(list.signature());
+    return PyTuple_Pack(3, table.result().get(), signature.get(), receiver(std::move(slot)).get());
+  });
+}
+
 void* allocate_forever(size_t bytes, int32_t device, const char* /*torch says it*/) {
   return (new Tensor(Cuda::workspace(static_cast<int64_t>(bytes), device)))->data_ptr();
 }
@@ -95,7 +126,6 @@ STABLE_TORCH_LIBRARY_IMPL(gradstat, CUDA, library) {
 // The extension module gradstat._C_cuda, which gradstat/_core/native.py imports.
 PyMODINIT_FUNC PyInit__C_cuda() {
   using namespace gradstat;
-  using Caller = PythonCaller<Cuda>;
   // The architectures of this build, as set by setup.py: "sm_80 sm_86 ...".
   static const auto architectures = [](PyObject*, PyObject*) {
     return PyUnicode_FromString(GRADSTAT_CUDA_ARCHITECTURES);
@@ -108,10 +138,10 @@ PyMODINIT_FUNC PyInit__C_cuda() {
       Py_RETURN_NONE;
     });
   };
-  static PyMethodDef methods[] = {
-      {"architectures", architectures, METH_NOARGS, nullptr},
-      {"load_kernels", load_kernels, METH_O, nullptr},
-      {"to_host", Caller::function<&Operations<Caller>::to_host>, METH_VARARGS, nullptr},
-      {nullptr, nullptr, 0, nullptr}};
+  static PyMethodDef methods[] = {{"architectures", architectures, METH_NOARGS, nullptr},
+                                  {"load_kernels", load_kernels, METH_O, nullptr},
+                                  {"check_to_host", check_to_host, METH_O, nullptr},
+                                  {"to_host", to_host, METH_O, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
   return make_module<Cuda>("_C_cuda", methods);
 }

@@ -1,9 +1,7 @@
 // The operations on lists of tensors, written once for all devices and for both callers: torch's dispatcher
 // (Dispatcher below) and Python (python_ops.h). A `Device` (ops.cpp, ops_cuda.cpp) has
 //   type()               torch's device type code
-//   measure              norm, factor and copy may be null; with a factor no address may occur twice
-//   HeldSlot, receiver   a copy of a table to the host, or null if the table needs none; for Python, a function
-//                        receiver(wait) that returns its bytes, or None before they arrive
+//   measure              norm and factor may be null; with a factor no address may occur twice
 //   is_known_identity    decided without a host sync
 //   scale                one pass over entries at distinct addresses
 //   decide               about a clip's multipliers or about a step, on the device with the given index
@@ -79,7 +77,6 @@ constexpr const char* kNotBeside = " must be on the device of the other tensors"
 template <class Caller>
 struct Operations {
   using Device = typename Caller::Device;
-  using HeldSlot = typename Device::HeldSlot;
   using Memory = typename Caller::Memory;
   using Tensors = typename Caller::Tensors;
   using Argument = typename Caller::Argument;
@@ -89,26 +86,11 @@ struct Operations {
 
   static Result stats(const Tensors& tensors) { return table_of(Caller::list(tensors)); }
 
-  // A copy of a contiguous tensor.
-  static HeldSlot to_host(const Argument& tensor) {
-    const TypedView view = Caller::view(tensor, "tensor");
-    Caller::require(view.numel > 0 && is_row_major(view), "tensor must be contiguous and not empty");
-    return Device::to_host(view.data, view.numel * view.type.bits / 8, view.device_index);
-  }
-
   static Result unit_stats(const Tensors& tensors) { return table_of(units_of(tensors)); }
 
   static Signed check(const Tensors& tensors) {
     const TensorList& list = Caller::list(tensors);
     return {table_of(list), list.signature()};
-  }
-
-  // check, and the copy of the table.
-  static std::tuple<Result, int64_t, HeldSlot> check_to_host(const Tensors& tensors) {
-    const TensorList& list = Caller::list(tensors);
-    HeldSlot copy;
-    Result table = table_of(list, &copy);
-    return {std::move(table), list.signature(), std::move(copy)};
   }
 
   // scale_ and check in one pass. A tensor listed twice is scaled twice before it is measured.
@@ -291,10 +273,9 @@ struct Operations {
     scale_list(list, {numbers<double>(multipliers, list.size(), home_of(list), "multipliers"), 1});
   }
 
-  static Result table_of(const TensorList& list, HeldSlot* copy = nullptr) {
+  static Result table_of(const TensorList& list) {
     Memory table({list.size(), kFields}, DType::kFloat64, list.device_index());
-    Device::measure(list.entries(), list.device_index(), static_cast<Row*>(table.data()), nullptr, nullptr,
-                    copy);
+    Device::measure(list.entries(), list.device_index(), static_cast<Row*>(table.data()), nullptr, nullptr);
     return table.result();
   }
 

@@ -189,10 +189,6 @@ struct ReleasingGil : Device {
     const WithoutGil others_may_run;
     Device::measure(arguments...);
   }
-  static typename Device::HeldSlot to_host(const void* from, size_t bytes, int32_t device) {
-    const WithoutGil others_may_run;
-    return Device::to_host(from, bytes, device);
-  }
   template <class... Arguments>
   static void scale(const Arguments&... arguments) {
     const WithoutGil others_may_run;
@@ -257,9 +253,6 @@ struct PythonCaller {
 
   static Ref to_python(Ref tensor) { return tensor; }
   static Ref to_python(int64_t number) { return owned(PyLong_FromLongLong(number)); }
-  static Ref to_python(typename Device::HeldSlot slot) {
-    return slot == nullptr ? Ref(Py_NewRef(Py_None)) : Device::receiver(std::move(slot));
-  }
   template <class... Parts>
   static Ref to_python(std::tuple<Parts...> parts) {
     const auto pack = [](auto&... part) {
@@ -306,8 +299,7 @@ PyObject* make_module(const char* name, PyMethodDef* more) {
 #define GRADSTAT_FUNCTION(name, schema) {#name, Caller::template function<&Do::name>, METH_VARARGS, nullptr},
   static PyMethodDef methods[] = {{"fingerprint", fingerprint, METH_NOARGS, nullptr},
                                   {"use_exchange", use_exchange, METH_VARARGS, nullptr},
-                                  GRADSTAT_FUNCTION(check_to_host, none)
-                                      GRADSTAT_OPERATORS(GRADSTAT_FUNCTION){nullptr, nullptr, 0, nullptr}};
+                                  GRADSTAT_OPERATORS(GRADSTAT_FUNCTION){nullptr, nullptr, 0, nullptr}};
 #undef GRADSTAT_FUNCTION
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, name, nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -152,7 +152,7 @@ def measure_directly(
     if direct is None:
         return None
     if step is None:
-        checked = (direct.check_to_host if to_host else direct.check)(tensors)
+        checked = (getattr(direct, "check_to_host", direct.check) if to_host else direct.check)(tensors)
         if checked is None:
             return None
         table, signature, *receive = checked

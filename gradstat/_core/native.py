@@ -48,7 +48,6 @@ class DeviceModule(Protocol):
     """
 
     check: Callable[[list[Tensor]], tuple[Tensor, int] | None]  # table and signature
-    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, Receive | None] | None]  # also `to_host`
     clip_: Callable[[list[Tensor], float, float], Tensor | None]  # the norm before clipping
     decide_clip_: Callable[..., Tensor | None]  # the multipliers, then the norm
     guard_: Callable[..., Tensor | None]  # the verdict
@@ -76,6 +75,7 @@ class CudaModule(DeviceModule, Protocol):
     architectures: Callable[[], str]
     load_kernels: Callable[[int], None]  # RuntimeError, with CUDA's reason, if the device with this index cannot
     to_host: Callable[[Tensor], Receive | None]  # begins a copy, except during graph capture
+    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, Receive | None] | None]  # `check`, and that of the table
 
 
 def library_path(name: str, package: Path = _PACKAGE) -> Path | None:

@@ -4,6 +4,8 @@
 // calls.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +20,7 @@
 enum cudaError_t {
   cudaSuccess,
   cudaErrorMemoryAllocation,
+  cudaErrorInitializationError,
   cudaErrorNotReady,
   cudaErrorStreamCaptureUnsupported
 };
@@ -60,6 +63,8 @@ struct FakeRuntime {
   std::set<const void*> loaded;  // loaded kernels
   static inline thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
+  const pid_t process = getpid();
+  bool is_forked() const { return getpid() != process; }
   bool fails() { return failures_left > 0 && failures_left-- > 0; }
   bool refuses_unsafe_calls() const { return capturing > 0 && mode != cudaStreamCaptureModeRelaxed; }
 };
@@ -78,8 +83,9 @@ inline void FakeStream::synchronize() {
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
-                                                    : "out of memory";
+  return error == cudaErrorInitializationError        ? "initialization error"
+         : error == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
+                                                      : "out of memory";
 }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int) { return ++fake.devices_set, cudaSuccess; }
@@ -91,8 +97,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device
   constexpr int kMultiprocessors[] = {2, 1, 5, 256};
   return *value = kMultiprocessors[device], cudaSuccess;
 }
+// As all calls do in a forked process.
 inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
-  return *id = stream->id, cudaSuccess;
+  return *id = stream->id, fake.is_forked() ? cudaErrorInitializationError : cudaSuccess;
 }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
@@ -148,10 +155,12 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (fake.is_forked()) return cudaErrorInitializationError;
   if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
   return event->done ? cudaSuccess : cudaErrorNotReady;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (fake.is_forked()) return cudaErrorInitializationError;
   if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
   const FakeLock lock(fake.mutex);
   ++fake.waits;
