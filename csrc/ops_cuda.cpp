@@ -91,23 +91,14 @@ PyObject* to_host(PyObject*, PyObject* tensor) {
 }
 
 // The operator check, and the copy of its table.
-PyObject* check_to_host(PyObject*, PyObject* listed) {
+PyObject* check_to_host(PyObject* module, PyObject* listed) {
   using Caller = PythonCaller<Cuda>;
   return translating_exceptions([&] {
     Ref tensors;
     Caller::read(listed, tensors);
-    const TensorList list = Caller::list(tensors);
-    const int32_t device = list.device_index();
-    const size_t bytes = list.size() * sizeof(Row);
-    Caller::Memory table({list.size(), kFields}, DType::kFloat64, device);
-    HeldSlot slot;
-    {
-      const WithoutGil others_may_run;
-      Cuda::measure(list.entries(), device, static_cast<Row*>(table.data()), nullptr, nullptr);
-      slot = copy_to_host(table.data(), bytes, device, Cuda::current_stream(device));
-    }
-    const Ref signature = Caller::to_python(list.signature());
-    return PyTuple_Pack(3, table.result().get(), signature.get(), receiver(std::move(slot)).get());
+    const auto [table, number] = Operations<Caller>::check(tensors);
+    const Ref signature = Caller::to_python(number), copy = owned(to_host(module, table.get()));
+    return PyTuple_Pack(3, table.get(), signature.get(), copy.get());
   });
 }
 

@@ -49,8 +49,6 @@ class DeviceModule(Protocol):
 
     check: Callable[[list[Tensor]], tuple[Tensor, int] | None]  # table and signature
     clip_: Callable[[list[Tensor], float, float], Tensor | None]  # the norm before clipping
-    decide_clip_: Callable[..., Tensor | None]  # the multipliers, then the norm
-    guard_: Callable[..., Tensor | None]  # the verdict
     measure_norm: Callable[[list[Tensor], float, float], tuple[Tensor, Tensor] | None]  # the second is for `scale_`
     # Table, signature, norm, [multiplier, norm] as float64, verdict (csrc/entry.h).
     measure_step: Callable[..., tuple[Tensor, int, Tensor, Tensor, Tensor] | None]
@@ -67,6 +65,9 @@ class CpuModule(DeviceModule, Protocol):
     planned_parameters: Callable[[object], list[Tensor] | None]
     holds_exactly: Callable[[list[dict[str, Any]], list[Tensor]], bool]
     gradients_of: Callable[[list[Tensor]], tuple[list[Tensor], list[int] | None, list[int] | None]]
+    # Entries of kernels/_table.py, signature, kind of the norm; None if the tensors are not ordinary.
+    describe_cpu: Callable[[list[Tensor]], tuple[bytes, int, int] | None]
+    describe_cuda: Callable[[list[Tensor]], tuple[bytes, int, int] | None]
 
 
 class CudaModule(DeviceModule, Protocol):

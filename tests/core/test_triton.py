@@ -36,6 +36,10 @@ CHUNK_BYTES = STEPS_PER_CHUNK * STEP_BYTES
 by_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 
 
+def table_of(tensor: torch.Tensor) -> _table.Table:
+    return _table.table_of(_table.entries_of([tensor]), tensor.device)
+
+
 def check(tensors: list[torch.Tensor]) -> torch.Tensor:
     table = stats(tensors)
     assert_rows_match(table, tensors)
@@ -96,7 +100,7 @@ def test_chunks_double_for_huge_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_table, "MAX_CHUNKS", 2)
     x = random(5 * CHUNK_BYTES // 4 + 9, torch.float32, DEVICE)[1:]
     x[-3] = math.nan
-    table = _table.table_of([x])
+    table = table_of(x)
     assert table.chunks == 2
     check([x])
     expected = x * 0.5
@@ -106,9 +110,9 @@ def test_chunks_double_for_huge_tensors(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tables_are_kept() -> None:
     x = random(100, torch.float32, DEVICE)
-    assert _table.table_of([x]) is _table.table_of([x])
-    assert _table.table_of([x]) is not _table.table_of([x[:50]])
-    assert _table.table_of([x]) is not _table.table_of([x.view(torch.bfloat16)])
+    assert table_of(x) is table_of(x)
+    assert table_of(x) is not table_of(x[:50])
+    assert table_of(x) is not table_of(x.view(torch.bfloat16))
 
 
 def test_sources_of_captured_uploads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
