@@ -202,15 +202,13 @@ HeldSlot copy_to_host(const void* from, size_t bytes, int32_t device, void* stre
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   if (is_capturing(stream)) return nullptr;
   StreamState& state = state_of(device, stream);
-  std::unique_lock<std::mutex> lock(state.mutex);
+  const std::lock_guard<std::mutex> lock(state.mutex);
   OwnedSlot& slot = free_slot(state, bytes, false);
-  slot.is_held = true;
-  lock.unlock();
-  HeldSlot held(&slot);
   slot.bytes = bytes;
   check_cuda(cudaMemcpyAsync(slot.memory, from, bytes, cudaMemcpyDeviceToHost, stream), "copying to the host");
   check_cuda(cudaEventRecord(slot.copied, stream), "recording an event");
-  return held;
+  slot.is_held = true;
+  return HeldSlot(&slot);
 }
 
 void ReleaseSlot::operator()(Slot* slot) const { static_cast<OwnedSlot*>(slot)->is_held = false; }

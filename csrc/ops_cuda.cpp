@@ -50,43 +50,38 @@ struct Cuda {
   }
 };
 
-// Copies to the host, as functions receive(wait) of Python: the bytes, or None before they have arrived.
-Slot* slot_in(PyObject* capsule) { return static_cast<Slot*>(PyCapsule_GetPointer(capsule, nullptr)); }
+template <class Call>
+auto without_gil(const Call& call) {
+  const WithoutGil others_may_run;
+  return call();
+}
 
+Slot& slot_in(PyObject* capsule) { return *static_cast<Slot*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+// receive(wait) of a copy to the host: its bytes, or None if they have not arrived.
 PyObject* receive(PyObject* capsule, PyObject* wait) {
   return translating_exceptions([&]() -> PyObject* {
-    const Slot& slot = *slot_in(capsule);
-    bool is_done = false;
-    {
-      const WithoutGil others_may_run;
-      is_done = has_arrived(slot, wait == Py_True);
-    }
-    if (!is_done) Py_RETURN_NONE;
+    const Slot& slot = slot_in(capsule);
+    if (!without_gil([&] { return has_arrived(slot, wait == Py_True); })) Py_RETURN_NONE;
     return PyByteArray_FromStringAndSize(static_cast<char*>(slot.memory), static_cast<Py_ssize_t>(slot.bytes));
   });
 }
 
-Ref receiver(HeldSlot slot) {
-  static PyMethodDef method = {"receive", receive, METH_O, nullptr};
-  if (slot == nullptr) return Ref(Py_NewRef(Py_None));
-  const auto release = [](PyObject* capsule) { ReleaseSlot()(slot_in(capsule)); };
-  const Ref capsule = owned(PyCapsule_New(slot.get(), nullptr, release));
-  static_cast<void>(slot.release());
-  return owned(PyCFunction_NewEx(&method, capsule.get(), nullptr));
-}
-
-// A contiguous tensor's copy, or None during graph capture.
+// The function `receive` of a contiguous tensor's copy, or None during graph capture.
 PyObject* to_host(PyObject*, PyObject* tensor) {
-  return translating_exceptions([&] {
+  static PyMethodDef method = {"receive", receive, METH_O, nullptr};
+  return translating_exceptions([&]() -> PyObject* {
     const TypedView view = ordinary_view(tensor, Cuda::kDLPackType);
     if (view.numel == 0 || !is_row_major(view)) throw UseDispatcher();
-    const size_t bytes = view.numel * view.type.bits / 8;
-    HeldSlot slot;
-    {
-      const WithoutGil others_may_run;
-      slot = copy_to_host(view.data, bytes, view.device_index, Cuda::current_stream(view.device_index));
-    }
-    return receiver(std::move(slot)).release();
+    HeldSlot slot = without_gil([&] {
+      const size_t bytes = view.numel * view.type.bits / 8;
+      return copy_to_host(view.data, bytes, view.device_index, Cuda::current_stream(view.device_index));
+    });
+    if (slot == nullptr) Py_RETURN_NONE;
+    const auto release = [](PyObject* owner) { ReleaseSlot()(&slot_in(owner)); };
+    const Ref capsule = owned(PyCapsule_New(slot.get(), nullptr, release));
+    static_cast<void>(slot.release());
+    return PyCFunction_NewEx(&method, capsule.get(), nullptr);
   });
 }
 

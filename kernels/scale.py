@@ -7,7 +7,6 @@ are processed in reverse order, because what the statistics kernel read last is 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 import numpy as np
 import torch
@@ -123,17 +122,16 @@ def _passes(entries: bytes) -> list[bytes]:
     if unsupported:
         names = ", ".join(sorted(unsupported))
         raise NotImplementedError(f"the Triton kernels cannot scale {names}; convert to a wider type first")
-    addresses = listed[listed[:, 1] > 0, 0]
-    if len(np.unique(addresses)) == len(addresses):
-        return [entries]
-    times_seen: Counter[int] = Counter()  # two programs must not write the same element
-    passes: list[int] = []
-    for address, values, _ in listed.tolist():
-        passes.append(times_seen[address])
-        times_seen[address] += values > 0
-    return [
-        np.where((np.array(passes) == k)[:, None], listed, listed * [1, 0, 1]).tobytes() for k in range(max(passes) + 1)
-    ]
+    passes: list[bytes] = []  # two programs must not write the same element
+    left = listed[:, 1].copy()
+    while left.any() or not passes:
+        occupied = np.flatnonzero(left)
+        first = occupied[np.unique(listed[occupied, 0], return_index=True)[1]]
+        now = listed * [1, 0, 1]
+        now[first] = listed[first]
+        left[first] = 0
+        passes.append(now.tobytes())
+    return passes
 
 
 def scale_(tensors: list[torch.Tensor], multipliers: torch.Tensor, entries: bytes | None = None) -> None:

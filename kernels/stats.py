@@ -573,7 +573,7 @@ def stats(tensors: list[torch.Tensor], entries: bytes | None = None) -> torch.Te
 
 
 def norm(table: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
-    """``[2]`` float64: the multiplier that clips the tensors of ``table`` together, and their norm of order 2 or inf."""
+    """``[2]`` float64: the multiplier that clips the tensors of a table together, and their norm, of order 2 or inf."""
     out = table.new_empty(2)
     with _table.on_device(table.device):
         _launch_norm(table.device, 1, (table, out), len(table), int(norm_type == math.inf), max_norm)

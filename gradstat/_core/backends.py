@@ -108,7 +108,7 @@ class NativeKernels(Kernels):
 
 
 class TritonModule:
-    """`native.DeviceModule` of the Triton kernels: ``describe`` of ``_C`` judges a list, as the compiled kernels do."""
+    """The Triton kernels for lists that ``describe`` of ``_C`` finds ordinary; else functions return None."""
 
     def __init__(self, describe: Callable[[list[Tensor]], tuple[bytes, int, int] | None]) -> None:
         from gradstat.kernels import _table, scale, stats
@@ -116,44 +116,47 @@ class TritonModule:
         self._describe, self._dtypes = describe, _table.DTYPES
         self._stats, self._norm, self._scale_ = stats.stats, stats.norm, scale.scale_
 
-    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int] | None:
-        described = self._describe(tensors)
-        return None if described is None else (self._stats(tensors, described[0]), described[1])
-
-    def measure_norm(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor] | None:
+    def _measured(self, tensors: list[Tensor]) -> tuple[Tensor, int, torch.dtype] | None:
         described = self._describe(tensors)
         if described is None:
             return None
-        decided = self._norm(self._stats(tensors, described[0]), max_norm, norm_type)
-        return decided[1].to(self._dtypes[described[2]]), decided
+        return self._stats(tensors, described[0]), described[1], self._dtypes[described[2]]
+
+    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int] | None:
+        measured = self._measured(tensors)
+        return measured and measured[:2]
+
+    def measure_norm(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor] | None:
+        measured = self._measured(tensors)
+        if measured is None:
+            return None
+        decided = self._norm(measured[0], max_norm, norm_type)
+        return decided[1].to(measured[2]), decided
 
     def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
         measured = self.measure_norm(tensors, max_norm, norm_type)
-        if measured is None or not (max_norm == math.inf or self.scale_(tensors, measured[1])):
-            return None
-        return measured[0]
+        if measured is not None and max_norm != math.inf:
+            self.scale_(tensors, measured[1])
+        return measured and measured[0]
 
     def measure_step(self, tensors: list[Tensor], max_norm: float, _: float, *rest: Any) -> tuple[Any, ...] | None:
-        described = self._describe(tensors)
-        if described is None:
+        measured = self._measured(tensors)
+        if measured is None:
             return None
-        table = self._stats(tensors, described[0])
-        decided = norms.decide(table, norms.StepRequest(max_norm, *rest))
-        return table, described[1], decided.norm.to(self._dtypes[described[2]]), decided.scaling, decided.verdict
+        decided = norms.decide(measured[0], norms.StepRequest(max_norm, *rest))
+        return *measured[:2], decided.norm.to(measured[2]), decided.scaling, decided.verdict
 
-    def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> bool | None:
+    def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> bool:
         return self.scale_each_(tensors, multiplier.reshape(-1)[0])
 
-    def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> bool | None:
+    def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> bool:
         described = self._describe(tensors)
-        if described is None:
-            return None
-        self._scale_(tensors, multipliers, described[0])
-        return True
+        if described is not None:
+            self._scale_(tensors, multipliers, described[0])
+        return described is not None
 
     def unscale_(self, tensors: list[Tensor], factor: Tensor) -> tuple[Tensor, int] | None:
-        is_scaled = self.scale_(tensors, factor.to(torch.float64))
-        return self.check(tensors) if is_scaled else None
+        return self.check(tensors) if self.scale_(tensors, factor.to(torch.float64)) else None
 
 
 def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
@@ -189,7 +192,7 @@ def _load_triton(device_type: str) -> Kernels:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
     kernels, helpers = Kernels(stats_module.stats, scale_module.scale_), native.helpers()
     if helpers is not None and device_type != "xpu":
-        kernels.direct = TritonModule(getattr(helpers, f"describe_{device_type}"))
+        kernels.direct = TritonModule(getattr(helpers, f"describe_{device_type}"))  # type: ignore[assignment]
     return kernels
 
 

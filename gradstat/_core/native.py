@@ -34,11 +34,9 @@ class StaleExtensionError(BackendUnavailableError):
     """The compiled extension was built from another version of the sources."""
 
 
+# Of a copy to the host: returns a buffer, for which it waits if True; else None until it has arrived. Once the function
+# is dropped, its pinned memory serves another copy.
 Receive: TypeAlias = Callable[[bool], Any]
-"""Returns the numbers of a copy to the host, in a buffer; waits for them if True, else returns None before they arrive.
-
-Its pinned memory serves another copy once this is dropped.
-"""
 
 
 class DeviceModule(Protocol):
@@ -179,16 +177,11 @@ def _load(name: str) -> Any:
     except ImportError as error:
         raise BackendUnavailableError(f"{path} does not load with torch {torch.__version__}: {error}") from error
     check_fingerprint(module.fingerprint(), path)
-    use_exchange(module)
-    return module
-
-
-def use_exchange(module: Any) -> None:
-    """Lets a library read torch's tensors. Older torch lacks what it needs, and every call then takes the slow path."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is not None:
+    if exchange is not None:  # older torch lacks it, and every call then takes the slow path
         is_sparse = operator.attrgetter("is_sparse")
         module.use_exchange(exchange, Tensor, torch.nn.Parameter, Tensor.is_conj, Tensor.is_neg, is_sparse)
+    return module
 
 
 def _register_fakes() -> None:

@@ -96,11 +96,9 @@ int64_t scale_bytes(TENSORS) { return scale_workspace_bytes(ENTRIES, 0); }
 
 // In the order of COUNTERS in test_cuda_launchers.py.
 void counters(int64_t* out) {
-  const int64_t now[] = {fake.allocations, fake.pinned_allocations,
-                         fake.copies,      fake.fills,
-                         fake.launches,    fake.events,
-                         fake.records,     fake.waits,
-                         fake.devices_set};
+  const int64_t now[] = {fake.allocations, fake.pinned_allocations, fake.copies,
+                         fake.fills,       fake.launches,           fake.records,
+                         fake.waits,       fake.devices_set};
   std::copy(std::begin(now), std::end(now), out);
 }
 
@@ -111,17 +109,11 @@ void set_stream(FakeStream* stream) {
   fake.runs_at_once = stream != nullptr;
 }
 
-// A copy to the host; null if it failed.
-Slot* start_copy(const void* from, int64_t bytes, FakeStream* stream, int32_t device) {
-  HeldSlot slot;
-  translating_exceptions([&] { slot = copy_to_host(from, bytes, device, stream); });
-  return slot.release();
-}
-// Waits for the copy and reads it, unless `to` is null; then releases its slot.
-int32_t end_copy(Slot* slot, void* to) {
-  const HeldSlot held(slot);
+// Copies to the host and back.
+int32_t copy_over(const void* from, int64_t bytes, FakeStream* stream, int32_t device, void* to) {
   return translating_exceptions([&] {
-    if (to != nullptr && has_arrived(*slot, true)) std::memcpy(to, slot->memory, slot->bytes);
+    const HeldSlot slot = copy_to_host(from, bytes, device, stream);
+    if (has_arrived(*slot, true)) std::memcpy(to, slot->memory, slot->bytes);
   });
 }
 

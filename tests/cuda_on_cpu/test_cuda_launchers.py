@@ -23,9 +23,8 @@ import gradstat
 from gradstat import _fields
 from gradstat._core import backends
 
-COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "events", "records", "waits")
-COUNTERS += ("devices_set",)
-ONE_SLOT = {"pinned_allocations": 1, "events": 1}
+COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "records", "waits", "devices_set")
+ONE_SLOT = {"pinned_allocations": 1, "allocations": 1}  # the latter for its event
 NO_STEP = None, None, None  # loss scale, verdict and counters: no decision about an optimizer step
 
 

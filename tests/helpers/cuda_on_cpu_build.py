@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import importlib.util
+import operator
 import os
 import subprocess
 import sysconfig
@@ -29,9 +30,8 @@ def build(folder: Path) -> ctypes.CDLL:
 
 def module(launchers: Path) -> Any:
     """The extension module of tests/cuda_on_cpu/module.cpp, over a library of launchers; made beside it."""
+    import torch
     from torch.utils.cpp_extension import include_paths, library_paths
-
-    from gradstat._core.native import use_exchange
 
     target = launchers.with_name("module.so")
     with launchers.with_suffix(".lock").open("w") as lock:
@@ -42,18 +42,18 @@ def module(launchers: Path) -> Any:
             flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000", "-DUSE_CUDA"]
             flags += [str(launchers), *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
             subprocess.run(["g++", *flags, "-Wl,-rpath,$ORIGIN", "-o", str(target)], check=True)
-    loader = ExtensionFileLoader("_C_cuda", str(target))
-    spec = importlib.util.spec_from_loader("_C_cuda", loader)
+    spec = importlib.util.spec_from_loader("_C_cuda", ExtensionFileLoader("_C_cuda", str(target)))
     assert spec is not None
-    made = importlib.util.module_from_spec(spec)
-    use_exchange(made)
+    made, of = importlib.util.module_from_spec(spec), torch.Tensor
+    api = of.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    made.use_exchange(api, of, torch.nn.Parameter, of.is_conj, of.is_neg, operator.attrgetter("is_sparse"))
     return made
 
 
 def loaded(path: Path) -> ctypes.CDLL:
     """A library of launchers, whose functions return what tests/cuda_on_cpu/launchers.cpp says."""
     library = ctypes.CDLL(str(path))
-    library.new_stream.restype = library.end_capture.restype = library.start_copy.restype = ctypes.c_void_p
+    library.new_stream.restype = library.end_capture.restype = ctypes.c_void_p
     library.bytes_allocated.restype = library.stats_bytes.restype = library.scale_bytes.restype = ctypes.c_int64
     library.error_text.restype = ctypes.c_char_p
     return library

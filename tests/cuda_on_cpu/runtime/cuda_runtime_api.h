@@ -52,7 +52,7 @@ using cudaStream_t = FakeStream*;
 struct FakeRuntime {
   std::recursive_mutex mutex;
   int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, bytes = 0;
-  int64_t records = 0, events = 0, waits = 0, devices_set = 0;
+  int64_t records = 0, waits = 0, devices_set = 0;
   int64_t seed = 0;
   int failures_left = 0;    // number of allocations and copies to the host to refuse
   int capturing = 0;        // number of streams being captured
@@ -143,7 +143,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  ++fake.events;
+  ++fake.allocations;
   return *event = new FakeEvent, cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
