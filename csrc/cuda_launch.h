@@ -1,10 +1,11 @@
 // The host interface of the CUDA backend, without torch or CUDA headers, so that no compiler has to process
-// both. All functions throw std::runtime_error with CUDA's message if a call fails. None of them syncs with the
-// device. `stream` must belong to `device`.
+// both. All functions throw std::runtime_error with CUDA's message if a call fails. Only `has_arrived` can sync
+// with the device. `stream` must belong to `device`.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "decide.h"
@@ -37,5 +38,21 @@ void launch_scale(const std::vector<Entry>& entries, const Multipliers& multipli
 // Decides about a step and updates the state. One kernel of one block.
 void launch_decide(const ClipRequest& request, int32_t device, void* stream);
 void launch_decide(const GuardRequest& request, int32_t device, void* stream);
+
+// Pinned memory that a stream keeps for copies to the host. A slot that is released is free for its next copy.
+// Releasing takes no lock and calls nothing, as a forked process or one that ends does it, too.
+struct Slot {
+  void* memory = nullptr;
+  size_t bytes = 0;  // of the last copy
+};
+struct ReleaseSlot {
+  void operator()(Slot* slot) const;
+};
+using HeldSlot = std::unique_ptr<Slot, ReleaseSlot>;
+
+// Enqueues a copy into a slot. Null during graph capture, when there are no numbers yet.
+HeldSlot copy_to_host(const void* from, size_t bytes, int32_t device, void* stream);
+// Whether the copy is done; with `wait`, once it is.
+bool has_arrived(const Slot& slot, bool wait);
 
 }  // namespace gradstat

@@ -1,9 +1,11 @@
 // See launch_state.h. State is kept per device and stream, keyed by the stream's id, which unlike its address
-// is never reused. Per stream, a few kilobytes of tickets and uploaded tables are kept until the process ends.
+// is never reused. Per stream, tickets, uploaded tables and slots are kept until the process ends.
 #include "launch_state.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -31,11 +33,10 @@ class AllowMemoryCalls {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Pinned memory that a copy may still be reading.
-struct Staging {
-  void* memory = nullptr;
-  size_t bytes = 0;
-  cudaEvent_t copied = nullptr;
+struct OwnedSlot : Slot {
+  size_t capacity = 0;
+  cudaEvent_t copied = nullptr;  // recorded behind the last copy
+  std::atomic<bool> is_held{false};
 };
 
 struct StreamState {
@@ -44,7 +45,7 @@ struct StreamState {
   void* device_table = nullptr;
   size_t device_table_bytes = 0;
   std::vector<char> last;  // contents of device_table
-  std::vector<Staging> stagings;
+  std::deque<OwnedSlot> slots;
 };
 
 // Never destroyed, as CUDA may be shut down earlier at exit.
@@ -65,19 +66,19 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Returns pinned memory that no copy is reading. Allocates more instead of waiting.
-Staging& free_staging(StreamState& state, size_t bytes) {
-  for (Staging& staging : state.stagings) {
-    if (staging.bytes < bytes) continue;
-    if (cudaEventQuery(staging.copied) == cudaSuccess) return staging;
-    static_cast<void>(cudaGetLastError());  // clears "not ready", which later calls would report as an error
+// Returns a slot that nobody holds; for the host to write to, one that no copy uses. A copy from the device is
+// ordered behind the other copies of the stream. Allocates more instead of waiting.
+OwnedSlot& free_slot(StreamState& state, size_t bytes, bool host_writes) {
+  for (OwnedSlot& slot : state.slots) {
+    if (!slot.is_held && slot.capacity >= bytes && (!host_writes || has_arrived(slot, false))) return slot;
   }
-  Staging staging;
-  staging.bytes = bytes + bytes / 2;
-  check_cuda(cudaMallocHost(&staging.memory, staging.bytes), "allocating pinned memory");
-  check_cuda(cudaEventCreateWithFlags(&staging.copied, cudaEventDisableTiming), "creating an event");
-  state.stagings.push_back(staging);
-  return state.stagings.back();
+  const AllowMemoryCalls allow;
+  const size_t capacity = bytes + bytes / 2;
+  OwnedSlot& slot = state.slots.emplace_back();
+  check_cuda(cudaMallocHost(&slot.memory, capacity), "allocating pinned memory");
+  check_cuda(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming), "creating an event");
+  slot.capacity = capacity;  // before, it is of no use
+  return slot;
 }
 
 // Loads all kernels of a device once; returns how many blocks of the statistics and scale kernels it holds.
@@ -185,15 +186,40 @@ Uploaded upload(const std::vector<uint64_t>& words, void* workspace, int32_t dev
       state.device_table = allocate_forever(bytes + bytes / 2, device, "allocating a table");
       state.device_table_bytes = bytes + bytes / 2;
     }
-    Staging& staging = free_staging(state, bytes);
-    std::memcpy(staging.memory, words.data(), bytes);
-    check_cuda(cudaMemcpyAsync(state.device_table, staging.memory, bytes, cudaMemcpyHostToDevice, stream),
+    const OwnedSlot& slot = free_slot(state, bytes, true);
+    std::memcpy(slot.memory, words.data(), bytes);
+    check_cuda(cudaMemcpyAsync(state.device_table, slot.memory, bytes, cudaMemcpyHostToDevice, stream),
                "uploading a table");
-    check_cuda(cudaEventRecord(staging.copied, stream), "recording an event");
+    check_cuda(cudaEventRecord(slot.copied, stream), "recording an event");
     const auto* first = reinterpret_cast<const char*>(words.data());
     state.last.assign(first, first + bytes);
   }
   return {std::move(lock), state.device_table};
+}
+
+HeldSlot copy_to_host(const void* from, size_t bytes, int32_t device, void* stream_pointer) {
+  const OnDevice on_device(device);
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  if (is_capturing(stream)) return nullptr;
+  StreamState& state = state_of(device, stream);
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  OwnedSlot& slot = free_slot(state, bytes, false);
+  slot.bytes = bytes;
+  check_cuda(cudaMemcpyAsync(slot.memory, from, bytes, cudaMemcpyDeviceToHost, stream), "copying to the host");
+  check_cuda(cudaEventRecord(slot.copied, stream), "recording an event");
+  slot.is_held = true;
+  return HeldSlot(&slot);
+}
+
+void ReleaseSlot::operator()(Slot* slot) const { static_cast<OwnedSlot*>(slot)->is_held = false; }
+
+bool has_arrived(const Slot& slot, bool wait) {
+  const AllowMemoryCalls allow;
+  const cudaEvent_t copied = static_cast<const OwnedSlot&>(slot).copied;
+  const cudaError_t result = wait ? cudaEventSynchronize(copied) : cudaEventQuery(copied);
+  if (result != cudaErrorNotReady) check_cuda(result, "waiting for a copy");
+  static_cast<void>(cudaGetLastError());  // clears "not ready", which later calls would report as an error
+  return result == cudaSuccess;
 }
 
 }  // namespace gradstat

@@ -101,6 +101,31 @@ struct Cpu {
   }
 };
 
+// A device type of which only the tensors are read. Signatures differ from those of any library's own type.
+template <DLDeviceType kType>
+struct Described {
+  static constexpr DLDeviceType kDLPackType = kType;
+  static int32_t type() { return 64 + kType; }
+};
+
+// What kernels/_table.py needs of each tensor, the signature, and the dtype of the norm.
+template <DLDeviceType kType>
+PyObject* describe(PyObject*, PyObject* listed) {
+  using Caller = PythonCaller<Described<kType>>;
+  return translating_exceptions([&] {
+    Ref tensors;
+    Caller::read(listed, tensors);
+    const TensorList list = Caller::list(tensors);
+    std::vector<int64_t> words;
+    for (const Entry& entry : list.entries()) {
+      const int64_t kind = static_cast<int64_t>(entry.dtype) + (entry.is_pair ? 16 : 0);
+      words.insert(words.end(), {reinterpret_cast<int64_t>(entry.data), entry.values(), kind});
+    }
+    return Py_BuildValue("(y#Li)", words.data(), static_cast<Py_ssize_t>(words.size() * sizeof(int64_t)),
+                         list.signature(), static_cast<int>(list.norm_dtype()));
+  });
+}
+
 }  // namespace gradstat
 
 STABLE_TORCH_LIBRARY(gradstat, library) {
@@ -125,6 +150,8 @@ PyMODINIT_FUNC PyInit__C() {
                                   {"planned_parameters", planned_parameters, METH_O, nullptr},
                                   {"holds_exactly", holds_exactly, METH_VARARGS, nullptr},
                                   {"gradients_of", gradients_of, METH_O, nullptr},
+                                  {"describe_cpu", describe<kDLCPU>, METH_O, nullptr},
+                                  {"describe_cuda", describe<kDLCUDA>, METH_O, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
   return make_module<Cpu>("_C", methods);
 }

@@ -121,8 +121,9 @@ def _launched(
     if engine is not None and gradients.positions is not None:  # not in ``.grad``; same parameters on all ranks
         parameters, names = [parameters[i] for i in gradients.positions], labels.names
     measured = measure(
-        gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups
-    )
+        gradients.tensors, labels.of, backend, parameters=parameters, names=names, extra_groups=extra_groups,
+        to_host=True,
+    )  # fmt: skip
     return measured, functools.partial(report_of, labels, scale)
 
 
@@ -151,7 +152,7 @@ def check_tensors(tensors: Mapping[str, Tensor] | Iterable[Tensor] | Tensor, *, 
             raise TypeError(f"expected a tensor, or tensors in a mapping or sequence, got {type(tensors).__name__}")
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         names = [name_by_position(i) for i in range(len(listed))]
-    rows = HostRows(measure(listed, names.__getitem__, backend, over_ranks=False))
+    rows = HostRows(measure(listed, names.__getitem__, backend, over_ranks=False, to_host=True))
     return Report(lambda: names, rows.table(), rows.infos, what="tensor")
 
 

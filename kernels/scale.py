@@ -6,8 +6,9 @@ are processed in reverse order, because what the statistics kernel read last is 
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +20,6 @@ WARPS = 4
 LANES = tl.constexpr(32 * WARPS)
 UNROLL = tl.constexpr(4)
 CHUNK_VECTORS = tl.constexpr(_table.CHUNK_VECTORS)
-
-_UNSUPPORTED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 
 @triton.jit
@@ -114,38 +113,40 @@ def scale_kernel(table, multipliers, tensors, chunks, stride):
 _launch_scale = Launcher(scale_kernel, WARPS)
 
 
-def _split_repeated(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Splits the list so that no address occurs twice in a part. Parts have the list's length, with empty tensors."""
-    times_seen: Counter[int] = Counter()  # two programs must not write the same element
-    parts = []
-    for tensor in tensors:
-        address = tensor.data_ptr() if tensor.numel() else 0
-        parts.append(times_seen[address] if address else 0)
-        times_seen[address] += 1
-    last = max(parts)
-    if last == 0:
-        return [tensors]
-    return [
-        [t if part == k else t.new_empty(0) for t, part in zip(tensors, parts, strict=True)] for k in range(last + 1)
-    ]
+@functools.lru_cache(maxsize=16)
+def _passes(entries: bytes) -> list[bytes]:
+    """The entries, split so that no address occurs twice in a pass, with empty tensors in place of those of others."""
+    listed = np.frombuffer(entries, np.int64).reshape(-1, 3)
+    kinds = set(listed[:, 2].tolist())
+    unsupported = [str(_table.DTYPES[kind]) for kind in kinds if _table.FLOAT8_E4M3FN.value <= kind < _table.PAIR.value]
+    if unsupported:
+        names = ", ".join(sorted(unsupported))
+        raise NotImplementedError(f"the Triton kernels cannot scale {names}; convert to a wider type first")
+    passes: list[bytes] = []  # two programs must not write the same element
+    left = listed[:, 1].copy()
+    while left.any() or not passes:
+        occupied = np.flatnonzero(left)
+        first = occupied[np.unique(listed[occupied, 0], return_index=True)[1]]
+        now = listed * [1, 0, 1]
+        now[first] = listed[first]
+        left[first] = 0
+        passes.append(now.tobytes())
+    return passes
 
 
-def scale_(tensors: list[torch.Tensor], multipliers: torch.Tensor) -> None:
+def scale_(tensors: list[torch.Tensor], multipliers: torch.Tensor, entries: bytes | None = None) -> None:
     """As `gradstat._core.reference.scale_`. A tensor listed k times is scaled k times, in k launches.
 
     Tensors that share memory must be identical. Raises NotImplementedError for 8-bit floats, before any is changed.
+    ``entries`` may be given if they are known.
     """
     assert tensors, "expected at least one tensor"
     assert multipliers.dtype == torch.float64
     assert multipliers.shape in ((), (len(tensors),))
-    unsupported = _UNSUPPORTED.intersection(tensor.dtype for tensor in tensors)
-    if unsupported:
-        names = ", ".join(sorted(str(dtype) for dtype in unsupported))
-        raise NotImplementedError(f"the Triton kernels cannot scale {names}; convert to a wider type first")
     device = tensors[0].device
     with _table.on_device(device):
-        for part in _split_repeated(tensors):
-            table = _table.table_of(part)
+        for part in _passes(_table.entries_of(tensors) if entries is None else entries):
+            table = _table.table_of(part, device)
             _launch_scale(
                 device, table.chunks, (table.buffer,), multipliers, table.tensors, table.chunks, multipliers.dim()
             )

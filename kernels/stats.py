@@ -10,6 +10,7 @@ finishes the last group merges the rows of the groups. The merge order does not 
 
 from __future__ import annotations
 
+import math
 import threading
 
 import torch
@@ -50,6 +51,7 @@ assert {*_SUMMED, *_OTHERS} == {*_fields.NAMES}, 'a field has no lift here: CONT
 NAN_COUNT, INF_COUNT, ZERO_COUNT, SQ_SUM_LARGE, SQ_SUM_SMALL, MIN, MAX, FIRST_NONFINITE = (
     tl.constexpr(_fields.INDEX[name]) for name in _OTHERS
 )
+SQ_SUM = tl.constexpr(_fields.INDEX["sq_sum"])
 SUMMED = tl.constexpr(len(_SUMMED))
 SUM_COLUMNS = tl.constexpr(tuple(_fields.INDEX[name] for name in _SUMMED))
 SQUARES = tl.constexpr(_SUMMED.index("sq_sum"))
@@ -58,6 +60,7 @@ SUM_DEGREES = tl.constexpr(tuple(_fields.DEGREES[_fields.INDEX[name]] for name i
 # Chunks per group. All rows of a group are loaded at once, and so are the rows of all groups, so that merging waits
 # twice for memory, however many chunks there are.
 GROUP = tl.constexpr(128)
+NORM_ROWS = tl.constexpr(512)  # that the norm's program reads at a time
 MERGED_ROWS = tl.constexpr(128)
 COLUMNS = tl.constexpr(16)
 assert COLUMNS.value >= _fields.COUNT
@@ -499,7 +502,37 @@ def stats_kernel(table, rows, tickets, out, tensors, chunks):
                     _merge_rows(rows + first_chunk, chunks, GROUP, groups, row_of_tensor, 1)
 
 
+@triton.jit(do_not_specialize=["count", "infinity"])
+def norm_kernel(table, out, count, infinity, max_norm: tl.float64):
+    """One program. out: the multiplier that clips all tensors of a table together, and their norm; see norms.py."""
+    zero = tl.zeros((NORM_ROWS,), tl.float64)
+    nans, infs, squares, large, small, largest = zero, zero, zero, zero, zero, zero
+    for start in range(0, count, NORM_ROWS):
+        at = start + tl.arange(0, NORM_ROWS)
+        row = table + at * FIELD_COUNT
+        nans += tl.load(row + NAN_COUNT, mask=at < count, other=0.0)
+        infs += tl.load(row + INF_COUNT, mask=at < count, other=0.0)
+        squares += tl.load(row + SQ_SUM, mask=at < count, other=0.0)
+        large += tl.load(row + SQ_SUM_LARGE, mask=at < count, other=0.0)
+        small += tl.load(row + SQ_SUM_SMALL, mask=at < count, other=0.0)
+        least = tl.load(row + MIN, mask=at < count, other=0.0)
+        largest = tl.maximum(largest, tl.maximum(tl.load(row + MAX, mask=at < count, other=0.0), -least))
+    norm = tl.max(largest)
+    if infinity == 0:
+        ordinary, above, below = tl.sum(squares), tl.sum(large), tl.sum(small)
+        norm = tl.sqrt(ordinary + below / SMALL_SCALE / SMALL_SCALE)
+        norm = tl.where(ordinary > 0, norm, tl.sqrt(below) / SMALL_SCALE)
+        with_large = tl.sqrt(above + ordinary * LARGE_SCALE * LARGE_SCALE) / LARGE_SCALE
+        norm = tl.where(above > 0, with_large, norm)
+    norm = tl.where(tl.sum(infs) > 0, INF, norm)
+    norm = tl.where(tl.sum(nans) > 0, float("nan"), norm)
+    multiplier = max_norm / (norm + 1e-6)
+    tl.store(out, tl.where(multiplier > 1.0, 1.0, multiplier))
+    tl.store(out + 1, norm)
+
+
 _launch_stats = Launcher(stats_kernel, WARPS)
+_launch_norm = Launcher(norm_kernel, WARPS)
 _scratch: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
 _lock = threading.Lock()
 
@@ -524,13 +557,24 @@ def _scratch_for(table: _table.Table, device: torch.device) -> tuple[torch.Tenso
     return rows, tickets
 
 
-def stats(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The table of ``tensors``, at least one, all on one device, as `gradstat._core.tensors.readable` returns them."""
+def stats(tensors: list[torch.Tensor], entries: bytes | None = None) -> torch.Tensor:
+    """The table of ``tensors``, at least one, all on one device, as `gradstat._core.tensors.readable` returns them.
+
+    ``entries`` may be given if they are known.
+    """
     assert tensors, "expected at least one tensor"
     device = tensors[0].device
     with _table.on_device(device):
-        table = _table.table_of(tensors)
+        table = _table.table_of(_table.entries_of(tensors) if entries is None else entries, device)
         rows, tickets = _scratch_for(table, device)
         out = torch.empty((table.tensors, _fields.COUNT), dtype=torch.float64, device=device)
         _launch_stats(device, table.chunks, (table.buffer, rows, tickets, out), table.tensors, table.chunks)
+    return out
+
+
+def norm(table: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+    """``[2]`` float64: the multiplier that clips the tensors of a table together, and their norm, of order 2 or inf."""
+    out = table.new_empty(2)
+    with _table.on_device(table.device):
+        _launch_norm(table.device, 1, (table, out), len(table), int(norm_type == math.inf), max_norm)
     return out

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("baseline", "avx2", "avx512")
 # Tests that run the CUDA code on the host; tests of guards and clip decisions, for any backend.
-HOST_TESTS = ("cuda_on_host", "cuda_launchers")
+HOST_TESTS = ("cuda_on_host", "cuda_launchers", "cuda_module")
 DECISIONS = ("guard", "decide")
 # Selects the tests that run the compiled CPU library.
 COMPILED = ("-k", "not (triton or emulated or reference- or reference])")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradstat import _fields
-from gradstat._core import native
+from gradstat._core import native, norms
 from gradstat._core.native import BackendUnavailableError, DeviceModule
 from gradstat._core.tensors import contiguous_for_update, units_of
 from gradstat._core.warn import warn_user
@@ -106,6 +107,58 @@ class NativeKernels(Kernels):
             torch.ops.gradstat.scale_units_.default(targets, multipliers)
 
 
+class TritonModule:
+    """The Triton kernels for lists that ``describe`` of ``_C`` finds ordinary; else functions return None."""
+
+    def __init__(self, describe: Callable[[list[Tensor]], tuple[bytes, int, int] | None]) -> None:
+        from gradstat.kernels import _table, scale, stats
+
+        self._describe, self._dtypes = describe, _table.DTYPES
+        self._stats, self._norm, self._scale_ = stats.stats, stats.norm, scale.scale_
+
+    def _measured(self, tensors: list[Tensor]) -> tuple[Tensor, int, torch.dtype] | None:
+        described = self._describe(tensors)
+        if described is None:
+            return None
+        return self._stats(tensors, described[0]), described[1], self._dtypes[described[2]]
+
+    def check(self, tensors: list[Tensor]) -> tuple[Tensor, int] | None:
+        measured = self._measured(tensors)
+        return measured and measured[:2]
+
+    def measure_norm(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor] | None:
+        measured = self._measured(tensors)
+        if measured is None:
+            return None
+        decided = self._norm(measured[0], max_norm, norm_type)
+        return decided[1].to(measured[2]), decided
+
+    def clip_(self, tensors: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        measured = self.measure_norm(tensors, max_norm, norm_type)
+        if measured is not None and max_norm != math.inf:
+            self.scale_(tensors, measured[1])
+        return measured and measured[0]
+
+    def measure_step(self, tensors: list[Tensor], max_norm: float, _: float, *rest: Any) -> tuple[Any, ...] | None:
+        measured = self._measured(tensors)
+        if measured is None:
+            return None
+        decided = norms.decide(measured[0], norms.StepRequest(max_norm, *rest))
+        return *measured[:2], decided.norm.to(measured[2]), decided.scaling, decided.verdict
+
+    def scale_(self, tensors: list[Tensor], multiplier: Tensor) -> bool:
+        return self.scale_each_(tensors, multiplier.reshape(-1)[0])
+
+    def scale_each_(self, tensors: list[Tensor], multipliers: Tensor) -> bool:
+        described = self._describe(tensors)
+        if described is not None:
+            self._scale_(tensors, multipliers, described[0])
+        return described is not None
+
+    def unscale_(self, tensors: list[Tensor], factor: Tensor) -> tuple[Tensor, int] | None:
+        return self.check(tensors) if self.scale_(tensors, factor.to(torch.float64)) else None
+
+
 def _require_numbers(numbers: Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
     if numbers.dtype != dtype:
         raise RuntimeError(f"multipliers must be {dtype}, got {numbers.dtype}")
@@ -137,7 +190,10 @@ def _load_triton(device_type: str) -> Kernels:
         import gradstat.kernels.stats as stats_module
     except ImportError as error:
         raise BackendUnavailableError(f"Triton cannot be imported ({error}). `pip install triton`.") from error
-    return Kernels(stats_module.stats, scale_module.scale_)
+    kernels, helpers = Kernels(stats_module.stats, scale_module.scale_), native.helpers()
+    if helpers is not None and device_type != "xpu":
+        kernels.direct = TritonModule(getattr(helpers, f"describe_{device_type}"))  # type: ignore[assignment]
+    return kernels
 
 
 def _load_reference(device_type: str) -> Kernels:

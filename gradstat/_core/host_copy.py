@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from gradstat._core import native
 
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # called in every check; None outside transforms
 
@@ -46,41 +49,65 @@ def refuse_capture(device: torch.device, what: str) -> None:
 class HostCopy:
     """An asynchronous copy of a tensor to pinned host memory, enqueued behind the kernel that fills the tensor."""
 
-    __slots__ = ("_event", "_host", "needs_copy")
+    __slots__ = ("_form", "_host", "_receive", "needs_copy")
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values."""
+    def __init__(self, tensor: Tensor, receive: native.Receive | None = None) -> None:
+        """``receive``: of the copy, if the launch that fills the tensor began it.
+
+        Raises RuntimeError if ``tensor`` belongs to a torch.func transform and so has no concrete values.
+        """
         if peek_interpreter_stack() is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise RuntimeError(
                 "inside a torch.func transform (grad, vmap, jvp, functionalize) numbers cannot be copied to the host; "
                 "check what the transform returns, or measure with gradstat.stats, whose table is a tensor"
             )
-        self._event: torch.cuda.Event | None = None
-        # Whether there is a copy to wait for.
-        self.needs_copy = tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
-        if self.needs_copy:
-            # torch's caching host allocator reuses pinned blocks, so this allocates nothing in steady state, and it
-            # keeps the block until the copy is done.
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            with torch.cuda.device(tensor.device):
-                self._host.copy_(tensor, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-        else:
-            # A CPU tensor needs no copy. During graph capture there are no values yet: they are copied on request,
-            # after a replay.
-            self._host = tensor
+        if receive is None and tensor.is_cuda:
+            library = native.cuda_copies()
+            receive = _receive_by_torch(tensor) if library is None else library.to_host(tensor)
+        self._receive = receive
+        # Whether there is a copy to wait for. A CPU tensor needs none. During graph capture there are no values yet:
+        # they are copied on request, after a replay.
+        self.needs_copy = receive is not None
+        self._host: Any = None if self.needs_copy else tensor
+        self._form = tensor.shape, tensor.dtype
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Never waits itself."""
-        return self._event is None or self._event.query()
+        return self._arrives(False)
 
     def wait(self) -> Any:
         """The values as a NumPy array; waits for the copy."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
-        # Without a pinned copy, .cpu() waits for the device.
-        return (self._host if self._host.is_cpu else self._host.cpu()).numpy()
+        self._arrives(True)
+        if isinstance(self._host, Tensor):
+            return (self._host if self._host.is_cpu else self._host.cpu()).numpy()  # .cpu() waits for the device
+        return self._host
+
+    def _arrives(self, wait: bool) -> bool:
+        receive = self._receive
+        if receive is not None:
+            numbers = receive(wait)
+            if numbers is None:
+                return False
+            shape, dtype = self._form
+            self._host, self._receive = np.frombuffer(numbers, _NUMPY[dtype]).reshape(shape), None
+        return True
+
+
+_NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.int64: np.int64}
+
+
+def _receive_by_torch(tensor: Tensor) -> native.Receive | None:
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    host = tensor.to("cpu", non_blocking=True)  # to pinned memory, which torch keeps until the copy is done
+    event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def receive(wait: bool) -> Any:
+        if wait:
+            event.synchronize()
+        return host.numpy() if wait or event.query() else None
+
+    return receive
 
 
 class DeviceState:

@@ -45,6 +45,7 @@ def measure(
     over_ranks: bool = True,
     in_place: bool = False,
     reduce_to: Literal["rows", "total", "sums"] = "rows",
+    to_host: bool = False,
 ) -> Measurement:
     """The rows of ``tensors``, without waiting for a device; one launch per device.
 
@@ -57,11 +58,12 @@ def measure(
     parameters, or else of the tensors, which ranks compare. With ``over_ranks=False``, rows of distributed tensors are
     those of this rank's shards. ``in_place`` refuses tensors that cannot be multiplied in place, before anything is
     measured, and tells the other ranks. For smaller and fewer reductions of distributed tensors, ``reduce_to`` limits
-    the result to the total, with the extremes of complex elements' moduli, or to the total's summed fields.
+    the result to the total, with the extremes of complex elements' moduli, or to the total's summed fields. With
+    ``to_host`` the launch also begins the copy that `HostRows` needs, if it can.
     """
     is_awaited = extra_groups is not None or (not tensors and parameters is not None and is_distributed(parameters))
     if not is_awaited:
-        measured = measure_directly(tensors, name_of, backend, step)
+        measured = measure_directly(tensors, name_of, backend, step, to_host)
         if measured is not None:
             return measured
     with torch.no_grad():
@@ -141,7 +143,7 @@ def norm_of(
 
 
 def measure_directly(
-    tensors: list[Any], name_of: NameOf, backend: str | None, step: StepRequest | None = None
+    tensors: list[Any], name_of: NameOf, backend: str | None, step: StepRequest | None = None, to_host: bool = False
 ) -> Measurement | None:
     """`measure` for ordinary tensors on one device, or an empty list; None, with nothing done, for other tensors."""
     if not tensors:
@@ -150,8 +152,11 @@ def measure_directly(
     if direct is None:
         return None
     if step is None:
-        checked = direct.check(tensors)
-        return None if checked is None else Measurement([checked[0]], None, infos_of(tensors, checked[1]))
+        checked = (getattr(direct, "check_to_host", direct.check) if to_host else direct.check)(tensors)
+        if checked is None:
+            return None
+        table, signature, *receive = checked
+        return Measurement([table], None, infos_of(tensors, signature), receive=receive[0] if receive else None)
     decided = direct.measure_step(tensors, step.max_norm, 2.0, step.loss_scale, step.counters)
     if decided is None:
         return None

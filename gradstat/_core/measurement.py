@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradstat import _fields
 from gradstat._core.host_copy import HostCopy
+from gradstat._core.native import Receive
 from gradstat._core.norms import Decision
 from gradstat._core.tensors import TensorInfo, by_device, to_device
 
@@ -32,6 +33,7 @@ class Measurement(NamedTuple):
     # 0-d float64: ranks that could not measure, Inf if ranks have other tensors; None if no tensor is distributed.
     failed: Tensor | None = None
     decision: Decision | None = None  # the decision about a step, if one was requested
+    receive: Receive | None = None  # of a copy of the only table to the host, if its launch began it
 
     @classmethod
     def joined(cls, rows: Sequence[Tensor], infos: Sequence[TensorInfo]) -> Measurement:
@@ -74,7 +76,7 @@ class HostRows:
     __slots__ = ("_copies", "_failed", "_order", "_total", "infos")
 
     def __init__(self, measurement: Measurement) -> None:
-        self._copies = list(map(HostCopy, measurement.tables))
+        self._copies = [HostCopy(table, measurement.receive) for table in measurement.tables]
         self._order = measurement.order
         self._total = None if measurement.total is None else HostCopy(measurement.total)
         self._failed = None if measurement.failed is None else HostCopy(measurement.failed)

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ class StaleExtensionError(BackendUnavailableError):
     """The compiled extension was built from another version of the sources."""
 
 
+# Of a copy to the host: returns a buffer, for which it waits if True; else None until it has arrived. Once the function
+# is dropped, its pinned memory serves another copy.
+Receive: TypeAlias = Callable[[bool], Any]
+
+
 class DeviceModule(Protocol):
     """The functions that both libraries have (csrc/python_ops.h), with the arguments of the schemas in csrc/ops_impl.h.
 
@@ -43,8 +48,6 @@ class DeviceModule(Protocol):
 
     check: Callable[[list[Tensor]], tuple[Tensor, int] | None]  # table and signature
     clip_: Callable[[list[Tensor], float, float], Tensor | None]  # the norm before clipping
-    decide_clip_: Callable[..., Tensor | None]  # the multipliers, then the norm
-    guard_: Callable[..., Tensor | None]  # the verdict
     measure_norm: Callable[[list[Tensor], float, float], tuple[Tensor, Tensor] | None]  # the second is for `scale_`
     # Table, signature, norm, [multiplier, norm] as float64, verdict (csrc/entry.h).
     measure_step: Callable[..., tuple[Tensor, int, Tensor, Tensor, Tensor] | None]
@@ -61,13 +64,18 @@ class CpuModule(DeviceModule, Protocol):
     planned_parameters: Callable[[object], list[Tensor] | None]
     holds_exactly: Callable[[list[dict[str, Any]], list[Tensor]], bool]
     gradients_of: Callable[[list[Tensor]], tuple[list[Tensor], list[int] | None, list[int] | None]]
+    # Entries of kernels/_table.py, signature, kind of the norm; None if the tensors are not ordinary.
+    describe_cpu: Callable[[list[Tensor]], tuple[bytes, int, int] | None]
+    describe_cuda: Callable[[list[Tensor]], tuple[bytes, int, int] | None]
 
 
 class CudaModule(DeviceModule, Protocol):
-    """``_C_cuda``: also the architectures it was compiled for, and whether a device can run it."""
+    """``_C_cuda``: also the architectures it was compiled for, whether a device can run it, and copies to the host."""
 
     architectures: Callable[[], str]
     load_kernels: Callable[[int], None]  # RuntimeError, with CUDA's reason, if the device with this index cannot
+    to_host: Callable[[Tensor], Receive | None]  # begins a copy, except during graph capture
+    check_to_host: Callable[[list[Tensor]], tuple[Tensor, int, Receive | None] | None]  # `check`, and that of the table
 
 
 def library_path(name: str, package: Path = _PACKAGE) -> Path | None:
@@ -128,6 +136,15 @@ def _is_loaded(device_type: str) -> bool:
 
 # Evaluated at trace time. torch.compiler.assume_constant_result sets the same attribute, but takes seconds to import.
 _is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def cuda_copies() -> CudaModule | None:
+    """``_C_cuda`` for its copies to the host, which plain torch makes in more calls; None if it does not load."""
+    try:
+        return load_cuda()
+    except BackendUnavailableError:
+        return None
 
 
 @functools.cache

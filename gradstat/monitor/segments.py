@@ -93,7 +93,7 @@ def measure_segments(
     is_awaited = extra_groups is not None or (
         parameters is not None and segments[0].positions == [] and is_distributed(parameters)
     )
-    measured = None if is_awaited else measure_directly(tensors, lambda i: _name_of(segments, i), backend)
+    measured = None if is_awaited else measure_directly(tensors, lambda i: _name_of(segments, i), backend, to_host=True)
     if measured is not None:
         return [PendingRows(segments, measured, reduce_to)]
     parts = []

@@ -1,6 +1,6 @@
 """Limits on the costs of checks and clips on a GPU: memory, compilations, ordering. Runs alone: it reads free memory.
 
-Without a GPU test_cuda_launchers.py tests the same limits with a stand-in for CUDA's runtime.
+Without a GPU test_cuda_launchers.py and test_cuda_module.py test them with a stand-in for CUDA's runtime.
 """
 
 import pytest

@@ -193,8 +193,9 @@ LAYERS = {
     """,
     "gradstat._core": """
         text
-        | files importing warn compiling collectives nested wrappers norms tensors host_copy engines announce
-        | native reference saved hooks | backends parameters | measurement agreement | sharded | measure | __init__
+        | files importing warn compiling collectives nested wrappers norms tensors engines announce
+        | native reference saved hooks | backends parameters host_copy
+        | measurement agreement | sharded | measure | __init__
     """,
     "gradstat.monitor": """
         unwatched options policies actions segments flight_file endings

@@ -6,19 +6,24 @@ Without a GPU they run in Triton's interpreter, which is slow: sizes stay near t
 import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
-from helpers.devices import DEVICES
+from helpers.cuda_counts import Operations
+from helpers.devices import DEVICES, parameters_with
 from helpers.exact import COMPLEX, FLOAT8, REAL, assert_rows_match
 from test_conformance import random
+from torch.utils._python_dispatch import _disable_current_modes
 
+import gradstat
+from gradstat._core import backends, norms
 from gradstat.kernels import _table
 from gradstat.kernels import stats as stats_module
 from gradstat.kernels._table import Launcher
 from gradstat.kernels.scale import scale_, scale_kernel
-from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, stats, stats_kernel
+from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, norm, norm_kernel, stats, stats_kernel
 
 # The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
 pytestmark = [
@@ -34,6 +39,10 @@ CHUNK_BYTES = STEPS_PER_CHUNK * STEP_BYTES
 
 
 by_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+
+
+def table_of(tensor: torch.Tensor) -> _table.Table:
+    return _table.table_of(_table.entries_of([tensor]), tensor.device)
 
 
 def check(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -96,7 +105,7 @@ def test_chunks_double_for_huge_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_table, "MAX_CHUNKS", 2)
     x = random(5 * CHUNK_BYTES // 4 + 9, torch.float32, DEVICE)[1:]
     x[-3] = math.nan
-    table = _table.table_of([x])
+    table = table_of(x)
     assert table.chunks == 2
     check([x])
     expected = x * 0.5
@@ -106,9 +115,9 @@ def test_chunks_double_for_huge_tensors(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tables_are_kept() -> None:
     x = random(100, torch.float32, DEVICE)
-    assert _table.table_of([x]) is _table.table_of([x])
-    assert _table.table_of([x]) is not _table.table_of([x[:50]])
-    assert _table.table_of([x]) is not _table.table_of([x.view(torch.bfloat16)])
+    assert table_of(x) is table_of(x)
+    assert table_of(x) is not table_of(x[:50])
+    assert table_of(x) is not table_of(x.view(torch.bfloat16))
 
 
 def test_sources_of_captured_uploads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +218,39 @@ def test_scale_refuses_float8(dtype: torch.dtype) -> None:
     with pytest.raises(NotImplementedError, match=str(dtype)):
         scale_([x, torch.zeros(4, device=DEVICE).to(dtype)], torch.tensor(0.5, dtype=torch.float64, device=DEVICE))
     assert torch.equal(x, torch.ones_like(x))
+
+
+def test_a_clip_is_four_launches_and_the_same_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, launched, call = backends.resolve("triton", DEVICE.type), [], Launcher.__call__
+
+    def launch(self: Launcher, *given: Any) -> None:
+        launched.append(self.kernel)
+        with _disable_current_modes():  # the interpreter computes with torch
+            call(self, *given)
+
+    monkeypatch.setattr(Launcher, "__call__", launch)
+    tensors, results = [random(99, dtype, DEVICE) for dtype in (torch.float32, torch.bfloat16, torch.complex64)], []
+    for direct in (kernels.direct, None):
+        monkeypatch.setattr(kernels, "direct", direct)
+        parameters = parameters_with(tensor.clone() for tensor in tensors)
+        with Operations() as operations:
+            norm = gradstat.clip_grad_norm_(parameters, 0.1, backend="triton")
+        results.append([norm, *(parameter.grad for parameter in parameters)])
+        if direct is not None:
+            assert [name for name in operations.names if "empty" not in name] == ["aten::_to_copy"]
+            assert launched == [stats_kernel, norm_kernel, scale_kernel]
+    torch.testing.assert_close(*results, rtol=1e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_the_norm_of_many_rows_is_that_of_plain_torch(norm_type: float) -> None:
+    """Also of large and small elements, and of NaN and Inf, which take precedence in this order."""
+    rows = stats([random(5, torch.float64, DEVICE) for _ in range(3)]).repeat(400, 1)
+    for scale in (1.0, 2.0**500, 2.0**-520):
+        table = stats([random(9, torch.float64, DEVICE) * scale, torch.zeros(0, dtype=torch.float64, device=DEVICE)])
+        for bad in ((), (math.inf,), (math.inf, math.nan)):
+            nonfinite = [stats([torch.tensor([value], device=DEVICE)]) for value in bad]
+            every = torch.cat([rows, table, *nonfinite])
+            expected = norms.total_norm(every, norm_type)
+            expected = torch.stack([norms.clip_multiplier(expected, 0.1), expected])
+            torch.testing.assert_close(norm(every, 0.1, norm_type), expected, rtol=1e-14, atol=0.0, equal_nan=True)

@@ -1,6 +1,6 @@
 // A C interface to the launchers and kernels, over a replacement of CUDA's runtime, for
-// tests/helpers/cuda_on_cpu.py and tests/cuda_on_cpu/test_cuda_launchers.py. Complex tensors are passed as
-// pairs.
+// tests/helpers/cuda_on_cpu.py, module.cpp and tests/cuda_on_cpu/test_cuda_launchers.py. Complex tensors are
+// passed as pairs.
 #include "cuda_on_host.h"
 //
 #include "launch_state.cpp"
@@ -29,6 +29,7 @@ std::vector<Entry> entries_of(int64_t count, const uint64_t* addresses, const in
 }
 
 std::string last_error;
+FakeStream* current = nullptr;
 
 template <class Call>
 int32_t translating_exceptions(const Call& call) {
@@ -93,10 +94,27 @@ int64_t bytes_allocated() { return fake.bytes; }
 int64_t stats_bytes(TENSORS) { return stats_workspace_bytes(ENTRIES, 0); }
 int64_t scale_bytes(TENSORS) { return scale_workspace_bytes(ENTRIES, 0); }
 
-// allocations, pinned allocations, copies, fills, launches
+// In the order of COUNTERS in test_cuda_launchers.py.
 void counters(int64_t* out) {
-  const int64_t now[] = {fake.allocations, fake.pinned_allocations, fake.copies, fake.fills, fake.launches};
+  const int64_t now[] = {fake.allocations, fake.pinned_allocations, fake.copies,
+                         fake.fills,       fake.launches,           fake.records,
+                         fake.waits,       fake.devices_set};
   std::copy(std::begin(now), std::end(now), out);
+}
+
+// As aoti_torch_get_current_cuda_stream.
+int32_t fake_current_stream(int32_t /*device*/, void** stream) { return *stream = current, 0; }
+void set_stream(FakeStream* stream) {
+  current = stream;
+  fake.runs_at_once = stream != nullptr;
+}
+
+// Copies to the host and back.
+int32_t copy_over(const void* from, int64_t bytes, FakeStream* stream, int32_t device, void* to) {
+  return translating_exceptions([&] {
+    const HeldSlot slot = copy_to_host(from, bytes, device, stream);
+    if (has_arrived(*slot, true)) std::memcpy(to, slot->memory, slot->bytes);
+  });
 }
 
 int32_t start_scale(FakeStream* stream, int32_t device, TENSORS, const double* multipliers, int64_t stride) {

@@ -23,7 +23,8 @@ import gradstat
 from gradstat import _fields
 from gradstat._core import backends
 
-COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches")
+COUNTERS = ("allocations", "pinned_allocations", "copies", "fills", "launches", "records", "waits", "devices_set")
+ONE_SLOT = {"pinned_allocations": 1, "allocations": 1}  # the latter for its event
 NO_STEP = None, None, None  # loss scale, verdict and counters: no decision about an optimizer step
 
 
@@ -158,7 +159,7 @@ def test_a_table_is_uploaded_only_when_it_changed(library: ctypes.CDLL) -> None:
     assert counts_since(library, before) == {"launches": 4}
     after = stream.stats(many)
     others = stream.stats(tensors(2000, 50, 9))  # as many and as large, at other addresses
-    assert counts_since(library, before) == {"pinned_allocations": 1, "copies": 1, "launches": 6}
+    assert counts_since(library, before) == ONE_SLOT | {"copies": 1, "records": 1, "launches": 6}
     originals = [t.copy() for t in many]
     stream.synchronize()
     for result in (first, *again):
@@ -178,7 +179,7 @@ def test_pending_tables_are_not_overwritten(library: ctypes.CDLL) -> None:
     before = counts(library)
     results = [stream.stats(some) for some in lists[:2]]
     stream.synchronize()
-    assert counts_since(library, before) == {"copies": 2, "launches": 2}
+    assert counts_since(library, before) == {"copies": 2, "records": 2, "launches": 2}
     for result in results:
         result.assert_correct()
 

@@ -2,12 +2,22 @@
 
 import ctypes
 import fcntl
+import importlib.util
+import operator
 import os
 import subprocess
+import sysconfig
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "tests" / "cuda_on_cpu"
+INCLUDED = SOURCES / "runtime", ROOT / "csrc", SOURCES
+COMMON = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing", "-fPIC"]
+COMMON += ["-shared", "-fno-gnu-unique"]
+# Flags for sanitizers and coverage, as in setup.py.
+COMMON += os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
 
 
 def build(folder: Path) -> ctypes.CDLL:
@@ -16,6 +26,28 @@ def build(folder: Path) -> ctypes.CDLL:
     with (folder / "launchers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return loaded(made if made.exists() else compiled("launchers.cpp", folder))
+
+
+def module(launchers: Path) -> Any:
+    """The extension module of tests/cuda_on_cpu/module.cpp, over a library of launchers; made beside it."""
+    import torch
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    target = launchers.with_name("module.so")
+    with launchers.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            flags = [*COMMON, "-fvisibility=hidden", *(f"-I{path}" for path in INCLUDED), str(SOURCES / "module.cpp")]
+            flags += [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+            flags += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000", "-DUSE_CUDA"]
+            flags += [str(launchers), *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
+            subprocess.run(["g++", *flags, "-Wl,-rpath,$ORIGIN", "-o", str(target)], check=True)
+    spec = importlib.util.spec_from_loader("_C_cuda", ExtensionFileLoader("_C_cuda", str(target)))
+    assert spec is not None
+    made, of = importlib.util.module_from_spec(spec), torch.Tensor
+    api = of.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+    made.use_exchange(api, of, torch.nn.Parameter, of.is_conj, of.is_neg, operator.attrgetter("is_sparse"))
+    return made
 
 
 def loaded(path: Path) -> ctypes.CDLL:
@@ -30,11 +62,8 @@ def loaded(path: Path) -> ctypes.CDLL:
 def compiled(source: str, folder: Path, csrc: Path = ROOT / "csrc") -> Path:
     """Compiles a file of tests/cuda_on_cpu, or one elsewhere, to a shared library."""
     target = folder / f"{Path(source).stem}.so"
-    flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    flags = [*COMMON, "-Wno-unknown-pragmas", "-fsanitize=alignment"]
     flags += ["-Wno-uninitialized"]  # a Share is initialized by its first vector, which g++ does not see
-    flags += ["-fno-strict-aliasing", "-fPIC", "-shared", "-fno-gnu-unique", "-fsanitize=alignment"]
-    flags += [f"-I{path}" for path in (SOURCES / "runtime", csrc, SOURCES)]
-    # Flags for sanitizers and coverage, as in setup.py.
-    flags += os.environ.get("GRADSTAT_INSTRUMENTATION", "").split()
+    flags += [f"-I{path}" for path in (csrc, *INCLUDED)]
     subprocess.run(["g++", *flags, str(SOURCES / source), "-o", str(target)], check=True)
     return target

@@ -37,9 +37,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
 
     begin = HostCopy.__init__
 
-    def recorded(arrival: HostCopy, tensor: torch.Tensor) -> None:
+    def recorded(arrival: HostCopy, *given: Any) -> None:
         SEEN.append(stack[-1])
-        begin(arrival, tensor)
+        begin(arrival, *given)
 
     monkeypatch.setattr(HostCopy, "__init__", recorded)
     monkeypatch.setattr(torch.cuda, "stream", stream)

@@ -64,6 +64,12 @@ GATES = (
         warps=stats.WARPS,
     ),
     Gate(
+        stats.norm_kernel,
+        {"table": "*fp64", "out": "*fp64", "count": "i32", "infinity": "i32", "max_norm": "fp64"},
+        loops=(),
+        warps=stats.WARPS,
+    ),
+    Gate(
         scale.scale_kernel,
         {"table": "*i64", "multipliers": "*fp64", "tensors": "i32", "chunks": "i32", "stride": "i32"},
         loops=((scale._scale_chunk, "tl.store(target, _scaled(tl.load(target), multiplier))", 4 * scale.UNROLL.value),),

@@ -1,12 +1,17 @@
 // A replacement for CUDA's runtime, to test the launchers on the CPU. Work in a stream runs when the stream is
-// synchronized, not before, so that memory reused too early is detected. Work in a captured stream goes into a
-// graph instead. Counts allocations, copies, fills and launches.
+// synchronized, not before, so that memory reused too early is detected; or with `runs_at_once`, for torch's
+// memory, at once except for what the host sees. Work in a captured stream goes into a graph instead. Counts
+// calls.
 #pragma once
+
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -15,17 +20,20 @@
 enum cudaError_t {
   cudaSuccess,
   cudaErrorMemoryAllocation,
+  cudaErrorInitializationError,
   cudaErrorNotReady,
   cudaErrorStreamCaptureUnsupported
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 constexpr unsigned cudaEventDisableTiming = 2;
 
+struct FakeStream;
 struct FakeEvent {
   bool done = true;
+  FakeStream* stream = nullptr;
 };
 using cudaEvent_t = FakeEvent*;
 
@@ -36,35 +44,51 @@ struct FakeStream {
   FakeWork queue, graph;
   bool capturing = false;
 
-  void add(std::function<void()> work) { (capturing ? graph : queue).push_back(std::move(work)); }
-  void synchronize() {
-    for (const auto& work : std::exchange(queue, {})) work();
-  }
+  void add(std::function<void()> work, bool is_seen_by_host = false);
+  void synchronize();
 };
 using cudaStream_t = FakeStream*;
 
 struct FakeRuntime {
+  std::recursive_mutex mutex;
   int64_t allocations = 0, pinned_allocations = 0, copies = 0, fills = 0, launches = 0, bytes = 0;
+  int64_t records = 0, waits = 0, devices_set = 0;
   int64_t seed = 0;
-  int failures_left = 0;    // number of allocations to refuse
+  int failures_left = 0;    // number of allocations and copies to the host to refuse
   int capturing = 0;        // number of streams being captured
   int blocks_that_fit = 3;  // per multiprocessor
   uint32_t last_blocks = 0;
-  bool runs_kernels = true;                                  // else launches are only counted
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;  // of the only thread
-  std::set<const void*> loaded;                              // loaded kernels
+  bool runs_kernels = true;  // else launches are only counted
+  bool runs_at_once = false;
+  std::set<const void*> loaded;  // loaded kernels
+  static inline thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
+  const pid_t process = getpid();
+  bool is_forked() const { return getpid() != process; }
+  bool fails() { return failures_left > 0 && failures_left-- > 0; }
   bool refuses_unsafe_calls() const { return capturing > 0 && mode != cudaStreamCaptureModeRelaxed; }
 };
 inline FakeRuntime fake;
+using FakeLock = std::lock_guard<std::recursive_mutex>;
+
+inline void FakeStream::add(std::function<void()> work, bool is_seen_by_host) {
+  const FakeLock lock(fake.mutex);
+  if (fake.runs_at_once && !capturing && !is_seen_by_host) return work();
+  (capturing ? graph : queue).push_back(std::move(work));
+}
+inline void FakeStream::synchronize() {
+  const FakeLock lock(fake.mutex);
+  for (const auto& work : std::exchange(queue, {})) work();
+}
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
-                                                    : "out of memory";
+  return error == cudaErrorInitializationError        ? "initialization error"
+         : error == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing"
+                                                      : "out of memory";
 }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return ++fake.devices_set, cudaSuccess; }
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return std::swap(*mode, fake.mode), cudaSuccess;
 }
@@ -73,8 +97,9 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int device
   constexpr int kMultiprocessors[] = {2, 1, 5, 256};
   return *value = kMultiprocessors[device], cudaSuccess;
 }
+// As all calls do in a forked process.
 inline cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
-  return *id = stream->id, cudaSuccess;
+  return *id = stream->id, fake.is_forked() ? cudaErrorInitializationError : cudaSuccess;
 }
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
@@ -83,8 +108,9 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
 
 // New memory is filled with a pattern, so that it is never zero by chance.
 inline cudaError_t fake_allocate(void** memory, size_t bytes, int64_t& counter) {
+  const FakeLock lock(fake.mutex);
   if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
-  if (fake.failures_left > 0 && fake.failures_left-- > 0) return cudaErrorMemoryAllocation;
+  if (fake.fails()) return cudaErrorMemoryAllocation;
   ++counter;
   fake.bytes += static_cast<int64_t>(bytes);
   *memory = std::memset(std::aligned_alloc(256, (bytes + 255) / 256 * 256), 0xa5, bytes);
@@ -102,21 +128,45 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
   stream->add([=] { std::memset(memory, value, bytes); });
   return cudaSuccess;
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                                    cudaStream_t stream) {
+  const FakeLock lock(fake.mutex);
+  if (kind == cudaMemcpyDeviceToHost && fake.fails()) return cudaErrorMemoryAllocation;
   ++fake.copies;
-  stream->add([=] { std::memcpy(to, from, bytes); });
+  if (kind == cudaMemcpyDeviceToHost) {
+    auto read = std::make_shared<std::vector<char>>(bytes);
+    stream->add([=] { std::memcpy(read->data(), from, bytes); });
+    stream->add([=] { std::memcpy(to, read->data(), bytes); }, true);
+  } else {
+    stream->add([=] { std::memcpy(to, from, bytes); });
+  }
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  ++fake.allocations;
   return *event = new FakeEvent, cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  const FakeLock lock(fake.mutex);
+  ++fake.records;
   event->done = false;
-  stream->add([=] { event->done = true; });
+  event->stream = stream;
+  stream->add([=] { event->done = true; }, true);
   return cudaSuccess;
 }
-inline cudaError_t cudaEventQuery(cudaEvent_t event) { return event->done ? cudaSuccess : cudaErrorNotReady; }
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (fake.is_forked()) return cudaErrorInitializationError;
+  if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
+  return event->done ? cudaSuccess : cudaErrorNotReady;
+}
+inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (fake.is_forked()) return cudaErrorInitializationError;
+  if (fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
+  const FakeLock lock(fake.mutex);
+  ++fake.waits;
+  if (!event->done) event->stream->synchronize();
+  return cudaSuccess;
+}
 
 struct cudaFuncAttributes {};
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
@@ -144,6 +194,7 @@ auto bound(void (*kernel)(Arguments...), void** pointers, std::index_sequence<kP
 
 template <class... Arguments>
 cudaError_t fake_launch(const cudaLaunchConfig_t* config, void (*kernel)(Arguments...), void** pointers) {
+  const FakeLock lock(fake.mutex);
   FakeStream* const stream = config->stream;
   const bool was_loaded = fake.loaded.count(reinterpret_cast<const void*>(kernel)) > 0;
   if (!was_loaded && fake.refuses_unsafe_calls()) return cudaErrorStreamCaptureUnsupported;
