@@ -17,8 +17,8 @@ from gradstat.bench.machine import device_name
 from gradstat.demo import corpus
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import train
-from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.recording import save, write_page
+from gradstat.monitor import Diagnosis, write_page
+from gradstat.recording import save
 
 
 def _parser() -> Parser:

@@ -1,4 +1,4 @@
-// Unpacks the recording that gradstat/recording/page_data.py packed, and formats its names and numbers.
+// Unpacks the recording that gradstat/monitor/page_data.py packed, and formats its names and numbers.
 
 const COLUMN_LABELS = {
   l2_norm: "L2 norm, finite part", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
@@ -9,10 +9,13 @@ const SIGNED = new Set(["mean", "min", "max"]);
 const RANK = ["info", "warning", "error"];
 const COUNTS = new Set(["nan_count", "inf_count"]);
 
-async function unpacked(text, width) {
+function inflated(text) {
   const deflated = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
+  return new Response(new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate")));
+}
+
+async function unpacked(text, width) {
+  const planes = new Uint8Array(await inflated(text).arrayBuffer());
   const count = planes.length / width, bytes = new Uint8Array(planes.length);
   for (let b = 0; b < width; b++) {
     for (let i = 0, from = b * count; i < count; i++) bytes[i * width + b] = planes[from + i];
@@ -54,6 +57,10 @@ class Table {
     }
     return this.usual.get(j);
   }
+}
+
+async function loadPlotly() {
+  document.head.append(element("script", { textContent: await inflated(byId("plotly").textContent).text() }));
 }
 
 async function readRecording() {
