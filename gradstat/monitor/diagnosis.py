@@ -117,7 +117,7 @@ class Diagnosis(Judged):
         if not self.steps and not self.incidents:
             return printable(f"nothing is known about {self.model}, since {self.why_nothing or 'no step was seen'}")
         if self.ok:
-            return printable(f"nothing wrong in {self.steps:,} steps of {self.model}")
+            return printable(f"nothing wrong in {count_of(self.steps, 'step')} of {self.model}")
         first = self.incidents[0].findings[0]
         counts = [sum(f.severity == severity for f in self.findings) for severity in ("error", "warning")]
         words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]

@@ -90,9 +90,15 @@ function shown(column, x) {
   return short(x);
 }
 
+const LABEL = 20; // characters of a name at the width of a phone
+
 function shortened(name, length) {
   if (name.length <= length) return name;
-  const head = length < 20 ? 0 : Math.floor(length / 3); // of short labels keep the end, where names differ
+  if (length === LABEL) { // "blocks.0.attention.qkv.weight" is "b.0.a.qkv.weight"
+    name = name.replace(/(?<=^|\.)[^.\d][^.]*(?=\..*\.)/g, (part) => [...part][0]);
+    return name.length <= length ? name : `\u2026${name.slice(1 - length)}`; // names differ at their ends
+  }
+  const head = Math.floor(length / 3);
   return `${name.slice(0, head)}\u2026${name.slice(head + 1 - length)}`;
 }
 
