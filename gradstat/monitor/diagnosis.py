@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import itertools
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from gradstat._core.text import and_more, count_of, lines_of, listed, printable, steps_in_words
+from gradstat._core.text import and_more, count_of, lines_of, listed, printable, steps_in_words, wrapped
 from gradstat.recording.findings import Finding, in_words, reference_to
 from gradstat.recording.recording import Recording, first_nonfinite
 from gradstat.rules import RULES
@@ -23,8 +22,6 @@ _APART = 50
 _SHOWN = 100
 # A loss has fallen if its mean is smaller by this part.
 _FALLS = 0.01
-# Width of texts.
-_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class Diagnosis(Judged):
         infos = self._infos()
         if infos:
             lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
-        return "\n".join(map(_wrapped, map(printable, lines)))
+        return "\n".join(map(wrapped, map(printable, lines)))
 
     def _followed(self) -> dict[str, str]:
         """By `reference_to` a cause, what followed from it, as the runner of rules noted it."""
@@ -226,13 +223,6 @@ def _notes(recording: Recording, is_ok: bool) -> Iterator[str]:
                 f"the loss does not fall: its mean is {first:.4g} in the first {count_of(quarter, 'step')} and "
                 f"{last:.4g} in the last; no-learning judges that of classifiers only, after 256 steps"
             )
-
-
-def _wrapped(line: str) -> str:
-    """A line as several ones of up to `_WIDTH`, unless they are a replay's code or a long name."""
-    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
-    lines = textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines)
 
 
 def _formatted(value: Any) -> str:

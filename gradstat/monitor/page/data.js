@@ -10,7 +10,8 @@ const RANK = ["info", "warning", "error"];
 const COUNTS = new Set(["nan_count", "inf_count"]);
 
 function inflated(text) {
-  const deflated = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const raw = atob(text), deflated = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) deflated[i] = raw.charCodeAt(i);
   return new Response(new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate")));
 }
 
