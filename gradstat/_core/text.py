@@ -78,13 +78,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def wrapped(line: str, indent: int | None = None) -> str:
-    """``line`` in lines of up to 100 columns, but for longer words; all but the first have an ``indent``.
-
-    By default it is two more than that of the first.
-    """
+    """``line`` in lines of up to 100 columns; all but the first have an ``indent``, by default two more than it has."""
     hanging = " " * (len(line) - len(line.lstrip(" ")) + 2 if indent is None else indent)
-    lines = textwrap.wrap(line, 100, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines)
+    return textwrap.fill(line, 100, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
 
 
 def plain_fields(made: Any) -> dict[str, Any]:

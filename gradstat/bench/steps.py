@@ -173,7 +173,7 @@ class Cost:
 
     def share(self, plain: Cost) -> str:
         """`added` in words."""
-        return self.added(plain).told(in_percent)
+        return self.added(plain).told(lambda share: f"{share * 100:.1f} %")
 
 
 def costs(
@@ -220,8 +220,8 @@ def table(measured: list[Cost]) -> str:
         rows.append([cost.name, cell(cost.seconds, in_time)])
         if len(rows) > 2:
             alone = "" if cost.inside is None else cell(cost.inside, in_time)
-            if cost.inside is not None and not cost.inside.is_noise():
-                alone += f", {cell(cost.added(measured[0]), in_percent)}"
+            if cost.inside is not None and not (cost.inside.is_noise() or cost.added(measured[0]).is_noise()):
+                alone += f", {cost.share(measured[0])}"
             rows[-1] += [
                 cost.ratio.told("{:.2f}".format, neutral=1, spread=True).replace(NOISE, "noise"),
                 alone,
@@ -232,10 +232,6 @@ def table(measured: list[Cost]) -> str:
 
 def in_time(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
-
-
-def in_percent(share: float) -> str:
-    return f"{share * 100:.1f} %"
 
 
 def in_bytes(count: float) -> str:

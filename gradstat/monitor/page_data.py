@@ -39,7 +39,9 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     steps = _steps_to_show(recording, steps, cells)
     is_shown = np.isin(recording.steps, steps)
     diagnosis = Diagnosis.of(recording)
-    worst = max((SEVERITIES.index(finding.severity) for finding in diagnosis.findings), default=0)
+    findings = diagnosis.findings
+    worst = max((SEVERITIES.index(finding.severity) for finding in findings), default=0)
+    kept = sorted(range(len(findings)), key=lambda i: findings[i].severity != "error")[:_MOST_FINDINGS]
     # Gradients first, which the page opens with, then the others in the order of computation.
     kinds = sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
     return {
@@ -60,13 +62,13 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         "columns": list(COLUMNS),
         "findings": [
             {
-                **finding.to_dict(),
-                "at": _place(steps, finding.step) if len(steps) else -1,
-                "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
+                **findings[i].to_dict(),
+                "at": _place(steps, findings[i].step) if len(steps) else -1,
+                "evidence": [[key, _formatted(value)] for key, value in in_words(findings[i].evidence)],
             }
-            for finding in diagnosis.findings[:_MOST_FINDINGS]
+            for i in sorted(kept)
         ],
-        "findingsLeftOut": max(0, len(recording.findings) - _MOST_FINDINGS),
+        "findingsLeftOut": len(findings) - len(kept),
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,

@@ -60,10 +60,6 @@ class Table {
   }
 }
 
-async function loadPlotly() {
-  document.head.append(element("script", { textContent: await inflated(byId("plotly").textContent).text() }));
-}
-
 async function readRecording() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const rows = await unpacked(data.scalars.data, 8), width = data.scalars.at.length;
@@ -91,11 +87,9 @@ function shown(column, x) {
   return short(x);
 }
 
-const LABEL = 20; // characters of a name at the width of a phone
-
 function shortened(name, length) {
   if (name.length <= length) return name;
-  if (length === LABEL) { // "blocks.0.attention.qkv.weight" is "b.0.a.qkv.weight"
+  if (length <= 20) { // "blocks.0.attention.qkv.weight" is "b.0.a.qkv.weight"
     name = name.replace(/(?<=^|\.)[^.\d][^.]*(?=\..*\.)/g, (part) => [...part][0]);
     return name.length <= length ? name : `\u2026${name.slice(1 - length)}`; // names differ at their ends
   }

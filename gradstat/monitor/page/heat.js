@@ -73,7 +73,7 @@ class HeatMap {
     });
     const { low, high, ticks } = this.colours;
     const narrow = window.innerWidth < 720;
-    const length = narrow ? LABEL : 34;
+    const length = narrow ? 20 : 34;
     const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
     const every = Math.max(1, Math.ceil((table.n * 13) / (height - 48)));
     const rows = Array.from({ length: Math.ceil(table.n / every) }, (_, r) => r * every);

@@ -3,7 +3,8 @@
 const LONGEST_REPLAY = 15_000; // milliseconds
 
 async function main() {
-  const [data] = await Promise.all([readRecording(), loadPlotly()]);
+  const data = await readRecording();
+  document.head.append(element("script", { textContent: await inflated(byId("plotly").textContent).text() }));
   const last = data.steps.length - 1;
   const state = { step: data.incident >= 0 ? data.incident : Math.max(0, last), table: null, column: "l2_norm", tensor: null };
   const slider = byId("step"), play = byId("play");
