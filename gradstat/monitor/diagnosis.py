@@ -20,8 +20,8 @@ from gradstat.tensor_stats import Judged
 _APART = 50
 # Texts and pages have no more findings than this; `Diagnosis.to_dict` has all.
 _SHOWN = 100
-# A loss has fallen if its mean is smaller by this part.
-_FALLS = 0.01
+# A loss has fallen if its mean over a quarter of the steps, at least 4, is smaller by this part.
+_LEAST, _FALLS = 4, 0.01
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _notes(recording: Recording, is_ok: bool) -> Iterator[str]:
         return
     losses = losses[np.isfinite(losses)]
     quarter = len(losses) // 4
-    if is_ok and quarter and recording.steps[0] == 0:
+    if is_ok and quarter >= _LEAST and recording.steps[0] == 0:
         first, last = float(losses[:quarter].mean()), float(losses[-quarter:].mean())
         if last > first - _FALLS * abs(first):
             yield (
