@@ -17,7 +17,7 @@ import torch
 
 import gradstat
 from gradstat._core.importing import Parser, UsageError
-from gradstat._core.text import printable
+from gradstat._core.text import printable, wrapped
 
 # The commands besides info: module, function, description. The module parses the command's options.
 COMMANDS = {
@@ -119,7 +119,7 @@ def format_info(info: dict[str, Any]) -> str:
     for status in info["backends"]:
         state = "chosen" if status["chosen"] else "available" if status["available"] else "unavailable"
         lines.append(f"  {status['device']:<7} {status['name']:<10} {state:<12} {status['detail']}")
-    return "\n".join(lines)
+    return "\n".join(wrapped(line, 34) for line in lines)
 
 
 if __name__ == "__main__":

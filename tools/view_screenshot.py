@@ -16,7 +16,8 @@ from browser import offline_chromium
 from gradstat.demo import corpus
 from gradstat.demo.model import GPT, SMALL
 from gradstat.demo.train import train
-from gradstat.recording import save, write_page
+from gradstat.monitor import write_page
+from gradstat.recording import save
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, FAULT, LAYER = 80, 64, 2

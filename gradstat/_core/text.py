@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -74,6 +75,12 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of a table as lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+
+
+def wrapped(line: str, indent: int | None = None) -> str:
+    """``line`` in lines of up to 100 columns; all but the first have an ``indent``, by default two more than it has."""
+    hanging = " " * (len(line) - len(line.lstrip(" ")) + 2 if indent is None else indent)
+    return textwrap.fill(line, 100, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
 
 
 def plain_fields(made: Any) -> dict[str, Any]:

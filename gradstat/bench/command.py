@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from gradstat._core.files import replacing
 from gradstat._core.importing import Parser, UsageError, attribute_of, trace_of
-from gradstat._core.text import printable
+from gradstat._core.text import printable, wrapped
 from gradstat.bench import steps
 from gradstat.bench.machine import device_name, driver_or_threads, driver_version, versions
 from gradstat.bench.timing import progress_bar
@@ -109,11 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     autocast = f", autocast to {options.autocast}" if options.autocast else ""
     named = options.model or "the built-in GPT (--model measures yours)"
-    print(
-        f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
-        f"{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}\n"
-        f"on {setting['device']}, {driver_or_threads(setting['driver'], setting['threads'])}; {setting['versions']}"
-    )
+    told = f"{named}: {setting['parameters']:,} trained parameters in {setting['tensors']:,} tensors of "
+    print(wrapped(f"{told}{', '.join(setting['dtypes'])}{autocast}; optimizer {options.optimizer}"))
+    threads = driver_or_threads(setting["driver"], setting["threads"])
+    print(wrapped(f"on {setting['device']}, {threads}; {setting['versions']}"))
     compared = _runnable_variants(step, where)
     with progress_bar(steps.WARMUP + options.rounds, "measuring") as progress:
         measured = steps.costs(step, options.rounds, compared=compared, progress=lambda: progress.update(1))

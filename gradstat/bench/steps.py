@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gradstat
 from gradstat._core.text import columns
 from gradstat.bench.memory import peak_bytes
-from gradstat.bench.timing import Quartiles, interleaved, quartiles, ratios
+from gradstat.bench.timing import NOISE, Quartiles, interleaved, quartiles, ratios
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-6  # so small that the model hardly changes, however many steps are timed
@@ -217,19 +217,23 @@ def costs(
 def table(measured: list[Cost]) -> str:
     """Costs as text: median, ratio to the plain step with quartiles, the added call alone, extra peak memory.
 
-    Noise is called noise, and shown by its quartiles.
+    Noise is called noise. All fits 100 columns.
     """
-    rows = [["", "median", "ratio to the plain step", "the call alone", "extra memory"]]
+
+    def cell(values: Quartiles, form: Callable[[float], str]) -> str:
+        return "noise" if values.is_noise() else form(values.median)
+
+    rows = [["", "median", "ratio to plain", "the call alone", "extra memory"]]
     for cost in measured:
-        rows.append([cost.name, cost.seconds.told(in_time)])
+        rows.append([cost.name, cell(cost.seconds, in_time)])
         if len(rows) > 2:
-            alone = "" if cost.inside is None else cost.inside.told(in_time)
-            if cost.inside is not None and not cost.inside.is_noise():
+            alone = "" if cost.inside is None else cell(cost.inside, in_time)
+            if cost.inside is not None and not (cost.inside.is_noise() or cost.added(measured[0]).is_noise()):
                 alone += f", {cost.share(measured[0])}"
             rows[-1] += [
-                cost.ratio.told("{:.2f}".format, neutral=1, spread=True),
+                cost.ratio.told("{:.2f}".format, neutral=1, spread=True).replace(NOISE, "noise"),
                 alone,
-                cost.extra_bytes.told(in_bytes),
+                cell(cost.extra_bytes, in_bytes),
             ]
     return "\n".join(f"  {line}" for line in columns([row + [""] * (len(rows[0]) - len(row)) for row in rows]))
 

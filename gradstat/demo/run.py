@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gradstat._core.importing import Parser, UsageError
-from gradstat._core.text import printable
+from gradstat._core.text import printable, wrapped
 from gradstat.bench import steps as variants
 from gradstat.bench.command import DEVICE_HELP, device_of
 from gradstat.bench.machine import device_name
@@ -18,8 +18,8 @@ from gradstat.bench.timing import progress_bar
 from gradstat.demo import corpus
 from gradstat.demo.model import GPT, MEDIUM, SMALL, TINY
 from gradstat.demo.train import train
-from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.recording import save, write_page
+from gradstat.monitor import Diagnosis, write_page
+from gradstat.recording import save
 
 # Seconds for the rounds of the cost stage, of which at least three are run.
 _BUDGET = 20.0
@@ -69,11 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = corpus.read(folder)
     where = device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     parameters = list(model.parameters())
-    print(
-        f"A GPT of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors learns from "
-        f"{len(data):,} bytes of {folder} on {where}, torch {torch.__version__}.\n"
-        "gradstat.check and gradstat.clip_grad_norm_ run on every step."
-    )
+    told = f"A GPT of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors learns from "
+    told += f"{len(data):,} bytes of {folder} on {where}, torch {torch.__version__}."
+    print(wrapped(told, 0))
+    print("gradstat.check and gradstat.clip_grad_norm_ run on every step.")
     corrupted_step, layer = steps * 4 // 5, size.layers // 2
     culprit = f"blocks.{layer}.mlp.down"
     print(f"At step {corrupted_step}, one activation saved by {culprit} will be overwritten with Inf.\n", flush=True)

@@ -76,7 +76,7 @@ def _print_incident(report: gradstat.Report, step: int, loss: float) -> None:
     worst = report.nonfinite[0]
     element = ", ".join(map(str, worst.first_nonfinite or ()))
     print(
-        f"the fault is in {worst.name}: {worst.nonfinite_count} elements are not finite, the first at [{element}]; "
+        f"the fault is in {worst.name}: {worst.nonfinite_count} elements are not finite, the first at [{element}];\n"
         f"the other {len(report) - len(report.nonfinite)} gradients are clean.\n"
         "The step is skipped and training continues.\n",
         flush=True,

@@ -7,6 +7,7 @@ from gradstat.monitor.monitor import Monitor
 from gradstat.monitor.options import MonitorOptions
 from gradstat.monitor.policies import POLICIES, AnomalyError
 from gradstat.monitor.testing import UnhealthyTrainingError, assert_healthy
+from gradstat.monitor.view import ViewerMissingError, write_page
 from gradstat.recording import Golden, Recording, Series
 from gradstat.recording.findings import Finding
 from gradstat.recording.kinds import DEFAULT_WATCH
@@ -32,8 +33,10 @@ __all__ = [
     "Schedule",
     "Series",
     "UnhealthyTrainingError",
+    "ViewerMissingError",
     "assert_healthy",
     "default_rules",
     "find_culprit",
     "rule",
+    "write_page",
 ]

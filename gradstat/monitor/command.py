@@ -13,13 +13,13 @@ from typing import Any
 from gradstat._core.importing import Parser, UsageError
 from gradstat._core.text import listed, printable, steps_in_words
 from gradstat.monitor.diagnosis import Diagnosis
+from gradstat.monitor.view import write_page
 from gradstat.recording import archive
 from gradstat.recording.diff import TOLERANCE, compare
 from gradstat.recording.file import load
 from gradstat.recording.golden import Golden
 from gradstat.recording.kinds import plural_of
-from gradstat.recording.recording import Recording, extent_of, headline
-from gradstat.recording.view import write_page
+from gradstat.recording.recording import Recording, extent_of
 
 # The option that all commands with results share.
 _JSON = Parser(add_help=False)
@@ -27,14 +27,10 @@ _JSON.add_argument("--json", action="store_true", help="print JSON instead of te
 
 
 def describe(recording: Recording) -> str:
-    """A recording as text for a terminal: its headline, its steps and tensors, and the diagnosis."""
-    _, sentence, _ = headline(recording)
+    """A recording as text for a terminal: its steps and tensors, and the diagnosis."""
     tensors = ", ".join(f"{len(series.names)} {plural_of(kind)}" for kind, series in recording.tables.items())
     extent = steps_in_words(extent_of(recording))
-    lines = [printable(sentence), f"Recorded: {extent}" + printable(f"; {tensors}") * bool(tensors)]
-    if recording.findings:
-        lines += ["", str(Diagnosis.of(recording, str(recording.meta.get("culprit", ""))))]
-    return "\n".join(lines)
+    return f"Recorded: {extent}" + printable(f"; {tensors}") * bool(tensors) + f"\n\n{Diagnosis.of(recording)}"
 
 
 def view_main(arguments: Sequence[str] | None = None) -> int:
@@ -55,18 +51,12 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
     if options.no_page and options.output is not None:
         parser.error("--output cannot be used with --no-page, which writes none")
     recording = load(options.file)
-    # The page lists causes before effects, too.
-    recording.findings = Diagnosis.of(recording).findings
     page = None if options.no_page else _page_of(options)
     if options.json:
-        level, sentence, incident = headline(recording)
         _print_json(
             {
-                "verdict": sentence,
-                "level": level,
-                "incident": incident,
-                "steps": extent_of(recording),
-                "findings": [finding.to_dict() for finding in recording.findings],
+                **Diagnosis.of(recording).to_dict(),
+                "recorded": extent_of(recording),
                 "meta": recording.meta,
                 "page": None if page is None else str(page),
             }
@@ -74,7 +64,7 @@ def view_main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(describe(recording))
     if page is not None:
-        write_page(recording, page, title=options.file.name, diagnosis_text=str(recording.meta.get("culprit", "")))
+        write_page(recording, page, title=options.file.name)
         if not options.json:
             print(f"\npage: {printable(str(page))}")
     return 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradstat._core.text import and_more, count_of, lines_of, printable, steps_in_words
+import numpy as np
+
+from gradstat._core.text import and_more, count_of, lines_of, listed, printable, steps_in_words, wrapped
 from gradstat.recording.findings import Finding, in_words, reference_to
-from gradstat.recording.recording import Recording
+from gradstat.recording.recording import Recording, first_nonfinite
 from gradstat.rules import RULES
 from gradstat.tensor_stats import Judged
 
@@ -18,6 +20,8 @@ from gradstat.tensor_stats import Judged
 _APART = 50
 # Texts and pages have no more findings than this; `Diagnosis.to_dict` has all.
 _SHOWN = 100
+# A loss has fallen if its mean over a quarter of the steps, at least 4, is smaller by this part.
+_LEAST, _FALLS = 4, 0.01
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Diagnosis(Judged):
         model: Class name of the model.
         culprit: What a replay found, in words; empty if there was none.
         why_nothing: Why no step was seen, if none was and the reason is known.
-        has_loss: Whether a loss was seen, which the rules about the loss need.
+        notes: What no rule has judged, in words: that there was no loss, that the loss has not fallen, NaN or Inf.
     """
 
     findings: tuple[Finding, ...]
@@ -57,15 +61,14 @@ class Diagnosis(Judged):
     model: str
     culprit: str = ""
     why_nothing: str = ""
-    has_loss: bool = True
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, recording: Recording, culprit: str = "", why_nothing: str = "") -> Diagnosis:
+    def of(cls, recording: Recording, why_nothing: str = "") -> Diagnosis:
         """The diagnosis of a recording.
 
         Args:
             recording: From a monitor or a file.
-            culprit: What a replay found, in words.
             why_nothing: Why no step was seen, if none was.
         """
         rules = [rule.name for rule in RULES]
@@ -93,8 +96,9 @@ class Diagnosis(Judged):
         steps = recording.meta.get("steps")
         if type(steps) is not int:  # meta comes from a file, where it may be anything
             steps = int(recording.steps[-1]) + 1 if len(recording.steps) else 0
-        model, has_loss = str(recording.meta.get("model") or "the model"), "loss" in recording.scalars
-        return cls(tuple(ranked), incidents, steps, model, culprit, why_nothing, has_loss)
+        model, culprit = (str(recording.meta.get(name) or "") for name in ("model", "culprit"))
+        notes = tuple(_notes(recording, not serious)) if steps else ()
+        return cls(tuple(ranked), incidents, steps, model or "the model", culprit, why_nothing, notes)
 
     @property
     def ok(self) -> bool:
@@ -102,11 +106,15 @@ class Diagnosis(Judged):
         return bool(self.steps) and not self.incidents
 
     def headline(self) -> str:
-        """The diagnosis in one sentence."""
+        """The diagnosis in one sentence: what a replay found with its line of code, else what began first."""
+        found, *where = self.culprit.splitlines() or [""]
+        if where and where[0].startswith("  at "):
+            code = [line.strip() for line in where[1:2] if line.startswith("   ")]
+            return printable(": ".join([f"{found} {where[0].strip()}", *code]))
         if not self.steps and not self.incidents:
             return printable(f"nothing is known about {self.model}, since {self.why_nothing or 'no step was seen'}")
         if self.ok:
-            return printable(f"nothing wrong in {self.steps:,} steps of {self.model}")
+            return printable(f"nothing wrong in {count_of(self.steps, 'step')} of {self.model}")
         first = self.incidents[0].findings[0]
         counts = [sum(f.severity == severity for f in self.findings) for severity in ("error", "warning")]
         words = [count_of(n, word) for n, word in zip(counts, ("error", "warning"), strict=True) if n]
@@ -138,7 +146,7 @@ class Diagnosis(Judged):
         infos = self._infos()
         if infos:
             lines += ["", "also noted:", *lines_of(infos, 10, "  {}".format)]
-        return "\n".join(map(printable, lines))
+        return "\n".join(map(wrapped, map(printable, lines)))
 
     def _followed(self) -> dict[str, str]:
         """By `reference_to` a cause, what followed from it, as the runner of rules noted it."""
@@ -159,16 +167,14 @@ class Diagnosis(Judged):
         return shown, and_more(-left, "... and {} more findings")
 
     def _infos(self) -> list[str]:
-        infos = [
-            f"step {f.step}: {f.text}" for f in self.findings if f.severity == "info" and "follows" not in f.evidence
-        ]
-        return infos + ["no loss was seen, so that nothing is known about it"] * (self.steps > 0 and not self.has_loss)
+        infos = [f for f in self.findings if f.severity == "info" and "follows" not in f.evidence]
+        return [*self.notes, *(f"step {f.step}: {f.text}" for f in infos)]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able values."""
         places = itertools.count()  # incidents have the findings in order
         incidents = [{**vars(one), "findings": [next(places) for _ in one.findings]} for one in self.incidents]
-        values = {name: getattr(self, name) for name in ("steps", "model", "culprit", "has_loss")}
+        values = {name: getattr(self, name) for name in ("steps", "model", "culprit", "notes")}
         findings = [finding.to_dict() for finding in self.findings]
         return {"ok": self.ok, "headline": self.headline(), **values, "findings": findings, "incidents": incidents}
 
@@ -198,6 +204,25 @@ class Diagnosis(Judged):
         return "".join(out) + "</div>"
 
     _repr_html_ = to_html
+
+
+def _notes(recording: Recording, is_ok: bool) -> Iterator[str]:
+    losses, nonfinite = recording.scalars.get("loss"), first_nonfinite(recording)
+    if nonfinite is not None:
+        step, kind, names = nonfinite
+        yield f"step {step}: NaN or Inf in the {kind} of {listed(names, 1)}, which no rule has judged"
+    if losses is None:
+        yield "no loss was seen, so that nothing is known about it"
+        return
+    losses = losses[np.isfinite(losses)]
+    quarter = len(losses) // 4
+    if is_ok and quarter >= _LEAST and recording.steps[0] == 0:
+        first, last = float(losses[:quarter].mean()), float(losses[-quarter:].mean())
+        if last > first - _FALLS * abs(first):
+            yield (
+                f"the loss does not fall: its mean is {first:.4g} in the first {count_of(quarter, 'step')} and "
+                f"{last:.4g} in the last; no-learning judges that of classifiers only, after 256 steps"
+            )
 
 
 def _formatted(value: Any) -> str:

@@ -588,7 +588,7 @@ class Monitor:
     def diagnose(self) -> Diagnosis:
         """All findings so far, ordered from cause to effect, to be printed. Waits for the device."""
         self.flush()
-        return Diagnosis.of(self.recording(), self._replayer.text, "" if self.steps else self.connection.why_nothing())
+        return Diagnosis.of(self.recording(), "" if self.steps else self.connection.why_nothing())
 
     def save(self, path: str | Path, why: str = "on request") -> Path:
         """Writes the `recording` to one file, for ``python -m gradstat view``; replaces an existing file atomically.

@@ -1,4 +1,4 @@
-"""`Recording`: the last steps of a run as arrays; its parts, for files; `headline`, its worst problem in a sentence."""
+"""`Recording`: the last steps of a run as arrays, and its parts, for files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._core.saved import MAPPING, TEXT, exactly, require
-from gradstat._core.text import count_of, expect, listed
+from gradstat._core.text import expect
 from gradstat.recording.archive import encoded
 from gradstat.recording.findings import Finding
 from gradstat.recording.kinds import in_order
@@ -230,24 +230,7 @@ def nonfinite_cells(series: Series) -> npt.NDArray[np.bool_]:
     return nonfinite
 
 
-def headline(recording: Recording) -> tuple[str, str, int | None]:
-    """The severity of the worst problem, ``"ok"`` if there is none; a sentence about it; the step to look at."""
-    for severity in ("error", "warning"):
-        findings = [finding for finding in recording.findings if finding.severity == severity]
-        if findings:
-            first = min(findings, key=lambda finding: finding.step)
-            return severity, f"Step {first.step}: {first.text or f'{first.rule}, {first.name}'}", first.step
-        nonfinite = _first_nonfinite(recording) if severity == "error" else None
-        if nonfinite is not None:
-            step, kind, names = nonfinite
-            return "warning", f"Step {step}: NaN or Inf in the {kind} of {listed(names, 1)}", step
-    measured = len(recording.steps)
-    if not measured:
-        return "ok", "No step was recorded", None
-    return "ok", f"Nothing was found in {count_of(measured, 'step')}", None
-
-
-def _first_nonfinite(recording: Recording) -> tuple[int, str, list[str]] | None:
+def first_nonfinite(recording: Recording) -> tuple[int, str, list[str]] | None:
     """The first step with NaN or Inf, the kind of the tensors, and their names in model order.
 
     Leaves out kinds that a rule has judged, for instance gradients that a loss scaler made overflow.

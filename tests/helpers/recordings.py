@@ -79,7 +79,7 @@ def recording(
         scalars["loss_nonfinite"] = np.where(np.arange(m) == incident, 1.0, math.nan)  # noted in bad steps only
         name = gradient.names[culprit]
         findings = (
-            Finding("loss-spike", "warning", start + incident - 4, "loss", {"ratio": 3.2}, text="The loss tripled."),
+            Finding("loss-spike", "warning", start + incident + 4, "loss", {"ratio": 3.2}, text="The loss tripled."),
             Finding(
                 "nonfinite-gradient",
                 "error",

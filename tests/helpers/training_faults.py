@@ -32,7 +32,7 @@ from helpers.training import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradstat.monitor import Finding
+from gradstat.monitor import Diagnosis, Recording
 
 Batch = tuple[Tensor, Tensor]
 
@@ -60,10 +60,10 @@ class Fault:
 
 
 class Outcome(NamedTuple):
-    """The findings of a monitor, and the diagnosis's first one unless it is ok."""
+    """What a monitor made of a training."""
 
-    findings: list[Finding]
-    first: Finding | None
+    diagnosis: Diagnosis
+    recording: Recording
 
 
 def inject(fault: Fault, ranks: Ranks | None = None) -> Outcome:
@@ -93,9 +93,9 @@ def _injected(fault: Fault, training: Training) -> Outcome:
         if begins and step == fault.step > 0:
             fault.breaks(training)
     monitor.flush()
-    diagnosis = monitor.diagnose()
+    outcome = Outcome(monitor.diagnose(), monitor.recording())
     monitor.detach()
-    return Outcome(monitor.findings, None if diagnosis.ok else diagnosis.findings[0])
+    return outcome
 
 
 # Ways to break a training -------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_handle_left_behind_does_not_disturb_another_training() -> None:
     optimizer.step()
     assert handle.monitor.steps == 0
     assert not handle.monitor.diagnose().ok
-    assert "no step of an optimizer of Net has been seen" in str(handle.monitor.diagnose())
+    assert "no step of an optimizer of Net has been seen" in handle.monitor.diagnose().headline()
 
 
 def test_clips_outside_of_a_step_are_refused_or_reported() -> None:

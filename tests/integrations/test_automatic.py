@@ -775,7 +775,8 @@ def test_a_diagnosis_of_no_step_is_not_ok_and_says_why() -> None:
         list(program(other, other_model, 3))
         diagnosis = handle.monitor.diagnose()
     assert not diagnosis.ok
-    assert "step() of the watched AdamW has not been called; steps of AdamW, with other parameters" in str(diagnosis)
+    told = diagnosis.headline()
+    assert "step() of the watched AdamW has not been called; steps of AdamW, with other parameters" in told
     assert not monitor.diagnose().ok
     assert "since monitor.step() has not been called" in str(monitor.diagnose())
 

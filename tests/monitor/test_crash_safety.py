@@ -30,9 +30,9 @@ from gradstat.__main__ import main
 from gradstat._version import __version__
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import JsonlWriter
-from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series
+from gradstat.monitor import AnomalyError, AnomalyWarning, Finding, Recording, Series, write_page
 from gradstat.monitor.diagnosis import Diagnosis
-from gradstat.recording import COLUMNS, VERSION, RecordingFileError, compare, load, save, write_page
+from gradstat.recording import COLUMNS, VERSION, RecordingFileError, compare, load, save
 
 # Names that try to harm pages, paths, terminals, lines and encodings.
 NAMES = (
@@ -281,7 +281,8 @@ from helpers.recordings import recording
 from gradstat._core.files import replacing
 from gradstat.integrations.lightning import GradstatCallback
 from gradstat.integrations.loggers import JsonlWriter
-from gradstat.recording import save, write_page
+from gradstat.monitor import write_page
+from gradstat.recording import save
 
 large = recording(300, 300)
 model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(200)))
@@ -481,11 +482,10 @@ def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None
         return gradstat.check_tensors(tensors)._repr_html_()
 
     def page(names: tuple[str, ...]) -> str:
-        words = {"title": names[0], "diagnosis_text": "\n".join(names)}
-        return write_page(named(names), tmp_path / "run.html", **words).read_text()
+        return write_page(named(names), tmp_path / "run.html", names[0]).read_text()
 
     def diagnosis(names: tuple[str, ...]) -> str:
-        return Diagnosis.of(named(names), "\n".join(names)).to_html()
+        return Diagnosis.of(named(names)).to_html()
 
     for made in (page, diagnosis, report):
         hostile, harmless = _Elements(made(NAMES)), _Elements(made(HARMLESS))
@@ -600,7 +600,7 @@ CALLS: dict[str, Any] = {
     "scale max_loss max_norm": gradstat.SpikeGuard,
     "path limit": partial(load, path="run.gradstat"),
     "recording": partial(save, path="run.gradstat"),
-    "title diagnosis_text": partial(write_page, STEPS, "run.html"),
+    "title": partial(write_page, STEPS, "run.html"),
     "recordings": gradstat.monitor.Golden.of,
     "a b tolerance": partial(compare, a=STEPS, b=STEPS),
     "state optimizer scaler": partial(gradstat.monitor.find_culprit, LINEAR, print),

@@ -12,10 +12,9 @@ import pytest
 from helpers.recordings import HOSTILE, assert_same, recording, series
 
 from gradstat.__main__ import main
-from gradstat.monitor import Finding, Recording
+from gradstat.monitor import Diagnosis, Finding, Recording
 from gradstat.monitor.command import describe
 from gradstat.recording import COLUMNS, compare, load, save
-from gradstat.recording.recording import headline
 
 NORM, MEAN, NAN, INF = (COLUMNS.index(name) for name in ("l2_norm", "mean", "nan_count", "inf_count"))
 
@@ -247,12 +246,15 @@ def test_view_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureF
     path, other = save(recording(names=HOSTILE), tmp_path / "run.gradstat"), tmp_path / "folder" / "page.html"
     assert main(["view", str(path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Step 30: The gradient of blocks.0.mlp.down.weight has 7 NaN and 2 Inf.\n")
+    assert (
+        "it began in step 30 with blocks.0.mlp.down.weight: The gradient of blocks.0.mlp.down.weight has"
+        in " ".join(out.split())
+    )
     assert out.endswith(f"\npage: {tmp_path / 'run.html'}\n")
     assert main(["view", str(path), "--output", str(other), "--json"]) == 0
     content = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert (content["page"], content["incident"]) == (str(other), 30)
-    assert content["findings"][1]["evidence"]["largest"] == "Infinity"
+    assert (content["page"], content["incidents"][0]["first"]) == (str(other), 30)
+    assert content["findings"][0]["evidence"]["largest"] == "Infinity"
     assert other.exists()
     assert (tmp_path / "run.html").exists()
 
@@ -283,35 +285,32 @@ def test_a_description_names_findings_evidence_causes_and_advice() -> None:
     assert "   evidence: NaN elements 7, largest inf" in text
     assert "   likely causes:\n     - an overflow in the forward pass\n" in text
     assert "   what to try:\n     - lower the learning rate" in text
-    assert describe(run()).startswith(
-        "Nothing was found in 30 steps\nRecorded: steps 0 to 29; 8 gradients, 8 parameters"
-    )
+    told = "Recorded: steps 0 to 29; 8 gradients, 8 parameters\n\ngradstat: nothing wrong in 30 steps of GPT"
+    assert describe(run()) == told
     made = Recording(np.arange(3), {}, {kind: series(2, np.arange(3)) for kind in ("batch", "gradient", "exp_avg")})
-    assert describe(made).endswith("; 2 batches, 2 gradients, 2 exp_avg states")
-    assert describe(Recording(np.zeros(0, np.int64), {}, {})) == "No step was recorded\nRecorded: no steps"
-    bad = recording()
-    bad.findings = ()
-    assert describe(bad).startswith("Step 30: NaN or Inf in the gradient of blocks.1.mlp.up.weight\n")
+    assert "; 2 batches, 2 gradients, 2 exp_avg states\n" in describe(made)
+    told = "Recorded: no steps\n\ngradstat: nothing is known about the model, since no step was seen"
+    assert describe(Recording(np.zeros(0, np.int64), {}, {})) == told
 
 
-def test_the_headline_blames_the_cause_among_what_is_bad_in_one_step() -> None:
+def test_of_what_no_rule_judged_the_cause_among_what_is_bad_in_one_step_is_noted() -> None:
     made = recording(incident=None)
     made.tables |= {"exp_avg": series(2, made.steps), "batch": series(1, made.steps, names=("batch['x']",))}
     for kind in ("gradient", "exp_avg", "batch"):
         made.tables[kind].values[10, 0, NAN] = 1
-    assert headline(made) == ("warning", "Step 10: NaN or Inf in the batch of batch['x']", 10)
+    assert Diagnosis.of(made).notes == ("step 10: NaN or Inf in the batch of batch['x'], which no rule has judged",)
     del made.tables["batch"]
-    assert headline(made)[1].startswith("Step 10: NaN or Inf in the gradient of ")
+    assert Diagnosis.of(made).notes[0].startswith("step 10: NaN or Inf in the gradient of ")
 
 
-def test_what_is_not_finite_in_a_healthy_run_is_no_headline() -> None:
+def test_what_is_not_finite_in_a_healthy_run_is_not_noted() -> None:
     """The first steps under a loss scaler, which a rule has judged, and a mask of -Inf."""
     made = recording(incident=None)
     made.tables["gradient"].values[:3, :, INF] = 1
     made.tables["buffer"] = series(2, made.steps)
     made.tables["buffer"].values[:, 1, INF] = 496
-    assert headline(made)[0] == "warning"
+    assert Diagnosis.of(made).notes
     made.findings = (Finding("nonfinite-gradient", "info", 0, "x", {}, about="gradient"),)
-    assert headline(made)[0] == "ok"
+    assert Diagnosis.of(made).notes == ()
     made.tables["buffer"].values[20, 1, INF] = 497
-    assert headline(made)[1].startswith("Step 20: NaN or Inf in the buffer of ")
+    assert Diagnosis.of(made).notes[0].startswith("step 20: NaN or Inf in the buffer of ")

@@ -183,12 +183,12 @@ def test_each_parameter_may_have_an_optimizer() -> None:
 def test_the_first_finding_is_the_fault(fault: Fault, request: pytest.FixtureRequest) -> None:
     ranks: Ranks | None = request.getfixturevalue("ranks") if fault.ranks > 1 else None
     outcome = inject(fault, ranks)
-    first = outcome.first
-    told = "\n".join(map(str, outcome.findings))
-    assert first is not None, "nothing was found"
+    told = "\n".join(map(str, outcome.recording.findings))
+    assert not outcome.diagnosis.ok, "nothing was found"
+    first = outcome.diagnosis.findings[0]
     assert (first.rule, first.name) == (fault.rule, fault.name), told
     assert 0 <= first.step - fault.step <= fault.late, told
-    assert {finding.rule for finding in outcome.findings} >= set(fault.also), told
+    assert {finding.rule for finding in outcome.recording.findings} >= set(fault.also), told
     assert all((first.text, first.causes, first.advice))
     assert Finding.from_dict(first.to_dict()) == first
 

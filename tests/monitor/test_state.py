@@ -20,8 +20,8 @@ import gradstat
 from gradstat.monitor import Finding, Rule, default_rules
 from gradstat.monitor.command import describe
 from gradstat.monitor.diagnosis import Diagnosis
+from gradstat.monitor.page_data import page_data
 from gradstat.recording import RecordingFileError, compare, load, save
-from gradstat.recording.page_data import page_data
 
 SEED = 20261124
 # More than the 250 that a mistake of one in a hundred would not survive.

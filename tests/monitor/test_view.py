@@ -10,23 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.recordings import HOSTILE, recording, spoil
+from helpers.training_faults import FAULTS, Fault, inject
 
-from gradstat.monitor import Finding, Recording
-from gradstat.recording import COLUMNS, page_data, view, write_page
+from gradstat.monitor import Diagnosis, Finding, Recording, page_data, view, write_page
+from gradstat.recording import COLUMNS
 
 CULPRIT = "blocks.0.mlp.down.weight"  # of `recording(names=HOSTILE)`
+# Faults by what is found first.
+ONE_EACH: dict[str, Fault] = dict([*{fault.rule: fault for fault in FAULTS if fault.ranks == 1}.items()][:10])
 
 
 def test_the_page_is_one_file_that_asks_for_no_other(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "page.html"
-    write_page(recording(names=HOSTILE), path, "</title><script>", diagnosis_text="<b>")
-    own = path.read_text().replace(view._plotly(), "")
+    write_page(recording(names=HOSTILE), path, "</title><script>")
+    own = path.read_text()
+    assert len(own) < len(view._plotly()) / 2
     assert "default-src 'none'" in own
     markup = own.replace("\\u003c", "<").split("<script type")[0]
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?!data:)\w+:""", markup)
     assert own.count("</script>") == own.count("<script") == 3  # the data, plotly, the page's own
     assert "&lt;/title&gt;&lt;script&gt;" in own
-    assert "<pre>&lt;b&gt;</pre>" in own
     assert not [mark for mark in ("@DATA@", "@CODE@", "@STYLE@", "@RUN@") if mark in own]
     made = recording(names=("@CODE@", "@DATA@"))  # not replaced in names
     assert '"@CODE@","@DATA@"' in write_page(made, path, "@STYLE@").read_text()
@@ -132,8 +135,8 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     """Opens the page of a recording, which must be clean at the end of a test."""
     shown = []
 
-    def show(made: Recording, **options: Any) -> Page:
-        shown.append(Page(browser, write_page(made, tmp_path / "page.html", **options)))
+    def show(made: Recording) -> Page:
+        shown.append(Page(browser, write_page(made, tmp_path / "page.html")))
         return shown[-1]
 
     yield show
@@ -146,12 +149,12 @@ def opened(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Page:
     made.scalars["</script><b>x"] = made.scalars["loss"]
     gradient = made.tables["gradient"]
     gradient.names = (*gradient.names[:20], "<b>&amp;</b>", *gradient.names[21:])  # short enough for a whole label
-    made.meta["title"] = HOSTILE[1]
+    made.meta |= {"title": HOSTILE[1], "culprit": HOSTILE[1]}
     evidence = {HOSTILE[0]: HOSTILE[1]}
     words = Finding("<i>rule", "info", 12, HOSTILE[1], evidence, HOSTILE, HOSTILE, HOSTILE[0], "gradient")
     made.findings = (*made.findings, words)
     path = tmp_path_factory.mktemp("page") / "hostile.html"
-    return Page(browser, write_page(made, path, HOSTILE[0], diagnosis_text=HOSTILE[1]))
+    return Page(browser, write_page(made, path, HOSTILE[0]))
 
 
 @pytest.fixture
@@ -170,7 +173,7 @@ NONFINITE = "$('#heat').data.find((t) => t.name === 'nonfinite').z"
 
 
 def test_it_opens_at_the_incident_with_the_headline(page: Page) -> None:
-    assert page.text("headline") == f"Step 30: The gradient of {CULPRIT} has 7 NaN and 2 Inf."
+    assert page.text("headline").endswith(f" in step 30 with {CULPRIT}: The gradient of {CULPRIT} has 7 NaN and 2 Inf.")
     assert page.step == "step 30 of 39"
     assert page("$$('.finding').length") == 3
     assert page("$('.finding').dataset.severity") == "error"
@@ -186,6 +189,7 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page(f"{Z}[5][7]") == pytest.approx(np.log10(value[7, 5, 0]), abs=1e-4)
     bad = page(f"{NONFINITE}.flatMap((row, i) => [...row].flatMap((x, j) => (x === 1 ? [[i, j]] : [])))")
     assert bad == [[12, 30]]
+    assert page("$('#heat').data.find((t) => t.name === 'pointers').y") == [12]
     absent = "$('#heat').data.find((t) => t.name === 'absent').z"
     assert page(f"[{absent}[1].every((x) => x === 1), {absent}[2].some((x) => x === 1)]") == [True, False]
     page.choose("column", "largest |x|")
@@ -300,6 +304,17 @@ def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
     assert page("$('#summary pre').textContent") == HOSTILE[1]
 
 
+def test_printing_opens_the_findings_and_hides_the_buttons(page: Page) -> None:
+    page.browser.print_page()
+    assert page("[...$$('.finding')].every((f) => f.open && !f.hidden)")
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert page("['#play', '.finding .where', '#all-rows', '#worst button'].map((s) => $(s).checkVisibility())") == [
+        *(False, False, False),
+        True,
+    ]
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_the_table_sorts(page: Page) -> None:
     page.click("#all-rows")
     for descends in (True, False):
@@ -339,6 +354,7 @@ def test_dark_and_small_screens(page: Page) -> None:
         edge = f"{plot}._fullLayout.xaxis._offset + {plot}._fullLayout.xaxis.d2p(30.5)"
         page.wait(f"Math.abs(parseFloat($('#curtain').style.left) - ({edge})) < 1")
         page.wait(f"{plot}._fullLayout.margin.l < 140")
+        assert "b.1.a.qkv.weight" in page("[...$$('#heat .ytick text')].map((t) => t.textContent)")
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
@@ -353,17 +369,17 @@ def test_long_runs_are_pooled_and_lose_no_bad_step(show: Any) -> None:
     nonfinite = page(f"[...{NONFINITE}[3]].flatMap((x, i) => (x === 1 ? [i] : []))")
     assert nonfinite == [7 // 3, 1201 // 3, 2499 // 3]
     assert page(f"{Z}[0][400]") == pytest.approx(12, abs=1e-3)
-    assert page.step == "step 7 of 2499"
+    assert "step 7: NaN or Inf in the gradient of" in page.text("summary")
 
 
 def test_recordings_with_nothing_in_them_are_shown(show: Any) -> None:
     page = show(Recording(np.zeros(0, np.int64), {}, {}))
-    assert page.text("headline") == "No step was recorded"
+    assert page.text("headline") == "nothing is known about the model, since no step was seen"
     page.assert_clean()
     one = recording(1, 1, incident=None)
     page = show(one)
-    assert page.text("headline") == "Nothing was found in 1 step"
-    assert page("$('#incident').disabled")
+    assert page.text("headline") == "nothing wrong in 1 step of GPT"
+    assert page("$('#incident').hidden")
     page.assert_clean()
     one.tables.clear()
     assert show(one)("$$('#series .chart, #constant').length") >= 1
@@ -378,3 +394,38 @@ def test_play_goes_on_to_the_end_if_the_incident_is_the_first_step(show: Any) ->
     page.wait("Number($('#step').value) > 1")
     page.press(" ")
     assert "decision of the guard" in page.text("series")
+
+
+@pytest.mark.parametrize("rule", ONE_EACH)
+def test_the_page_says_what_the_diagnosis_says_in_its_order(rule: str, show: Any) -> None:
+    diagnosis, made = inject(ONE_EACH[rule])
+    page = show(made)
+    assert page.text("headline") == diagnosis.headline()
+    assert page("[...$$('.finding .rule')].map((r) => r.textContent)") == [found.rule for found in diagnosis.findings]
+    assert page("$('.finding ol').textContent") == "".join(diagnosis.findings[0].causes)
+    assert page.step.startswith(f"step {diagnosis.incidents[0].first} of ")
+
+
+def test_the_line_that_a_replay_found_is_the_headline(show: Any) -> None:
+    made = recording()
+    made.meta["culprit"] = "replay of step 30: Inf was made\n  at model.py:7\n      x.log()\n  went in: self"
+    assert show(made).text("headline") == "replay of step 30: Inf was made at model.py:7: x.log()"
+
+
+def test_a_loss_that_never_moved_is_not_green(show: Any) -> None:
+    made = recording(incident=None)
+    assert (Diagnosis.of(made).notes, show(made)("$('#headline').dataset.level")) == ((), "ok")
+    made.scalars["loss"] = np.full(40, 2.303)
+    page = show(made)
+    (note,) = Diagnosis.of(made).notes
+    assert "the loss does not fall: its mean is 2.303 in the first 10 steps and 2.303 in the last" in note
+    assert page("[$('#headline').dataset.level, $('#summary').textContent, $('#incident').hidden]") == ["", note, True]
+
+
+def test_the_largest_against_its_median_is_first(show: Any) -> None:
+    made = recording(incident=None)
+    norms = made.tables["gradient"].column("l2_norm")
+    norms[:] = 1
+    norms[-1, [3, 5, 7]] = 0.007, 53.9, 2
+    page = show(made)
+    assert [row[3] for row in page.rows()][:2] == ["53.9", "2"]

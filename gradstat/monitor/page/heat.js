@@ -1,8 +1,8 @@
 // The heat map of one field, tensors by steps, and beside it a profile of the selected step.
 
 const SEQUENTIAL = {
-  light: ["#f0eee8", "#cbd8e0", "#8db2cc", "#4b83ad", "#22527d", "#0d2846"],
-  dark: ["#22262b", "#1f3b54", "#2c638c", "#5796c1", "#a5cce4", "#f0f7fb"],
+  light: ["#f0eee8", "#d5dfe6", "#adc7d8", "#83abc8", "#5b8fb5", "#3f76a0"],
+  dark: ["#22262b", "#1f3b54", "#2a5576", "#376f97", "#4a8ab4", "#6ba5cb"],
 };
 const DIVERGING = {
   light: ["#1f5f99", "#8db8d8", "#f2f0ea", "#e5b07a", "#9a5212"],
@@ -73,7 +73,7 @@ class HeatMap {
     });
     const { low, high, ticks } = this.colours;
     const narrow = window.innerWidth < 720;
-    const length = narrow ? 18 : 34;
+    const length = narrow ? 20 : 34;
     const height = Math.min(760, Math.max(220, table.n * (table.n > 60 ? 6 : table.n > 40 ? 13 : 15))) + 48;
     const every = Math.max(1, Math.ceil((table.n * 13) / (height - 48)));
     const rows = Array.from({ length: Math.ceil(table.n / every) }, (_, r) => r * every);
@@ -86,7 +86,7 @@ class HeatMap {
         hoverongaps: true, zsmooth: false,
         colorbar: { thickness: 10, outlinewidth: 0, tickvals: ticks.map((t) => t.z), ticktext: ticks.map((t) => t.text), len: 1, xpad: 8 } },
       ...[["absent", absent, "absent"], ["nonfinite", nonfinite, "error"]].map(([name, rows, tint]) => (
-        flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(nonfinite, left, height - 48),
+        flat(name, rows.some((row) => row.includes(1)) ? rows : [], color(tint)))), this.pointers(nonfinite, left),
     ], {
       ...baseLayout({ l: left, r: 70, ...this.margin }),
       xaxis: axis({ range: [-0.5, this.bins - 0.5], fixedrange: false, showgrid: false, title: { text: "step", standoff: 4 }, ...this.stepTicks() }),
@@ -100,16 +100,14 @@ class HeatMap {
       ? `A column is up to ${this.pooled} steps and shows the largest of them; a column with any NaN or Inf is red.` : "";
   }
 
-  // If cells are too small to be seen, an arrow marks the first cell of each run of cells with NaN or Inf. It is
-  // drawn left of the cell, where the curtain does not hide it.
-  pointers(nonfinite, left, height) {
+  // An arrow marks the first cell of each run of cells with NaN or Inf, to be seen beside the darkest column. It is
+  // drawn left of the cell, where the curtain does not cover it.
+  pointers(nonfinite, left) {
     const width = (this.plot.clientWidth - left - 70) / this.bins;
     const x = [], y = [];
-    if (width < 5 || height / this.table.n < 5) {
-      nonfinite.forEach((row, j) => row.forEach((b, i) => {
-        if (b === 1 && !(i && row[i - 1] === 1) && x.length < 300) { x.push(i - 0.5 - 4 / width); y.push(j); }
-      }));
-    }
+    nonfinite.forEach((row, j) => row.forEach((b, i) => {
+      if (b === 1 && !(i && row[i - 1] === 1) && x.length < 300) { x.push(i - 0.5 - 4 / width); y.push(j); }
+    }));
     return {
       type: "scatter", mode: "markers", name: "pointers", x, y, hoverinfo: "skip",
       marker: { symbol: "triangle-right", size: 11, color: color("error"), line: { width: 1.5, color: color("surface") } },

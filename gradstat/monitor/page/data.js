@@ -1,4 +1,4 @@
-// Unpacks the recording that gradstat/recording/page_data.py packed, and formats its names and numbers.
+// Unpacks the recording that gradstat/monitor/page_data.py packed, and formats its names and numbers.
 
 const COLUMN_LABELS = {
   l2_norm: "L2 norm, finite part", max_abs: "largest |x|", mean: "mean", std: "standard deviation", min: "smallest", max: "largest",
@@ -9,10 +9,14 @@ const SIGNED = new Set(["mean", "min", "max"]);
 const RANK = ["info", "warning", "error"];
 const COUNTS = new Set(["nan_count", "inf_count"]);
 
+function inflated(text) {
+  const raw = atob(text), deflated = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) deflated[i] = raw.charCodeAt(i);
+  return new Response(new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate")));
+}
+
 async function unpacked(text, width) {
-  const deflated = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([deflated]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const planes = new Uint8Array(await new Response(stream).arrayBuffer());
+  const planes = new Uint8Array(await inflated(text).arrayBuffer());
   const count = planes.length / width, bytes = new Uint8Array(planes.length);
   for (let b = 0; b < width; b++) {
     for (let i = 0, from = b * count; i < count; i++) bytes[i * width + b] = planes[from + i];
@@ -85,7 +89,11 @@ function shown(column, x) {
 
 function shortened(name, length) {
   if (name.length <= length) return name;
-  const head = length < 20 ? 0 : Math.floor(length / 3); // of short labels keep the end, where names differ
+  if (length <= 20) { // "blocks.0.attention.qkv.weight" is "b.0.a.qkv.weight"
+    name = name.replace(/(?<=^|\.)[^.\d][^.]*(?=\..*\.)/g, (part) => [...part][0]);
+    return name.length <= length ? name : `\u2026${name.slice(1 - length)}`; // names differ at their ends
+  }
+  const head = Math.floor(length / 3);
   return `${name.slice(0, head)}\u2026${name.slice(head + 1 - length)}`;
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradstat._core.files import replacing
 from gradstat._core.text import expect
-from gradstat.recording.page_data import page_data
+from gradstat.monitor.page_data import packed, page_data
 from gradstat.recording.recording import Recording
 
 _FOLDER = Path(__file__).parent / "page"
@@ -23,16 +23,13 @@ class ViewerMissingError(ImportError):
     """plotly, which draws the page, is not installed."""
 
 
-def write_page(
-    recording: Recording, path: str | os.PathLike[str], title: str | None = None, *, diagnosis_text: str | None = None
-) -> Path:
-    """Writes one self-contained page that shows ``recording`` step by step.
+def write_page(recording: Recording, path: str | os.PathLike[str], title: str | None = None) -> Path:
+    """Writes one self-contained page that shows the diagnosis of ``recording``, and every step.
 
     Args:
         recording: What to show.
         path: The ``.html`` file; missing folders are made, an existing file is replaced atomically.
         title: Name of the run.
-        diagnosis_text: What to say above the findings; its line breaks are kept.
 
     Returns:
         ``path``.
@@ -42,14 +39,12 @@ def write_page(
         OSError: The page cannot be written.
     """
     expect("recording", recording, Recording, "a Recording")
-    for name, text in (("title", title), ("diagnosis_text", diagnosis_text)):
-        expect(name, text, str | None, "text or None")
-    diagnosis = f"<pre>{html.escape(diagnosis_text)}</pre>" if diagnosis_text else ""
+    expect("title", title, str | None, "text or None")
     title, plotly = html.escape(title or "Flight recording"), _plotly()
     code = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     code = f'(() => {{\n"use strict";\n{code}\n}})();'
     # The content security policy allows these two scripts only, and no requests, so that a name that got past the
-    # escaping would still be harmless.
+    # escaping would still be harmless. The second one unpacks the first, which is most of the page.
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii") for script in (plotly, code))
     allowed = " ".join(f"'sha256-{sha256}'" for sha256 in hashes)
     # "<" is the only character with which the JSON could end its script element.
@@ -58,9 +53,8 @@ def write_page(
         "POLICY": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:",
         "TITLE": title,
         "STYLE": (_FOLDER / "page.css").read_text(encoding="utf-8"),
-        "DIAGNOSIS": diagnosis,
         "DATA": data,
-        "PLOTLY": plotly,
+        "PLOTLY": packed(plotly.encode()),
         "CODE": code,
     }
     template = (_FOLDER / "page.html").read_text(encoding="utf-8")

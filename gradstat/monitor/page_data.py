@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradstat._version import __version__
+from gradstat.monitor.diagnosis import Diagnosis
 from gradstat.recording import archive
-from gradstat.recording.findings import in_words
+from gradstat.recording.findings import SEVERITIES, in_words
 from gradstat.recording.kinds import GRADIENT, in_order
-from gradstat.recording.recording import COLUMNS, Recording, Series, headline, nonfinite_cells, scalar_rows
+from gradstat.recording.recording import COLUMNS, Recording, Series, nonfinite_cells, scalar_rows
 
 CELLS = 2_000_000
 """Limit of tensors times steps in a page, over all kinds; about 8 bytes each."""
@@ -25,7 +26,7 @@ _COUNTS = ("nan_count", "inf_count")
 
 
 def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
-    """Everything the page shows, JSON-able; numbers are packed as base64 of deflated bytes.
+    """Everything the page shows, JSON-able; numbers are `packed`. Findings are in the order of the diagnosis.
 
     Args:
         recording: What to show.
@@ -37,16 +38,21 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
     count = len(steps)
     steps = _steps_to_show(recording, steps, cells)
     is_shown = np.isin(recording.steps, steps)
-    level, sentence, incident = headline(recording)
+    diagnosis = Diagnosis.of(recording)
+    findings = diagnosis.findings
+    worst = max((SEVERITIES.index(finding.severity) for finding in findings), default=0)
+    kept = sorted(range(len(findings)), key=lambda i: findings[i].severity != "error")[:_MOST_FINDINGS]
     # Gradients first, which the page opens with, then the others in the order of computation.
     kinds = sorted(in_order(recording.tables), key=lambda kind: kind != GRADIENT.name)
     return {
-        "level": level,
-        "headline": sentence,
+        "level": SEVERITIES[worst] if worst else "ok" * (diagnosis.ok and not diagnosis.notes),
+        "headline": diagnosis.headline(),
+        "culprit": diagnosis.culprit,
+        "notes": diagnosis.notes,
         "steps": steps.tolist(),
         "leftOut": count - len(steps),
         # For an incident before the kept steps, the oldest kept step.
-        "incident": -1 if incident is None or not len(steps) else _place(steps, incident),
+        "incident": _place(steps, diagnosis.incidents[0].first) if diagnosis.incidents and len(steps) else -1,
         "scalars": {
             "names": list(recording.scalars),
             "at": np.searchsorted(steps, recording.steps[is_shown]).tolist(),
@@ -56,13 +62,13 @@ def page_data(recording: Recording, cells: int = CELLS) -> dict[str, Any]:
         "columns": list(COLUMNS),
         "findings": [
             {
-                **finding.to_dict(),
-                "at": _place(steps, finding.step) if len(steps) else -1,
-                "evidence": [[key, _formatted(value)] for key, value in in_words(finding.evidence)],
+                **findings[i].to_dict(),
+                "at": _place(steps, findings[i].step) if len(steps) else -1,
+                "evidence": [[key, _formatted(value)] for key, value in in_words(findings[i].evidence)],
             }
-            for finding in sorted(recording.findings, key=lambda one: one.severity != "error")[:_MOST_FINDINGS]
+            for i in sorted(kept)
         ],
-        "findingsLeftOut": max(0, len(recording.findings) - _MOST_FINDINGS),
+        "findingsLeftOut": len(findings) - len(kept),
         "backwardOrder": list(recording.backward_order),
         "meta": [[key, _formatted(value)] for key, value in recording.meta.items()],
         "gradstat": __version__,
@@ -110,9 +116,14 @@ def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _packed(values: npt.NDArray[Any]) -> str:
-    """Deflated bytes as base64: the first bytes of all numbers, then the second ones and so on, to compress better."""
+    """`packed` numbers: the first bytes of all, then the second ones and so on, to compress better."""
     planes = np.ascontiguousarray(values.reshape(-1).view(np.uint8).reshape(-1, values.dtype.itemsize).T)
-    return base64.b64encode(zlib.compress(planes.tobytes(), 6)).decode("ascii")
+    return packed(planes.tobytes())
+
+
+def packed(content: bytes) -> str:
+    """Deflated bytes as base64."""
+    return base64.b64encode(zlib.compress(content)).decode("ascii")
 
 
 def _formatted(value: Any) -> str:

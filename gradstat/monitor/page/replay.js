@@ -4,6 +4,7 @@ const LONGEST_REPLAY = 15_000; // milliseconds
 
 async function main() {
   const data = await readRecording();
+  document.head.append(element("script", { textContent: await inflated(byId("plotly").textContent).text() }));
   const last = data.steps.length - 1;
   const state = { step: data.incident >= 0 ? data.incident : Math.max(0, last), table: null, column: "l2_norm", tensor: null };
   const slider = byId("step"), play = byId("play");
@@ -40,7 +41,7 @@ async function main() {
   slider.max = last;
   slider.addEventListener("input", () => goTo(Number(slider.value)));
   play.addEventListener("click", () => (timer === null ? start() : stop()));
-  byId("incident").disabled = data.incident < 0;
+  byId("incident").hidden = data.incident < 0;
   byId("incident").addEventListener("click", () => goTo(data.incident));
   byId("close").addEventListener("click", close);
   document.addEventListener("keydown", pressed);

@@ -9,9 +9,10 @@ const described = (pairs) => pairs.flatMap(([key, value]) => [
 ]);
 
 function drawFindings(data, { onStep, onName }) {
-  const sorted = [...data.findings].sort((a, b) => RANK.indexOf(b.severity) - RANK.indexOf(a.severity) || a.step - b.step);
-  const made = sorted.map((finding, i) => {
-    const box = element("details", { className: "finding", open: i === 0 && finding.severity === "error",
+  if (data.culprit) byId("summary").append(element("pre", { textContent: data.culprit }));
+  byId("summary").append(...data.notes.map((textContent) => element("p", { className: "note", textContent })));
+  const made = data.findings.map((finding, i) => {
+    const box = element("details", { className: "finding", open: i === 0 && finding.severity !== "info",
       hidden: i >= FINDINGS_SHOWN });
     box.dataset.severity = finding.severity;
     box.append(element("summary", {},
@@ -39,6 +40,7 @@ function drawFindings(data, { onStep, onName }) {
   const more = data.findingsLeftOut ? ` of ${made.length + data.findingsLeftOut}` : "";
   all.textContent = `Show all ${made.length}${more} findings`;
   all.onclick = () => { made.forEach((box) => { box.hidden = false; }); all.hidden = true; };
+  addEventListener("beforeprint", () => made.forEach((box) => Object.assign(box, { open: true, hidden: false })));
   byId("diagnosis").hidden = !made.length && !byId("summary").textContent.trim();
 }
 
@@ -51,7 +53,7 @@ const WORST = {
 class WorstTable {
   constructor(onTensor) {
     this.onTensor = onTensor;
-    this.sort = null; // by default not finite first, then the most unusual
+    this.sort = null; // by default not finite first, then by the norm against its median
     this.all = false;
     this.heads = Object.entries(WORST).map(([key, label]) => {
       const head = element("th", { scope: "col" }, button("", label, () => this.sortBy(key)));
@@ -86,10 +88,9 @@ class WorstTable {
   order() {
     const { table, i, sort } = this;
     const there = table.names.map((_, j) => j).filter((j) => i >= 0 && !table.absent(j, i));
-    const unusual = (j) => Math.abs(Math.log((table.value("l2_norm", j, i) || 1e-45) / (table.usualNorm(j) || 1e-45))) || 0;
     if (!sort) {
       const nonfinite = (j) => table.value("nan_count", j, i) + table.value("inf_count", j, i);
-      return there.map((j) => [j, nonfinite(j), unusual(j)]).sort((a, b) => b[1] - a[1] || b[2] - a[2]).map(([j]) => j);
+      return there.map((j) => [j, nonfinite(j), this.number("usual", j) || 0]).sort((a, b) => b[1] - a[1] || b[2] - a[2]).map(([j]) => j);
     }
     const sign = sort.down ? -1 : 1;
     if (sort.key === "name") return sort.down ? there.reverse() : there; // in the order of the model
