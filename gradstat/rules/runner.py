@@ -110,19 +110,21 @@ class RuleRunner:
 
     def _in_context(self, finding: Finding, window: Window) -> Finding:
         """``finding`` with what the scalars show before its other causes."""
-        causes: tuple[str, ...] = ()
-        if finding.rule in _GROWS:
-            row = max(int(window.steps.searchsorted(finding.step, "right")) - 1, 0)
-            rates = [*self._rates, *window.scalars.get("lr", np.empty(0))[: row + 1].tolist()][-101:]
-            jumps = [(old, new) for old, new in itertools.pairwise(rates) if new > _JUMP * old > 0]
-            first = window.value("loss", 0) if math.isnan(self._first_loss) else self._first_loss
-            if jumps:
-                causes = (
-                    f"the learning rate, which went from {jumps[-1][0]:.4g} to {jumps[-1][1]:.4g} shortly before",
-                )
-            elif window.value("loss", row) < -_FAR_BELOW * abs(first) and not window.run.has_rival:
-                causes = WRONG_SIGN
-        return replace(finding, causes=(*causes, *(cause for cause in finding.causes if cause not in causes)))
+        if finding.rule not in _GROWS:
+            return finding
+        causes, advice = list[str](), list[str]()
+        row = max(int(window.steps.searchsorted(finding.step, "right")) - 1, 0)
+        rates = [*self._rates, *window.scalars.get("lr", np.empty(0))[: row + 1].tolist()][-101:]
+        jumps = [(old, new) for old, new in itertools.pairwise(rates) if new > _JUMP * old > 0]
+        first = window.value("loss", 0) if math.isnan(self._first_loss) else self._first_loss
+        if jumps:
+            old, new = jumps[-1]
+            causes.append(f"the learning rate, which went from {old:.4g} to {new:.4g} shortly before")
+            advice.append("print the learning rate of the steps before")
+        elif window.value("loss", row) < -_FAR_BELOW * abs(first) and not window.run.has_rival:
+            causes += WRONG_SIGN
+        causes += (cause for cause in finding.causes if cause not in causes)
+        return replace(finding, causes=tuple(causes), advice=(*advice, *finding.advice))
 
     def resume(self, steps: int, scalars: Mapping[str, Floats]) -> None:
         """Goes on after ``steps`` steps, the last ones with these ``scalars``; the rules have loaded their states."""
