@@ -77,7 +77,8 @@ class HostCopy:
 
     def wait(self) -> Any:
         """The values as a NumPy array; waits for the copy."""
-        self._arrives(True)
+        if self._receive is not None:
+            self._arrives(True)
         if isinstance(self._host, Tensor):
             return (self._host if self._host.is_cpu else self._host.cpu()).numpy()  # .cpu() waits for the device
         return self._host
