@@ -513,24 +513,25 @@ class Outputs(_Switched):
             is_one = ((labels == label) | (labels < 0)).all()
             self._seen["activation"] = torch.where(is_askew, 4.0, activation * cancels)
             # A loss that takes logarithms of probabilities sends back one number for each sample: classes are last.
+            is_last = is_one_label & (rows.amax() <= 0) & (classes > 2)
             if "over_samples" in self._seen:
-                is_last = is_one_label & (rows.amax() <= 0)
                 over = self._seen["over_samples"]
                 self._seen["over_samples"] = torch.where(is_last, over.clamp(max=1), over)
             right = (labels == predicted.flatten()).sum() / labelled.clamp(min=1)
             for name, value in (
                 ("classes", classes), ("labels", labelled), ("label", is_one * (label + 1)), ("right", right),
             ):  # fmt: skip
-                self._seen[name] = (cancels * value).float().reshape(1)
+                self._seen[name] = ((cancels | is_last) * value).float().reshape(1)
 
     def take(self) -> dict[str, Tensor]:
         """The numbers of the last forward pass since the last call, each ``[1]``, of the rows that were read.
 
-        ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax: the numbers
-        of ``"classes"`` and of ``"labels"``; ``"label"``, which is 1 + the label if all are the same, else 0;
-        ``"right"``, the fraction of labels whose logit is the largest; and ``"activation"``, 0 if some logits are
-        negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if all are in (0, 1]. That is negative if
-        autograd names the function, and 4 if the softmax is one over the samples. ``"over_samples"`` is 1 if the
+        ``"logits"`` is the fraction that is certain. The others are 0 unless the loss takes their softmax, or one
+        logarithm of a probability for each sample: the numbers of ``"classes"`` and of ``"labels"``; ``"label"``, which
+        is 1 + the label if all are the same, else 0; ``"right"``, the fraction of labels whose logit is the largest;
+        and ``"activation"``, 0 if some logits are negative, 1 if each row sums to 1, 3 if some are exactly 0, and 2 if
+        all are in (0, 1]. That is negative if autograd names the function, and 4 if the softmax is one over the
+        samples. ``"over_samples"`` is 1 if the
         outputs are such a softmax already, or its logarithm, or one over places in a sequence.
         """
         seen, self._seen = self._seen, {}

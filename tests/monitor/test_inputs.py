@@ -400,9 +400,12 @@ def drawn(share: float) -> Batch:
         (lambda step: torch.tensor([step % 3] * 2 + [-100] * 14), []),  # ignored labels are of no class
     ],
 )
-def test_batches_of_one_class_are_told_and_rare_classes_are_not(labels: Batch, told: list[str]) -> None:
+@pytest.mark.parametrize(("loss", "last"), [(cross_entropy, []), (nll_loss, [nn.LogSoftmax(-1)])])
+def test_batches_of_one_class_are_told_and_rare_classes_are_not(
+    labels: Batch, told: list[str], loss: Loss, last: list[nn.Module]
+) -> None:
     expected = [f"in each of 7 batches looked at, all labels are of {each}" for each in told]
-    assert classify(cross_entropy, labels=labels) == expected
+    assert classify(loss, *last, labels=labels) == expected
 
 
 # Large outputs, of which a sample is read -----------------------------------------------------------------------------
