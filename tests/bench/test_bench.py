@@ -549,3 +549,14 @@ def test_device_time_excludes_host_time(host: float, monkeypatch: pytest.MonkeyP
     assert samples.device == pytest.approx([2e-5] * 3)
     assert clock.slept_on == {"cuda:1"}
     assert device_timing._cycles_per_second(torch.device("cuda:1")) == pytest.approx(clock.RATE)
+
+
+def test_what_is_added_makes_no_step_faster() -> None:
+    assert timing.Quartiles(0.38, 0.42, 0.42).is_noise(1.0)
+    assert not timing.Quartiles(1.38, 1.42, 1.42).is_noise(1.0)
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [(0.0, 3), (math.inf, 9)])
+def test_rounds_end_with_the_budget(budget: float, rounds: int) -> None:
+    samples = timing.interleaved({"a": lambda: None, "b": lambda: None}, 9, budget=budget)
+    assert {name: len(seconds) for name, seconds in samples.items()} == {"a": rounds, "b": rounds}
