@@ -30,7 +30,7 @@ endif
 say = @echo "== $(1)"
 
 demo: $(VENV)/.for-demo $(BUILT) ## Train a small GPT with every step checked, then corrupt it and see which module the diagnosis names
-	$(call say,The demo: 300 training steps and what checks cost in one; half a minute)
+	$(call say,The demo: 300 training steps and what checks cost in one; a minute or two)
 	$(BIN)/python -m gradstat demo
 
 # Number of parallel test processes. More than one per core, or a dozen in total, compete for the core or for memory.

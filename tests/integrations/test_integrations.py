@@ -552,18 +552,18 @@ def test_engines_refuse_and_hide_the_same_everywhere(by_class: bool) -> None:
 EXAMPLES = {
     "accelerate_example.py --steps 20": (
         *("step 10: Inf was first made in the forward pass, by exp in module '3'", "step 10: micro-batch 1 of 2"),
-        "1 error in 20 steps of Sequential",
+        "1. nonfinite-loss (error), since step 10",
     ),
     "auto_example.py --steps 30 --output run.gradstat": (
         *("it began in step 15 with 2.weight", "the first at [17, 42]", "all parameters are finite: True"),
     ),
     "lightning_example.py --steps 64 --folder .": (
-        *("it began in step 60", "NaN was first made in the forward pass, by div in module 'body.2'"),
+        *("replay of step 60", "NaN was first made in the forward pass, by div in module 'body.2'"),
         "return x / x.square().mean(-1, keepdim=True).sqrt()",
     ),
     "transformers_example.py --steps 20": (
         *("step 10: NaN was first made in the forward pass, by div in module 'transformer.h.1.mlp'",),
-        *("step 10: micro-batch 1 of 2", "1 error in 20 steps of GPT2LMHeadModel"),
+        *("step 10: micro-batch 1 of 2", "1. nonfinite-loss (error), since step 10"),
     ),
 }
 
