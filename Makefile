@@ -116,7 +116,7 @@ numerics: $(VENV)/.for-test $(BUILT) ## Compare norms of 100,000 vectors of ever
 	$(BIN)/python benchmarks/render.py --write
 
 wheel: $(VENV)/.for-test ## Build sdist and wheel (one for every Python >= 3.10 and torch >= 2.10, with CUDA if there is nvcc) into dist/, and try it
-	$(call say,The wheel, for all GPUs; ten minutes)
+	$(call say,The wheel for all GPUs; ten minutes)
 	rm -rf dist build/wheel-env
 	GRADSTAT_CUDA=$(or $(GRADSTAT_CUDA),$(if $(shell command -v nvcc),1,0)) $(BIN)/python .ci/distribution.py dist
 	$(PYTHON) -m venv build/wheel-env
