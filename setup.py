@@ -52,10 +52,10 @@ def cuda_home():
     nvcc = os.path.join(home, "bin", "nvcc") if home else shutil.which("nvcc")
     if nvcc is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
         nvcc = "/usr/local/cuda/bin/nvcc"
-    if nvcc and os.path.exists(nvcc) and not is_asked_for and not has_gpu():
-        print("gradstat: no GPU found, so CUDA code is not compiled; GRADSTAT_CUDA=1 compiles it.", file=sys.stderr)
-        return None
     if nvcc and os.path.exists(nvcc):
+        if not is_asked_for and not has_gpu():
+            print("gradstat: no GPU found, so CUDA code is not compiled; GRADSTAT_CUDA=1 compiles it.", file=sys.stderr)
+            return None
         # nvcc may be a wrapper on PATH; a dry run prints the path of its toolkit.
         dry_run = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
         described = subprocess.run(dry_run, capture_output=True, text=True, check=True).stderr

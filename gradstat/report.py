@@ -27,7 +27,7 @@ _ORDERINGS = ("severity", *FLOATS, *INTEGERS)
 _SHOWN = 20
 _EXTREMES = 3
 _NONFINITE_STYLE = ' style="color:#d32f2f;font-weight:bold"'
-# Said if nearly all gradients, more than one in this number, have NaN or Inf.
+# Said of two or more gradients if those with NaN or Inf, times this, are at least as many as all.
 _NEARLY_ALL = 1.1
 _ORIGIN = (
     "Nearly all: what made them so came before the gradients, in the loss or the forward pass. This prints its line:",
@@ -263,7 +263,7 @@ class Report(Judged, OneRow):
             f"{len(self.nonfinite)} of {count_of(len(self), self._what)} not finite "
             f"({self.nan_count:,} NaN, {self.inf_count:,} Inf){_at_scale(self.loss_scale)}:"
         )
-        lines = list(self._origin()) or lines_of(self.nonfinite, 5, nonfinite_line) or ["  all of them on other ranks"]
+        lines = list(self._origin) or lines_of(self.nonfinite, 5, nonfinite_line) or ["  all of them on other ranks"]
         raise NonFiniteGradientError("\n".join([title, *lines]), self)
 
     @property
@@ -313,28 +313,28 @@ class Report(Judged, OneRow):
     def _sections(self) -> list[tuple[str, list[TensorStats]]]:
         """The sections of the text and the HTML: nonfinite tensors, then the extremes of the healthy ones."""
         healthy = [stats for stats in self.worst(len(self), by="l2_norm") if stats.ok]
-        sections = [("not finite, worst first", [] if self._origin() else self.nonfinite[:_SHOWN])]
+        sections = [("not finite, worst first", [] if self._origin else self.nonfinite[:_SHOWN])]
         if len(healthy) <= 2 * _EXTREMES:
             sections.append(("by norm", healthy))
         else:
             sections += [("largest norm", healthy[:_EXTREMES]), ("smallest norm", healthy[-_EXTREMES:])]
         return [(title, rows) for title, rows in sections if rows]
 
+    @functools.cached_property
     def _origin(self) -> tuple[str, ...]:
         """What to do if nearly all gradients have NaN, since then none of them is the first; empty if not."""
         is_one = self.nan_count and 1 < len(self) <= _NEARLY_ALL * len(self.nonfinite) and self._what == "gradient"
         return _ORIGIN if is_one else ()
 
     def _footers(self) -> list[str]:
-        origin = self._origin()
-        lines = [*origin]
+        lines = [*self._origin]
         if self.overflowed:
             lines.append("Inf and no NaN: the loss scale was too large. The step is skipped and the scale lowered")
         elif self.loss_scale is not None and self.nan_count and self.inf_count:
             lines.append(
                 "NaN may result from Inf (Inf - Inf). If NaN remains while the loss scale falls, it has another cause"
             )
-        if not origin:
+        if not self._origin:
             lines.append(and_more(len(self.nonfinite) - _SHOWN, "... and {} more that are not finite"))
         if self.missing:
             lines.append(f"no {self._what} ({len(self.missing)}): {listed(self.missing, _SHOWN)}")

@@ -70,10 +70,10 @@ class Choice(NamedTuple):
             for column in self.per_tensor:
                 values = table[column][rows].astype(np.float64).tolist()
                 out.update({f"{self.prefix}{column}/{name}": v for name, v in zip(names, values, strict=True)})
+        norms = np.array([stats.l2_norm for stats in report]) if self.norms else np.empty(0)
         for pattern in self.norms:
             fits = [fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in report.names]
-            norm = np.linalg.norm(report.to_numpy()["l2_norm"][fits])
-            out[f"{self.prefix}l2_norm/{pattern}"] = float(norm)
+            out[f"{self.prefix}l2_norm/{pattern}"] = float(np.linalg.norm(norms[fits]))
         return out
 
 

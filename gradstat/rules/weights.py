@@ -12,6 +12,7 @@ import numpy as np
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
 from gradstat.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, median, sizes_of_weights
+from gradstat.rules.gradients import VanishingGradient
 from gradstat.rules.rows import Bools, Rows, Window
 
 
@@ -174,8 +175,6 @@ class ParameterJump(Rule):
 
 # The loss has risen if the median of the last four of so many is above all before.
 _LATELY = 24
-# Gradients below it vanish, as `VanishingGradient` reports.
-_NOTHING = 1e-8
 _SHRUNK = ("weights that were overwritten with zeros, or multiplied by a small number", "a weight decay far too large")
 
 
@@ -235,7 +234,7 @@ class UnchangedParameter(Rule):
             enough = 1 if same.all() else self.measurements
             largest = np.nan_to_num(gradients.of(rows.names).max_abs[-1])
             # It has a gradient by which its optimizer could change it.
-            same &= largest > max(self.rounding * largest.max(initial=0.0), _NOTHING)
+            same &= largest > max(self.rounding * largest.max(initial=0.0), VanishingGradient.limit)
             same &= rows.rms[row] < (1 - 1e-6) * rows.max_abs[row]  # otherwise all may be clamped to a bound
             counts[:] = np.where(same, counts + 1, 0)
             since[:] = np.where(same, since, step)
