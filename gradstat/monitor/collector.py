@@ -128,6 +128,7 @@ class Collector:
             if on_device:
                 segments.append(Segment("scalars", tuple(on_device)))
         if step == _LOOK_AT_LEAVES:
+            observations.append(Observation("dropped", step, observers.dropped_by(self._inner)))
             leaves, self._connection.leaves = self._connection.leaves or [], []  # looks at no other loss
             if named.engine is None and not is_distributed(named.parameters):
                 leaves = leaves + ((self._outputs and self._outputs.leaves) or [])
@@ -475,8 +476,8 @@ class Collector:
 
 
 # Steps in which outputs are measured besides, so that mistakes with labels are known before much time is lost.
-_EARLY = (1, 2, 4, 8, 16, 32)
-# When parameters in the graph of the first loss have got updates, if anybody trains them.
+_EARLY = frozenset([1, 2, 4, 8, 16, 32, *range(200, 256, 8)])
+# When parameters in the graph of the first loss have got updates, if anybody trains them; modules are looked at then.
 _LOOK_AT_LEAVES = 16
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from gradstat.recording.findings import Finding
 from gradstat.recording.kinds import LOGITS
 from gradstat.rules.base import WRONG_SIGN, Rule, median, sizes_of_weights
-from gradstat.rules.rows import Floats, Rows, Window
+from gradstat.rules.rows import Rows, Window
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
@@ -37,11 +38,23 @@ _ACTIVATIONS = {
     1.0: "are probabilities already",
     2.0: "are all between 0 and 1",
     3.0: "are never negative, but often 0",
+    5.0: "pass through a softmax",
 }
 _ACTIVATED = (
     "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
 )
 _ASKEW, _DIM = 4.0, ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
+# What the fit of outputs is judged by, and after how many steps.
+_SUMS, _FITS = ("outputs", "cross", "residuals", "squares", "count", "samples"), 240
+_UNKNOWN = 2.0  # in place of a correlation
+_UNSCALED = (
+    ("targets that are not normalised, or in another unit than the model was made for",),
+    ("normalise targets in the data loader, and scale predictions back",),
+)
+_DROPPED = (
+    ("the probability to keep an element, given as that to drop it",),
+    ("make p= of Dropout the share of elements that become zero",),
+)
 _ONE_LABEL = (
     "data sorted by class, and not shuffled",
     "labels that were lost, or read from the wrong column",
@@ -50,7 +63,11 @@ _ONE_LABEL = (
 
 
 class NoLearning(Rule):
-    """A classifier that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
+    """A model that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
+
+    Of what is no classifier, the loss may stay at that of guessing among the samples of a batch, or of two classes; or
+    it has not fallen while the weights have grown, shrunk or stayed what they were. A dropout that leaves less than a
+    tenth is told as well.
 
     The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
     a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
@@ -77,6 +94,11 @@ class NoLearning(Rule):
             and may begin in a scale of their own.
         small, large: Limits of the median over the weights of a weight's standard deviation times the root of its
             number of inputs, which is about 1 if they keep the size of signals.
+        batches, related: In so many batches, the last ones looked at after 240 steps, outputs and their targets have a
+            correlation of less than ``related``, and of less than two standard errors. Targets are known from the
+            gradient of the outputs, for cross-entropies of one prediction per sample and for squared errors.
+        spread, apart: The standard deviation of targets above which, and its ratio to that of the first outputs from
+            which on, they are in a raw scale.
         measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
             takes the softmax are not negative, as after an activation. If autograd names it, it is told at once, and
             probabilities are told in the first step or after outputs that were none, or not at all. In at least so
@@ -108,11 +130,21 @@ class NoLearning(Rule):
         measurements: int = 3,
         lasts: int = 100,
         soon: int = 32,
+        batches: int = 8,
+        related: float = 0.1,
+        spread: float = 20.0,
+        apart: float = 50.0,
     ) -> None:
         self.steps, self.share, self.fallen = steps, share, fallen
         self.flat, self.flat_share = flat, flat_share
         self.early_share, self.far, self.small, self.large = early_share, far, small, large
         self.measurements, self.lasts, self.soon = measurements, lasts, soon
+        self.batches, self.related, self.spread, self.apart = batches, related, spread, apart
+        # Of outputs measured: squared gradients over the loss, per sum and per mean; the last correlations; samples.
+        self._ratios: list[float] = []
+        self._related: list[float] = []
+        self._samples = 0.0
+        self._apart = math.nan  # the deviation of the first outputs, 0 if that of targets is not large
         self._reported: dict[str, int] = {}  # what was found, and when
         self._odd = ""  # a weight that begins far larger than others
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
@@ -130,6 +162,13 @@ class NoLearning(Rule):
         self._norm = self._sums = self._scale = self._grown = self._moved = math.nan
 
     def review(self, window: Window) -> Iterable[Finding]:
+        for seen in window.observed("dropped"):
+            if seen.value and "dropped" not in self._reported:
+                text = f"the dropout of {seen.value[0] or 'the model'} leaves less than a tenth"
+                text += f", and so do {len(seen.value) - 1} more" * (len(seen.value) > 1)
+                yield self._once(
+                    "dropped", 0, seen.value[0] or "model", text, "module", *_DROPPED, modules=seen.value[:20]
+                )
         losses = window.scalars.get("loss", np.empty(0))
         is_finite = np.isfinite(losses)
         if not is_finite.any():
@@ -137,23 +176,15 @@ class NoLearning(Rule):
         if not self._count:
             self._begin(window, float(losses[is_finite][0]))
             self._recent = []
-        outputs = window.rows("output")
-        if outputs is not None:
-            if math.isnan(self._first_certain):
-                certain, labelled = np.nan_to_num(outputs.of((LOGITS, "labels")).mean[0]).tolist()
-                self._first_certain, self._labelled = certain, max(labelled, 1.0)
-            yield from self._outputs(window, outputs, losses)
-        if not self._classes:
-            self._count = 1  # of no interest from now on
-            return
-        values, steps = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist()
-        parameters, at = window.rows("parameter"), 0
-        if parameters is not None:
-            for row, step in enumerate(parameters.steps.tolist()):
-                stop = bisect.bisect_right(steps, step)
-                yield from self._add(window, values[at:stop], steps[at:stop])
-                yield from self._weights(parameters, row)
-                at = stop
+        values, steps, at = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist(), 0
+        looks = []
+        for rows, look in ((window.rows("output"), self._outputs), (window.rows("parameter"), self._weights)):
+            looks += [] if rows is None else [(step, look, rows, row) for row, step in enumerate(rows.steps.tolist())]
+        for step, look, rows, row in sorted(looks, key=operator.itemgetter(0)):
+            stop = bisect.bisect_right(steps, step)
+            yield from self._add(window, values[at:stop], steps[at:stop])
+            yield from look(window, rows, row)
+            at = stop
         yield from self._add(window, values[at:], steps[at:])
 
     def _add(self, window: Window, values: list[float], steps: list[int]) -> Iterator[Finding]:
@@ -167,65 +198,118 @@ class NoLearning(Rule):
             self._recent = [*self._recent, *more][-_SPAN:]
             if len(self._first) < _SPAN:
                 self._first += more[: _SPAN - len(self._first)]
-            if self._count == _SOON:
+            if self._count == _SOON and self._classes:
                 yield from self._beginning(window)
             elif self._count == stop and stop >= _SOON + _HALF:
                 row = int(np.searchsorted(window.steps, steps[at - 1]))
                 rate = window.value("lr", row)
                 is_warm_up, self._rate = rate > 1.001 * self._rate, rate
-                yield from self._later(window, row, is_warm_up)
+                if self._count % _SPAN == 0 and self._count >= self.steps and not is_warm_up:
+                    yield from self._stalls(window, row)
+                if self._classes:
+                    yield from self._later(window, row, is_warm_up)
 
     def _begin(self, window: Window, loss: float) -> None:
         gradients = window.rows("gradient")
         self._classes = 0 if gradients is None else _classes_of(window, gradients)
+        self._chance, self._gradient = abs(loss), window.value("norm", 0)
         if self._classes:
             usual = math.log(self._classes)
-            self._chance = usual if abs(loss) <= 2 * usual else abs(loss)
-            self._gradient = window.value("norm", 0)
             if abs(loss) < usual / 2:
                 self._classes = 0  # it has learned before
+            elif abs(loss) <= 2 * usual:
+                self._chance = usual
 
-    def _outputs(self, window: Window, outputs: Rows, losses: Floats) -> Iterator[Finding]:
+    def _outputs(self, window: Window, outputs: Rows, row: int) -> Iterator[Finding]:
         """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
-        seen = outputs.of(("activation", "classes", "labels", "label", "over_samples")).mean
-        for step, (activation, classes, count, label, over) in zip(outputs.steps.tolist(), seen.tolist(), strict=True):
-            is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
-            self._activated_for = self._activated_for + 1 if activation in (2, 3) else 0
-            self._askew_for = self._askew_for + 1 if activation == _ASKEW or over == 1 else 0
-            if self._activated_for == 1:
-                self._activated_since = step
-            # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
-            is_first = not self._count and step == window.steps[0]
-            is_one = activation == 1 and (self._were_logits or (is_first and 0.9 < losses[0] / math.log(classes) < 1.1))
-            self._were_logits |= activation == 0 and classes > 0
-            lasts = self._activated_for >= self.measurements and step - self._activated_since >= self.lasts
-            if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._reported:
-                least = math.log1p((classes - 1) / math.e)
-                text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
-                text += f": it cannot fall below {least:.4g}" * (activation < 3)
-                yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
-            if self._askew_for == 2 and "askew" not in self._reported:
-                what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
-                text = f"the {what} over samples or places in a sequence, not over the classes"
-                yield self._once("askew", step, LOGITS, text, "output", _DIM)
-            if not self._classes or "label" in self._reported or math.isnan(count):
-                continue
-            if not self._labels:
-                self._labels_since = step
-            self._labels += [label, count]
-            each, counts = self._labels[::2], self._labels[1::2]
-            if not label:
-                self._reported["label"] = step  # of several classes, as it should be
-            elif (
-                len(each) >= self.measurements
-                and step - self._labels_since >= self.soon
-                and (sum(counts) >= _ALIKE or (len({*each}) > 1 and sum(counts) - len(counts) >= _BITS))
-            ):
-                which = "one" if len({*each}) > 1 else "the same"
-                text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
-                yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
+        seen = outputs.of((*_SUMS, "activation", "classes", "labels", "label", "over_samples", LOGITS)).mean[row]
+        *sums, activation, classes, count, label, over, certain = seen.tolist()
+        step, first = int(outputs.steps[row]), self._first[0] if self._count == 1 else math.nan
+        if math.isnan(self._first_certain):
+            self._first_certain, self._labelled = np.nan_to_num([certain, max(1.0, count)]).tolist()
+        at = int(np.searchsorted(window.steps, step))
+        if all(map(math.isfinite, (*sums, window.value("loss", at)))):
+            yield from self._fit(window, at, sums, window.value("loss", at))
+        is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
+        self._activated_for = self._activated_for + 1 if activation in (2, 3) else 0
+        self._askew_for = self._askew_for + 1 if activation == _ASKEW or over == 1 else 0
+        if self._activated_for == 1:
+            self._activated_since = step
+        # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
+        is_one = activation == 1 and (self._were_logits or 0.9 < first / math.log(classes) < 1.1)
+        self._were_logits |= activation == 0 and classes > 0
+        lasts = self._activated_for >= self.measurements and step - self._activated_since >= self.lasts
+        if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._reported:
+            least = math.log1p((classes - 1) / math.e)
+            text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
+            text += f": it cannot fall below {least:.4g}" * (activation != 3)
+            yield self._once("activation", step, LOGITS, text, "output", _ACTIVATED, classes=classes)
+        if self._askew_for == 2 and "askew" not in self._reported:
+            what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
+            text = f"the {what} over samples or places in a sequence, not over the classes"
+            yield self._once("askew", step, LOGITS, text, "output", _DIM)
+        if not self._classes or "label" in self._reported or math.isnan(count):
+            return
+        if not self._labels:
+            self._labels_since = step
+        self._labels += [label, count]
+        each, counts = self._labels[::2], self._labels[1::2]
+        if not label:
+            self._reported["label"] = step  # of several classes, as it should be
+        elif (
+            len(each) >= self.measurements
+            and step - self._labels_since >= self.soon
+            and (sum(counts) >= _ALIKE or (len({*each}) > 1 and sum(counts) - len(counts) >= _BITS))
+        ):
+            which = "one" if len({*each}) > 1 else "the same"
+            text = f"in each of {len(each)} batches looked at, all labels are of {which} class"
+            yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
 
-    def _weights(self, parameters: Rows, row: int) -> Iterator[Finding]:
+    def _fit(self, window: Window, row: int, sums: list[float], loss: float) -> Iterator[Finding]:
+        """Judges whether outputs follow their targets, by the ``sums`` of `observers.Outputs.take` in a row.
+
+        If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
+        ratio to the sum of squared gradients, or to their mean, is the same in all batches.
+        """
+        outputs, cross, residuals, squares, count, self._samples = sums
+        step, scale, is_known = int(window.steps[row]), 1.0, squares == 0
+        if squares > 0 and loss:
+            scale, ratio = 2 * loss / squares, squares / loss
+            self._ratios = [*self._ratios, ratio, ratio * count][-2 * self.batches :]
+            every = [np.array(self._ratios[of::2]) for of in range(2)]
+            is_one = len(every[0]) > 2 and any(np.ptp(of) <= 0.01 * abs(of).min() for of in every)
+            is_known = is_one and ratio > 0
+            if is_one and ratio < 0 and "negative" not in self._reported:
+                self._reported["chance"] = step
+                text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
+                yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=loss)
+        targets = outputs - 2 * scale * cross + scale**2 * residuals
+        if not (targets > 0 and outputs > 0) or {"chance", "follows"} & {*self._reported} or window.run.has_rival:
+            return
+        spread = math.sqrt(targets / count)
+        if math.isnan(self._apart):
+            self._apart = math.sqrt(outputs / count) if spread > self.spread else 0.0
+        if is_known and squares and 0 < self._apart < spread / self.apart and "spread" not in self._reported:
+            text = f"targets have a standard deviation of {spread:.3g}, and the first outputs one of {self._apart:.3g}"
+            yield self._once("spread", 0, "loss", text, "series", *_UNSCALED, targets=spread, outputs=self._apart)
+        related = (outputs - scale * cross) / math.sqrt(outputs * targets)
+        self._related.append(min(related, 1.0) if is_known else _UNKNOWN)
+        del self._related[: -self.batches]
+        is_warm_up = window.value("lr", row) > 1.001 * self._rate
+        if step < _FITS or len(self._related) < self.batches or _UNKNOWN in self._related or is_warm_up:
+            return
+        related = float(np.mean(self._related))
+        error = float(np.std(self._related, ddof=1)) / math.sqrt(self.batches)
+        if related < min(self.related, 2 * error):
+            text = (
+                f"outputs of the model and their targets have a correlation of {related:.2g} after {step} steps, as by "
+            )
+            text += "chance"
+            yield self._once("chance", 0, "loss", text, "series", self.causes, correlation=related, loss=loss)
+        elif related > max(self.related, 3 * error):
+            self._reported["follows"] = step
+
+    def _weights(self, _window: Window, parameters: Rows, row: int) -> Iterator[Finding]:
         """Looks at the weights of the first step, and at how far they have come."""
         step = int(parameters.steps[row])
         weights = parameters.tensors.matrices  # others may begin at zero, or be statistics that are kept as parameters
@@ -235,7 +319,7 @@ class NoLearning(Rule):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
             change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
-            if change is not None and is_soon and not {"rate", "chance"} & {*self._reported}:
+            if self._classes and change is not None and is_soon and not {"rate", "chance"} & {*self._reported}:
                 loss, sizes = median(self._recent[-_HALF:]), sizes_of_weights(parameters, row)[1]
                 is_large = self._grown > 1 and self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
                 if loss > (self.early_share if is_large else self.flat_share) * self._chance:
@@ -263,9 +347,11 @@ class NoLearning(Rule):
             causes = ("an initialisation with a factor or a standard deviation far too small",)
             yield self._once("weights", step, name, text, "parameter", causes, size=self._scale)
 
-    def _once(self, what: str, step: int, name: str, text: str, about: str, causes: Any, **more: Any) -> Finding:
+    def _once(
+        self, what: str, step: int, name: str, text: str, about: str, causes: Any, advice: Any = None, **more: Any
+    ) -> Finding:
         self._reported[what] = step
-        advice = (*_LOWER, *self.advice) if causes is _RATES else None
+        advice = (*_LOWER, *self.advice) if causes is _RATES else advice
         return self.found(step, name, text, about, causes=causes, advice=advice, **more)
 
     def _beginning(self, window: Window) -> Iterator[Finding]:
@@ -310,6 +396,24 @@ class NoLearning(Rule):
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"
             yield self._once("chance", 0, name, text, "series", causes, loss=now, chance=chance)
+
+    def _stalls(self, window: Window, row: int) -> Iterator[Finding]:
+        """Judges the last losses, up to that of ``row``, without knowing what the model is."""
+        if {"chance", "rate"} & {*self._reported} or window.run.has_rival or min(self._recent) <= 0:
+            return
+        now, began, first = median(self._recent), median(self._first[:_SOON]), self._first[0]
+        text = f"the loss is {now:.4g} after {self._count} steps"
+        for count in (2.0, *(n for n in (self._samples, self._samples - 1) for n in (n, 2 * n)), 2 * self._samples - 1):
+            usual = math.log(max(count, 1.5))
+            scatter = median(np.abs(np.array(self._recent) - now))
+            if abs(now - usual) < 0.005 * usual > scatter / 2 and self.share * usual < began < _CLOSE[1] * usual:
+                text += f"; guessing among {count:.0f} has {usual:.4g}"
+                yield self._once("chance", 0, "loss", text, "series", self.causes, loss=now)
+                return
+        name, causes, more = self._likely(window, row)
+        if not self._classes and more and now > max(self.flat_share * first, 0.0) > 0.01 * now:
+            text += f", and began at {first:.4g}{more}"
+            yield self._once("chance", 0, name, text, "series", causes, loss=now)
 
     def _change(self) -> tuple[str, tuple[str, ...], str] | None:
         """If the norm of all weights has changed by far, what is to blame, causes, and how it has."""

@@ -1032,7 +1032,7 @@ def test_the_share_of_certain_predictions_is_a_matter_of_margins(dtype: torch.dt
     for outputs, share in ((logits, 0.25), (torch.tensor([[11.0], [-11.0], [9.0], [0.0]]), 0.5)):
         watch.measure(model, (), outputs.to(dtype))
         assert {name: value.item() for name, value in watch.take().items()} == {"logits": share}
-    watch.measure(model, (), torch.ones(3))
+    watch.measure(model, (), torch.tensor(3.0))
     assert watch.take() == {}
 
 
