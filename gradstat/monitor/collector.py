@@ -108,7 +108,7 @@ class Collector:
             tensors, positions, missing = gradients_of(named.parameters, named.engine)
         else:
             tensors, positions, missing = helpers.gradients_of(named.parameters)
-        if tensors:
+        if tensors and isinstance(tensors[0], Tensor):  # a shard of an engine's buffer is in no ``.grad``
             self._connection.first_gradient = weakref.ref(tensors[0]), tensors[0]._version
         engine_scale = None if named.engine is None else named.engine.loss_scale
         if engine_scale is not None:

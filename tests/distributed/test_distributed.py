@@ -6,6 +6,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -547,3 +548,32 @@ def test_a_rank_that_cannot_measure_its_piece_is_told_of(ranks: Ranks) -> None:
     healthy, broken = ranks.run(2, _a_rank_that_cannot)
     assert "1 other rank failed to measure" in healthy
     assert "'p' (dtype torch.int64" in broken
+
+
+class _Megatron(nn.Module):
+    """Like Megatron-Core's DistributedDataParallel with its distributed optimizer: each rank has half of the buffer."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        super().__init__()
+        self.module = nn.Linear(gradient.numel(), 1, bias=False)
+        bucket = SimpleNamespace(grad_data=gradient, offset=0)
+        ends = {self.module.weight: (0, gradient.numel(), 0)}
+        buffer = SimpleNamespace(params=[*ends], param_index_map=ends, buckets=[bucket], grad_data=gradient)
+        buffer.data_parallel_group = dist.group.WORLD
+        self.buffers, self.expert_parallel_buffers = [buffer], []  # type: ignore[assignment]
+        self.ddp_config = SimpleNamespace(use_distributed_optimizer=True)
+
+    def finish_grad_sync(self) -> None:
+        """What such a class is recognised by."""
+
+
+def _monitored_pieces() -> list[tuple[str, int, str]]:
+    monitor = gradstat.Monitor(_Megatron(torch.tensor([1.0, 2.0, 3.0, math.nan])), on_anomaly="record")
+    monitor.step()
+    return [(finding.rule, finding.step, finding.text) for finding in monitor.findings]
+
+
+def test_a_monitor_of_pieces(ranks: Ranks) -> None:
+    for found in ranks.run(2, _monitored_pieces):
+        assert [finding[:2] for finding in found] == [("nonfinite-gradient", 0)]
+        assert "weight has 1 NaN in 4 elements, the first at [0, 3]" in found[0][2]

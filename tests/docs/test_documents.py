@@ -177,6 +177,7 @@ NOT_RUN = {
     "CONTRIBUTING.md": ["they are what sets up the tests"],
     "README.md": ["changes the environment; tests/life/test_packaging.py installs what it builds"],
     "docs/quickstart.md": ["changes the environment"],
+    "docs/integrations.md": ["needs Megatron-LM", "needs ms-swift", "needs verl"],
 }
 
 
