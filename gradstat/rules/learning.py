@@ -66,8 +66,7 @@ class NoLearning(Rule):
     """A model that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
 
     Of what is no classifier, the loss may stay at that of guessing among the samples of a batch, or of two classes; or
-    it has not fallen while the weights have grown, shrunk or stayed what they were. A dropout that leaves less than a
-    tenth is told as well.
+    it has not fallen while the weights have grown or shrunk. A dropout that leaves less than a tenth is told as well.
 
     The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
     a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
@@ -309,7 +308,7 @@ class NoLearning(Rule):
         elif related > max(self.related, 3 * error):
             self._reported["follows"] = step
 
-    def _weights(self, _window: Window, parameters: Rows, row: int) -> Iterator[Finding]:
+    def _weights(self, window: Window, parameters: Rows, row: int) -> Iterator[Finding]:
         """Looks at the weights of the first step, and at how far they have come."""
         step = int(parameters.steps[row])
         weights = parameters.tensors.matrices  # others may begin at zero, or be statistics that are kept as parameters
@@ -319,12 +318,15 @@ class NoLearning(Rule):
             self._grown = norm / self._norm
             self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
             change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
-            if self._classes and change is not None and is_soon and not {"rate", "chance"} & {*self._reported}:
+            is_judged = is_soon and not {"rate", "chance"} & {*self._reported} and not window.run.has_rival
+            if change is not None and is_judged:
                 loss, sizes = median(self._recent[-_HALF:]), sizes_of_weights(parameters, row)[1]
                 is_large = self._grown > 1 and self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
-                if loss > (self.early_share if is_large else self.flat_share) * self._chance:
+                share = self.early_share if is_large and self._classes else self.flat_share
+                if loss > share * self._chance > 0.01 * loss:  # a loss may also begin at 0, and rise
                     name, causes, text = change
-                    text += f" in {self._count} steps, the loss is {loss:.4g}, and guessing has {self._chance:.4g}"
+                    text += f" in {self._count} steps, the loss is {loss:.4g}, and "
+                    text += f"{'guessing has' if self._classes else 'it began at'} {self._chance:.4g}"
                     yield self._once("rate", step, name, text, "series", causes, grown=self._grown, loss=loss)
             return
         self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
@@ -401,7 +403,7 @@ class NoLearning(Rule):
         """Judges the last losses, up to that of ``row``, without knowing what the model is."""
         if {"chance", "rate"} & {*self._reported} or window.run.has_rival or min(self._recent) <= 0:
             return
-        now, began, first = median(self._recent), median(self._first[:_SOON]), self._first[0]
+        now, began = median(self._recent), median(self._first[:_SOON])
         text = f"the loss is {now:.4g} after {self._count} steps"
         for count in (2.0, *(n for n in (self._samples, self._samples - 1) for n in (n, 2 * n)), 2 * self._samples - 1):
             usual = math.log(max(count, 1.5))
@@ -409,11 +411,7 @@ class NoLearning(Rule):
             if abs(now - usual) < 0.005 * usual > scatter / 2 and self.share * usual < began < _CLOSE[1] * usual:
                 text += f"; guessing among {count:.0f} has {usual:.4g}"
                 yield self._once("chance", 0, "loss", text, "series", self.causes, loss=now)
-                return
-        name, causes, more = self._likely(window, row)
-        if not self._classes and more and now > max(self.flat_share * first, 0.0) > 0.01 * now:
-            text += f", and began at {first:.4g}{more}"
-            yield self._once("chance", 0, name, text, "series", causes, loss=now)
+                break
 
     def _change(self) -> tuple[str, tuple[str, ...], str] | None:
         """If the norm of all weights has changed by far, what is to blame, causes, and how it has."""
