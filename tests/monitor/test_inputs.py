@@ -555,6 +555,23 @@ def test_a_dropout_that_leaves_next_to_nothing_is_told(layer: Callable[[], nn.Mo
     assert texts == ["the dropout of layer leaves less than a tenth"] * told
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "told"), [(0.01, 0.11, True), (0.01, 0.09, False), (0.0, 0.1, False), (0.1, 0.001, False)]
+)
+def test_a_weight_decay_that_jumps_is_told(before: float, after: float, told: bool) -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=before)
+    monitor = gradstat.Monitor(model, optimizer, on_anomaly=RECORD)
+
+    def loss(step: int) -> Tensor:
+        optimizer.param_groups[0]["weight_decay"] = before if step < 60 else after
+        return mse_loss(model(normal(step)), score(step))
+
+    trained(monitor, loss, 120)
+    found = [(each.step, each.text) for each in of_rules(monitor, "learning-rate-jump")]
+    assert found == [(51, "the weight decay of group 0 has gone from 0.01 to 0.11, after step 50")] * told
+
+
 # Large outputs, of which a sample is read -----------------------------------------------------------------------------
 
 
