@@ -27,6 +27,7 @@ from gradstat.guard import checked_value, last_guards
 from gradstat.monitor import observers
 from gradstat.monitor.connection import Connection
 from gradstat.monitor.options import MonitorOptions
+from gradstat.monitor.outputs import Outputs
 from gradstat.monitor.segments import PendingRows, ReduceTo, Segment, measure_segments, plain_parts
 from gradstat.monitor.unwatched import Unwatched
 from gradstat.recording.kinds import SCALARS
@@ -85,7 +86,7 @@ class Collector:
         self.backward_order: tuple[str, ...] = ()
         self._order_recorder: observers.BackwardOrder | None = _order_of(named)
         self._inner = inner
-        self._outputs = observers.Outputs(observers.called(inner)) if periods["outputs"] else None
+        self._outputs = Outputs(observers.called(inner)) if periods["outputs"] else None
         entered = observers.called(inner if named.engine else model)
         self._inputs = observers.Inputs(entered, options.backend) if periods["batch"] else None
         self._kept = None if optimizer is None else observers.KeptGradients(unwrapped(optimizer))

@@ -30,7 +30,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("parameter", "parameters", 50, "parameter"),
     Kind("buffer", "buffers", 50, "parameter"),
     Kind("activation", "activations", 0, "module", sizes_vary=True),
-    Kind("output", "outputs", 50, "module"),  # as in `observers.Outputs.take`
+    Kind("output", "outputs", 50, "module"),  # as in `outputs.Outputs.take`
     GRADIENT,
     STATE,
 )

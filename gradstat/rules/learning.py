@@ -265,7 +265,7 @@ class NoLearning(Rule):
             yield self._once("label", 0, LOGITS, text, "output", _ONE_LABEL, labels=sum(counts))
 
     def _fit(self, window: Window, row: int, sums: list[float], loss: float) -> Iterator[Finding]:
-        """Judges whether outputs follow their targets, by the ``sums`` of `observers.Outputs.take` in a row.
+        """Judges whether outputs follow their targets, by the ``sums`` of `monitor.outputs.Outputs.take` in a row.
 
         If residuals are not exact, they are known where the loss is a number times the sum of their squares. Then its
         ratio to the sum of squared gradients, or to their mean, is the same in all batches.

@@ -199,8 +199,8 @@ LAYERS = {
     """,
     "gradstat.monitor": """
         unwatched options policies actions segments flight_file endings
-        | observers diagnosis arguments state | connection page_data | collector view | command log | monitor | testing
-        | __init__
+        | observers diagnosis arguments state | connection outputs page_data | collector view | command log | monitor
+        | testing | __init__
     """,
 }
 

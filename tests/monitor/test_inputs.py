@@ -30,8 +30,8 @@ from torch.nn.functional import (
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
-from gradstat.monitor import Finding, default_rules, observers
-from gradstat.monitor.observers import Outputs
+from gradstat.monitor import Finding, default_rules
+from gradstat.monitor.outputs import Outputs, _sample
 
 Batch = Callable[[int], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -639,7 +639,7 @@ def test_a_sample_of_large_outputs_tells_the_same(
         labels = labels.T
     given = LAYOUTS[layout](outputs.to(dtype)), labels, loss, last
     sampled, gradient = seen_in(*given)
-    monkeypatch.setattr(observers, "_MOST_ROWS", 10**6)
+    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ROWS", 10**6)
     whole, without_sample = seen_in(*given)
     assert torch.equal(gradient, without_sample)
     for name in ("activation", "classes", "label"):
@@ -654,11 +654,11 @@ def test_a_sample_of_large_outputs_tells_the_same(
 def test_the_sample_is_spread_evenly_over_every_dimension(
     rows: int, elements: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observers, "_MOST_ROWS", rows)
-    monkeypatch.setattr(observers, "_MOST_ELEMENTS", elements)
+    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ROWS", rows)
+    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ELEMENTS", elements)
     state = torch.get_rng_state()
     for sizes in ((8, 1024), (1024, 8), (6, 19, 1000), (4096,), (1, 4098), (2047, 4), (64, 63, 2)):
-        index = observers._sample(torch.zeros(1).expand(*sizes, 40))
+        index = _sample(torch.zeros(1).expand(*sizes, 40))
         assert len({*zip(*(each.tolist() for each in index), strict=True)}) == len(index[0])
         assert 0.96 * count <= len(index[0]) <= count
         for size, places in zip(sizes, index, strict=True):
@@ -681,7 +681,7 @@ def test_the_sample_is_spread_evenly_over_every_dimension(
 def test_a_sample_is_all_that_large_outputs_take(
     outputs: Any, elements: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observers, "_MOST_ELEMENTS", elements)
+    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ELEMENTS", elements)
     model, watch = looked_at()
     leaf = outputs(dtype).requires_grad_()
     gradient = leaf.detach().clone(memory_format=torch.preserve_format)
@@ -700,7 +700,7 @@ def test_a_sample_is_all_that_large_outputs_take(
 
 
 def test_columns_of_too_many_rows_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers, "_MOST_ELEMENTS", 8000)
+    monkeypatch.setattr("gradstat.monitor.outputs._MOST_ELEMENTS", 8000)
     given = torch.randn(8001, 4), torch.randint(4, (8001,))
     askew = seen_in(*given, lambda x, labels: nll_loss(x.log_softmax(0), labels), lambda x: 1 * x)[0]
     usual = seen_in(*given, cross_entropy, lambda x: x.softmax(-1))[0]

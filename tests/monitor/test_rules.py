@@ -23,7 +23,8 @@ from gradstat import _fields
 from gradstat._core.tensors import TensorInfo
 from gradstat.monitor import RULES, Finding, Monitor, Rule, default_rules, rule
 from gradstat.monitor.collector import optimizer_settings
-from gradstat.monitor.observers import Coverage, Outputs
+from gradstat.monitor.observers import Coverage
+from gradstat.monitor.outputs import Outputs
 from gradstat.rules import ClipActivity, MissingGradient
 from gradstat.rules.rows import Observation, Rows, RunSettings, TensorSet, Window
 from gradstat.rules.runner import RuleRunner

@@ -224,7 +224,7 @@ def out_of_memory(*_: object, **__: object) -> Any:
         ("gradstat.monitor.log.StepLog", "close", "the rules could not review the last steps"),
         ("gradstat.monitor.collector.Collector", "inspect_batch", "a batch could not be inspected"),
         ("gradstat.monitor.observers", "stats", "the hook Activations.measure of '0'"),
-        ("gradstat.monitor.observers.Outputs", "measure", None),
+        ("gradstat.monitor.outputs.Outputs", "measure", None),
     ],
 )
 @pytest.mark.parametrize("way", ["Monitor", "auto"])
