@@ -71,14 +71,20 @@ class Outputs(Switched):
             return
         with torch.no_grad():
             gradient = gradient.detach().view_as(outputs)
-            is_softmax = gradient.new_zeros((), dtype=torch.bool)
+            is_of_logits = is_of_logarithms = gradient.new_zeros((), dtype=torch.bool)
             if outputs.shape[-1] > 1:
-                is_softmax = self._measure_classes(activation, outputs[sample].flatten(0, -2), sample, gradient)
+                rows = outputs[sample].flatten(0, -2)
+                is_of_logits, is_of_logarithms = self._measure_classes(activation, rows, sample, gradient)
             if 2 * outputs[0].numel() <= _MOST_ELEMENTS // 8:
-                self._seen |= _fit_of(outputs, gradient, is_softmax)
+                self._seen |= _fit_of(outputs, gradient, is_of_logits, is_of_logarithms)
 
-    def _measure_classes(self, activation: Tensor, outputs: Tensor, sample: Any, gradient: Tensor) -> Tensor:
-        """Measures what a loss on classes makes of the sampled ``outputs``; returns whether it is one, as a tensor."""
+    def _measure_classes(
+        self, activation: Tensor, outputs: Tensor, sample: Any, gradient: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Measures what a loss on classes makes of the sampled ``outputs``; returns, as tensors, whether it is one.
+
+        That is one of logits, whose softmax it takes, or one of logarithms of probabilities.
+        """
         wide = torch.promote_types(gradient.dtype, torch.float32)
         classes, count = gradient.shape[-1], gradient.shape[:-1].numel()
         rows = columns = gradient[sample].flatten(0, -2)
@@ -109,8 +115,7 @@ class Outputs(Switched):
             ("classes", classes), ("labels", labelled), ("label", is_one * (label + 1)), ("right", right),
         ):  # fmt: skip
             self._seen[name] = ((cancels | is_last) * value).float().reshape(1)
-        is_softmax: Tensor = cancels | is_last
-        return is_softmax
+        return cancels, is_last
 
     def take(self) -> dict[str, Tensor]:
         """The numbers of the last forward pass since the last call, each ``[1]``, of the rows that were read.
@@ -153,12 +158,13 @@ def _is_twice(outputs: Tensor, gradient: Tensor) -> Tensor:
     return (along(twice) > 0.9999) & (along(once) < 0.99)
 
 
-def _fit_of(outputs: Tensor, gradient: Tensor, is_softmax: Tensor) -> dict[str, Tensor]:
+def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logarithms: Tensor) -> dict[str, Tensor]:
     """Sums over a model's ``outputs`` and their residuals, which tell whether they follow the targets; each ``[1]``.
 
-    A residual is an output less its target. The gradient of a squared error is the residual times a number. Those of
-    cross-entropies tell the labels, with which probabilities are compared; so does that of a binary one, on logits or
-    on probabilities, which is recognised by what it is of them. Of large outputs some samples are enough.
+    A residual is an output less its target. The gradient of a squared error is the residual times a number. That of a
+    cross-entropy tells the labels, and it is one if the gradient is the same multiple, for each sample, of what the
+    labels and outputs make it: so a policy's, which weighs actions by returns, is none. Of large outputs some samples
+    are enough.
 
     Returns:
         Around the means over samples, the sums of squared ``"outputs"``, of products with residuals as ``"cross"``, and
@@ -177,9 +183,12 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_softmax: Tensor) -> dict[str, 
     is_exact = is_binary
     if outputs.dim() == 2:  # tokens of sequences have frequencies, which are learned first, and for long
         probabilities = values.softmax(1)
-        labels = torch.zeros_like(values).scatter_(1, residuals.argmin(1, keepdim=True), 1.0)
-        residuals = torch.where(is_softmax, probabilities - labels, residuals)
-        values, is_exact = torch.where(is_softmax, probabilities, values), is_exact | is_softmax
+        from_labels = probabilities.scatter_add(1, residuals.argmin(1, keepdim=True), -torch.ones_like(values))
+        norms, expected = torch.linalg.vector_norm(residuals, dim=1), torch.linalg.vector_norm(from_labels, dim=1)
+        is_of_logits = is_of_logits & _is_one_number(torch.where(expected > 1e-3, norms / expected, 0.0), most)
+        is_class = is_of_logits | (is_of_logarithms & _is_one_number(norms, most))
+        residuals = torch.where(is_class, from_labels, residuals)
+        values, is_exact = torch.where(is_class, probabilities, values), is_exact | is_class
     values, residuals = values - values.mean(0), residuals - residuals.mean(0)
     numbers = {
         "outputs": values.square().sum(),

@@ -491,6 +491,20 @@ def test_targets_are_not_judged_where_the_loss_does_not_tell_them(loss: Loss) ->
     assert fitted(loss, other(score)) == []
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        # Hidden values that are normalised afterwards, a policy whose actions are weighed by returns.
+        lambda x, y: cross_entropy(torch.nn.functional.layer_norm(x, x.shape[1:]) @ torch.ones(4, 4).triu(), y),
+        lambda x, y: (nll_loss(x.log_softmax(-1), y, reduction="none") * torch.rand(len(y))).mean(),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: x.log_softmax(-1)])
+def test_gradients_that_only_cancel_tell_no_targets(loss: Loss, wrap: Callable[[Tensor], Any]) -> None:
+    texts = fitted(loss, other(lambda step: score(step, 4).argmax(1)), 4, wrap)
+    assert not any("correlation" in text for text in texts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", ["square", "binary", "classes"])
 def test_sums_of_a_fit_are_those_of_outputs_and_targets(kind: str, dtype: torch.dtype) -> None:
