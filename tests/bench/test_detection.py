@@ -143,7 +143,6 @@ def test_autotrainer_sees_slow_convergence_zeros_and_swings() -> None:
     assert rules(steps_of(losses, accuracies=swinging)) == {"unstable"}
     dead = steps_of(losses)
     for parameter in dead[0].training.model.parameters():
-        assert parameter.grad is not None
         parameter.grad.zero_()
     assert rules(dead) == {"relu"}
     assert rules(steps_of([*losses, *[math.nan] * 10])) >= {"explode"}

@@ -68,7 +68,6 @@ def test_a_side_stream_keeps_its_order(backend: str, max_norm: float) -> None:
     """Values written just before on the caller's stream are measured; values read just after are clipped."""
     (parameter,) = parameters(1, 1 << 22)
     gradient = parameter.grad
-    assert gradient is not None
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     for step in range(1, 20):

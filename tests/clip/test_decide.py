@@ -174,9 +174,7 @@ def test_the_operators_refuse_what_does_not_fit(operator: str, arguments: tuple[
 
 def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kernels) -> None:
     """They cannot be checked without waiting for the GPU, so places computed from them are kept in range."""
-    guard_, decide_clip_, window = emulated.guard_, emulated.decide_clip_, 16
-    assert guard_ is not None
-    assert decide_clip_ is not None
+    window = 16
     norm, numbers = torch.tensor(3.0, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     for number in NUMBERS:
         for rule in ("fixed", "percentile", "z-score", "guard", "guard by sigmas"):
@@ -188,13 +186,13 @@ def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kern
                     state[7:9] = number
                     options = (float("sigmas" in rule), 6.0, math.nan, 1.0, 0.0, math.inf, math.inf)
                     given = (torch.zeros(3), torch.tensor(2.0), None)
-                    decided = guard_(options, state, window, numbers, *given)
+                    decided = emulated.guard_(options, state, window, numbers, *given)
                 else:
                     state[0] = number
                     code = ("fixed", "percentile", "z-score").index(rule)
                     options = ((1.0,), (95.0,), (2.5, 0.9, 3.0, 0.0, math.inf))[code]
                     held = state if code == 2 else state[:-3]
-                    decided = decide_clip_(code, options, held, window, norm, None, None, None)
+                    decided = emulated.decide_clip_(code, options, held, window, norm, None, None, None)
             assert not decided.isnan().any()
             assert (memory[:AROUND] == 77).all()
             assert (memory[AROUND + count :] == 77).all()

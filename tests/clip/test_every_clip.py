@@ -82,7 +82,6 @@ def test_any_iterable_is_consumed_once_and_what_has_no_gradient_is_passed_over(c
     for way in ways:
         parameter = parameter_with(gradient.clone())
         CLIPS[clip](way(parameter))
-        assert parameter.grad is not None
         clipped.append(parameter.grad)
         assert clip == "AutoClip" or parameter.grad.norm() < 12.5
     assert all(torch.equal(each, clipped[0]) for each in clipped)
@@ -109,7 +108,6 @@ def test_gradients_are_clipped_where_they_lie(clip: str, where: tuple[str, str])
     parameter, plain = (parameter_with(g) for g in (memory[:, ::2], before[:, ::2].clone()))
     for each in (parameter, plain):
         gradient = each.grad
-        assert gradient is not None
         version, stride = gradient._version, gradient.stride()
         norm = WRITING[clip]([each], backend=backend)
         assert clip not in (*MEASURING, "guarded_step") or norm.item() == pytest.approx(13.0)  # type: ignore[union-attr]

@@ -111,7 +111,6 @@ def test_check_tensors_names_any_tensors(device: str) -> None:
 def test_gradients_that_need_gradients_are_measured() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
     (parameter**3).sum().backward(create_graph=True)
-    assert parameter.grad is not None
     assert parameter.grad.requires_grad
     assert gradstat.check([parameter]).max_abs == 12.0
     assert gradstat.clip_grad_norm_([parameter], 1.0) > 1

@@ -80,7 +80,6 @@ def test_worst_first(report: gradstat.Report) -> None:
 
 def test_numpy_holds_the_same_numbers(report: gradstat.Report) -> None:
     array = report.to_numpy()
-    assert array.dtype.names is not None
     for record, stats in zip(array, report, strict=True):
         for field in array.dtype.names:
             if field != "first_nonfinite":

@@ -24,10 +24,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 def parameter_of(gradient: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
     """A parameter of zeros with this gradient, made without communication."""
-    zeros = torch.zeros_like(gradient)
-    parameter = nn.Parameter(distribute_tensor(zeros, mesh, placements, src_data_rank=None))
-    parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
-    return parameter
+    return parameter_with(distribute_tensor(gradient, mesh, placements, src_data_rank=None))
 
 
 def named(
@@ -52,13 +49,6 @@ def gradients_of(pairs: Named) -> list[Tensor]:
     return [parameter.grad for parameter in parameters_of(pairs)]  # type: ignore[misc]
 
 
-def module_of(pairs: Named) -> nn.Module:
-    module = nn.Module()
-    for name, parameter in pairs:
-        module.register_parameter(name, parameter)
-    return module
-
-
 def outcome_of(call: Callable[[], object]) -> Any:
     """What ``call`` returns or raises."""
     try:
@@ -75,7 +65,7 @@ def monitored(pairs: Named) -> None:
     """A monitor does not raise, so what it warns of is raised here."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        monitor = gradstat.Monitor(module_of(pairs), on_anomaly="record", options={"lag": 0})
+        monitor = gradstat.Monitor(nn.ParameterDict(pairs), on_anomaly="record", options={"lag": 0})
         monitor.step()
         monitor.detach()
     for warning in warned:

@@ -195,9 +195,7 @@ def test_names_are_those_of_a_model_given_before_or_after_the_optimizer_or_of_th
     ):
         handle = gradstat.auto(*arguments)
         list(program(handle.optimizer, model, 2))
-        latest = handle.monitor.latest()
-        assert latest is not None
-        assert latest.report.names[0] == expected
+        assert handle.monitor.latest().report.names[0] == expected
 
 
 def test_clips_after_the_check_and_counts_a_step_once_also_without_gradients() -> None:
@@ -703,9 +701,7 @@ def test_a_parameter_replaced_in_the_optimizer_is_followed() -> None:
     (found,) = (finding for finding in monitor.findings if finding.severity != "info")
     assert (found.rule, found.step, found.name) == ("nonfinite-gradient", 10, "group1.0")
     assert "the first at [20, 1]" in found.text
-    newest = monitor.latest()
-    assert newest is not None
-    assert [stats.numel for stats in newest.report] == [72, 72]
+    assert [stats.numel for stats in monitor.latest().report] == [72, 72]
 
 
 def test_what_the_optimizer_trains_besides_the_model_is_watched_too() -> None:
@@ -829,7 +825,6 @@ def test_under_fabric(scaled: bool, clip: dict[str, float], given: str) -> None:
         assert len(calls) == 5
         runs.append([parameter.detach() for parameter in net.parameters()])
     assert all(map(torch.equal, *runs))
-    assert handle is not None
     scalars = handle.monitor.recording().scalars
     assert scalars["norm"].tolist() == pytest.approx(norms, rel=1e-6, nan_ok=True)
     assert scalars["loss"].tolist() == pytest.approx(losses, rel=1e-6, nan_ok=True)

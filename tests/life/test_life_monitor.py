@@ -139,7 +139,6 @@ class Program:
         stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         unscaled = self.scaler is not None and bool(stepped) and self.random.random() < 0.5
         if unscaled:
-            assert self.scaler is not None
             self.scaler.unscale_(self.optimizer)
         self.note(loss, 1.0 if self.scaler is None or unscaled else self.scaler.get_scale())
         try:
@@ -295,7 +294,6 @@ class Program:
             table = recording.tables.get(kind)
             assert table is not None or not norms, kind
             for step, row in norms.items():
-                assert table is not None
                 at = table.steps.tolist().index(step)
                 recorded = dict(zip(table.names, table.column("l2_norm")[at].tolist(), strict=True))
                 for name, norm in row.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.devices import skip_unless_fused
+from helpers.devices import parameter_with, skip_unless_fused
 from test_step import OPTIMIZERS, assert_same_parameters, assert_same_state, is_as_before, network
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler as TorchScaler
@@ -414,13 +414,8 @@ def test_sparse_gradients_are_unscaled() -> None:
 def test_sums_of_sparse_half_values_overflow_as_torchs(value: float) -> None:
     ends = []
     for kind in (TorchScaler, GradScaler):
-        parameter = nn.Parameter(torch.zeros(4, dtype=torch.float16))
-        parameter.grad = torch.sparse_coo_tensor(
-            torch.tensor([[1, 1, 3]]),
-            torch.tensor([value, value, 1.0], dtype=torch.float16),
-            (4,),
-            check_invariants=True,
-        )
+        values = torch.tensor([value, value, 1.0], dtype=torch.float16)
+        parameter = parameter_with(torch.sparse_coo_tensor([[1, 1, 3]], values, (4,), check_invariants=True))
         scaler = kind("cpu", init_scale=64.0)
         scaler.scale(torch.ones(()))
         flags = scaler._unscale_grads_(

@@ -99,7 +99,6 @@ def judge(
     """Decides about a step; returns the decision and the step's numbers."""
     device = where[1]
     loss, norm = (None if value is None else torch.as_tensor(value, device=device) for value in values)
-    assert norm is not None
     numbers = torch.tensor([0.5, norm.item()], dtype=torch.float64, device=device)
     verdict = torch.tensor([float(bad), 2.0, 8.0], device=device)
     return guard.decide(backends.resolve(*where), numbers, verdict, loss, None, ()), numbers
