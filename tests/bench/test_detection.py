@@ -8,19 +8,7 @@ import detection
 import pytest
 import torch
 from detection import all_cases
-from detection_judging import (
-    HARM,
-    ONSET,
-    WITHIN,
-    Arm,
-    Case,
-    Flag,
-    Verdict,
-    has_diverged,
-    hits,
-    is_right,
-    line,
-)
+from detection_judging import HARM, ONSET, WITHIN, Arm, Case, Flag, Verdict, has_diverged, hits, is_right, line
 from detection_tools import GOLDEN, AutoTrainer, Lightning, SixSigma, Step, TenTimes, Tool
 
 

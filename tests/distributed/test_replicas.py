@@ -19,16 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
-from gradstat.distributed import (
-    Drift,
-    ReplicaMismatchError,
-    ReplicaReport,
-    UnreachableRankError,
-    _checksum,
-    track_origin,
-    verify_batches,
-    verify_replicas,
-)
+from gradstat import distributed
+from gradstat.distributed import Drift, ReplicaReport, track_origin, verify_batches, verify_replicas
 from gradstat.distributed._checksum import _ROW, _weights, checksums, combined, of_text
 
 CPU = torch.device("cpu")
@@ -110,7 +102,7 @@ def test_checksums_are_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPat
     tensors = [torch.randn(3), torch.randn(5), torch.randn(7), torch.randn(9)]
     expected = checksums(tensors, CPU)
     for groups in ({"a": [3, 1], "b": [0, 2]}, {"a": [1], "b": [3, 0], "c": [2]}):
-        monkeypatch.setattr(_checksum, "by_device", lambda _, groups=groups: groups)
+        monkeypatch.setattr(distributed._checksum, "by_device", lambda _, groups=groups: groups)
         assert torch.equal(checksums(tensors, CPU), expected)
 
 
@@ -189,7 +181,7 @@ def test_what_a_rank_lacks_is_named_on_every_rank_and_nobody_waits() -> None:
     report = verify_replicas(model)
     assert report == ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))
     assert not report.ok
-    with pytest.raises(ReplicaMismatchError) as raised:
+    with pytest.raises(distributed.ReplicaMismatchError) as raised:
         report.raise_if_drifted()
     lines = ["3 tensors DRIFTED between 4 ranks, of 6 compared:"]
     assert str(raised.value).splitlines() == lines + [f"  gradient {drift.name}: {drift.how}" for drift in expected]
@@ -417,8 +409,8 @@ def test_a_rank_that_is_not_there_is_an_error_and_no_hang() -> None:
         ("OriginTracker.result", tracker.result),
     ]
     for caller, call in calls:
-        with pytest.raises(UnreachableRankError) as raised:
+        with pytest.raises(distributed.UnreachableRankError) as raised:
             call()
         assert str(raised.value).startswith(f"{caller}: not all of ranks 0, 1 took part, as seen from rank 0")
         assert f"all of them have to call {caller} equally often. The backend said: " in str(raised.value)
-    assert issubclass(UnreachableRankError, RuntimeError)
+    assert issubclass(distributed.UnreachableRankError, RuntimeError)

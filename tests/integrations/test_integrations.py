@@ -16,15 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from helpers import frameworks
-from helpers.frameworks import (
-    OF_FRAMEWORKS,
-    QUIET,
-    Net,
-    forget_accelerators,
-    lightning_trainer,
-    samples,
-    training_arguments,
-)
+from helpers.frameworks import OF_FRAMEWORKS, QUIET, Net, forget_accelerators, samples
 from helpers.ranks import on_ranks
 from helpers.ranks_of_frameworks import accelerate_on_ranks, assert_alike, lightning_on_ranks
 from test_transformers import InOrder
@@ -123,7 +115,7 @@ def under_lightning(case: Case) -> Run:
             return case.optimizer(self.parameters())
 
     callback = None if case.watch is None else GradstatCallback(**case.watch)
-    trainer = lightning_trainer(
+    trainer = frameworks.lightning_trainer(
         callback,
         **settings_of_ranks(),
         **case.precision(pl.plugins.MixedPrecision),
@@ -140,7 +132,7 @@ def under_lightning(case: Case) -> Run:
 
 def under_trainer(case: Case) -> Run:
     net = case.net()
-    settings = training_arguments(
+    settings = frameworks.training_arguments(
         case.folder,
         gradient_accumulation_steps=case.accumulate,
         max_grad_norm=case.clip or 0,

@@ -160,8 +160,7 @@ def test_a_clip_by_value_stays_lightnings() -> None:
 def test_stop_and_checkpoint(tmp_path: Path) -> None:
     model = Model(spoil={3: "nan"})
     callback = GradstatCallback(on_anomaly=["stop", "checkpoint", "skip"], save_dir=tmp_path)
-    made = fit(callback, model)
-    assert made.global_step == 4
+    assert fit(callback, model).global_step == 4
     (saved,) = callback.checkpoints
     assert saved == tmp_path / "gradstat-step3.ckpt"
     state = torch.load(saved, weights_only=True)

@@ -292,9 +292,7 @@ ALONE = r"callback alone cannot watch gradients.*install\(trainer\)"
         (lambda make: make().add_callback(GradstatCallback), RuntimeError, ALONE),
     ],
 )
-def test_bad_arguments_are_refused_before_training(
-    make: Make, call: Callable[[Make], object], error: type[Exception], words: str
-) -> None:
+def test_bad_arguments_are_refused_before_training(make: Make, call: Any, error: Any, words: str) -> None:
     with pytest.raises(error, match=words):
         call(make)
 

@@ -49,8 +49,7 @@ class Shifting(nn.Module):
             x = x + self.branches[i % len(self.branches)](x)
         if self.fails:
             raise InTheMiddleError
-        logits: Tensor = self.last(x)
-        return logits
+        return self.last(x)
 
 
 class Seen(NamedTuple):
@@ -301,8 +300,7 @@ class Program:
                 assert all(map(math.isnan, recorded.values())), (kind, step, recorded)  # others had none
         for kind, series in recording.tables.items():
             assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
-        loaded = load(self.monitor.save(self.folder / "now.gradstat"))
-        assert loaded.steps.tolist() == wanted
+        assert load(self.monitor.save(self.folder / "now.gradstat")).steps.tolist() == wanted
 
 
 def finite_norm(tensor: Tensor) -> float:

@@ -45,8 +45,7 @@ def test_sharded_training_is_told_of_whole_tensors() -> None:
         if step == 4 and last:
             gradient._local_tensor[-1, 2] = math.nan  # in the last row of the whole weight
         expected.append(math.nan if step == 4 else gradstat.check(whole).total_norm)
-        found = monitor.step(loss)
-        assert bool(found) == (step == 4)
+        assert bool(monitor.step(loss)) == (step == 4)
         if step < 4:
             optimizer.step()
         if step == 4:
@@ -56,8 +55,7 @@ def test_sharded_training_is_told_of_whole_tensors() -> None:
     assert (finding.rule, finding.step, finding.name) == ("nonfinite-gradient", 4, "2.weight")
     assert finding.evidence["first"] == [2, 2]
     assert_alike(finding.text)
-    table = monitor.recording().tables["parameter"]
-    assert table.numel.tolist() == [60, 10, 30, 3]
+    assert monitor.recording().tables["parameter"].numel.tolist() == [60, 10, 30, 3]
 
 
 @on_ranks(2)

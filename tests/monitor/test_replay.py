@@ -78,6 +78,11 @@ def in_place(h: Tensor) -> Tensor:
     return y
 
 
+def chosen_between(h: Tensor) -> Tensor:
+    overflows_where_log_is_used = ((1 - h.detach()) * 100).exp()
+    return torch.where(h > 0.5, overflows_where_log_is_used, h.log())  # chosen between
+
+
 class BadBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -122,6 +127,7 @@ IN_A_LINE: list[tuple[str, str, str, Any]] = [
         *((*case, case[-1]) for case in IN_A_LINE),
         ("forward", "inf", "log", by_log, "log"),
         ("forward", "inf", "log_", in_place, "in place"),
+        ("forward", "inf", "log", chosen_between, "chosen between"),  # of two, the one whose values are used
         ("backward", "inf", "sqrt", by_sqrt, "sqrt"),  # anomaly mode does not detect this
         ("backward", "nan", "div", BadBackward.apply, "own backward"),
     ],
@@ -348,17 +354,6 @@ def test_a_healthy_step_has_no_culprit_and_beside_it_the_true_one_is_found(f: Fo
     assert (culprit.phase, culprit.op) == ("backward", "sqrt")
 
 
-def chosen_between(h: Tensor) -> Tensor:
-    overflows_where_log_is_used = ((1 - h.detach()) * 100).exp()
-    return torch.where(h > 0.5, overflows_where_log_is_used, h.log())  # chosen between
-
-
-def test_of_two_bad_operations_the_one_whose_values_are_used() -> None:
-    culprit = blamed(chosen_between, torch.tensor([0.0, 0.6, 2.0]))
-    assert culprit.op == "log"
-    assert_source(culprit, "chosen between")
-
-
 def reads_unwritten(h: Tensor) -> Tensor:
     memory = torch.empty(3)  # unwritten
     memory.numpy().fill(math.inf)  # invisible to torch
@@ -473,8 +468,7 @@ def test_a_loss_scale_that_is_too_large() -> None:
         scaler.update()
 
     x = torch.randn(2, 4)
-    culprit = find_culprit(model, step, batch=x, optimizer=optimizer, scaler=scaler)
-    assert culprit.kind == "inf"
+    assert find_culprit(model, step, batch=x, optimizer=optimizer, scaler=scaler).kind == "inf"
     assert scaler.get_scale() in (65536.0, 2.0**24)  # unchanged: it is created on the first call
     assert scaler._scale is None
 

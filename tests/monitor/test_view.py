@@ -264,8 +264,7 @@ def test_a_name_shows_every_field_of_its_tensor(page: Page) -> None:
     assert not page("$('#detail').hidden")
     assert page.text("detail-title") == CULPRIT
     assert page("$$('#fields .chart').length") == 9
-    marks = "$('#fields [data-series=l2_norm] .plot').data[1].x"
-    assert page(marks) == [30]
+    assert page("$('#fields [data-series=l2_norm] .plot').data[1].x") == [30]
     assert page("$$('#fields .js-plotly-plot').length") == 9
     page.choose("kind", "parameter")
     assert page.text("detail-title") == CULPRIT
@@ -291,8 +290,7 @@ def test_a_click_on_a_row_of_the_map_shows_the_tensor(page: Page) -> None:
 
 def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
     page.click("#all-rows")
-    shown = {row[0] for row in page.rows()}
-    assert {HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[4]} <= shown
+    assert {HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[4]} <= {row[0] for row in page.rows()}
     for name in (HOSTILE[0], HOSTILE[2]):
         page.run("[...$$('#worst tbody button')].find((b) => b.textContent === arguments[0]).click()", name)
         assert page.text("detail-title") == name
@@ -427,5 +425,4 @@ def test_the_largest_against_its_median_is_first(show: Any) -> None:
     norms = made.tables["gradient"].column("l2_norm")
     norms[:] = 1
     norms[-1, [3, 5, 7]] = 0.007, 53.9, 2
-    page = show(made)
-    assert [row[3] for row in page.rows()][:2] == ["53.9", "2"]
+    assert [row[3] for row in show(made).rows()][:2] == ["53.9", "2"]

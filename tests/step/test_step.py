@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.cuda_counts import NoSync
 from helpers.devices import DEVICES, skip_unless_fused
+from helpers.training import backpropagated
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -122,9 +123,7 @@ def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None
         bad = {0: math.nan, 3: math.inf, 4: -math.inf}.get(step)
 
         def closure_for(m: nn.Module, o: Optimizer, clips: bool, step: int = step, bad: float | None = bad) -> Tensor:
-            o.zero_grad()
-            loss = loss_of(m, step)
-            loss.backward()
+            loss = backpropagated(o, loss_of(m, step))
             if bad is not None:
                 spoil(o, bad)
             if clips and max_norm is not None:
@@ -205,9 +204,7 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned(kind: str) -> None:
     seen = []
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
+        loss = backpropagated(optimizer, loss_of(model, 0))
         seen.append(loss)
         return loss
 
@@ -225,9 +222,7 @@ def test_lbfgs_goes_back_if_a_later_evaluation_is_not_finite() -> None:
     def closure() -> Tensor:
         nonlocal evaluations
         evaluations += 1
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
+        loss = backpropagated(optimizer, loss_of(model, 0))
         if evaluations in (7, 8):
             spoil(optimizer, math.nan)
         return loss
@@ -466,8 +461,7 @@ def test_adaptive_clips_step_as_they_clip_alone(kind: str, rule: str, scaling: s
             norm = gradstat.guarded_step(ours, mine, scaler=scaler).total_norm
         if scaler is not None:
             scaler.update()
-        expected = other.clip_(twin.parameters())
-        torch.testing.assert_close(norm, expected, equal_nan=True)
+        torch.testing.assert_close(norm, other.clip_(twin.parameters()), equal_nan=True)
         if bad is None:
             theirs.step()
         assert_same_parameters(model, twin, rtol=2e-5, atol=1e-6)
@@ -693,9 +687,7 @@ def test_a_result_can_be_sent_to_another_process(fused: bool) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.named_parameters(), fused=fused)
     for bad in (False, True):
-        loss = loss_of(model, 0)
-        optimizer.zero_grad()
-        loss.backward()
+        loss = backpropagated(optimizer, loss_of(model, 0))
         if bad:
             spoil(optimizer, math.nan)
         result = gradstat.guarded_step(optimizer, 1.0, loss=loss, guard=gradstat.SpikeGuard())
