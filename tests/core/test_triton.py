@@ -31,8 +31,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 DEVICE = torch.device(DEVICES[-1])
 VECTOR_BYTES = _table.VECTOR_BYTES
 STEP_BYTES = UNROLL.value * LANES.value * VECTOR_BYTES
-STEPS_PER_CHUNK = 2 if DEVICE.type == "cpu" else STEPS_PER_TILE.value
-CHUNK_BYTES = STEPS_PER_CHUNK * STEP_BYTES
+CHUNK_BYTES = STEP_BYTES * (2 if DEVICE.type == "cpu" else STEPS_PER_TILE.value)
 
 
 by_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=str)

@@ -28,10 +28,7 @@ def parameter_of(gradient: Tensor, mesh: DeviceMesh, placements: list[Placement]
 
 
 def named(
-    mesh: DeviceMesh,
-    shapes: dict[str, list[int]] = SHAPES,
-    dtype: torch.dtype = torch.float32,
-    replicated: str = "d",
+    mesh: DeviceMesh, shapes: dict[str, list[int]] = SHAPES, dtype: torch.dtype = torch.float32, replicated: str = "d"
 ) -> Named:
     """Sharded parameters by name, with gradients of ones; the last one is replicated."""
     made: Named = []

@@ -21,8 +21,6 @@ import gradstat
 from gradstat._core import backends
 from gradstat.report import Report
 
-Operation = Callable[[Batch, random.Random, str], None]
-
 
 def assert_unchanged(batch: Batch, before: Memory, but: Collection[int] = ()) -> None:
     """Checks the memory of all tensors, but for those at some positions, byte by byte."""
@@ -303,7 +301,7 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     assert_rows(table, [exact_stats[i] for i in chosen], [recipe.dtype for recipe in recipes], recipes)
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Callable[[Batch, random.Random, str], None]] = {
     "stats": judge_stats,
     "check": judge_check,
     "unit_stats": judge_units,

@@ -145,8 +145,7 @@ def under_trainer(case: Case) -> Run:
     trainer = InOrder(net, settings, train_dataset=data, optimizers=(optimizer, None))
     handle = None if case.watch is None else transformers.install(trainer, **case.watch)
     with handle or nullcontext():
-        if handle is not None:
-            case.before(handle)
+        case.before(handle)
         trainer.train()
     return Run(handle, net, optimizer, [])
 
@@ -170,8 +169,7 @@ def under_accelerate(case: Case) -> Run:
     norms = []
     handle = None if case.watch is None else accelerate.install(accelerator, **case.watch, **replay)
     with handle or nullcontext():
-        if handle is not None:
-            case.before(handle)
+        case.before(handle)
         for batch in loader:
             batches.append(batch)
             with accelerator.accumulate(net):
@@ -487,8 +485,7 @@ def test_ranks_decide_alike(name: str, tmp_path: Path) -> None:
     assert (monitor.culprit and monitor.culprit.op) == ("log" if replays else None)
     attachment = run.handle.attachments[0]
     assert not attachment.withholds_checkpoint()
-    with torch.no_grad():
-        next(attachment.model.parameters()).fill_(math.nan if dist.get_rank() == 1 else 1.0)
+    next(attachment.model.parameters()).detach().fill_(math.nan if dist.get_rank() == 1 else 1.0)
     assert attachment.withholds_checkpoint()  # on both ranks
 
 
@@ -574,8 +571,7 @@ class Drifting(Net):
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         if self.passes == 50 and dist.get_rank() == 1:
-            with torch.no_grad():
-                self.first.weight[0, 1] += 1e-3
+            self.first.weight.detach()[0, 1] += 1e-3
         return super().forward(x, labels)
 
 

@@ -203,8 +203,7 @@ class Program:
         self.optimizer.state.clear()
 
     def do_parameter(self) -> None:
-        with torch.no_grad():
-            self.random.choice(list(self.model.parameters())).view(-1)[0] = math.nan
+        self.random.choice(list(self.model.parameters())).detach().view(-1)[0] = math.nan
 
     def do_optimizer(self) -> None:
         self.optimizer.state.clear()

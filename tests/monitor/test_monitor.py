@@ -183,8 +183,7 @@ def test_raises_with_the_first_finding_when_all_are_acted_on() -> None:
     model, optimizer, monitor = made(
         on_anomaly=dict.fromkeys(("error", "nonfinite-loss", "nonfinite-gradient"), policy)
     )
-    with torch.no_grad():
-        model.first.weight[0, 0] = math.nan
+    model.first.weight.detach()[0, 0] = math.nan
     with pytest.raises(AnomalyError, match=r"nonfinite-parameter.*first\.weight") as caught:
         trained(model, optimizer, monitor, 1)
     assert {"nonfinite-parameter", "nonfinite-loss", "nonfinite-gradient"} <= set(seen)
@@ -214,8 +213,7 @@ def test_a_nan_that_came_after_all_was_finite_again_is_no_consequence() -> None:
     for _ in range(40):
         optimizer.step = step if monitor.steps != 3 else lambda: None  # type: ignore[method-assign]
         if monitor.steps == 25:
-            with torch.no_grad():
-                model.first.bias[1] = math.nan
+            model.first.bias.detach()[1] = math.nan
         trained(model, optimizer, monitor, 1, bad=3)
     errors = [(finding.rule, finding.step) for finding in monitor.findings if finding.severity == "error"]
     assert errors == [("nonfinite-gradient", 3), ("nonfinite-parameter", 25)]
@@ -329,11 +327,10 @@ def test_a_state_is_healthy_without_errors_lately_and_with_all_finite() -> None:
     assert [monitor.is_healthy(), monitor.is_healthy(within=5), monitor.is_healthy(within=6)] == [False, True, False]
     moment = optimizer.state[model.first.weight]["exp_avg"]
     for tensor, is_healthy in ((model.first.weight, False), (moment, False), (model.norm.running_mean, True)):
-        kept = tensor.detach().clone()  # type: ignore[union-attr]
-        with torch.no_grad():
-            tensor[0] = -math.inf  # type: ignore[index]
-            assert monitor.is_healthy(within=0) == is_healthy
-            tensor.copy_(kept)  # type: ignore[union-attr]
+        kept = tensor.detach().clone()
+        tensor.detach()[0] = -math.inf
+        assert monitor.is_healthy(within=0) == is_healthy
+        tensor.detach().copy_(kept)
 
 
 def test_a_state_is_not_healthy_while_an_error_lasts() -> None:
@@ -366,8 +363,7 @@ def test_rolls_back_to_the_last_healthy_state() -> None:
     trained(model, optimizer, monitor, 10)
     at_ten = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     trained(model, optimizer, monitor, 3)
-    with torch.no_grad():
-        model.first.weight[0, 0] = math.inf
+    model.first.weight.detach()[0, 0] = math.inf
     trained(model, optimizer, monitor, 1)  # the optimizer steps without gradients, which changes nothing
     state, optimizer_state = model.state_dict(), optimizer.state_dict()
     for key, value in at_ten[0].items():

@@ -206,9 +206,6 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page.text("measured") == "parameter, last measured in step 30"
 
 
-CURTAIN = "$('#curtain').getBoundingClientRect()"
-
-
 def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
     map_width = page("$('#heat')._fullLayout._size.w")
     for step in (0, 20, 39):
@@ -216,7 +213,8 @@ def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
         assert page.step == f"step {step} of 39"
         assert page("$('#curtain').dataset.measurement") == str(step)
         assert page.text("worst-title") == f"Worst in step {step}"
-        assert page(f"{CURTAIN}.width") == pytest.approx(map_width * (39 - step) / 40, abs=4 if step < 39 else 2)
+        width = page("$('#curtain').getBoundingClientRect().width")
+        assert width == pytest.approx(map_width * (39 - step) / 40, abs=4 if step < 39 else 2)
     bars = "$('#profile').data[0].x"
     before = page(bars)
     page.scrub(3)

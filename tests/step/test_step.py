@@ -25,10 +25,8 @@ from gradstat._core.measure import direct_for
 from gradstat._step import measured, optimizers
 from gradstat.amp import GradScaler
 
-Make = Callable[[Any], Optimizer]
-
 # Every optimizer of torch, and whether its steps can be skipped on the device.
-OPTIMIZERS: dict[str, tuple[Make, bool]] = {
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
     "Adam fused": (lambda ps: torch.optim.Adam(ps, lr=0.01, fused=True), True),
     "AdamW fused": (lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True), True),
     "AdamW fused amsgrad": (lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True, fused=True), True),
