@@ -153,8 +153,7 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+    return request.param
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ import step_providers
 import suite
 import tables
 import torch
-from cases import CASES, PROVIDERS, Case, Provider, input_of
+from cases import CASES, PROVIDERS, Case, input_of
 from models import Training, gpt_step
-from step_providers import ALONE, GUARDED, SETTINGS, Setting, StepInput, StepProvider, case_name
+from step_providers import ALONE, GUARDED, SETTINGS, Setting, StepInput, case_name
 from torch import nn
 
 import gradstat
@@ -225,7 +225,6 @@ def test_costs_hold_every_variant() -> None:
     assert [cost.name for cost in measured] == [v.name for v in steps.variants(CPU)]
     assert measured[0].ratio == (1, 1, 1)
     check, anomaly = measured[1], measured[-1]
-    assert check.inside is not None
     assert 0 < check.inside.median < check.seconds.median
     added, plain = check.added(measured[0]), measured[0].seconds
     assert added.median == check.inside.median / plain.median
@@ -254,7 +253,6 @@ def test_a_block_of_steps_ends_with_one_sync(monkeypatch: pytest.MonkeyPatch) ->
     timed = [" ".join(some) for is_sync, some in itertools.groupby(events, "sync".__eq__) if not is_sync]
     for block in ("plain step plain step plain step", "own own own", "taken taken taken"):
         assert timed.count(block) == 2 + steps.WARMUP
-    assert plain.inside is not None
     assert plain.inside.median < plain.seconds.median
     assert attached.inside is None is taken.inside
 
@@ -353,8 +351,8 @@ def test_every_axis_runs(case: Case, plan: suite.Plan) -> None:
         assert {row.dtype for row in made} == {rows.dtype_name(dtype)}
 
 
-def provider(name: str) -> Provider:
-    return next(each for each in PROVIDERS if each.name == name)
+def named(providers: list[Any], name: str) -> Any:
+    return next(each for each in providers if each.name == name)
 
 
 @pytest.mark.parametrize(
@@ -372,16 +370,11 @@ def provider(name: str) -> Provider:
     ],
 )
 def test_a_wrong_answer_is_never_timed(
-    name: str,
-    run: Callable[[Any], object],
-    message: str,
-    plan: suite.Plan,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, run: Any, message: str, plan: suite.Plan, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     timed: list[str] = []
     monkeypatch.setattr(suite, "interleaved", lambda calls, *_, **__: timed.extend(calls) or {})
-    providers = [dataclasses.replace(provider(name), run=run), provider(cases.STATS)]
+    providers = [dataclasses.replace(named(PROVIDERS, name), run=run), named(PROVIDERS, cases.STATS)]
     ours = pytest.raises(steps.WrongAnswerError, match=message) if "gradstat" in name else contextlib.nullcontext()
     with ours:
         suite.compare(plan, lambda: None, "lists", "x", [(4, 3), (5,)], torch.float32, lambda given: providers)
@@ -389,9 +382,8 @@ def test_a_wrong_answer_is_never_timed(
     assert (message in capsys.readouterr().err) is ("gradstat" not in name)
 
 
-@pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
-    """Results of the whole suite on tiny inputs, and what it printed."""
+def test_what_is_recorded_is_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """In a run of the whole suite on tiny inputs."""
     case = Case("10,000 tensors of 64", lambda: [(8, 8)] * 3, (torch.float32, torch.bfloat16))
     monkeypatch.setattr(suite, "CASES", [case])
     monkeypatch.setattr(step_providers, "FULL_CASE", case)
@@ -402,14 +394,11 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     arguments = ["suite.py", "--full", "--device", "cpu", "--seconds", "1e-6", "--record", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     assert suite.main() == 0
-    return tmp_path, capsys.readouterr().out
-
-
-def test_what_is_recorded_is_what_is_shown(recorded: tuple[Path, str], tmp_path: Path) -> None:
-    (device,) = rows.devices(recorded[0])
+    printed = capsys.readouterr().out
+    (device,) = rows.devices(tmp_path)
     assert {row.group for row in device} == set(suite.GROUPS)
     assert all(row.device and row.versions and row.threads and row.time and row.run for row in device)
-    assert tables.everything(device) in recorded[1]
+    assert tables.everything(device) in printed
     lists = tables.selected(device, "lists")
     assert "10,000 tensors of 64" in lists
     ratio = next(row for row in device if row.metric == "time ratio" and row.provider == "detect_anomaly")
@@ -421,8 +410,8 @@ def test_what_is_recorded_is_what_is_shown(recorded: tuple[Path, str], tmp_path:
     assert set(drawn) == {
         name for name, (groups, _) in plots.DRAWN.items() if not suite.GROUPS.keys().isdisjoint(groups)
     }
+    first, second = tmp_path / "first.png", tmp_path / "second.png"
     for name, members in drawn.items():
-        first, second = tmp_path / "first.png", tmp_path / "second.png"
         plots.DRAWN[name][1](members, first)
         plots.DRAWN[name][1](members, second)
         assert first.read_bytes() == second.read_bytes()
@@ -433,22 +422,13 @@ def test_old_rows_are_read_and_charts_in_the_documents_have_rows() -> None:
     for path in rows.RESULTS.glob("*/*.jsonl"):
         assert rows.read(path)
     shown = {plots.file_of(n, m) for device in plots.drawn_devices() for n, m in plots.charts_of(device).items()}
-    there = {path.name for path in plots.CHARTS.glob("*.png")}
-    assert there == shown, "run `python benchmarks/plots.py`"
+    assert {path.name for path in plots.CHARTS.glob("*.png")} == shown, "run `python benchmarks/plots.py`"
 
 
 # Steps of optimizers -----------------------------------------------------------------------------------------
 
 SHAPES = [(40, 30), (7,), (200, 3, 5)]
 SCALED, PLAIN_STEP = SETTINGS[1], SETTINGS[3]  # clipped
-
-
-def step_provider(name: str) -> StepProvider:
-    return next(each for each in step_providers.PROVIDERS if each.name == name)
-
-
-def measured(plan: suite.Plan, setting: Setting) -> list[rows.Row]:
-    return suite._steps_of_optimizer(plan, lambda: None, case_name("tiny", setting), SHAPES, setting)
 
 
 def without_skipping(given: StepInput) -> torch.Tensor:
@@ -467,18 +447,13 @@ def without_skipping(given: StepInput) -> torch.Tensor:
     ],
 )
 def test_a_wrong_step_is_never_timed(
-    name: str,
-    setting: Setting,
-    run: Callable[[StepInput], torch.Tensor],
-    message: str,
-    plan: suite.Plan,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, setting: Setting, run: Any, message: str, plan: suite.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = dataclasses.replace(step_provider(name), run=run)
+    broken = dataclasses.replace(named(step_providers.PROVIDERS, name), run=run)
     monkeypatch.setattr(step_providers, "PROVIDERS", [broken])
     monkeypatch.setattr(suite, "interleaved", lambda *_, **__: pytest.fail("was timed"))
     with pytest.raises(steps.WrongAnswerError, match=message):
-        measured(plan, setting)
+        suite._steps_of_optimizer(plan, lambda: None, case_name("tiny", setting), SHAPES, setting)
 
 
 # Device time, with a clock in place of a GPU ---------------------------------------------------------------------

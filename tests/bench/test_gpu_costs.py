@@ -6,6 +6,7 @@ Without a GPU test_cuda_launchers.py and test_cuda_module.py test them with a st
 import pytest
 import torch
 from helpers.cuda_counts import Counts, count
+from helpers.training import backpropagated
 
 import gradstat
 
@@ -68,7 +69,6 @@ def test_a_side_stream_keeps_its_order(backend: str, max_norm: float) -> None:
     """Values written just before on the caller's stream are measured; values read just after are clipped."""
     (parameter,) = parameters(1, 1 << 22)
     gradient = parameter.grad
-    assert gradient is not None
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     for step in range(1, 20):
@@ -106,9 +106,7 @@ def test_a_healthy_step_of_a_monitor_is_one_launch_and_no_sync() -> None:
     monitor = gradstat.Monitor(model, optimizer, on_anomaly="record")
 
     def train() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(inputs).square().mean()
-        loss.backward()
+        loss = backpropagated(optimizer, model(inputs).square().mean())
         monitor.step(loss)
         gradstat.guarded_step(optimizer, 1.0)
         return loss
@@ -131,9 +129,7 @@ def test_a_monitor_skips_on_the_device_and_reports_a_step_later() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     monitor = gradstat.Monitor(model, optimizer, on_anomaly={"error": ("skip", "record")})
     for step in range(6):
-        optimizer.zero_grad()
-        loss = model(torch.randn(8, 64, device="cuda")).square().mean()
-        loss.backward()
+        loss = backpropagated(optimizer, model(torch.randn(8, 64, device="cuda")).square().mean())
         if step == 3:
             model.weight.grad[1, 2] = float("nan")  # type: ignore[index]
         before = model.weight.detach().clone()

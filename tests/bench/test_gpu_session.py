@@ -33,25 +33,20 @@ def parts_of(programs: Programs) -> tuple[Part, ...]:
     )
 
 
-def archived(folder: Path) -> tuple[list[rows.Row], str]:
-    """The outcomes and the log in the only archive of a folder."""
-    (archive,) = folder.glob("first-*.zip")
-    with zipfile.ZipFile(archive) as file:
-        (path,) = (name for name in file.namelist() if name.endswith("gpu_session.jsonl"))
-        listed = [rows.Row(**json.loads(line)) for line in file.read(path).decode().splitlines()]
-        return listed, file.read("log.txt").decode()
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command with these groups of programs; returns whether all passed, its rows and its log."""
+    """Runs a command with these groups of programs; returns whether all passed, and the archive's rows and log."""
     bundle = SimpleNamespace(install=lambda: True)
     monkeypatch.setitem(sys.modules, "gpu_bundle", bundle)  # type: ignore[arg-type]
 
     def run(*groups: Programs) -> tuple[bool, list[rows.Row], str]:
         monkeypatch.setitem(COMMANDS, "first", tuple(map(parts_of, groups)))
         passed = gpu_session.run_command("first", Session(tmp_path, "cpu"))
-        return passed, *archived(tmp_path)
+        (archive,) = tmp_path.glob("first-*.zip")
+        with zipfile.ZipFile(archive) as file:
+            (path,) = (name for name in file.namelist() if name.endswith("gpu_session.jsonl"))
+            recorded = [rows.Row(**json.loads(line)) for line in file.read(path).decode().splitlines()]
+            return passed, recorded, file.read("log.txt").decode()
 
     return run
 

@@ -168,12 +168,7 @@ def give_gradients(parameters: list[nn.Parameter], size: float = 1.0) -> list[Te
     """Sets new gradients; returns copies of them."""
     for parameter in parameters:
         parameter.grad = (torch.randn(parameter.shape, device=parameter.device) * size).to(parameter.dtype)
-    return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    return [parameter.grad.clone() for parameter in parameters]
 
 
 def assert_scaled(parameter: nn.Parameter, expected: Tensor) -> None:
@@ -181,7 +176,7 @@ def assert_scaled(parameter: nn.Parameter, expected: Tensor) -> None:
     info = torch.finfo(parameter.dtype)
     slack = 2 * max(info.eps, 1e-7)  # norms are good to 1e-7
     torch.testing.assert_close(
-        gradient_of(parameter).double(), expected.double(), rtol=slack, atol=info.tiny * slack, equal_nan=True
+        parameter.grad.double(), expected.double(), rtol=slack, atol=info.tiny * slack, equal_nan=True
     )
 
 
@@ -217,8 +212,7 @@ def test_a_step_that_is_not_kept_never_was(make: Any, rule: Any) -> None:
         value = torch.tensor(norm, dtype=torch.float64)
         assert with_others.multiplier(value, keep=torch.tensor(True)) == without.multiplier(value), step
         for other in (1e6, 1e-6):
-            left_out = with_others.multiplier(torch.full_like(value, other), keep=torch.tensor(False))
-            assert left_out == 1, step
+            assert with_others.multiplier(torch.full_like(value, other), keep=torch.tensor(False)) == 1, step
     kept, expected = (clip.state_dict()["tensors"] for clip in (with_others, without))
     torch.testing.assert_close(kept, expected, equal_nan=True, rtol=0, atol=0)
 
@@ -230,7 +224,7 @@ def test_all_gradients_are_scaled_by_the_multiplier(make: Any, dtype: torch.dtyp
     parameters = parameters_on(device, dtype)
     for size in (1.0, 0.5, 2.0, 8.0, 0.2):
         before = give_gradients(parameters, size)
-        versions = [gradient_of(parameter)._version for parameter in parameters]
+        versions = [parameter.grad._version for parameter in parameters]
         norm = clip.clip_(parameters)
         assert norm.dtype == dtype
         assert norm.shape == ()
@@ -240,7 +234,7 @@ def test_all_gradients_are_scaled_by_the_multiplier(make: Any, dtype: torch.dtyp
         multiplier = other.multiplier(torch.tensor(total_of(before), dtype=torch.float64))
         for parameter, gradient, version in zip(parameters, before, versions, strict=True):
             assert_scaled(parameter, gradient.double() * multiplier.to(device))
-            assert gradient_of(parameter)._version > version
+            assert parameter.grad._version > version
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=str)
@@ -264,7 +258,7 @@ def test_adagc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, 
         for i, bad_steps, value in ((1, range(5), 0.0), (2, (1, 7), math.nan), (3, (8,), math.inf)):
             if step in bad_steps:
                 before[i].view(-1)[0 if value else slice(None)] = value
-                gradient_of(parameters[i]).copy_(before[i])
+                parameters[i].grad.copy_(before[i])
         norms.append([gradient.double().norm().item() for gradient in before])
         clip.clip_(parameters)
         multipliers, means = adagc(norms, **{**defaults, **options})
@@ -287,11 +281,10 @@ def test_agc_follows_its_formula(options: dict[str, Any], dtype: torch.dtype, de
         before = give_gradients(parameters, size)
         parameters[-2].grad = before[-2].to(memory_format=torch.channels_last)
         parameters[-1].grad = torch.zeros(2, 12, device=device, dtype=dtype).t()[::2].copy_(before[-1])
-        gradient_of(parameters[2])[1, 3] = math.nan
-        gradient_of(parameters[3])[2, 0, 0, 0] = -math.inf
-        before = [gradient_of(parameter).clone() for parameter in parameters]
-        norm = clip.clip_(parameters)
-        assert math.isnan(norm)
+        parameters[2].grad[1, 3] = math.nan
+        parameters[3].grad[2, 0, 0, 0] = -math.inf
+        before = [parameter.grad.clone() for parameter in parameters]
+        assert math.isnan(clip.clip_(parameters))
         for parameter, gradient in zip(parameters, before, strict=True):
             assert_scaled(parameter, agc(parameter, gradient, **{"clipping": 0.01, "eps": 1e-3, **options}))
     units = 1 + 1 + 4 + 3 + 9 + 2 + 3 + 6
@@ -307,10 +300,10 @@ def test_a_loss_scale_changes_no_decision_and_is_taken_out(make: Any, device: st
     for step in range(6):
         give_gradients(parameters, 1.0 if step == 4 else 0.1)
         if step == 5:
-            gradient_of(parameters[1])[0] = math.inf
-        start = [gradient_of(parameter).clone() for parameter in parameters]
+            parameters[1].grad[0] = math.inf
+        start = [parameter.grad.clone() for parameter in parameters]
         plain.clip_(parameters)
-        expected = [gradient_of(parameter) for parameter in parameters]
+        expected = [parameter.grad for parameter in parameters]
         gradients = [gradient * scale for gradient in start]
         table = gradstat.stats(gradients)
         inverse = torch.tensor(1 / scale, device=device)
@@ -324,7 +317,7 @@ def test_each_device_has_its_own_kernels(make: Any, monkeypatch: pytest.MonkeyPa
     """The second of two gradients is taken for one on a GPU; what cannot be resolved is told before a write."""
     parameters = parameters_on("cpu", shapes=[(4, 3), (5, 2)])
     give_gradients(parameters, 100.0)
-    first, before = gradient_of(parameters[0]), gradient_of(parameters[0]).clone()
+    first, before = parameters[0].grad, parameters[0].grad.clone()
     known, used = {"cpu": backends.resolve("reference", "cpu")}, []
 
     def resolve(_: object, device_type: str) -> backends.Kernels:
@@ -348,7 +341,7 @@ def test_each_device_has_its_own_kernels(make: Any, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(kernels, name, lambda tensors, _, kernels=kernels: written.append((kernels, *tensors)))
     make().clip_(parameters)
     assert [(kernels, id(tensor)) for kernels, tensor in written] == [
-        (known[device.type], id(gradient_of(parameters[i]))) for device, (i,) in groups.items()
+        (known[device.type], id(parameters[i].grad)) for device, (i,) in groups.items()
     ]
 
 
@@ -402,7 +395,7 @@ def test_a_saved_clip_continues_identically(make: Any, stored: bool, tmp_path: A
             torch.manual_seed(step)
             give_gradients(parameters, 5.0 if step % 4 == 3 else 1.0)
             clip.clip_(parameters)
-            yield [gradient_of(parameter).clone() for parameter in parameters]
+            yield [parameter.grad.clone() for parameter in parameters]
 
     list(run(first, range(10)))
     state = first.state_dict()
@@ -450,7 +443,7 @@ def test_no_step_reads_a_value(make: Any, backend: str, monkeypatch: pytest.Monk
     for step in range(8):
         give_gradients(parameters, 1.0 + step)
         if step % 2:
-            parameters[2].grad = gradient_of(parameters[2]).t().contiguous().t()
+            parameters[2].grad = parameters[2].grad.t().contiguous().t()
         with NoSync():
             clip.clip_(parameters, backend=backend)
             if isinstance(clip, NormClip):

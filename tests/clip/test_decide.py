@@ -142,17 +142,9 @@ GUARDED = (
         ("clip", (1, [100.1], STATE, 10, NORM), r"options\[0\], the percentile, must be from 0 to 100, got 100.1"),
         ("clip", (1, [math.nan], STATE, 10, NORM), "must be from 0 to 100, got nan"),
         ("clip", (0, [1.0], STATE, 0, NORM), "window must be from 1 to 281474976710656, got 0"),
-        (
-            "clip",
-            (0, [1.0], STATE, 2**64 // 3 + 1, NORM),
-            "window must be from 1 to .*, got 614891469123651",
-        ),
+        ("clip", (0, [1.0], STATE, 2**64 // 3 + 1, NORM), "window must be from 1 to .*, got 614891469123651"),
         ("clip", (0, [1.0], without_memory(STATE.clone()), 10, NORM), "state has no memory"),
-        (
-            "clip",
-            (0, [1.0], torch.full_like(STATE, -7.0), 10, NORM),
-            "whole numbers of recorded values, got -7",
-        ),
+        ("clip", (0, [1.0], torch.full_like(STATE, -7.0), 10, NORM), "whole numbers of recorded values, got -7"),
         ("guard", (GUARDED[0][1:], *GUARDED[1:], torch.zeros(3)), "expected 7 options, got 6"),
         ("guard", (*GUARDED[:2], 0, GUARDED[3], torch.zeros(3)), "window must be from 1 to 281474976710656, got 0"),
         ("guard", (*GUARDED[:2], 9, GUARDED[3], torch.zeros(3)), "state must have 27 contiguous numbers, got 25"),
@@ -174,9 +166,7 @@ def test_the_operators_refuse_what_does_not_fit(operator: str, arguments: tuple[
 
 def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kernels) -> None:
     """They cannot be checked without waiting for the GPU, so places computed from them are kept in range."""
-    guard_, decide_clip_, window = emulated.guard_, emulated.decide_clip_, 16
-    assert guard_ is not None
-    assert decide_clip_ is not None
+    window = 16
     norm, numbers = torch.tensor(3.0, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     for number in NUMBERS:
         for rule in ("fixed", "percentile", "z-score", "guard", "guard by sigmas"):
@@ -188,13 +178,13 @@ def test_a_gpus_state_with_impossible_counters_leads_nowhere_else(emulated: Kern
                     state[7:9] = number
                     options = (float("sigmas" in rule), 6.0, math.nan, 1.0, 0.0, math.inf, math.inf)
                     given = (torch.zeros(3), torch.tensor(2.0), None)
-                    decided = guard_(options, state, window, numbers, *given)
+                    decided = emulated.guard_(options, state, window, numbers, *given)
                 else:
                     state[0] = number
                     code = ("fixed", "percentile", "z-score").index(rule)
                     options = ((1.0,), (95.0,), (2.5, 0.9, 3.0, 0.0, math.inf))[code]
                     held = state if code == 2 else state[:-3]
-                    decided = decide_clip_(code, options, held, window, norm, None, None, None)
+                    decided = emulated.decide_clip_(code, options, held, window, norm, None, None, None)
             assert not decided.isnan().any()
             assert (memory[:AROUND] == 77).all()
             assert (memory[AROUND + count :] == 77).all()

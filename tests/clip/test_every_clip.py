@@ -29,20 +29,13 @@ CLIPS: dict[str, Callable[..., Tensor | None]] = {
     "clip_grad_value_": lambda parameters, **options: gradstat.clip_grad_value_(parameters, 1.2),  # type: ignore[func-returns-value]
 }
 MEASURING = [name for name in CLIPS if name not in ("clip_grads_with_norm_", "clip_grad_value_")]
-BY_NORM = [
-    "clip_grad_norm_",
-    "clip_grad_norm_ that raises",
-    "clip_grads_with_norm_",
-    "FixedClip",
-    "AdaGC",
-    "guarded_step",
-]
 WRITING = {
     **CLIPS,
     "guarded_step": lambda parameters, **options: (
         gradstat.guarded_step(torch.optim.SGD(parameters, lr=0.0), 1.3, **options).total_norm
     ),
 }
+BY_NORM = [name for name in WRITING if name not in ("AutoClip", "ZClip", "AGC", "clip_grad_value_")]
 every_clip = pytest.mark.parametrize("clip", CLIPS)
 
 
@@ -82,7 +75,6 @@ def test_any_iterable_is_consumed_once_and_what_has_no_gradient_is_passed_over(c
     for way in ways:
         parameter = parameter_with(gradient.clone())
         CLIPS[clip](way(parameter))
-        assert parameter.grad is not None
         clipped.append(parameter.grad)
         assert clip == "AutoClip" or parameter.grad.norm() < 12.5
     assert all(torch.equal(each, clipped[0]) for each in clipped)
@@ -109,7 +101,6 @@ def test_gradients_are_clipped_where_they_lie(clip: str, where: tuple[str, str])
     parameter, plain = (parameter_with(g) for g in (memory[:, ::2], before[:, ::2].clone()))
     for each in (parameter, plain):
         gradient = each.grad
-        assert gradient is not None
         version, stride = gradient._version, gradient.stride()
         norm = WRITING[clip]([each], backend=backend)
         assert clip not in (*MEASURING, "guarded_step") or norm.item() == pytest.approx(13.0)  # type: ignore[union-attr]
@@ -189,8 +180,7 @@ def test_no_limit_is_none_or_infinity() -> None:
         parameter = parameter_with(torch.full((4,), 1e30))
         scaler = gradstat.amp.GradScaler("cpu", init_scale=2.0)
         scaler.scale(torch.ones(()))
-        norm = scaler.unscale_and_clip_(torch.optim.SGD([parameter]), limit)
-        assert norm == 1e30
+        assert scaler.unscale_and_clip_(torch.optim.SGD([parameter]), limit) == 1e30
         assert torch.equal(parameter.grad, torch.full((4,), 0.5e30))  # type: ignore[arg-type]
 
 

@@ -126,8 +126,7 @@ def test_pairs_may_be_aligned_only_to_their_parts(dtype: torch.dtype, where: tup
         assert x.data_ptr() % dtype.itemsize in (0, dtype.itemsize // 2)
         assert_rows_match(gradstat.stats([x], backend=where[0]), [x])
         expected = torch.view_as_real(x) * 0.5
-        kernels = backends.resolve(*where)
-        assert_rows_match(kernels.unscale_([x], torch.tensor(0.5)), [x])
+        assert_rows_match(backends.resolve(*where).unscale_([x], torch.tensor(0.5)), [x])
         torch.testing.assert_close(torch.view_as_real(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -189,38 +188,29 @@ def test_more_zeros_than_16_bits_count(dtype: torch.dtype) -> None:
     assert (row["min"], row["max"], row["sum"], row["sq_sum"]) == (0.0, 3.0, 3.0, 9.0)
 
 
-def test_sparse_is_measured_by_its_coalesced_values(where: tuple[str, str]) -> None:
-    """All but the index of the first bad element, which is one into the whole tensor."""
-    backend, device = where
-    indices = torch.tensor([[0, 2, 2, 5]])
-    values = torch.tensor([[1.0, 2.0], [3.0, math.inf], [-3.0, 1.0], [0.0, 4.0]])
-    sparse = torch.sparse_coo_tensor(indices, values, (7, 2), device=device, check_invariants=True)
-    assert not sparse.is_coalesced()
-    table = gradstat.stats([torch.ones(3, device=device), sparse], backend=backend)
-    at = _fields.INDEX["first_nonfinite"]
-    assert table[1, at] == 2 * 2 + 1
-    table[1, at] = 1 * 2 + 1  # of the values
-    assert_rows_match(table, [torch.ones(3), sparse.coalesce().values()])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize(
     ("shape", "dense"), [((9,), 0), ((9, 4), 1), ((9, 4), 0), ((5, 3, 4), 1), ((4, 3, 2, 5), 2), ((6, 0), 1), ((), 0)]
 )
-def test_the_first_bad_element_of_a_sparse_tensor_is_that_of_the_dense_one(
+def test_sparse_is_measured_by_its_coalesced_values(
     shape: tuple[int, ...], dense: int, dtype: torch.dtype, where: tuple[str, str]
 ) -> None:
+    """All but the index of the first bad element, which is that of the dense tensor."""
     backend, device = where
     draw = torch.Generator().manual_seed(len(shape) * 10 + dense)
     for count in (0, 1, 2, 7):
         rows = [torch.randint(0, size, (count,), generator=draw) for size in shape[: len(shape) - dense]]
         indices = torch.stack(rows) if rows else torch.zeros(0, count, dtype=torch.int64)
-        values = torch.ones(count, *shape[len(shape) - dense :], dtype=dtype)
+        values = torch.randn(count, *shape[len(shape) - dense :], dtype=dtype, generator=draw)
         bad = torch.rand(values.shape, generator=draw) < 0.3
         values[bad] = math.nan
-        sparse = torch.sparse_coo_tensor(
-            indices, values, shape, device=device, check_invariants=True
-        )  # repeated indices are added
+        # Repeated indices are added.
+        sparse = torch.sparse_coo_tensor(indices, values, shape, device=device, check_invariants=True)
+        held = [torch.ones(2, device=device), sparse.coalesce().values()]
+        table = gradstat.stats([held[0], sparse], backend=backend)
+        bad = gradstat.stats(held, backend=backend)[:, _fields.INDEX["first_nonfinite"]]
+        table[:, _fields.INDEX["first_nonfinite"]] = bad  # of the values
+        assert_rows_match(table, held)
         stats = gradstat.check_tensors({"w": sparse, "v": torch.ones(2, device=device)}, backend=backend)["w"]
         expected = sparse.to_dense().isnan().nonzero()
         assert stats.shape == shape

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.devices import parameter_with
 from helpers.exact import COMPLEX, FLOAT8, REAL
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,7 +39,6 @@ def test_ordinary_tensors_are_measured_directly() -> None:
     """helpers.fuzz_operations tests its results; for equal layouts it returns the same signature as the operator."""
     tensors = ordinary()
     checked, (table, signature) = HELPERS.check(tensors), torch.ops.gradstat.check(ordinary())
-    assert checked is not None
     assert (checked[0].shape, checked[1]) == (table.shape, signature)
 
 
@@ -116,12 +116,10 @@ def test_what_has_left_functionalize_is_refused() -> None:
 
     assert torch.func.functionalize(keep)(torch.ones(3)) == 6.0
     for wrapped in (left[0], torch._to_functional_tensor(torch.ones(3))):
-        parameter = nn.Parameter(torch.zeros(3))
-        parameter.grad = wrapped
         with pytest.raises(ValueError, match=r"was created inside [a-z.]*functionalize"):
             gradstat.check_tensors([wrapped, torch.ones(1)])
         with pytest.raises(ValueError, match=r"was created inside [a-z.]*functionalize"):
-            gradstat.clip_grad_norm_([parameter], 0.1)
+            gradstat.clip_grad_norm_([parameter_with(wrapped)], 0.1)
     assert gradstat.check_tensors([torch.func.functionalize(lambda x: x + 1)(torch.ones(3))])[0].sum == 6.0
 
 
@@ -130,8 +128,7 @@ def test_what_has_left_functionalize_is_refused() -> None:
 def test_ordinary_gradients_are_not_read_another_way(
     max_norm: float, error_if_nonfinite: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parameter = nn.Parameter(torch.zeros(4, device=device))
-    parameter.grad = torch.full((4,), 2.0, device=device)
+    parameter = parameter_with(torch.full((4,), 2.0, device=device))
     monkeypatch.delattr("gradstat.clip.norm_of")
     assert gradstat.clip_grad_norm_([parameter], max_norm, error_if_nonfinite=error_if_nonfinite) == 4.0
     expected = torch.full((4,), 0.05 if max_norm == 0.1 else 2.0, device=device)
@@ -150,8 +147,7 @@ def test_what_cannot_be_done_directly_the_dispatcher_does(monkeypatch: pytest.Mo
     for direct_functions in (Refusing(), None):  # None: this torch has no exchange interface
         monkeypatch.setattr(backends.resolve(None, "cpu"), "direct", direct_functions)
         assert torch.equal(gradstat.stats(tensors), expected)
-        parameter = nn.Parameter(torch.zeros(4))
-        parameter.grad = torch.ones(4)
+        parameter = parameter_with(torch.ones(4))
         assert gradstat.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True) == 2.0
         assert parameter.grad.norm() == pytest.approx(1.0, abs=1e-6)
 

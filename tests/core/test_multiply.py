@@ -78,9 +78,6 @@ def multipliers_of(values: list[float], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-# All by one factor, measured in the same pass ------------------------------------------------------------------
-
-
 def every_kind(dtype: torch.dtype, where: tuple[str, str]) -> list[Tensor]:
     """Lengths around vectors, steps, blocks and chunks; with a NaN, an Inf, a zero and a subnormal."""
     device, tensors = where[1], []
@@ -149,9 +146,6 @@ def test_a_tensor_listed_again_is_multiplied_again(kernels: Kernels, where: tupl
     assert y.tolist() == [[85.0] * 3, [133.0] * 3]
 
 
-# Each tensor by its own multiplier ----------------------------------------------------------------------------
-
-
 @BY_DTYPE
 def test_each_tensor_is_scaled_by_its_multiplier(dtype: torch.dtype, kernels: Kernels, where: tuple[str, str]) -> None:
     tensors = every_kind(dtype, where)
@@ -160,8 +154,6 @@ def test_each_tensor_is_scaled_by_its_multiplier(dtype: torch.dtype, kernels: Ke
     kernels.scale_each_(tensors, multipliers_of(values, where[1]))
     assert_products(tensors, expected, where)
 
-
-# Products that are too large for 8 bits ------------------------------------------------------------------------
 
 # The smallest magnitude that would round to a number above the largest, and what it becomes.
 TOO_LARGE = {
@@ -196,9 +188,6 @@ def test_float8_beyond_the_largest_number(dtype: torch.dtype, kernels: Kernels, 
             for got, wanted in zip(given, expected, strict=True):
                 same = got.view(torch.uint8) == wanted.view(torch.uint8)
                 assert (same | (got.float().isnan() & wanted.float().isnan())).all(), by
-
-
-# Bad input -----------------------------------------------------------------------------------------------------
 
 
 def test_numbers_of_another_kind_are_refused(kernels: Kernels, where: tuple[str, str]) -> None:

@@ -26,16 +26,12 @@ from gradstat.kernels.scale import scale_, scale_kernel
 from gradstat.kernels.stats import LANES, STEPS_PER_TILE, UNROLL, norm, norm_kernel, stats, stats_kernel
 
 # The interpreter computes with numpy, which warns of the overflows that the fast loop allows by design.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.usefixtures("short_chunks"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("short_chunks")]
 
 DEVICE = torch.device(DEVICES[-1])
 VECTOR_BYTES = _table.VECTOR_BYTES
 STEP_BYTES = UNROLL.value * LANES.value * VECTOR_BYTES
-STEPS_PER_CHUNK = 2 if DEVICE.type == "cpu" else STEPS_PER_TILE.value
-CHUNK_BYTES = STEPS_PER_CHUNK * STEP_BYTES
+CHUNK_BYTES = STEP_BYTES * (2 if DEVICE.type == "cpu" else STEPS_PER_TILE.value)
 
 
 by_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=str)
@@ -96,8 +92,7 @@ def test_groups_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = random(2 * stats_module.GROUP.value * CHUNK_BYTES // 2 + 77, torch.bfloat16, DEVICE)
     x[CHUNK_BYTES // 2 + 3], x[-CHUNK_BYTES] = 100.0, -100.0
     x[-5], x[-3] = math.nan, math.inf
-    first = check([x, x[: CHUNK_BYTES // 2 + 1]])
-    assert torch.equal(stats([x])[0], first[0])
+    assert torch.equal(check([x, x[: CHUNK_BYTES // 2 + 1]])[0], stats([x])[0])
     assert not any(tickets.any() for _, tickets in stats_module._scratch.values())
 
 
@@ -105,8 +100,7 @@ def test_chunks_double_for_huge_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_table, "MAX_CHUNKS", 2)
     x = random(5 * CHUNK_BYTES // 4 + 9, torch.float32, DEVICE)[1:]
     x[-3] = math.nan
-    table = table_of(x)
-    assert table.chunks == 2
+    assert table_of(x).chunks == 2
     check([x])
     expected = x * 0.5
     scale_([x], torch.tensor(0.5, dtype=torch.float64, device=DEVICE))

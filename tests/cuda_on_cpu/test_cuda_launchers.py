@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.cuda_on_cpu import EmulatedKernels, pointer
+from helpers.cuda_on_cpu import EmulatedKernels, arrays, pointer
 from helpers.cuda_on_cpu_build import loaded
 
 import gradstat
@@ -47,9 +47,12 @@ class Stream:
         self.handle = ctypes.c_void_p(library.new_stream())
         self.pending: list[object] = []  # memory that pending work will read and write
 
-    def synchronize(self) -> None:
+    def synchronize(self, *results: Result) -> None:
+        """Runs what is pending, after which the results have to be right."""
         self.check(self.library.synchronize(self.handle))
         self.pending.clear()
+        for result in results:
+            result.assert_correct()
 
     def stats(self, tensors: list[np.ndarray]) -> Result:
         return Result(self, tensors, max_norm=1.0)
@@ -111,10 +114,7 @@ class Result:
 
 def arguments(tensors: list[np.ndarray]) -> list[object]:
     # Kept alive by the caller's frame only during the call: launchers must copy what they need by then.
-    addresses = np.array([t.ctypes.data for t in tensors], dtype=np.uint64)
-    numels = np.array([t.size for t in tensors], dtype=np.int64)
-    float32, numbers = np.zeros(len(tensors), dtype=np.int32), np.zeros(len(tensors), dtype=np.uint8)
-    return [ctypes.c_int64(len(tensors)), *map(pointer, (addresses, numels, float32, numbers))]
+    return arrays([torch.from_numpy(tensor) for tensor in tensors])
 
 
 def tensors(count: int, size: int = 50, seed: int = 0) -> list[np.ndarray]:
@@ -142,9 +142,7 @@ def test_a_check_or_an_unscaling_is_one_launch_and_nothing_else(library: ctypes.
     for n in (3, 190, 730):
         stream.unscale(tensors(n), np.array([0.25], dtype=np.float32))
     assert counts_since(library, before) == {"launches": 10}
-    stream.synchronize()
-    for result in results:
-        result.assert_correct()
+    stream.synchronize(*results)
 
 
 def test_a_table_is_uploaded_only_when_it_changed(library: ctypes.CDLL) -> None:
@@ -172,16 +170,12 @@ def test_pending_tables_are_not_overwritten(library: ctypes.CDLL) -> None:
     stream = Stream(library)
     lists = [tensors(1700 + 100 * i, 20, i) for i in range(6)]
     results = [stream.stats(some) for some in lists]  # none has run yet
-    stream.synchronize()
-    for result in results:
-        result.assert_correct()
+    stream.synchronize(*results)
     # All staging memory is free again: lists no larger than before allocate nothing.
     before = counts(library)
     results = [stream.stats(some) for some in lists[:2]]
-    stream.synchronize()
+    stream.synchronize(*results)
     assert counts_since(library, before) == {"copies": 2, "records": 2, "launches": 2}
-    for result in results:
-        result.assert_correct()
 
 
 def test_streams_are_independent(library: ctypes.CDLL) -> None:
@@ -223,9 +217,7 @@ def test_a_captured_call_is_replayed_on_new_values_beside_other_work(
         replay(other)
         beside.append(other.stats(some))
         other.synchronize()
-        stream.synchronize()
-        for result in beside:
-            result.assert_correct()
+        stream.synchronize(*beside)
         if call == "unscale":
             assert table.tobytes() == beside[-1].table.tobytes()
         else:
@@ -242,8 +234,7 @@ def test_a_refused_allocation_is_reported_and_the_next_call_works(library: ctype
         with pytest.raises(RuntimeError, match=r"gradstat: allocating .*: out of memory"):
             stream.stats(many)
     result = stream.stats(many)
-    stream.synchronize()
-    result.assert_correct()
+    stream.synchronize(result)
 
 
 def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -300,8 +291,7 @@ def test_the_grid_is_what_the_device_holds(fresh: ctypes.CDLL, fits: int, blocks
     stream, some = Stream(fresh), tensors(1, 73 * 4096)
     result = stream.stats(some)
     assert fresh.last_blocks() == blocks
-    stream.synchronize()
-    result.assert_correct()
+    stream.synchronize(result)
     stream.stats(tensors(1, 3 * 4096))
     assert fresh.last_blocks() == min(blocks, 3)
     stream.synchronize()

@@ -24,17 +24,11 @@ Named = list[tuple[str, nn.Parameter]]
 
 def parameter_of(gradient: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> nn.Parameter:
     """A parameter of zeros with this gradient, made without communication."""
-    zeros = torch.zeros_like(gradient)
-    parameter = nn.Parameter(distribute_tensor(zeros, mesh, placements, src_data_rank=None))
-    parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
-    return parameter
+    return parameter_with(distribute_tensor(gradient, mesh, placements, src_data_rank=None))
 
 
 def named(
-    mesh: DeviceMesh,
-    shapes: dict[str, list[int]] = SHAPES,
-    dtype: torch.dtype = torch.float32,
-    replicated: str = "d",
+    mesh: DeviceMesh, shapes: dict[str, list[int]] = SHAPES, dtype: torch.dtype = torch.float32, replicated: str = "d"
 ) -> Named:
     """Sharded parameters by name, with gradients of ones; the last one is replicated."""
     made: Named = []
@@ -50,13 +44,6 @@ def parameters_of(pairs: Named) -> list[nn.Parameter]:
 
 def gradients_of(pairs: Named) -> list[Tensor]:
     return [parameter.grad for parameter in parameters_of(pairs)]  # type: ignore[misc]
-
-
-def module_of(pairs: Named) -> nn.Module:
-    module = nn.Module()
-    for name, parameter in pairs:
-        module.register_parameter(name, parameter)
-    return module
 
 
 def outcome_of(call: Callable[[], object]) -> Any:
@@ -75,7 +62,7 @@ def monitored(pairs: Named) -> None:
     """A monitor does not raise, so what it warns of is raised here."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        monitor = gradstat.Monitor(module_of(pairs), on_anomaly="record", options={"lag": 0})
+        monitor = gradstat.Monitor(nn.ParameterDict(pairs), on_anomaly="record", options={"lag": 0})
         monitor.step()
         monitor.detach()
     for warning in warned:

@@ -19,10 +19,8 @@ from helpers.layouts import (
     assert_clips_as_one_process,
     backward,
     batch,
-    fsdp,
     make_layout,
     make_layout_and_reference,
-    mesh_of,
     model,
 )
 from helpers.ranks import Ranks, on_ranks
@@ -192,8 +190,7 @@ def random_layouts(seed: int) -> None:
     if report.ok:
         norm = gradstat.clip_grad_norm_(parameters, 0.5)
         assert norm.item() == pytest.approx(expected.total_norm, rel=1e-2)
-        scaled = gradstat.check(parameters).total_norm
-        assert scaled == pytest.approx(min(0.5, expected.total_norm), rel=2e-2)
+        assert gradstat.check(parameters).total_norm == pytest.approx(min(0.5, expected.total_norm), rel=2e-2)
 
 
 @on_ranks(4)
@@ -205,8 +202,7 @@ def test_random_placements() -> None:
 @on_ranks(4)
 def test_a_report_names_rank_and_index() -> None:
     mesh = init_device_mesh("cpu", (4,))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(torch.ones(10, 3), mesh, [Shard(0)])
+    parameter = parameter_with(distribute_tensor(torch.ones(10, 3), mesh, [Shard(0)]))
     if dist.get_rank() in (1, 3):
         parameter.grad._local_tensor[0, 2] = math.nan  # type: ignore[attr-defined]
     report = gradstat.check([("w", parameter)])
@@ -259,7 +255,6 @@ def test_stages_of_a_pipeline_have_one_norm() -> None:
     """Two stages of two replicas each; the norm is over all stages, whatever each holds."""
     layout, single = make_layout_and_reference("pp")
     stages = layout.pp_mesh
-    assert stages is not None
     parameters = list(layout.model.parameters())
     expected = pytest.approx(gradstat.check(single).total_norm)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -339,9 +334,7 @@ def test_merging_rows_copies_no_numbers_to_the_device() -> None:
 def sharded_ones(count: int) -> nn.Parameter:
     """A parameter over two ranks whose gradient is all ones."""
     mesh = init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(count), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(torch.ones(count), mesh, [Shard(0)])
-    return parameter
+    return parameter_with(distribute_tensor(torch.ones(count), mesh, [Shard(0)]))
 
 
 @on_ranks(2)
@@ -387,7 +380,7 @@ def test_clips_by_tensor_refuse_distributed_gradients_wherever_they_clip() -> No
 @on_ranks(2)
 def test_accumulation_without_reductions() -> None:
     """FSDP2 has no gradients before the micro-batch that reduces them; then it has all."""
-    spread: Any = fsdp(model(), mesh_of(dist.get_world_size(), "dp_shard"))
+    spread: Any = make_layout("fsdp2")[0].model
     micro_batches = gradstat.MicroBatches(spread)
     spread.set_requires_gradient_sync(False)
     spread(batch(dist.get_rank())).square().mean().backward()
@@ -427,8 +420,7 @@ def test_the_older_fsdp() -> None:
 def test_the_infinity_norm_of_complex_shards_is_the_largest_modulus() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     whole = torch.tensor([1j, 2, 3 + 4j])
-    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
+    parameter = parameter_with(distribute_tensor(whole, mesh, [Shard(0)]))
     assert gradstat.get_total_norm([parameter.grad], math.inf).item() == 5.0
     assert gradstat.clip_grad_norm_([parameter], 1.0, math.inf).item() == 5.0
     torch.testing.assert_close(parameter.grad.full_tensor(), whole / 5)  # type: ignore[attr-defined]
@@ -451,8 +443,7 @@ def test_strided_shards() -> None:
     mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
     memory = torch.full((*mine.shape, 2), 77.0, dtype=torch.float64)
     shard = memory[..., 0].copy_(mine)
-    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
-    parameter.grad = DTensor.from_local(shard, mesh, [Shard(0)])
+    parameter = parameter_with(DTensor.from_local(shard, mesh, [Shard(0)]))
     norm = gradstat.clip_grad_norm_([parameter], 1.0)
     torch.testing.assert_close(norm, whole.norm())
     assert norm.dtype == gradstat.clip_grad_norm_([parameter], math.inf).dtype
@@ -513,8 +504,7 @@ def _reports(seed: int, split: bool) -> list[dict[str, Any]]:
     total = sum(whole.numel() for whole in wholes.values())
     for partition in (1, total // 3, total // 2 + 1, total, 2 * total):
         pieces = _pieces(wholes, partition, group)
-        measured = measure(pieces, lambda i: str(i), None, parameters=list(wholes.values()))
-        rows = HostRows(measured)
+        rows = HostRows(measure(pieces, str, None, parameters=list(wholes.values())))
         found = Report(lambda: list(wholes), rows.table(), rows.infos, total=rows.total())
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype
@@ -532,22 +522,15 @@ def test_pieces_have_the_rows_of_the_whole(ranks: Ranks, world: int, split: bool
     assert (results[0] == results[-1]) is not split
 
 
-def _a_rank_that_cannot() -> str:
+@on_ranks(2)
+def test_a_rank_that_cannot_measure_its_piece_is_told_of() -> None:
     whole = torch.arange(10.0)
     half = whole[5 * dist.get_rank() :][:5]
     local = half.to(torch.int64) if dist.get_rank() == 1 else half
     piece: Any = FlatShard(whole, whole.shape, local, 5 * dist.get_rank(), dist.group.WORLD)  # type: ignore[arg-type]
-    try:
+    told = r"'p' \(dtype torch.int64" if dist.get_rank() == 1 else "1 other rank failed to measure"
+    with pytest.raises((TypeError, RuntimeError), match=told):
         HostRows(measure([piece], lambda i: "p", None)).total()
-    except (TypeError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-def test_a_rank_that_cannot_measure_its_piece_is_told_of(ranks: Ranks) -> None:
-    healthy, broken = ranks.run(2, _a_rank_that_cannot)
-    assert "1 other rank failed to measure" in healthy
-    assert "'p' (dtype torch.int64" in broken
 
 
 class _Megatron(nn.Module):
@@ -567,13 +550,10 @@ class _Megatron(nn.Module):
         """What such a class is recognised by."""
 
 
-def _monitored_pieces() -> list[tuple[str, int, str]]:
+@on_ranks(2)
+def test_a_monitor_of_pieces() -> None:
     monitor = gradstat.Monitor(_Megatron(torch.tensor([1.0, 2.0, 3.0, math.nan])), on_anomaly="record")
     monitor.step()
-    return [(finding.rule, finding.step, finding.text) for finding in monitor.findings]
-
-
-def test_a_monitor_of_pieces(ranks: Ranks) -> None:
-    for found in ranks.run(2, _monitored_pieces):
-        assert [finding[:2] for finding in found] == [("nonfinite-gradient", 0)]
-        assert "weight has 1 NaN in 4 elements, the first at [0, 3]" in found[0][2]
+    (found,) = monitor.findings
+    assert (found.rule, found.step) == ("nonfinite-gradient", 0)
+    assert "weight has 1 NaN in 4 elements, the first at [0, 3]" in found.text

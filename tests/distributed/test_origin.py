@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import Ranks, collectives_of, on_ranks
+from helpers.ranks import collectives_of, on_ranks
+from helpers.ranks_of_frameworks import assert_alike
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -231,7 +232,15 @@ def test_every_reduction_is_a_micro_batch() -> None:
 # Reports and messages ----------------------------------------------------------------------------------------
 
 
-def spoken(bad: list[int]) -> tuple[str, str, str]:
+ALL = "ALL {} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
+
+
+@pytest.mark.parametrize(
+    ("bad", "who"),
+    [([], ""), ([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))],
+)
+@on_ranks(4)
+def test_the_error_names_rank_and_parameter_on_every_rank(bad: list[int], who: str) -> None:
     model = wrapped()
     tracker = track_origin(model)
     x = torch.randn(3, 4) * (float("inf") if dist.get_rank() in bad else 1.0)
@@ -240,36 +249,21 @@ def spoken(bad: list[int]) -> tuple[str, str, str]:
     assert [report.rank_of(name) for name in report.nonfinite] == bad[:1] * len(report.nonfinite)
     with pytest.raises(KeyError, match="no parameter named 'nobody' is reduced by this model"):
         report.rank_of("nobody")
-    error = ""
-    try:
-        report.raise_if_nonfinite()
-    except gradstat.NonFiniteGradientError as raised:
-        error = str(raised)
-    return str(report), error, repr(report)
-
-
-ALL = "ALL {} ranks (so not by one rank's data: parameters, learning rate or loss scale?)"
-
-
-@pytest.mark.parametrize(
-    ("bad", "who"),
-    [([], ""), ([1], "rank 1 alone (of 4)"), ([1, 3], "ranks 1, 3 (of 4)"), ([0, 1, 2, 3], ALL.format(4))],
-)
-def test_the_error_names_rank_and_parameter_on_every_rank(ranks: Ranks, bad: list[int], who: str) -> None:
-    answers = ranks.run(4, spoken, bad)
-    assert len(set(answers)) == 1
-    text, error, short = answers[0]
+    assert_alike(str(report))
     if not bad:
-        assert text == "gradstat: 6 gradients, finite on all 4 ranks before the reduction"
-        assert (error, short) == ("", "OriginReport(6 gradients of 4 ranks, ok)")
+        report.raise_if_nonfinite()
+        assert str(report) == "gradstat: 6 gradients, finite on all 4 ranks before the reduction"
+        assert repr(report) == "OriginReport(6 gradients of 4 ranks, ok)"
         return
-    _, brought, *lines = error.splitlines()
-    assert text == f"gradstat: {error}"
+    with pytest.raises(gradstat.NonFiniteGradientError) as raised:
+        report.raise_if_nonfinite()
+    _, brought, *lines = str(raised.value).splitlines()
+    assert str(report) == f"gradstat: {raised.value}"
     assert brought == f"caused by {who}: 3 gradients"
     where = f" on rank {bad[0]}" if len(bad) > 1 else ""
     for line, (name, numel) in zip(lines, (("first", 32), ("last", 16), ("spare", 16)), strict=True):
         assert re.fullmatch(rf"  {name}\.weight: .* of {numel} elements{where}", line)
-    assert short == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
+    assert repr(report) == "OriginReport(6 gradients of 4 ranks, 3 not finite)"
 
 
 # The tracker itself -------------------------------------------------------------------------------------------

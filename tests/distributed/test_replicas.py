@@ -4,29 +4,23 @@ import dataclasses
 import datetime
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.devices import parameter_with
 from helpers.ranks import Ranks, collectives_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstat
-from gradstat.distributed import (
-    Drift,
-    ReplicaMismatchError,
-    ReplicaReport,
-    UnreachableRankError,
-    _checksum,
-    track_origin,
-    verify_batches,
-    verify_replicas,
-)
+from gradstat import distributed
+from gradstat.distributed import Drift, ReplicaReport, track_origin, verify_batches, verify_replicas
 from gradstat.distributed._checksum import _ROW, _weights, checksums, combined, of_text
 
 CPU = torch.device("cpu")
@@ -108,27 +102,18 @@ def test_checksums_are_in_the_order_of_the_tensors(monkeypatch: pytest.MonkeyPat
     tensors = [torch.randn(3), torch.randn(5), torch.randn(7), torch.randn(9)]
     expected = checksums(tensors, CPU)
     for groups in ({"a": [3, 1], "b": [0, 2]}, {"a": [1], "b": [3, 0], "c": [2]}):
-        monkeypatch.setattr(_checksum, "by_device", lambda _, groups=groups: groups)
+        monkeypatch.setattr(distributed._checksum, "by_device", lambda _, groups=groups: groups)
         assert torch.equal(checksums(tensors, CPU), expected)
 
 
 # Gradients, parameters, buffers and state ----------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.last = nn.Linear(16, 2)
-
-
-def trained() -> tuple[Net, torch.optim.Optimizer]:
+def trained() -> tuple[Any, torch.optim.Optimizer]:
     """A trained model, the same on every rank, as the pool gives all ranks the same seed."""
-    model = Net()
+    model = nn.Sequential(OrderedDict(first=nn.Linear(8, 16), norm=nn.BatchNorm1d(16), last=nn.Linear(16, 2)))
     optimizer = torch.optim.AdamW(model.named_parameters())
-    x = torch.randn(4, 8)
-    model.last(model.norm(model.first(x))).square().sum().backward()
+    model(torch.randn(4, 8)).square().sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -196,7 +181,7 @@ def test_what_a_rank_lacks_is_named_on_every_rank_and_nobody_waits() -> None:
     report = verify_replicas(model)
     assert report == ReplicaReport(expected, compared=6, ranks=(0, 1, 2, 3))
     assert not report.ok
-    with pytest.raises(ReplicaMismatchError) as raised:
+    with pytest.raises(distributed.ReplicaMismatchError) as raised:
         report.raise_if_drifted()
     lines = ["3 tensors DRIFTED between 4 ranks, of 6 compared:"]
     assert str(raised.value).splitlines() == lines + [f"  gradient {drift.name}: {drift.how}" for drift in expected]
@@ -279,7 +264,7 @@ def test_bad_arguments_get_a_sentence() -> None:
         (model, {"what": ("grads",)}, ValueError, "cannot compare grads; known: gradients, parameters, buffers, state"),
         (model, {"what": ()}, ValueError, "cannot compare nothing"),
         (optimizer, {"what": ("buffers",)}, TypeError, r"buffers: expected a torch\.nn\.Module, got AdamW"),
-        (model, {"what": ("state",)}, TypeError, r"state: expected a torch\.optim\.Optimizer, got Net"),
+        (model, {"what": ("state",)}, TypeError, r"state: expected a torch\.optim\.Optimizer, got Sequential"),
         (nn.Linear(2, 2, device="meta"), {"what": "parameters"}, TypeError, "'(bias|weight)' is on the meta device"),
         (twice, {}, ValueError, "two tensors are named 'a'"),
         *(
@@ -297,38 +282,27 @@ def test_bad_arguments_get_a_sentence() -> None:
 
 # Distributed tensors ------------------------------------------------------------------------------------------
 
-PLACEMENTS = {
-    "shard and replicate": (Shard(0), Replicate()),
-    "replicate and shard": (Replicate(), Shard(1)),
-    "replicate": (Replicate(), Replicate()),
-    "shard": (Shard(0), Shard(1)),
+# Placements on a mesh of 2 x 2, and the ranks that a change on rank 3, which is at (1, 1), sets apart.
+PLACEMENTS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "shard and replicate": ((Shard(0), Replicate()), (2, 3)),
+    "replicate and shard": ((Replicate(), Shard(1)), (1, 3)),
+    "replicate": ((Replicate(), Replicate()), (3,)),
+    "shard": ((Shard(0), Shard(1)), ()),
 }
 
 
-def on_a_mesh(culprits: list[int], names: list[str]) -> ReplicaReport:
+@pytest.mark.parametrize("name", PLACEMENTS)
+@on_ranks(4)
+def test_shards_are_compared_only_where_they_are_replicated(name: str) -> None:
+    """Every rank reports what differs, including those whose own shards are not affected."""
+    placements, apart = PLACEMENTS[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    parameters = []
-    for name in names:
-        parameter = nn.Parameter(distribute_tensor(torch.randn(4, 6), mesh, PLACEMENTS[name]))
-        parameter.grad = distribute_tensor(torch.randn(4, 6), mesh, PLACEMENTS[name])
-        parameters.append((name, parameter))
-    if dist.get_rank() in culprits:
-        for _, parameter in parameters:
-            assert isinstance(parameter.grad, DTensor)
-            flip(parameter.grad.to_local())
-    return verify_replicas(parameters)
-
-
-@pytest.mark.parametrize(
-    ("name", "apart"),
-    [("shard and replicate", (2, 3)), ("replicate and shard", (1, 3)), ("replicate", (3,)), ("shard", None)],
-)
-def test_shards_are_compared_only_where_they_are_replicated(ranks: Ranks, name: str, apart: Any) -> None:
-    """Rank 3 is at (1, 1): every rank reports it, including those whose own shards are not affected."""
-    for report in ranks.run(4, on_a_mesh, [], [name]):
-        assert (report.drifted, report.compared) == ((), 1 if apart else 0)
-    for report in ranks.run(4, on_a_mesh, [3], [name]):
-        assert [drift.ranks for drift in report.drifted] == ([apart] if apart else [])
+    parameter = parameter_with(distribute_tensor(torch.randn(4, 6), mesh, placements))
+    report = verify_replicas(parameter)
+    assert (report.drifted, report.compared) == ((), bool(apart))
+    if dist.get_rank() == 3:
+        flip(parameter.grad.to_local())
+    assert [drift.ranks for drift in verify_replicas(parameter).drifted] == [apart] * bool(apart)
 
 
 @on_ranks(4)
@@ -420,8 +394,7 @@ def test_shape_dtype_structure_and_order_make_a_batch_different() -> None:
 
 @on_ranks(2)
 def test_a_rank_that_is_not_there_is_an_error_and_no_hang() -> None:
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
-    parameter.grad = parameter.detach().clone()
+    parameter = parameter_with(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
     model = DistributedDataParallel(nn.Linear(2, 2))
     tracker = track_origin(model)
     model(torch.ones(1, 2)).sum().backward()
@@ -436,8 +409,8 @@ def test_a_rank_that_is_not_there_is_an_error_and_no_hang() -> None:
         ("OriginTracker.result", tracker.result),
     ]
     for caller, call in calls:
-        with pytest.raises(UnreachableRankError) as raised:
+        with pytest.raises(distributed.UnreachableRankError) as raised:
             call()
         assert str(raised.value).startswith(f"{caller}: not all of ranks 0, 1 took part, as seen from rank 0")
         assert f"all of them have to call {caller} equally often. The backend said: " in str(raised.value)
-    assert issubclass(UnreachableRankError, RuntimeError)
+    assert issubclass(distributed.UnreachableRankError, RuntimeError)

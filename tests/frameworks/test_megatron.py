@@ -169,8 +169,7 @@ def test_the_total_of_tensor_parallel_layers(is_cut: bool) -> None:
             self.down = RowParallelLinear(50, 3, input_is_parallel=True, **made)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.down(torch.tanh(self.up(x)[0]))[0]
-            return out
+            return self.down(torch.tanh(self.up(x)[0]))[0]
 
     alone, net = _net(torch.float32, has_unused=False)[:3], Net()
     part, replica = groups.get_tensor_model_parallel_rank(), groups.get_data_parallel_rank()

@@ -41,8 +41,6 @@ def recipe(folder: Path, **changes: Any) -> Any:
     """Loads the recipe from its file, which is a program and cannot be imported by name."""
     path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
     spec = importlib.util.spec_from_file_location("recipe", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     here = __name__

@@ -43,7 +43,6 @@ def module(launchers: Path) -> Any:
             flags += [str(launchers), *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
             subprocess.run(["g++", *flags, "-Wl,-rpath,$ORIGIN", "-o", str(target)], check=True)
     spec = importlib.util.spec_from_loader("_C_cuda", ExtensionFileLoader("_C_cuda", str(target)))
-    assert spec is not None
     made, of = importlib.util.module_from_spec(spec), torch.Tensor
     api = of.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
     made.use_exchange(api, of, torch.nn.Parameter, of.is_conj, of.is_neg, operator.attrgetter("is_sparse"))

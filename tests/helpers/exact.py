@@ -148,6 +148,11 @@ def is_float64(dtype: torch.dtype) -> bool:
     return dtype.to_real() == torch.float64
 
 
+def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
+    """The relative error allowed for a norm over tensors of these dtypes."""
+    return WIDE_TOLERANCE if all(map(is_float64, dtypes)) else NARROW_TOLERANCE
+
+
 def rounded_product(values: Tensor, multipliers: Tensor, dtype: torch.dtype) -> Tensor:
     """Real values times multipliers as torch computes them: in float64 for float64, else in float32, then rounded."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -13,24 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from helpers.devices import parameters_with
-from helpers.exact import (
-    NARROW_TOLERANCE,
-    WIDE_TOLERANCE,
-    ExactStats,
-    Floats,
-    assert_rows,
-    expect,
-    is_float64,
-    rounded_product,
-)
+from helpers.exact import ExactStats, Floats, assert_rows, expect, rounded_product, tolerance_of
 from helpers.fuzz import FLOAT8, KIND_OF, Batch, Memory, Recipe, decoded_from, view_of
 from torch import Tensor, nn
 
 import gradstat
 from gradstat._core import backends
 from gradstat.report import Report
-
-Operation = Callable[[Batch, random.Random, str], None]
 
 
 def assert_unchanged(batch: Batch, before: Memory, but: Collection[int] = ()) -> None:
@@ -42,11 +31,6 @@ def assert_unchanged(batch: Batch, before: Memory, but: Collection[int] = ()) ->
 
 
 # Tables and reports ----------------------------------------------------------------------------------------------
-
-
-def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
-    """The relative error allowed for a norm over tensors of these dtypes."""
-    return WIDE_TOLERANCE if all(map(is_float64, dtypes)) else NARROW_TOLERANCE
 
 
 def judge_stats(batch: Batch, source: random.Random, backend: str) -> None:
@@ -73,13 +57,8 @@ def judge_check(batch: Batch, source: random.Random, backend: str) -> None:
 
 def assert_report(report: Report, batch: Batch, exact_stats: Sequence[ExactStats], names: Sequence[str]) -> None:
     expect(report.names == tuple(names), "names", "the report", report.names, names)
-    expect(
-        report.ok == (bool(exact_stats) and all(exact.is_finite for exact in exact_stats)),
-        "ok",
-        "the report",
-        report.ok,
-        None,
-    )
+    is_ok = bool(exact_stats) and all(exact.is_finite for exact in exact_stats)
+    expect(report.ok == is_ok, "ok", "the report", report.ok, is_ok)
     for name in ("nan_count", "inf_count", "zero_count"):
         total = sum(getattr(exact, name) for exact in exact_stats)
         expect(getattr(report, name) == total, name, "the report", getattr(report, name), total)
@@ -322,7 +301,7 @@ def judge_products(batch: Batch, source: random.Random, backend: str) -> None:
     assert_rows(table, [exact_stats[i] for i in chosen], [recipe.dtype for recipe in recipes], recipes)
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Callable[[Batch, random.Random, str], None]] = {
     "stats": judge_stats,
     "check": judge_check,
     "unit_stats": judge_units,

@@ -76,8 +76,6 @@ class Forks:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-        assert self._template.stdin is not None
-        assert self._template.stdout is not None
         output = [Path(self._folder.name, name) for name in ("out", "err")]
         told = [textwrap.dedent(program), [*map(str, arguments)], environment, warnings, [*map(str, output)], SECONDS]
         print(json.dumps(told), file=self._template.stdin, flush=True)

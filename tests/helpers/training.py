@@ -88,6 +88,13 @@ class Training:
             self.scaler.update()
 
 
+def backpropagated(optimizer: Optimizer, loss: Tensor) -> Tensor:
+    """Gives the optimizer's parameters the gradients of a loss, in place of earlier ones; returns the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    return loss
+
+
 def trained(monitor: Monitor, loss: Callable[[int], Tensor], steps: int) -> Monitor:
     """Trains a monitor's model on the loss of each step, with its optimizer if it has one; returns the monitor."""
     for step in range(steps):

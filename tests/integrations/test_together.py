@@ -80,7 +80,6 @@ def guarded_by_a_guard(run: Run, loss: Tensor) -> None:
 
 def scaled(clip: Callable[[Run], object] | None = None) -> Way:
     def step(run: Run, loss: Tensor) -> None:
-        assert run.scaler is not None
         if clip is not None:
             clip(run)
         run.scaler.step(run.optimizer)
@@ -90,13 +89,11 @@ def scaled(clip: Callable[[Run], object] | None = None) -> Way:
 
 
 def unscaled_and_clipped(run: Run) -> None:
-    assert run.scaler is not None
     run.scaler.unscale_(run.optimizer)
     gradstat.clip_grad_norm_(run.parameters, 0.01)
 
 
 def guarded_and_scaled(run: Run, loss: Tensor) -> None:
-    assert run.scaler is not None
     gradstat.guarded_step(run.optimizer, 0.01, scaler=run.scaler)
     run.scaler.update()
 

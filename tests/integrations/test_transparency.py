@@ -105,8 +105,7 @@ def test_a_watched_model_can_be_saved_copied_and_compiled(kind: str, operation: 
     model, optimizer = made()
     watcher = FRAMEWORKS[kind](model, optimizer, tmp_path)() if kind in FRAMEWORKS else WATCHERS[kind](model, optimizer)
     for _ in range(2):  # before and during a training
-        another = OPERATIONS[operation](model)
-        torch.testing.assert_close(another(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        torch.testing.assert_close(OPERATIONS[operation](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
         _steps(model, [optimizer], [watcher], 2)
     torch.testing.assert_close(OPERATIONS[operation](model)(torch.ones(1, 4)), model(torch.ones(1, 4)))
     getattr(watcher, "remove", lambda: None)()

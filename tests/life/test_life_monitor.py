@@ -49,8 +49,7 @@ class Shifting(nn.Module):
             x = x + self.branches[i % len(self.branches)](x)
         if self.fails:
             raise InTheMiddleError
-        logits: Tensor = self.last(x)
-        return logits
+        return self.last(x)
 
 
 class Seen(NamedTuple):
@@ -139,7 +138,6 @@ class Program:
         stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         unscaled = self.scaler is not None and bool(stepped) and self.random.random() < 0.5
         if unscaled:
-            assert self.scaler is not None
             self.scaler.unscale_(self.optimizer)
         self.note(loss, 1.0 if self.scaler is None or unscaled else self.scaler.get_scale())
         try:
@@ -205,8 +203,7 @@ class Program:
         self.optimizer.state.clear()
 
     def do_parameter(self) -> None:
-        with torch.no_grad():
-            self.random.choice(list(self.model.parameters())).view(-1)[0] = math.nan
+        self.random.choice(list(self.model.parameters())).detach().view(-1)[0] = math.nan
 
     def do_optimizer(self) -> None:
         self.optimizer.state.clear()
@@ -295,7 +292,6 @@ class Program:
             table = recording.tables.get(kind)
             assert table is not None or not norms, kind
             for step, row in norms.items():
-                assert table is not None
                 at = table.steps.tolist().index(step)
                 recorded = dict(zip(table.names, table.column("l2_norm")[at].tolist(), strict=True))
                 for name, norm in row.items():
@@ -303,8 +299,7 @@ class Program:
                 assert all(map(math.isnan, recorded.values())), (kind, step, recorded)  # others had none
         for kind, series in recording.tables.items():
             assert (np.diff(series.steps) > 0).all(), (kind, series.steps)
-        loaded = load(self.monitor.save(self.folder / "now.gradstat"))
-        assert loaded.steps.tolist() == wanted
+        assert load(self.monitor.save(self.folder / "now.gradstat")).steps.tolist() == wanted
 
 
 def finite_norm(tensor: Tensor) -> float:

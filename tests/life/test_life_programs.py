@@ -293,9 +293,6 @@ def test_a_report_keeps_nothing_of_the_model(way: str) -> None:
     assert report.names[0] in str(report)
 
 
-Change = Callable[[nn.Module, random.Random], object]
-
-
 def some_linear(model: nn.Module, rng: random.Random) -> nn.Linear:
     """A linear layer that is not parametrized."""
     found = [module for module in model.modules() if type(module) is nn.Linear]
@@ -330,7 +327,7 @@ def assigned(model: nn.Module, _: random.Random) -> None:
     model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
 
 
-CHANGES_BETWEEN_STEPS: dict[str, Change] = {
+CHANGES_BETWEEN_STEPS: dict[str, Callable[[nn.Module, random.Random], object]] = {
     "frozen": lambda m, r: some_linear(m, r).requires_grad_(False),
     "thawed": lambda m, r: m.requires_grad_(True),
     "cast": lambda m, r: some_linear(m, r).to(r.choice([torch.float64, torch.bfloat16, torch.float32])),

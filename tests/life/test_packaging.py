@@ -86,9 +86,8 @@ def distribution(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def pure(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A build without a compiler, with another folder for temporary files, in another time zone."""
-    folder, git = tmp_path_factory.mktemp("another folder"), shutil.which("git")
-    assert git is not None
-    (folder / "git").symlink_to(git)
+    folder = tmp_path_factory.mktemp("another folder")
+    (folder / "git").symlink_to(shutil.which("git"))
     return built(folder, PATH=str(folder), CXX="", TMPDIR=str(folder), TZ="Asia/Tokyo", LC_ALL="C")
 
 

@@ -373,9 +373,6 @@ def small() -> Recording:
     return named(("a.weight", "b.bias", ""))
 
 
-HARMLESS = tuple(f"layer{i}.weight" for i in range(len(NAMES)))
-
-
 def test_names_that_mean_harm_are_saved_read_and_told_without_harm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -487,8 +484,9 @@ def test_pages_have_the_same_elements_whatever_the_names(tmp_path: Path) -> None
     def diagnosis(names: tuple[str, ...]) -> str:
         return Diagnosis.of(named(names)).to_html()
 
+    layers = tuple(f"layer{i}.weight" for i in range(len(NAMES)))
     for made in (page, diagnosis, report):
-        hostile, harmless = _Elements(made(NAMES)), _Elements(made(HARMLESS))
+        hostile, harmless = _Elements(made(NAMES)), _Elements(made(layers))
         assert sorted(hostile.elements) == sorted(harmless.elements)
     assert "<img src=x" in _Elements(diagnosis(NAMES)).text  # shown as text
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import Ranks
 from helpers.recordings import rewritten
-from helpers.training import RECORD, Clusters, mlp
+from helpers.training import RECORD, Clusters, backpropagated, mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -459,9 +459,7 @@ def train(
     monitor = Monitor(model, optimizer, on_anomaly=RECORD)
     for _ in range(steps):
         inputs, labels = draw()
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs[rank::world]), labels[rank::world])
-        loss.backward()
+        loss = backpropagated(optimizer, nn.functional.cross_entropy(model(inputs[rank::world]), labels[rank::world]))
         mean = loss.detach().clone()
         if world > 1:
             dist.all_reduce(mean)

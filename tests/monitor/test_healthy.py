@@ -14,18 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import Ranks
-from helpers.training import (
-    HEALTHY,
-    RECORD,
-    Clusters,
-    Healthy,
-    Training,
-    factory,
-    serious,
-    serious_findings,
-    train,
-    train_mlp,
-)
+from helpers.training import HEALTHY, RECORD, Clusters, Healthy, Training, factory, serious, serious_findings, train_mlp
 from helpers.training_faults import FAULTS, Fault, inject
 from training_programs import PROGRAMS, Program, run
 
@@ -158,7 +147,9 @@ def test_a_shift_shaped_for_broadcasting_is_no_weight() -> None:
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return (model(batch[0]) - batch[0]).square().sum()
 
-    assert rules_in(train(0, Shift, factory(torch.optim.Adam, 1e-7), Clusters(0, 4, 8, 8), loss=loss), 60) == []
+    optimize = factory(torch.optim.Adam, 1e-7)
+    training = train_mlp(model=Shift, optimize=optimize, batch=Clusters(0, 4, 8, 8), loss=loss)
+    assert rules_in(training, 60) == []
 
 
 def test_each_parameter_may_have_an_optimizer() -> None:

@@ -52,27 +52,13 @@ def model_of(f: Callable[..., Tensor], n: int = 3) -> nn.Module:
     return nn.Sequential(nn.Identity(), nn.Sequential(Inner(f, n)))
 
 
-def culprit_of(model: nn.Module, step: Callable[..., Any], **kwargs: Any) -> Culprit:
-    """The culprit of a step that has one."""
-    culprit = find_culprit(model, step, **kwargs)
-    assert culprit is not None
-    return culprit
-
-
 NUMBERS = torch.tensor([0.0, 1.0, 2.0])
 
 
-def replayed(f: Callable[..., Tensor], x: Tensor = NUMBERS) -> Culprit | None:
+def blamed(f: Callable[..., Tensor], x: Tensor = NUMBERS) -> Culprit | None:
     """The culprit, if any, of a step whose innermost module, ``1.0``, computes ``f``."""
     model = model_of(f, x.shape[-1])
     return find_culprit(model, lambda x: model(x).sum().backward(), batch=x)
-
-
-def blamed(f: Callable[..., Tensor], x: Tensor = NUMBERS) -> Culprit:
-    """The culprit of such a step."""
-    culprit = replayed(f, x)
-    assert culprit is not None
-    return culprit
 
 
 # Operations and their derivatives ------------------------------------------------------------------------------
@@ -90,6 +76,11 @@ def in_place(h: Tensor) -> Tensor:
     y = h + 0
     y.log_()  # in place
     return y
+
+
+def chosen_between(h: Tensor) -> Tensor:
+    overflows_where_log_is_used = ((1 - h.detach()) * 100).exp()
+    return torch.where(h > 0.5, overflows_where_log_is_used, h.log())  # chosen between
 
 
 class BadBackward(torch.autograd.Function):
@@ -136,6 +127,7 @@ IN_A_LINE: list[tuple[str, str, str, Any]] = [
         *((*case, case[-1]) for case in IN_A_LINE),
         ("forward", "inf", "log", by_log, "log"),
         ("forward", "inf", "log_", in_place, "in place"),
+        ("forward", "inf", "log", chosen_between, "chosen between"),  # of two, the one whose values are used
         ("backward", "inf", "sqrt", by_sqrt, "sqrt"),  # anomaly mode does not detect this
         ("backward", "nan", "div", BadBackward.apply, "own backward"),
     ],
@@ -173,11 +165,11 @@ def test_a_loss_outside_of_the_model_has_no_module_and_the_root_is_empty() -> No
     def step() -> None:
         (model(torch.zeros(2, 3)) * 0).log().sum().backward()  # outside
 
-    culprit = culprit_of(model, step)
+    culprit = find_culprit(model, step)
     assert culprit.module is None
     assert_source(culprit, "outside")
     root = Inner(by_log)
-    culprit = culprit_of(root, lambda: root(torch.zeros(3)).sum().backward())
+    culprit = find_culprit(root, lambda: root(torch.zeros(3)).sum().backward())
     assert culprit.module == ""
     assert "in the model itself" in str(culprit)
 
@@ -190,7 +182,7 @@ def test_a_second_derivative_leads_to_the_forward_line() -> None:
 
     model = model_of(by_log)
     model[1][0].weight.data.zero_()
-    culprit = culprit_of(model, step, batch=torch.ones(3))
+    culprit = find_culprit(model, step, batch=torch.ones(3))
     assert (culprit.phase, culprit.kind) == ("backward", "inf")
     assert_source(culprit, "penalty")
 
@@ -210,7 +202,7 @@ def test_an_overflow_when_gradients_of_two_uses_are_added(together: bool) -> Non
         for loss in [uses[0] + uses[1]] if together else uses:
             loss.backward()
 
-    culprit = culprit_of(model, step)
+    culprit = find_culprit(model, step)
     assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("accumulation", "inf", "1.0.weight", "1.0")
     assert culprit.inputs.ok
     assert "when gradients of '1.0.weight' were added up" in str(culprit)
@@ -240,7 +232,7 @@ def test_a_hook_on_a_parameter(hook: Any) -> None:
     model = model_of(lambda h: h)
     weight = model[1][0].weight
     (weight.register_post_accumulate_grad_hook if hook is IN_PLACE_HOOK else weight.register_hook)(hook)
-    culprit = culprit_of(model, lambda: model(torch.ones(3)).sum().backward())
+    culprit = find_culprit(model, lambda: model(torch.ones(3)).sum().backward())
     assert (culprit.phase, culprit.name, culprit.module) == ("hook", "1.0.weight", "1.0")
     assert_source(culprit, hook)
     assert "by a hook of '1.0.weight'" in str(culprit)
@@ -266,7 +258,7 @@ def test_a_hook_on_a_module() -> None:
     x = torch.ones(3, requires_grad=True)
     assert find_culprit(model, lambda: model(x * 1).sum().backward()) is None  # the weight is not affected
     model.insert(0, Inner(lambda h: h))
-    culprit = culprit_of(model, lambda: model(x * 1).sum().backward())
+    culprit = find_culprit(model, lambda: model(x * 1).sum().backward())
     assert culprit.phase == "hook"
     assert_source(culprit, hook)
 
@@ -281,10 +273,10 @@ def test_a_bad_batch_is_named_by_the_expression_that_reaches_it_or_by_the_line_t
     def step(batch: Any) -> None:
         model(batch["x"][1]).sum().backward()  # brought
 
-    culprit = culprit_of(model, step, batch=batch)
+    culprit = find_culprit(model, step, batch=batch)
     assert (culprit.phase, culprit.kind, culprit.name) == ("input", "nan", "batch['x'][1]")
     assert "NaN was already in an input of the step: batch['x'][1]" in str(culprit)
-    culprit = culprit_of(model, lambda: step(batch))
+    culprit = find_culprit(model, lambda: step(batch))
     assert (culprit.phase, culprit.name) == ("input", None)
     assert_source(culprit, "brought")
     batch["x"].reverse()
@@ -295,12 +287,12 @@ def test_a_bad_parameter_and_a_bad_buffer() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).eval()
     step = lambda: model(torch.ones(4, 3)).sum().backward()  # noqa: E731
     model[1].running_mean[1] = math.inf
-    culprit = culprit_of(model, step)
+    culprit = find_culprit(model, step)
     assert (culprit.phase, culprit.kind, culprit.name, culprit.module) == ("parameter", "inf", "1.running_mean", "1")
     model[1].running_mean.zero_()
     model[2].weight.data[0, 1] = math.nan
     for run in (step, lambda: model[0](torch.ones(4, 3)).sum().backward()):  # this does not use the weight
-        culprit = culprit_of(model, run)
+        culprit = find_culprit(model, run)
         assert (culprit.phase, culprit.kind, culprit.name) == ("parameter", "nan", "2.weight")
         assert culprit.output[0].first_nonfinite == (0, 1)
 
@@ -357,20 +349,9 @@ def uninitialised_but_written(h: Tensor) -> Tensor:
     ],
 )
 def test_a_healthy_step_has_no_culprit_and_beside_it_the_true_one_is_found(f: Forward) -> None:
-    assert replayed(f) is None
+    assert blamed(f) is None
     culprit = blamed(lambda h: f(h).sum() + by_sqrt(h).sum())
     assert (culprit.phase, culprit.op) == ("backward", "sqrt")
-
-
-def chosen_between(h: Tensor) -> Tensor:
-    overflows_where_log_is_used = ((1 - h.detach()) * 100).exp()
-    return torch.where(h > 0.5, overflows_where_log_is_used, h.log())  # chosen between
-
-
-def test_of_two_bad_operations_the_one_whose_values_are_used() -> None:
-    culprit = blamed(chosen_between, torch.tensor([0.0, 0.6, 2.0]))
-    assert culprit.op == "log"
-    assert_source(culprit, "chosen between")
 
 
 def reads_unwritten(h: Tensor) -> Tensor:
@@ -393,7 +374,7 @@ def test_a_mask_in_a_buffer_or_the_batch_is_no_bad_input() -> None:
     model = Inner(lambda h: h)
     model.register_buffer("mask", torch.triu(torch.full((3, 3), -math.inf), 1))
     assert find_culprit(model, step, batch=(torch.ones(3), torch.tensor([0.0, 0.0, -math.inf]))) is None
-    culprit = culprit_of(model, step, batch=(torch.ones(3), torch.full((3,), -math.inf)))
+    culprit = find_culprit(model, step, batch=(torch.ones(3), torch.full((3,), -math.inf)))
     assert (culprit.phase, culprit.op, culprit.kind) == ("forward", "softmax", "nan")
     assert_source(culprit, "attention")
 
@@ -412,13 +393,13 @@ def test_a_step_that_refuses_a_bad_loss_still_has_a_culprit(gives_up: str) -> No
         elif gives_up == "raises":
             raise FloatingPointError("loss is not finite")
 
-    assert culprit_of(model, step).op == "log"
+    assert find_culprit(model, step).op == "log"
 
 
 def test_it_can_be_called_without_gradients_but_not_in_a_backward_pass() -> None:
     model = model_of(by_log)
     with torch.no_grad():
-        culprit_of(model, lambda: model(torch.zeros(3)).sum().backward())
+        assert find_culprit(model, lambda: model(torch.zeros(3)).sum().backward())
     weight = model[1][0].weight
     weight.register_hook(lambda gradient: find_culprit(model, lambda: None))
     with pytest.raises(RuntimeError, match="cannot run in a hook of a backward pass"):
@@ -453,7 +434,7 @@ def test_a_checkpointed_block(f: Forward, phase: str, mark: str, reentrant: bool
     keeper = StepStateKeeper(model)
     model(x).sum().backward()
     assert len(keeper.states) == 1
-    culprit = culprit_of(model, lambda: model(x).sum().backward(), state=keeper.states)
+    culprit = find_culprit(model, lambda: model(x).sum().backward(), state=keeper.states)
     assert (culprit.phase, culprit.module) == (phase, "0")
     assert_source(culprit, mark)
 
@@ -487,8 +468,7 @@ def test_a_loss_scale_that_is_too_large() -> None:
         scaler.update()
 
     x = torch.randn(2, 4)
-    culprit = culprit_of(model, step, batch=x, optimizer=optimizer, scaler=scaler)
-    assert culprit.kind == "inf"
+    assert find_culprit(model, step, batch=x, optimizer=optimizer, scaler=scaler).kind == "inf"
     assert scaler.get_scale() in (65536.0, 2.0**24)  # unchanged: it is created on the first call
     assert scaler._scale is None
 
@@ -499,14 +479,14 @@ def test_inside_of_function_transforms() -> None:
     def mapped() -> None:
         torch.func.vmap(lambda x: (linear(x) * 0).log())(torch.ones(4, 3)).sum().backward()  # mapped
 
-    culprit = culprit_of(linear, mapped)
+    culprit = find_culprit(linear, mapped)
     assert_source(culprit, "mapped")
 
     def derived() -> None:
         scale = torch.func.grad(lambda w: (w * 0).sqrt().sum())(linear.weight.detach()).sum()  # derived
         (linear(torch.ones(1, 3)) * scale).sum().backward()
 
-    culprit = culprit_of(linear, derived)
+    culprit = find_culprit(linear, derived)
     assert (culprit.phase, culprit.op) == ("backward", "sqrt")
     assert_source(culprit, "derived")
 
@@ -521,7 +501,7 @@ def test_scripted_modules_and_wrapped_tensors() -> None:
         pair = TwoTensor(torch.zeros(3), torch.ones(3)).log()  # wrapped
         (model(torch.ones(1, 3)) * pair.a).sum().backward()
 
-    assert_source(culprit_of(model, step), "wrapped")
+    assert_source(find_culprit(model, step), "wrapped")
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -535,7 +515,7 @@ def test_compiled_models_run_eagerly(in_place: bool) -> None:
     step = lambda x: model(x).sum().backward()  # noqa: E731
     step(NUMBERS)
     assert len(keeper.states) == 1
-    culprit = culprit_of(model, step, batch=NUMBERS, state=keeper.states)
+    culprit = find_culprit(model, step, batch=NUMBERS, state=keeper.states)
     assert (culprit.op, culprit.module) == ("log", "1.0" if in_place else "_orig_mod.1.0")
     assert_source(culprit, "log")
 
@@ -559,7 +539,7 @@ def test_nothing_of_the_replay_stays_alive(refuses: bool) -> None:
     gc.collect()
     gc.disable()
     try:
-        culprit_of(model, step)
+        assert find_culprit(model, step)
         still_there = [reference() for reference in alive]
     finally:
         gc.enable()
@@ -600,7 +580,7 @@ def test_a_mask_that_reaches_the_loss_is_blamed_on_what_did_not_leave_it_out(
         logits = masked(model(inputs), mask)
         (F.cross_entropy(logits, labels) + weight * penalty(logits) if weight else logits.softmax(1).max()).backward()
 
-    culprit = culprit_of(model, lambda: step(1e-4))
+    culprit = find_culprit(model, lambda: step(1e-4))
     assert (culprit.kind, culprit.phase, culprit.op) == ("inf", "forward", op)
     assert_source(culprit, penalty)  # type: ignore[arg-type]
     assert find_culprit(model, lambda: step(0)) is None
@@ -619,7 +599,7 @@ def test_a_mask_that_reaches_the_loss_is_blamed_on_what_did_not_leave_it_out(
 )
 def test_inputs_without_statistics_are_named(words: str, loss: Forward) -> None:
     model, inputs = nn.Linear(2, 3), torch.randn(4, 2)
-    culprit = culprit_of(model, lambda: loss(model(inputs)).backward())
+    culprit = find_culprit(model, lambda: loss(model(inputs)).backward())
     assert words in culprit.others
     assert f"  went in: {words}" in str(culprit)
     assert words in json.dumps(culprit.to_dict())
@@ -652,7 +632,7 @@ def test_lazy_zeros_of_second_derivatives_are_not_read(derivative: Callable[...,
     def loss(weight: Tensor) -> Tensor:
         return (F.linear(data, weight) * 0).abs().sqrt().sum()
 
-    culprit = culprit_of(model, lambda: (loss(model.weight) + derivative(model, loss)).backward())
+    culprit = find_culprit(model, lambda: (loss(model.weight) + derivative(model, loss)).backward())
     assert culprit.source is not None
 
 

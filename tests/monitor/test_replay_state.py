@@ -34,8 +34,7 @@ class Net(nn.Module):
         self.calls += 1
         self.latest = x.detach()
         self.table[0] += 1
-        h: Tensor = self.last(self.drop(self.norm(self.first(x))))
-        return h
+        return self.last(self.drop(self.norm(self.first(x))))
 
 
 class Training:

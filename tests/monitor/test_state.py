@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.recordings import bits, recording, rewritten
+from helpers.training import backpropagated
 from torch import nn
 from typing_extensions import Self
 
@@ -44,9 +45,7 @@ class Training:
         for step in range(steps):
             x, labels = torch.randn(8, 3), torch.randint(0, 2, (8,))
             self.monitor.batch({"x": x, "labels": labels})
-            self.optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.model(x), labels)
-            loss.backward()
+            loss = backpropagated(self.optimizer, nn.functional.cross_entropy(self.model(x), labels))
             if step == bad:
                 self.model[0].weight.grad[0, 0] = math.nan
             self.monitor.step(loss)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.training import backpropagated
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -73,10 +74,7 @@ class Adapted(nn.Module):
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, step: Callable[[Tensor], object]) -> None:
     for _ in range(steps):
-        loss = model(torch.randn(8, 6)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        step(loss)
+        step(backpropagated(optimizer, model(torch.randn(8, 6)).square().mean()))
         optimizer.step()
 
 

@@ -206,9 +206,6 @@ def test_the_heat_map_is_drawn_and_follows_the_choices(page: Page) -> None:
     assert page.text("measured") == "parameter, last measured in step 30"
 
 
-CURTAIN = "$('#curtain').getBoundingClientRect()"
-
-
 def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
     map_width = page("$('#heat')._fullLayout._size.w")
     for step in (0, 20, 39):
@@ -216,7 +213,8 @@ def test_the_scrubber_uncovers_the_map_and_moves_everything(page: Page) -> None:
         assert page.step == f"step {step} of 39"
         assert page("$('#curtain').dataset.measurement") == str(step)
         assert page.text("worst-title") == f"Worst in step {step}"
-        assert page(f"{CURTAIN}.width") == pytest.approx(map_width * (39 - step) / 40, abs=4 if step < 39 else 2)
+        width = page("$('#curtain').getBoundingClientRect().width")
+        assert width == pytest.approx(map_width * (39 - step) / 40, abs=4 if step < 39 else 2)
     bars = "$('#profile').data[0].x"
     before = page(bars)
     page.scrub(3)
@@ -264,8 +262,7 @@ def test_a_name_shows_every_field_of_its_tensor(page: Page) -> None:
     assert not page("$('#detail').hidden")
     assert page.text("detail-title") == CULPRIT
     assert page("$$('#fields .chart').length") == 9
-    marks = "$('#fields [data-series=l2_norm] .plot').data[1].x"
-    assert page(marks) == [30]
+    assert page("$('#fields [data-series=l2_norm] .plot').data[1].x") == [30]
     assert page("$$('#fields .js-plotly-plot').length") == 9
     page.choose("kind", "parameter")
     assert page.text("detail-title") == CULPRIT
@@ -291,8 +288,7 @@ def test_a_click_on_a_row_of_the_map_shows_the_tensor(page: Page) -> None:
 
 def test_hostile_names_are_text_wherever_they_are_shown(page: Page) -> None:
     page.click("#all-rows")
-    shown = {row[0] for row in page.rows()}
-    assert {HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[4]} <= shown
+    assert {HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[4]} <= {row[0] for row in page.rows()}
     for name in (HOSTILE[0], HOSTILE[2]):
         page.run("[...$$('#worst tbody button')].find((b) => b.textContent === arguments[0]).click()", name)
         assert page.text("detail-title") == name
@@ -427,5 +423,4 @@ def test_the_largest_against_its_median_is_first(show: Any) -> None:
     norms = made.tables["gradient"].column("l2_norm")
     norms[:] = 1
     norms[-1, [3, 5, 7]] = 0.007, 53.9, 2
-    page = show(made)
-    assert [row[3] for row in page.rows()][:2] == ["53.9", "2"]
+    assert [row[3] for row in show(made).rows()][:2] == ["53.9", "2"]

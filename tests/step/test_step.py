@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.cuda_counts import NoSync
 from helpers.devices import DEVICES, skip_unless_fused
+from helpers.training import backpropagated
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,10 +25,8 @@ from gradstat._core.measure import direct_for
 from gradstat._step import measured, optimizers
 from gradstat.amp import GradScaler
 
-Make = Callable[[Any], Optimizer]
-
 # Every optimizer of torch, and whether its steps can be skipped on the device.
-OPTIMIZERS: dict[str, tuple[Make, bool]] = {
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], bool]] = {
     "Adam fused": (lambda ps: torch.optim.Adam(ps, lr=0.01, fused=True), True),
     "AdamW fused": (lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True), True),
     "AdamW fused amsgrad": (lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True, fused=True), True),
@@ -122,9 +121,7 @@ def test_every_optimizer_clips_steps_and_skips(kind: str, max_norm: float | None
         bad = {0: math.nan, 3: math.inf, 4: -math.inf}.get(step)
 
         def closure_for(m: nn.Module, o: Optimizer, clips: bool, step: int = step, bad: float | None = bad) -> Tensor:
-            o.zero_grad()
-            loss = loss_of(m, step)
-            loss.backward()
+            loss = backpropagated(o, loss_of(m, step))
             if bad is not None:
                 spoil(o, bad)
             if clips and max_norm is not None:
@@ -205,9 +202,7 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned(kind: str) -> None:
     seen = []
 
     def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
+        loss = backpropagated(optimizer, loss_of(model, 0))
         seen.append(loss)
         return loss
 
@@ -225,9 +220,7 @@ def test_lbfgs_goes_back_if_a_later_evaluation_is_not_finite() -> None:
     def closure() -> Tensor:
         nonlocal evaluations
         evaluations += 1
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
+        loss = backpropagated(optimizer, loss_of(model, 0))
         if evaluations in (7, 8):
             spoil(optimizer, math.nan)
         return loss
@@ -460,15 +453,13 @@ def test_adaptive_clips_step_as_they_clip_alone(kind: str, rule: str, scaling: s
             spoil(ours, bad)
             spoil(theirs, bad)
         if scaling == "unscale and clip":
-            assert scaler is not None
             norm = scaler.unscale_and_clip_(ours, mine)
             scaler.step(ours)
         else:
             norm = gradstat.guarded_step(ours, mine, scaler=scaler).total_norm
         if scaler is not None:
             scaler.update()
-        expected = other.clip_(twin.parameters())
-        torch.testing.assert_close(norm, expected, equal_nan=True)
+        torch.testing.assert_close(norm, other.clip_(twin.parameters()), equal_nan=True)
         if bad is None:
             theirs.step()
         assert_same_parameters(model, twin, rtol=2e-5, atol=1e-6)
@@ -576,9 +567,7 @@ def test_the_short_way_decides_as_the_operator(device: str) -> None:
     gradients = [torch.randn(300, device=device), torch.randn(5, 5, device=device).bfloat16()]
     scale, counters = torch.tensor(64.0, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     direct = direct_for(gradients[0], None)
-    assert direct is not None
     short = direct.measure_step(gradients, 0.01, 2.0, scale, counters)
-    assert short is not None
     long = torch.ops.gradstat.measure_step(gradients, 0.01, 2.0, scale, counters)
     for a, b in zip(short, long, strict=True):
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
@@ -696,9 +685,7 @@ def test_a_result_can_be_sent_to_another_process(fused: bool) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.named_parameters(), fused=fused)
     for bad in (False, True):
-        loss = loss_of(model, 0)
-        optimizer.zero_grad()
-        loss.backward()
+        loss = backpropagated(optimizer, loss_of(model, 0))
         if bad:
             spoil(optimizer, math.nan)
         result = gradstat.guarded_step(optimizer, 1.0, loss=loss, guard=gradstat.SpikeGuard())

@@ -56,9 +56,7 @@ def trained(fused: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("by", ["guarded_step", "scaler"])
-def test_reports_and_counts_follow_the_stream_of_their_step(
-    current: Callable[[str], Any], by: str, fused: bool
-) -> None:
+def test_reports_and_counts_follow_the_stream_of_their_step(current: Any, by: str, fused: bool) -> None:
     model, optimizer = trained(fused)
     scaler = amp.GradScaler("cpu")
     with current("of the step"):
