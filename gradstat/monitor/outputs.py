@@ -179,7 +179,8 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
     for_probabilities, most = sizes * torch.where(is_one, values, 1 - values), 1.01 + 4 * torch.finfo(outputs.dtype).eps
     is_binary = _is_one_number(for_logits, most) | _is_one_number(for_probabilities, most)
     is_binary &= is_one.any() & (residuals > 0).any()
-    residuals = torch.where(is_binary, values - is_one.to(values.dtype), residuals)
+    # Without a gradient there is no label.
+    residuals = torch.where(is_binary & (residuals != 0), values - is_one.to(values.dtype), residuals)
     is_exact = is_binary
     if outputs.dim() == 2:  # tokens of sequences have frequencies, which are learned first, and for long
         probabilities = values.softmax(1)
@@ -187,7 +188,7 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
         norms, expected = torch.linalg.vector_norm(residuals, dim=1), torch.linalg.vector_norm(from_labels, dim=1)
         is_of_logits = is_of_logits & _is_one_number(torch.where(expected > 1e-3, norms / expected, 0.0), most)
         is_class = is_of_logits | (is_of_logarithms & _is_one_number(norms, most))
-        residuals = torch.where(is_class, from_labels, residuals)
+        residuals = torch.where(is_class, from_labels * (norms > 0)[:, None], residuals)
         values, is_exact = torch.where(is_class, probabilities, values), is_exact | is_class
     values, residuals = values - values.mean(0), residuals - residuals.mean(0)
     numbers = {

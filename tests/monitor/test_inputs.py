@@ -510,14 +510,16 @@ def test_gradients_that_only_cancel_tell_no_targets(loss: Loss, wrap: Callable[[
 def test_sums_of_a_fit_are_those_of_outputs_and_targets(kind: str, dtype: torch.dtype) -> None:
     outputs, sums = 3 * torch.randn(40, 5, dtype=dtype), ("outputs", "cross", "residuals", "squares")
     labels, given = torch.randint(5, (40,)), torch.rand(40, 5, dtype=dtype).round()
+    labels[::3] = -100  # samples without a label count as right
     losses: dict[str, Loss] = {
         "square": lambda x, _: mse_loss(x, given),
-        "binary": lambda x, _: binary_cross_entropy_with_logits(x, given),
+        "binary": lambda x, y: binary_cross_entropy_with_logits(x[y >= 0], given[y >= 0]),
         "classes": cross_entropy,
     }
     seen, gradient = seen_in(outputs, labels, losses[kind], lambda x: 1 * x)
-    fits = outputs.softmax(1) if kind == "classes" else outputs
-    expected = {"square": gradient, "binary": outputs - given, "classes": fits - torch.nn.functional.one_hot(labels, 5)}
+    fits, has_label = outputs.softmax(1) if kind == "classes" else outputs, (labels >= 0)[:, None]
+    one_hot = torch.nn.functional.one_hot(labels.clamp(min=0), 5)
+    expected = {"square": gradient, "binary": (outputs - given) * has_label, "classes": (fits - one_hot) * has_label}
     values, residuals = fits - fits.mean(0), expected[kind] - expected[kind].mean(0)
     squares = gradient.square().sum() * (kind == "square")
     reference = [values.square().sum(), (values * residuals).sum(), residuals.square().sum(), squares]
