@@ -283,7 +283,9 @@ class NoLearning(Rule):
                 text = f"the loss is {loss:.4g}, and minus a sum of squares of residuals"
                 yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=loss)
         targets = outputs - 2 * scale * cross + scale**2 * residuals
-        if not (targets > 0 and outputs > 0) or {"chance", "follows"} & {*self._reported} or window.run.has_rival:
+        # Targets that are equal have a deviation by rounding alone.
+        varies = targets > 1e-5 * scale**2 * residuals and outputs > 0
+        if not varies or {"chance", "follows"} & {*self._reported} or window.run.has_rival:
             return
         spread = math.sqrt(targets / count)
         if math.isnan(self._apart):

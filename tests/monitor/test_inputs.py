@@ -485,6 +485,7 @@ def test_targets_of_other_samples_are_told(name: str) -> None:
         lambda x, y: smooth_l1_loss(x, y, beta=0.1),  # neither a square nor a cross-entropy
         lambda x, y: mse_loss(x, y) + x.abs().mean(),
         lambda x, y: (x - y).square().mean() * (1 + y.abs().mean().detach()),  # another number in each batch
+        lambda x, y: (x - 0.3).square().mean(),  # one target for all, as a centre
     ],
 )
 def test_targets_are_not_judged_where_the_loss_does_not_tell_them(loss: Loss) -> None:
