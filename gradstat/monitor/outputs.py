@@ -145,17 +145,17 @@ def _activation_of(values: Tensor) -> Tensor:
 
 def _is_twice(outputs: Tensor, gradient: Tensor) -> Tensor:
     """Whether a loss takes the softmax of the softmax of ``outputs``, ``[n, c]``, by the direction of its gradient."""
+    has_label = (gradient != 0).any(1, keepdim=True)
 
     def along(expected: Tensor) -> Tensor:
-        return torch.nn.functional.cosine_similarity(expected.flatten(), gradient.flatten(), dim=0, eps=1e-30)
+        expected = (expected * has_label).flatten()
+        return torch.nn.functional.cosine_similarity(expected, gradient.flatten(), dim=0, eps=1e-30)
 
     label = torch.zeros_like(gradient).scatter_(1, gradient.argmin(1, keepdim=True), 1.0)
-    label *= (gradient != 0).any(1, keepdim=True)
     probabilities = outputs.softmax(1)
-    twice = probabilities.softmax(1) * label.any(1, keepdim=True) - label
+    twice = probabilities.softmax(1) - label
     twice = probabilities * (twice - (probabilities * twice).sum(1, keepdim=True))
-    once = probabilities * label.any(1, keepdim=True) - label
-    return (along(twice) > 0.9999) & (along(once) < 0.99)
+    return (along(twice) > 0.9999) & (along(probabilities - label) < 0.99)
 
 
 def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logarithms: Tensor) -> dict[str, Tensor]:

@@ -302,10 +302,8 @@ class NoLearning(Rule):
         related = float(np.mean(self._related))
         error = float(np.std(self._related, ddof=1)) / math.sqrt(self.batches)
         if related < min(self.related, 2 * error):
-            text = (
-                f"outputs of the model and their targets have a correlation of {related:.2g} after {step} steps, as by "
-            )
-            text += "chance"
+            text = f"outputs of the model and their targets have a correlation of {related:.2g} after {step} steps, "
+            text += "as by chance"
             yield self._once("chance", 0, "loss", text, "series", self.causes, correlation=related, loss=loss)
         elif related > max(self.related, 3 * error):
             self._reported["follows"] = step
@@ -405,13 +403,12 @@ class NoLearning(Rule):
         """Judges the last losses, up to that of ``row``, without knowing what the model is."""
         if {"chance", "rate"} & {*self._reported} or window.run.has_rival or min(self._recent) <= 0:
             return
-        now, began = median(self._recent), median(self._first[:_SOON])
-        text = f"the loss is {now:.4g} after {self._count} steps"
-        for count in (2.0, *(n for n in (self._samples, self._samples - 1) for n in (n, 2 * n)), 2 * self._samples - 1):
+        now, began, samples = median(self._recent), median(self._first[:_SOON]), self._samples
+        scatter = median(np.abs(np.array(self._recent) - now))
+        for count in (2.0, samples, samples - 1, 2 * samples, 2 * samples - 1, 2 * samples - 2):
             usual = math.log(max(count, 1.5))
-            scatter = median(np.abs(np.array(self._recent) - now))
             if abs(now - usual) < 0.005 * usual > scatter / 2 and self.share * usual < began < _CLOSE[1] * usual:
-                text += f"; guessing among {count:.0f} has {usual:.4g}"
+                text = f"the loss is {now:.4g} after {self._count} steps; guessing among {count:.0f} has {usual:.4g}"
                 yield self._once("chance", 0, "loss", text, "series", self.causes, loss=now)
                 break
 
