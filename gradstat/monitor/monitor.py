@@ -92,7 +92,7 @@ class Monitor:
             argument or of what `batch` was given. True only keeps what `replay` needs. Costs tens of microseconds per
             forward pass to save the states of random generators, and a copy of the buffers.
             ``on_anomaly="replay"`` reads numbers at once, like the option ``lag=0``.
-        max_norm: The norm that gradients are clipped to, for the rule on clipping.
+        max_norm: What gradients are clipped to, if they are. No finding then advises to clip them.
         classes: Number of classes of the integer tensors passed to `batch`; or a mapping by path,
             ``{"batch['labels']": 10}``, if not all of them are labels.
         guard: Makes ``optimizer`` skip abnormal steps, judged by the norm and the loss given to `step`; and steps that
@@ -139,7 +139,7 @@ class Monitor:
             options=options,
         )  # fmt: skip
         self.options = options = settings.options
-        self._periods, self._policies, limit = settings.periods, settings.policies, settings.limit
+        self._periods, self._policies = settings.periods, settings.policies
         self._rules = RuleRunner(settings.rules, options.review_every, self._periods["parameters"])
         scaler = inner_scaler(scaler)
         engine = engine_of(model)
@@ -154,7 +154,6 @@ class Monitor:
         self._trained = Trained(model, optimizer)
         self.connection = Connection(self._trained)
         self._lag = options.lag
-        self._max_norm = limit if isinstance(limit, float) else None
         self._file = FlightFile(save_to)
         self._warner = Warner()
         self.findings: list[Finding] = []
@@ -480,7 +479,6 @@ class Monitor:
         run = RunSettings(
             backward_order=collector.backward_order,
             is_scaled=collector.is_scaled,
-            max_norm=self._max_norm,
             is_stepped_by_user=self.connection.is_stepped_by_user,
             origin_is_unknown=collector.origin_is_unknown,
             skipped_by=skipped_by,

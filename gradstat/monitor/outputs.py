@@ -13,6 +13,7 @@ from gradstat._core.hooks import Hook, hook_forward
 from gradstat._core.host_copy import peek_interpreter_stack
 from gradstat._core.nested import tensors_in
 from gradstat.monitor.observers import Switched, is_plain, leaves_of, measurable
+from gradstat.recording.kinds import FIT
 
 # Functions that make logits what no logits should be, as autograd names them.
 _ACTIVATIONS = ("SoftmaxBackward0", "SigmoidBackward0", "ReluBackward0")
@@ -167,9 +168,9 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
     are enough.
 
     Returns:
-        Around the means over samples, the sums of squared ``"outputs"``, of products with residuals as ``"cross"``, and
-        of squared ``"residuals"``; the sum of squared gradients as ``"squares"``, 0 if residuals are exact; their
-        ``"count"``, and the number of ``"samples"``.
+        By the names in `FIT`: around the means over samples, the sums of squared ``"outputs"``, of products with
+        residuals as ``"cross"``, and of squared ``"residuals"``; the sum of squared gradients as ``"squares"``, 0 if
+        residuals are exact; their ``"count"``, and the number of ``"samples"``.
     """
     wide, every = torch.promote_types(outputs.dtype, torch.float32), 1 + outputs.numel() // (_MOST_ELEMENTS // 8)
     squares = torch.linalg.vector_norm(gradient, dtype=wide).square()
@@ -191,15 +192,9 @@ def _fit_of(outputs: Tensor, gradient: Tensor, is_of_logits: Tensor, is_of_logar
         residuals = torch.where(is_class, from_labels * (norms > 0)[:, None], residuals)
         values, is_exact = torch.where(is_class, probabilities, values), is_exact | is_class
     values, residuals = values - values.mean(0), residuals - residuals.mean(0)
-    numbers = {
-        "outputs": values.square().sum(),
-        "cross": (values * residuals).sum(),
-        "residuals": residuals.square().sum(),
-        "squares": squares * ~is_exact,
-        "count": values.new_full((), values.numel()),
-        "samples": values.new_full((), len(outputs)),
-    }
-    return {name: number.float().reshape(1) for name, number in numbers.items()}
+    sums = values.square().sum(), (values * residuals).sum(), residuals.square().sum(), squares * ~is_exact
+    counts = values.new_full((), values.numel()), values.new_full((), len(outputs))
+    return {name: number.float().reshape(1) for name, number in zip(FIT, (*sums, *counts), strict=True)}
 
 
 def _is_one_number(values: Tensor, most: float) -> Tensor:

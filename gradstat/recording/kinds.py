@@ -45,6 +45,9 @@ SCALARS = frozenset(
 LOGITS = "logits"
 """The row of kind ``"output"`` with the fraction of predictions that are certain."""
 
+FIT = ("outputs", "cross", "residuals", "squares", "count", "samples")
+"""The rows of kind ``"output"`` that tell whether predictions follow their targets; what they are says `outputs`."""
+
 INPUT_KINDS = ("batch", "input")
 """What a training step begins with: what ``Monitor.batch`` was given, and what the model was called with."""
 

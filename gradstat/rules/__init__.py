@@ -17,8 +17,8 @@ from gradstat.rules.gradients import DeadGradient, ExplodingGradient, MissingGra
 from gradstat.rules.learning import NoLearning
 from gradstat.rules.optimizer import GradientsNotZeroed, MomentumDrift, SecondMomentDrop, SmallSecondMoment
 from gradstat.rules.precision import LossScale, Underflow
-from gradstat.rules.training import ClipActivity, LearningRateJump, LossSpike, OptimizerCoverage, RefusedStep
-from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter, UpdateWeightRatio
+from gradstat.rules.training import LateClip, LearningRateJump, LossSpike, OptimizerCoverage, RefusedStep
+from gradstat.rules.weights import OverwrittenParameter, ParameterJump, UnchangedParameter
 
 RULES: tuple[type[Rule], ...] = (
     # The inputs of a step.
@@ -35,7 +35,6 @@ RULES: tuple[type[Rule], ...] = (
     NonfiniteOptimizerState,
     SecondMomentDrop,
     MomentumDrift,
-    UpdateWeightRatio,
     NonfiniteParameter,
     ParameterJump,
     OverwrittenParameter,
@@ -60,7 +59,7 @@ RULES: tuple[type[Rule], ...] = (
     NoLearning,
     SmallSecondMoment,
     RefusedStep,
-    ClipActivity,
+    LateClip,
 )
 """All built-in rules, in the order in which they run: causes before effects, if both show in one step."""
 

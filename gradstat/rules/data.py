@@ -10,7 +10,7 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.recording.kinds import INPUT_KINDS
-from gradstat.rules.base import Episodes, Rule, median
+from gradstat.rules.base import Episodes, LastingRule, Rule, median
 from gradstat.rules.rows import Floats, Rows, RunSettings, Window
 
 
@@ -126,7 +126,7 @@ _FLAT = (
 )
 
 
-class ConstantFeature(Rule):
+class ConstantFeature(LastingRule):
     """Features that are the same in every sample of a batch.
 
     Most features of sparse inputs are constant, so a tensor that is mostly zeros only counts if all of its features
@@ -135,7 +135,7 @@ class ConstantFeature(Rule):
 
     Args:
         share: Fraction of features.
-        measurements: Number of measurements in a row; two, if all samples are the same.
+        measurements: Number of measurements in a row.
     """
 
     name = "constant-feature"
@@ -143,31 +143,26 @@ class ConstantFeature(Rule):
     advice = ("look at these features in the data loader's output", "leave constant columns out")
 
     def __init__(self, share: float = 0.9, measurements: int = 3) -> None:
+        super().__init__()
         self.share, self.measurements = share, measurements
-        self._run: dict[str, int] = {}
-        self._since: dict[str, int] = {}
-        self._episodes = Episodes(quiet=1000)
 
     def review(self, window: Window) -> Iterable[Finding]:
         rows = window.rows("constant")
         if rows is None:
             return
-        for row, step in enumerate(rows.steps.tolist()):
-            for i, name in enumerate(rows.names):
-                share = float(rows.mean[row, i])
-                is_constant = share > self.share and not _is_naturally_constant(window, step, name, share)
-                self._run[name] = self._run.get(name, 0) + 1 if is_constant else 0
-                if self._run[name] == 1:
-                    self._since[name] = step
-                needed = min(2, self.measurements) if share == 1 else self.measurements
-                if self._run[name] >= needed and self._episodes.record(name, step):
-                    what = "all samples" if share == 1 else f"{share:.0%} of the features of all samples"
-                    text = f"{what} of a batch are the same in {name}"
-                    about = name.partition("[")[0].partition(".")[0]
-                    yield self.found(self._since.get(name, step), name, text, about=about, share=share)
+        is_constant = rows.mean > self.share
+        for row, i in zip(*is_constant.nonzero(), strict=True):
+            is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
+        for row, fresh, _, since in self.lasting(rows, is_constant, self.measurements):
+            for i in fresh:
+                name, share = rows.names[i], float(rows.mean[row, i])
+                what = "all samples" if share == 1 else f"{share:.0%} of the features of all samples"
+                about = name.partition("[")[0].partition(".")[0]
+                yield self.found(since[i], name, f"{what} of a batch are the same in {name}", about, share=share)
 
 
-def _is_naturally_constant(window: Window, step: int, name: str, share: float) -> bool:
+def _is_by_nature(window: Window, step: int, name: str, share: float) -> bool:
+    """Whether a mask or the like is constant, or a sparse input."""
     for batches in map(window.rows, INPUT_KINDS):
         if batches is not None and name in batches.names and step in batches.steps:
             row, i = int(np.searchsorted(batches.steps, step)), batches.names.index(name)

@@ -12,14 +12,16 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import CHANGED, NEVER_INITIALISED, Band, LastingRule, PerName, series
-from gradstat.rules.rows import Bools, Floats, Rows, Window
+from gradstat.rules.base import CHANGED, NEVER_INITIALISED, Band, LastingRule, series
+from gradstat.rules.rows import Bools, Floats, Rows, TensorSet, Window
 from gradstat.rules.spikes import NormLevelRule, SpikeRule
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ExplodingGradient(SpikeRule, NormLevelRule):
     """A total norm that is too large compared to those of earlier steps, or whose level rises at once.
+
+    That of a single step is an info: healthy programs have such steps, and the loss tells if it did harm.
 
     Args:
         sigmas, log_sigmas, factor, lost_progress, min_count, within_steps: As for `SpikeRule`. Norms have heavy tails,
@@ -30,6 +32,7 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
 
     name = "exploding-gradient"
     quiet = 20
+    alone = "alone"
     causes = (
         "a learning rate too high for this stage, or raised too soon",
         "an unusual batch, or a loss summed over a batch instead of averaged",
@@ -78,7 +81,8 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
         text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
         finite_median = None if math.isnan(median) else median
-        return self.found(began, name, text, about, norm=norm, median=finite_median, limit=limit, share=share)
+        severity: Severity = self.severity if self._lasts else "info"
+        return self.found(began, name, text, about, severity, norm=norm, median=finite_median, limit=limit, share=share)
 
 
 # Causes of a norm that falls at once.
@@ -176,9 +180,8 @@ class VanishingGradient(NormLevelRule):
             yield self.found(began, name, text, "gradient", ratio=ratio, correlation=correlation, largest=other)
 
 
-# Number of steps before reporting that there are no gradients at all, or that a weight stays zero.
+# Number of steps before reporting that there are no gradients at all.
 _SOON = 5
-_TWO_LOOKS = 52
 # By whether the user calls monitor.step(), rather than gradstat before the optimizer's step: where the call belongs,
 # causes, advice.
 _CALLED_TOO_EARLY_OR_LATE = {
@@ -207,7 +210,7 @@ class _AbsentGradientRule(LastingRule):
     An info if gradients come and go, as for experts chosen by a router.
     """
 
-    def __init__(self, in_a_row: int) -> None:
+    def __init__(self, in_a_row: int = 20) -> None:
         super().__init__()
         self.in_a_row = in_a_row
 
@@ -241,8 +244,7 @@ class DeadGradient(_AbsentGradientRule):
     """Gradients whose elements are all zero, step after step.
 
     Args:
-        in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change. Five
-            are enough for a weight that has itself been zero since the run began, like memory never initialised.
+        in_a_row: Number of steps in a row; some models begin with a factor of zero, which the first steps change.
     """
 
     name = "dead-gradient"
@@ -258,18 +260,15 @@ class DeadGradient(_AbsentGradientRule):
         "for a step function, a smooth one or a straight-through estimator: x + (x.round() - x).detach()",
     )
 
-    def __init__(self, in_a_row: int = 20) -> None:
-        super().__init__(in_a_row)
-        self._never_alive = PerName(1.0)
-
     def review(self, window: Window) -> Iterable[Finding]:
-        rows = window.rows("gradient")
+        rows, parameters = window.rows("gradient"), window.latest.get("parameter")
         if rows is None:
             return
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
-        stuck = self._stuck(window, rows, dead)
-        needed = np.where(stuck, min(_SOON, self.in_a_row), self.in_a_row)
-        for row, fresh, lengths, since in self.lasting(rows, dead, needed):
+        # One number per user or item is a bias, though an embedding keeps it.
+        shapes = [() if info is None else info.shape for info in rows.tensors.infos]
+        weights = rows.tensors.matrices & np.array([math.prod(shape[1:]) > 1 for shape in shapes])
+        for row, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
             if (lengths > 0).sum() == rows.present[row].sum() == len(fresh):
                 text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
                 text += "they are zeroed before they are measured"
@@ -277,47 +276,35 @@ class DeadGradient(_AbsentGradientRule):
                 more: dict[str, Any] = {"causes": (*self.causes, *causes), "advice": (*advice, *self.advice)}
                 yield self.found(since[fresh[0]], "gradients", text, in_a_row=self.in_a_row, **more)
                 continue
-            if stuck[fresh].any():
-                name = window.run.first_in_backward([rows.names[i] for i in fresh if stuck[i]])
-                steps = int(lengths[fresh[0]])
-                for i in np.flatnonzero(lengths >= steps):  # reported in this finding
-                    self._episodes.record(rows.names[i], int(rows.steps[row]))
-                text = f"all elements of {name} and of its gradient have been zero for {steps} steps: it cannot change"
-                yield self._finding(rows, lengths, since, name, text, **_ALL_ZERO)
-                continue
             # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
             # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
             alive = {rows.names[i].rpartition(".")[0] for i in np.flatnonzero((lengths == 0) & rows.present[row])}
             names = [rows.names[i] for i in fresh]
             whole = [name for name in names if name.rpartition(".")[0] not in alive]
-            name = window.run.first_in_backward(whole or names)
+            zeros = 0 if parameters is None else parameters.of(rows.names).field("zero_count")[-1]
+            blank = [rows.names[i] for i in np.flatnonzero(weights & (zeros == rows.tensors.numel)) if i in fresh]
+            blank = blank if since[fresh[0]] == 0 else []
+            name = window.run.first_in_backward(blank or whole or names)
             # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
             # slope for negative inputs.
-            is_serious = bool(rows.tensors.matrices[fresh].any())
+            is_serious = bool(weights[fresh].any())
             text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
-            more = {} if whole else {"causes": _NO_INPUT}
+            text += ", and so are its own: it cannot change" * bool(blank)
+            more = _ALL_ZERO if blank else {} if whole else {"causes": _NO_INPUT}
             yield self._finding(rows, lengths, since, name, text, is_serious, **more)
-
-    def _stuck(self, window: Window, rows: Rows, dead: Bools) -> Bools:
-        """Which weights, ``[n]``, are zero and had zero gradients since the run began, while others had gradients."""
-        never_alive = self._never_alive.values_for(rows.names)
-        parameters = window.latest.get("parameter")
-        if parameters is None:
-            never_alive[:] = 0
-        else:
-            zeros = parameters.of(rows.names).field("zero_count")[-1]
-            others_live = (rows.present & ~dead).any(1).all()
-            never_alive *= dead.all(0) & (zeros == rows.tensors.numel) & rows.tensors.matrices & others_live
-        return never_alive > 0
 
 
 class MissingGradient(_AbsentGradientRule):
     """Parameters in the optimizer that require a gradient and get none.
 
+    An info if they never had one, and the program removed it, or another optimizer may train them, as in a GAN.
+
     Args:
         in_a_row: Number of steps in a row.
         expert_steps: Number of steps if each has a twin with a gradient: one of the same shape whose name differs
             only in digits. A router may leave out some of its experts for long.
+        small: Or if all that never had one have less than this share of all elements. Of 61 public programs, four have
+            parameters that they never use, up to 0.033 of the elements.
     """
 
     name = "missing-gradient"
@@ -330,13 +317,10 @@ class MissingGradient(_AbsentGradientRule):
         "if it is not to be trained, call requires_grad_(False), which also saves memory",
     )
 
-    def __init__(self, in_a_row: int = 30, expert_steps: int = 300) -> None:
+    def __init__(self, in_a_row: int = 30, expert_steps: int = 300, small: float = 0.05) -> None:
         super().__init__(in_a_row)
-        self.expert_steps = expert_steps
+        self.expert_steps, self.small = expert_steps, small
         self._resting: dict[str, int] = {}  # as `Coverage.unused`, which `OptimizerCoverage` reports, and when seen
-        self._versions: dict[str, int] = {}  # when last looked at, which was in the step
-        self._looked_at = -1
-        self._changed: dict[str, int] = {}  # parameters that were changed in place between two looks; the first of them
 
     def is_intermittent(self, names: tuple[str, ...]) -> bool:
         # One gradient that came back is enough. Zeros are different: they also end where a factor begins at 0 (LoRA).
@@ -346,10 +330,6 @@ class MissingGradient(_AbsentGradientRule):
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("coverage"):
             self._resting = dict.fromkeys(seen.value.unused, seen.step)
-        for seen in window.observed("versions"):
-            changed = [name for name, version in seen.value.items() if self._versions.get(name, version) != version]
-            self._changed = dict.fromkeys(changed, self._looked_at)
-            self._versions, self._looked_at = dict(seen.value), seen.step
         rows = window.rows("gradient")
         if rows is None:
             return
@@ -358,11 +338,11 @@ class MissingGradient(_AbsentGradientRule):
             missing[np.ix_(rows.steps == seen.step, seen.value)] = True
         if self._resting:
             missing &= ~np.isin(rows.names, list(self._resting))
-        # A rival may train them; their versions tell, and are known every 50 steps.
-        in_a_row = max(self.in_a_row, _TWO_LOOKS) if window.run.has_rival else self.in_a_row
-        needed = np.where(rows.present.any(1, keepdims=True), in_a_row, _SOON)
-        if missing.any():
-            needed = np.where(_have_twins(window, rows, missing), max(self.expert_steps, in_a_row), needed)
+        needed = np.where(rows.present.any(1, keepdims=True), self.in_a_row, _SOON)
+        parameters = window.latest.get("parameter")
+        tensors = None if parameters is None else parameters.of(rows.names).tensors
+        if missing.any() and tensors is not None:
+            needed = np.where(_have_twins(rows, tensors, missing), max(self.expert_steps, self.in_a_row), needed)
         for row, fresh, lengths, since in self.lasting(rows, missing, needed):
             if not rows.present[row].any():
                 # That is due to where the monitor is called, not to a parameter.
@@ -373,20 +353,17 @@ class MissingGradient(_AbsentGradientRule):
                 continue
             name = rows.names[fresh[-1]]  # the one nearest to the loss: earlier ones are cut off with it
             text = f"{name} has had no gradient for {lengths[fresh[-1]]:.0f} steps: unused or detached from the loss"
+            never = lengths > rows.steps[row]
+            is_small = tensors is not None and tensors.numel[never].sum() < self.small * tensors.numel.sum()
             # A backward pass computed it, so the program has removed it, as one that lets a layer rest at first. Or
-            # another optimizer trains it.
-            is_removed = name in window.run.backward_order and lengths[fresh[-1]] > rows.steps[row]
-            yield self._finding(
-                rows, lengths, since, name, text, not is_removed and self._changed.get(name, -1) < since[fresh[-1]]
-            )
+            # nothing needs the last of several layers.
+            rests = name in window.run.backward_order or is_small or window.run.has_rival
+            yield self._finding(rows, lengths, since, name, text, not (never[fresh[-1]] and rests))
 
 
-def _have_twins(window: Window, rows: Rows, missing: Bools) -> Bools:
+def _have_twins(rows: Rows, tensors: TensorSet, missing: Bools) -> Bools:
     """``[m, 1]``: in which steps all ``missing`` parameters have twins with a gradient."""
-    parameters = window.latest.get("parameter")
-    if parameters is None:
-        return np.zeros((len(rows), 1), dtype=bool)
-    shapes = (info and info.shape for info in parameters.of(rows.names).tensors.infos)
+    shapes = (info and info.shape for info in tensors.infos)
     numbers: dict[Any, int] = {}
     kinds = [
         numbers.setdefault((re.sub(r"\d+", "", name), shape), len(numbers))

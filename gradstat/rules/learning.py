@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradstat.recording.findings import Finding
-from gradstat.recording.kinds import LOGITS
+from gradstat.recording.kinds import FIT, LOGITS
 from gradstat.rules.base import WRONG_SIGN, Rule, median, sizes_of_weights
 from gradstat.rules.rows import Rows, Window
 
@@ -44,8 +44,8 @@ _ACTIVATED = (
     "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
 )
 _ASKEW, _DIM = 4.0, ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
-# What the fit of outputs is judged by, and after how many steps.
-_SUMS, _FITS = ("outputs", "cross", "residuals", "squares", "count", "samples"), 240
+# The fit of outputs is judged after so many steps.
+_FITS = 240
 _UNKNOWN = 2.0  # in place of a correlation
 _UNSCALED = (
     ("targets that are not normalised, or in another unit than the model was made for",),
@@ -156,9 +156,9 @@ class NoLearning(Rule):
         self._first_certain, self._labelled = math.nan, 1.0
         self._first: list[float] = []
         self._recent: list[float] = []
-        # Of the first parameters: norm, size of their sums, and size as in `small`; then how far both have come.
-        self._rate = math.nan
-        self._norm = self._sums = self._scale = self._grown = self._moved = math.nan
+        # Of the first parameters: norm, and size as in `small`; then how far the former has come.
+        self._rate, self._is_warm_up = math.nan, False
+        self._norm = self._scale = self._grown = math.nan
 
     def review(self, window: Window) -> Iterable[Finding]:
         for seen in window.observed("dropped"):
@@ -202,11 +202,12 @@ class NoLearning(Rule):
             elif self._count == stop and stop >= _SOON + _HALF:
                 row = int(np.searchsorted(window.steps, steps[at - 1]))
                 rate = window.value("lr", row)
-                is_warm_up, self._rate = rate > 1.001 * self._rate, rate
-                if self._count % _SPAN == 0 and self._count >= self.steps and not is_warm_up:
+                self._is_warm_up, self._rate = rate > 1.001 * self._rate, rate
+                is_due = self._count % _SPAN == 0 and self._count >= self.steps and not self._is_warm_up
+                if is_due:
                     yield from self._stalls(window, row)
                 if self._classes:
-                    yield from self._later(window, row, is_warm_up)
+                    yield from self._later(window, row, is_due)
 
     def _begin(self, window: Window, loss: float) -> None:
         gradients = window.rows("gradient")
@@ -221,7 +222,7 @@ class NoLearning(Rule):
 
     def _outputs(self, window: Window, outputs: Rows, row: int) -> Iterator[Finding]:
         """Looks for an activation before the softmax of the loss, and for batches with labels of one class."""
-        seen = outputs.of((*_SUMS, "activation", "classes", "labels", "label", "over_samples", LOGITS)).mean[row]
+        seen = outputs.of((*FIT, "activation", "classes", "labels", "label", "over_samples", LOGITS)).mean[row]
         *sums, activation, classes, count, label, over, certain = seen.tolist()
         step, first = int(outputs.steps[row]), self._first[0] if self._count == 1 else math.nan
         if math.isnan(self._first_certain):
@@ -296,8 +297,7 @@ class NoLearning(Rule):
         related = (outputs - scale * cross) / math.sqrt(outputs * targets)
         self._related.append(min(related, 1.0) if is_known else _UNKNOWN)
         del self._related[: -self.batches]
-        is_warm_up = window.value("lr", row) > 1.001 * self._rate
-        if step < _FITS or len(self._related) < self.batches or _UNKNOWN in self._related or is_warm_up:
+        if step < _FITS or len(self._related) < self.batches or _UNKNOWN in self._related or self._is_warm_up:
             return
         related = float(np.mean(self._related))
         error = float(np.std(self._related, ddof=1)) / math.sqrt(self.batches)
@@ -313,10 +313,8 @@ class NoLearning(Rule):
         step = int(parameters.steps[row])
         weights = parameters.tensors.matrices  # others may begin at zero, or be statistics that are kept as parameters
         norm = float(np.linalg.norm(np.nan_to_num(parameters.l2_norm[row, weights])))
-        sums = float(np.abs(np.nan_to_num(parameters.field("sum")[row, weights])).sum())
         if not math.isnan(self._norm):
             self._grown = norm / self._norm
-            self._moved = max(abs(self._grown - 1), abs(sums - self._sums) / self._sums)
             change, is_soon = self._change(), _SOON + _HALF <= self._count <= self.steps
             is_judged = is_soon and not {"rate", "chance"} & {*self._reported} and not window.run.has_rival
             if change is not None and is_judged:
@@ -329,7 +327,7 @@ class NoLearning(Rule):
                     text += f"{'guessing has' if self._classes else 'it began at'} {self._chance:.4g}"
                     yield self._once("rate", step, name, text, "series", causes, grown=self._grown, loss=loss)
             return
-        self._norm, self._sums, self._grown = max(norm, 1e-300), max(sums, 1e-300), 1.0
+        self._norm, self._grown = max(norm, 1e-300), 1.0
         judged, scales = sizes_of_weights(parameters, row)
         if len(judged) < 2:
             return
@@ -371,8 +369,8 @@ class NoLearning(Rule):
             text = f"within {_SOON} steps the loss went from {first:.4g} to {soon:.4g}, by the median"
             yield self._once("rate", 0, "lr", text, "series", _RATES, loss=soon, first=first)
 
-    def _later(self, window: Window, row: int, is_warm_up: bool) -> Iterator[Finding]:
-        """Judges the last losses, up to that of ``row``."""
+    def _later(self, window: Window, row: int, is_due: bool) -> Iterator[Finding]:
+        """Judges the last losses, up to that of ``row``; whether they are those of guessing if it ``is_due``."""
         step = int(window.steps[row])
         # A loss that has become negative, though that of a classifier has a lowest value, usually 0.
         usual, last, soon = math.log(self._classes), self._recent[-_SOON:], self._first[:_SOON]
@@ -389,7 +387,7 @@ class NoLearning(Rule):
         if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
             self._reported["learned"] = step  # in the latter case its loss has other terms as well
             return
-        if self._count < self.steps or self._count % _SPAN or is_warm_up:
+        if not is_due:
             return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
         # A loss with other terms may end above chance, though it has learned.
@@ -425,11 +423,6 @@ class NoLearning(Rule):
         """The series that is to blame, causes, and an addition to the text, by what the rows show."""
         share = _last_output(window, LOGITS)
         norm = window.value("norm", row)
-        causes: tuple[str, ...]
-        if self._moved < 1e-3:
-            causes = ("a learning rate that is far too low, or falls too fast", "gradients clipped to a tiny norm",
-                      "an optimizer that does not step, or has other parameters")  # fmt: skip
-            return "lr", causes, f"; parameters have moved by {self._moved:.1g} of their norm"
         change = self._change()
         if change is not None:
             return change[0], change[1], f"; {change[2]}"

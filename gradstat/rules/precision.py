@@ -90,7 +90,7 @@ class LossScale(Rule):
 
     def __init__(self, in_a_row: int = 5, runaway: float = 2.0**32) -> None:
         self.in_a_row, self.runaway = in_a_row, runaway
-        self._run, self._settled, self._reported_runaway = 0, False, False
+        self._run, self._settled = 0, False
         self._episodes = Episodes(quiet=1)
 
     def review(self, window: Window) -> Iterable[Finding]:
@@ -108,7 +108,6 @@ class LossScale(Rule):
                 evidence = {"in_a_row": self.in_a_row, "loss_scale": scale}
                 yield self.found(step - self.in_a_row + 1, "loss_scale", text, severity=severity, **evidence)
             self._settled = self._settled or self._run == 0
-            if scale > self.runaway and not self._reported_runaway:
-                self._reported_runaway = True
+            if scale > self.runaway and self._episodes.record("runaway", step):
                 text = f"the loss scale has grown to {scale:g} without an overflow"
                 yield self.found(step, "loss_scale", text, causes=_NOT_NEEDED, advice=_LEAVE_OUT, loss_scale=scale)

@@ -154,7 +154,6 @@ class RunSettings:
     Attributes:
         backward_order: Parameters in the order in which their gradients were complete; empty if not known.
         is_scaled: Whether there is a loss scaler, so that occasional overflows are expected.
-        max_norm: The norm that gradients are clipped to, if the monitor was told.
         optimizer_eps: What the optimizer adds to the square root of its second moment, 0 if nothing.
         momentum: The largest momentum (or beta1) of the optimizer's groups; 0 if there is none.
         second_moment_decay: The decay of the optimizer's second moment per step (beta2); 0 if not known.
@@ -170,7 +169,6 @@ class RunSettings:
 
     backward_order: tuple[str, ...] = ()
     is_scaled: bool = False
-    max_norm: float | None = None
     optimizer_eps: float = 0.0
     momentum: float = 0.0
     second_moment_decay: float = 0.0

@@ -196,6 +196,8 @@ class SpikeRule(LevelRule):
         window: Number of steps in the window.
     """
 
+    alone: ClassVar[str] = "leap"  # what a single value is recorded as
+
     sigmas: float
     log_sigmas: float
     single_factor: float
@@ -211,7 +213,7 @@ class SpikeRule(LevelRule):
         self._values: list[float] = []
         self._first: list[float] = []
         self._leaps: list[int] = []
-        self._new = 0
+        self._new, self._lasts = 0, False
         self._median = math.nan  # of the window, when it is half full
         self._scatter = 1.0  # the factor by which values of this series usually differ
         self._high = self._beyond = math.inf
@@ -226,10 +228,11 @@ class SpikeRule(LevelRule):
     def detect_jump(self, step: int, value: float) -> int | None:
         """Adds a finite value; returns the step in which a jump detected now began, or None."""
         began = None
-        alone, is_high = value > self._beyond, value > self._high
+        is_alone, is_high = value > self._beyond, value > self._high
         if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
-        if (alone or (is_high and len(self._leaps) >= self.min_count)) and self._episodes.record("leap", step):
+        self._lasts = is_high and len(self._leaps) >= self.min_count
+        if (is_alone or self._lasts) and self._episodes.record("leap" if self._lasts else self.alone, step):
             began = self._leaps[0] if is_high else step
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-self.within_steps :], default=math.inf

@@ -340,51 +340,25 @@ class LearningRateJump(Rule):
             self._largest[name] = max(self._largest[name], rate)
 
 
-class ClipActivity(Rule):
-    """Clipping that is active on nearly all steps, or on none; needs ``Monitor(..., max_norm=...)``.
+class LateClip(Rule):
+    """Gradients that are clipped after a step, before the next backward pass; needs `gradstat.auto` or an integration.
 
-    Or that comes after a step and before the next backward pass, a warning; needs `gradstat.auto` or an integration.
-
-    Args:
-        often: Fraction of clipped steps from which clipping scales the learning rate rather than catching outliers.
-        window: Number of steps in which they are counted.
+    It is reported once.
     """
 
-    name = "clip-activity"
-    severity = "info"
-    causes = ("a limit that was taken from another model",)
-    advice = ("set max_norm to the suggested value", "let gradstat.AutoClip choose it from the history")
-
-    def __init__(self, often: float = 0.9, window: int = 500) -> None:
-        self.often, self.window = often, window
-        self._norms: list[float] = []
-        self._reported = self._is_late = False
+    name = "late-clip"
+    causes = ("a clip that is called after optimizer.step()",)
+    advice = ("clip between backward() and optimizer.step()",)
 
     def bands(self) -> Mapping[str, Band]:
-        return {} if self._is_late else {"late_clip": (0.0, 0.0)}
+        return {} if self._episodes else {"late_clip": (0.0, 0.0)}
 
     def review(self, window: Window) -> Iterable[Finding]:
         for step, is_late in series(window, "late_clip"):
-            if is_late > 0 and not self._is_late:
-                self._is_late = True
+            if is_late > 0 and not self._episodes:
+                self._episodes.record("", step)
                 text = "gradients were clipped between a step and the next backward pass, which changes nothing"
-                advice = ("clip between backward() and optimizer.step()",)
-                yield self.found(max(step - 1, 0), "norm", text, severity="warning", causes=(), advice=advice)
-        norms, limit = window.scalars.get("norm"), window.run.max_norm
-        if norms is None or limit is None or math.isinf(limit) or self._reported:
-            return
-        self._norms += [norm for norm in norms.tolist() if math.isfinite(norm)]
-        if len(self._norms) < self.window:
-            return
-        del self._norms[: -self.window]
-        share = float(np.mean(np.array(self._norms) > limit))
-        if share and share < self.often:
-            return
-        self._reported = True
-        suggested = float(np.percentile(self._norms, 90))
-        how = f"{share:.0%}" if share else "none"
-        text = f"{how} of {self.window} steps exceeded max_norm {limit:g}; 90% of the norms are below {suggested:.3g}"
-        yield self.found(window.steps[-1], "norm", text, share=share, max_norm=limit, suggested=suggested)
+                yield self.found(max(step - 1, 0), "norm", text)
 
 
 class RefusedStep(Rule):

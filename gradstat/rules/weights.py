@@ -1,4 +1,4 @@
-"""Rules about weights, and updates relative to them: out of proportion, overwritten, unchanged."""
+"""Rules about weights: out of place, overwritten, unchanged."""
 
 from __future__ import annotations
 
@@ -11,44 +11,9 @@ import numpy as np
 
 from gradstat.recording.findings import Finding, Severity
 from gradstat.rules.advice import Remedy
-from gradstat.rules.base import NEVER_INITIALISED, Episodes, LastingRule, PerName, Rule, median, sizes_of_weights
+from gradstat.rules.base import NEVER_INITIALISED, Episodes, PerName, Rule, median, sizes_of_weights
 from gradstat.rules.gradients import VanishingGradient
 from gradstat.rules.rows import Bools, Rows, Window
-
-
-class UpdateWeightRatio(LastingRule):
-    """Updates out of proportion to their weights; needs ``watch={"updates": n}``.
-
-    Around 1e-3 is what practitioners aim at (A. Karpathy, lecture notes of Stanford's CS231n, "Babysitting the learning
-    process").
-
-    Args:
-        high, low: Limits of ``|update| / |weight|``.
-        measurements: Number of measurements in a row.
-    """
-
-    name = "update-weight-ratio"
-    causes = ("a learning rate too high (or too low) for this weight", "an optimizer state that was restored wrongly")
-    advice = ("multiply the learning rate by 1e-3 divided by the ratio",)
-
-    def __init__(self, high: float = 0.3, low: float = 1e-7, measurements: int = 2) -> None:
-        super().__init__()
-        self.high, self.low, self.measurements = high, low, measurements
-
-    def review(self, window: Window) -> Iterable[Finding]:
-        updates, parameters = window.rows("update"), window.latest.get("parameter")
-        if updates is None or parameters is None:
-            return
-        parameters = parameters.of(updates.names)
-        judged = parameters.tensors.matrices
-        ratio = updates.l2_norm / parameters.l2_norm[-1]
-        off = judged & np.isfinite(ratio) & (ratio > 0) & ((ratio > self.high) | (ratio < self.low))
-        for row, fresh, _, since in self.lasting(updates, off, self.measurements):
-            worst = max(fresh, key=lambda i: abs(math.log(ratio[row, i])))
-            name, value = updates.names[worst], ratio[row, worst]
-            evidence = {"ratio": value, "high": self.high, "low": self.low, "parameters": len(fresh)}
-            text = f"one step changes {name} by {value:.3g} times its norm; expected {self.low:g} to {self.high:g}"
-            yield self.found(since[worst], name, text, about="update", **evidence)
 
 
 class ParameterJump(Rule):

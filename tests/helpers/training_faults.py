@@ -261,13 +261,6 @@ def _deep_sigmoid() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
 
 
-def _two_rates(seed: int) -> Training:
-    made = train_mlp(seed)
-    lower, last = made.model[:4].parameters(), made.model[4].parameters()  # type: ignore[index]
-    made.optimizer = torch.optim.Adam([{"params": lower}, {"params": last, "lr": 1.0}], 1e-3)
-    return made
-
-
 def _hooked(training: Training) -> None:
     name = "blocks.1.up.weight"
     training.model.get_parameter(name).register_hook(lambda g: g * torch.full_like(g[:1], math.nan))
@@ -333,9 +326,6 @@ FAULTS: tuple[Fault, ...] = (
     Fault("zero_grad is not called any more", "MLP", "gradients-not-zeroed", "gradients", _never_zeroed),
     Fault("learning rate is negative", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: -lr)),
     Fault("learning rate is 0", "MLP", "learning-rate-jump", "lr", learning_rate(lambda lr: 0.0), further=60),
-    Fault("one group of parameters with learning rate 1", "MLP", "update-weight-ratio", "4.weight",
-          _unbroken, _two_rates, train_mlp, step=0, late=1, further=40,
-          watch={"updates": 1, "parameters": 1}),
     Fault("one element of exp_avg is 1e6", "MLP", "momentum-drift", "2.weight",
           state("2.weight", "exp_avg", lambda s: _poke(s, -1e6)), step=120, late=1, also=("parameter-jump",)),
     # The weight becomes so negative that its unit is dead from then on, and the loss hardly changes.

@@ -389,7 +389,7 @@ def test_layers_left_uninitialized_by_to_empty_are_reported(memory: float) -> No
             parameter.fill_(memory)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with gradstat.auto(optimizer, model, on_anomaly="record") as handle:
-        list(program(optimizer, model, 8))
+        list(program(optimizer, model, 30))
         found = handle.monitor.diagnose().findings[0]
     expected = ("nonfinite-parameter", 0, "1.weight") if memory else ("dead-gradient", 0, "3.weight")
     assert (found.rule, found.step, found.name) == expected
