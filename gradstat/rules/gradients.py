@@ -225,15 +225,7 @@ class _AbsentGradientRule(LastingRule):
         return self.found(began, name, text, "gradient", severity, parameters=every[:20], in_a_row=steps, **more)
 
 
-_ALL_ZERO: dict[str, Any] = {
-    **NEVER_INITIALISED,
-    "causes": (
-        *NEVER_INITIALISED["causes"],
-        "consecutive weights that were all initialised to zero, so that no gradient reaches them",
-    ),
-}
-
-
+_CONSECUTIVE = ("consecutive weights that were all initialised to zero, so that no gradient reaches them",)
 _NO_INPUT = (
     "the input of the weight is zero: a hidden state that is reset in each step, a mask, ReLU units before it",
     "a multiplication by zero on the way to the loss",
@@ -265,9 +257,6 @@ class DeadGradient(_AbsentGradientRule):
         if rows is None:
             return
         dead = (rows.field("zero_count") == rows.numel) & (rows.numel > 0)
-        # One number per user or item is a bias, though an embedding keeps it.
-        shapes = [() if info is None else info.shape for info in rows.tensors.infos]
-        weights = rows.tensors.matrices & np.array([math.prod(shape[1:]) > 1 for shape in shapes])
         for row, fresh, lengths, since in self.lasting(rows, dead, self.in_a_row):
             if (lengths > 0).sum() == rows.present[row].sum() == len(fresh):
                 text = f"all gradients have been zero for {self.in_a_row} steps: nothing passes back from the loss, or "
@@ -276,21 +265,26 @@ class DeadGradient(_AbsentGradientRule):
                 more: dict[str, Any] = {"causes": (*self.causes, *causes), "advice": (*advice, *self.advice)}
                 yield self.found(since[fresh[0]], "gradients", text, in_a_row=self.in_a_row, **more)
                 continue
+            # One number per user or item is a bias, though an embedding keeps it.
+            shapes = [() if info is None else info.shape for info in rows.tensors.infos]
+            weights = rows.tensors.matrices & np.array([math.prod(shape[1:]) > 1 for shape in shapes])
+            zeros = 0 if parameters is None else parameters.of(rows.names).field("zero_count")[-1]
             # The parameter nearest to the loss is the cause, and cuts off the others. But if the bias beside a weight
             # has a gradient, the weight's input is zero, and the cause is whatever produces that input.
             alive = {rows.names[i].rpartition(".")[0] for i in np.flatnonzero((lengths == 0) & rows.present[row])}
             names = [rows.names[i] for i in fresh]
             whole = [name for name in names if name.rpartition(".")[0] not in alive]
-            zeros = 0 if parameters is None else parameters.of(rows.names).field("zero_count")[-1]
-            blank = [rows.names[i] for i in np.flatnonzero(weights & (zeros == rows.tensors.numel)) if i in fresh]
-            blank = blank if since[fresh[0]] == 0 else []
+            is_blank = weights & (zeros == rows.tensors.numel) & (since == 0)
+            blank = [rows.names[i] for i in fresh if is_blank[i]]
             name = window.run.first_in_backward(blank or whole or names)
             # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
             # slope for negative inputs.
             is_serious = bool(weights[fresh].any())
             text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
             text += ", and so are its own: it cannot change" * bool(blank)
-            more = _ALL_ZERO if blank else {} if whole else {"causes": _NO_INPUT}
+            more = {} if whole else {"causes": _NO_INPUT}
+            if blank:
+                more = {**NEVER_INITIALISED, "causes": (*NEVER_INITIALISED["causes"], *_CONSECUTIVE)}
             yield self._finding(rows, lengths, since, name, text, is_serious, **more)
 
 
