@@ -81,10 +81,8 @@ class BatchRange(Rule):
             self._losses += filter(math.isfinite, window.scalars.get("loss", np.empty(0)).tolist())
             later = median(self._losses[32:64]) if len(self._losses) >= 64 else math.inf
             if self._losses and self._losses[0] > self.fall * abs(later):
-                text = (
-                    f"the model's input {_FIRST_INPUT} has a standard deviation of {self._unscaled:.3g} from the first "
-                )
-                text += f"step on, and the loss began at {self._losses[0]:.4g}; soon it was {later:.4g}"
+                text = f"from the first step on, the model's input {_FIRST_INPUT} has a standard deviation of "
+                text += f"{self._unscaled:.3g}; the loss began at {self._losses[0]:.4g}, and soon it was {later:.4g}"
                 yield self.found(0, _FIRST_INPUT, text, "input", std=self._unscaled, loss=self._losses[0], later=later)
 
     def _review_one(
@@ -135,7 +133,7 @@ class ConstantFeature(LastingRule):
 
     Args:
         share: Fraction of features.
-        measurements: Number of measurements in a row.
+        measurements: Number of measurements in a row; two, if all samples are the same.
     """
 
     name = "constant-feature"
@@ -153,7 +151,8 @@ class ConstantFeature(LastingRule):
         is_constant = rows.mean > self.share
         for row, i in zip(*is_constant.nonzero(), strict=True):
             is_constant[row, i] = not _is_by_nature(window, int(rows.steps[row]), rows.names[i], rows.mean[row, i])
-        for row, fresh, _, since in self.lasting(rows, is_constant, self.measurements):
+        needed = np.where(rows.mean == 1, min(2, self.measurements), self.measurements)
+        for row, fresh, _, since in self.lasting(rows, is_constant, needed):
             for i in fresh:
                 name, share = rows.names[i], float(rows.mean[row, i])
                 what = "all samples" if share == 1 else f"{share:.0%} of the features of all samples"

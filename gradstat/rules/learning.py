@@ -174,7 +174,6 @@ class NoLearning(Rule):
             return
         if not self._count:
             self._begin(window, float(losses[is_finite][0]))
-            self._recent = []
         values, steps, at = losses[is_finite].tolist(), window.steps[: len(losses)][is_finite].tolist(), 0
         looks = []
         for rows, look in ((window.rows("output"), self._outputs), (window.rows("parameter"), self._weights)):

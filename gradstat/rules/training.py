@@ -119,10 +119,8 @@ class LossSpike(SpikeRule):
                 continue
             least = max(self.climb_lost_progress * (start - self._lowest), 5 * self._error)
             if mean > self._lowest + least and self._episodes.record("climb", step):
-                text = (
-                    f"the mean {self.series} of 20 steps has climbed to {mean:.4g}; the lowest was {self._lowest:.4g}"
-                )
-                text += f", and it began at {start:.4g}" * is_above
+                text = f"the mean {self.series} of 20 steps has climbed to {mean:.4g}; the lowest was "
+                text += f"{self._lowest:.4g}" + f", and it began at {start:.4g}" * is_above
                 severity: Severity | None = "info" if window.run.has_rival else None  # it may catch up
                 causes = (*(_MAXIMIZES if window.run.maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
                 yield self.found(step, self.series, text, "series", severity, causes, mean=mean, lowest=self._lowest)

@@ -107,8 +107,7 @@ class ParameterJump(Rule):
                         text += f"; the same holds for {count - 1} more" * (count > 1)
                         known = losses[: kept + int(window.steps.searchsorted(step)) + 1][-_LATELY:]
                         has_not_risen = len(known) == _LATELY and median(known[-4:]) <= max(known[:-4])
-                        is_harmless = changed is fallen and has_not_risen
-                        severity: Severity = "info" if is_harmless else self.severity
+                        severity: Severity = "info" if changed is fallen and has_not_risen else self.severity
                         evidence = {"before": norms[i], "now": now[i], "parameters": count}
                         yield self.found(step, rows.names[i], text, "parameter", severity, causes, **evidence)
             is_known = np.isfinite(move)
@@ -133,9 +132,8 @@ class ParameterJump(Rule):
         if ratios.get(worst, 0.0) > self.unlike and self._episodes.record(rows.names[worst], rows.steps[0]):
             name, ratio = rows.names[worst], ratios[worst]
             text = f"{name} begins {ratio:.3g} times as large as its twins in other layers"
-            severity: Severity = "warning"
             causes = ("an initialisation of its own, or one that was applied twice",)
-            yield self.found(rows.steps[0], name, text, "parameter", severity, causes, ratio=ratio)
+            yield self.found(rows.steps[0], name, text, "parameter", "warning", causes, ratio=ratio)
 
 
 # The loss has risen if the median of the last four of so many is above all before.
