@@ -269,7 +269,7 @@ class SpikeRule(LevelRule):
         if sizes:
             self._scatter = math.exp(min(self.log_sigmas * _spread(sizes, math.log), 100.0))
         size = sizes[len(sizes) // 2] if sizes else 0.0
-        relapse = self.lost_progress * (first - median)
+        relapse = max(self.lost_progress * (first - median), abs(first) / 100)  # a hundredth is nothing
         spread = max(_spread(newer), OF_LARGEST * (newer[-1] - median), OF_MEDIAN * size)
         above = max(self.sigmas * spread, (self.factor - 1) * size, relapse)
         self._beyond = max(median + above, self.single_factor * max(first, *self._values))
