@@ -62,12 +62,13 @@ class Outputs(Switched):
                     activation = _activation_of(values)
                     if type(logits.grad_fn).__name__ in _ACTIVATIONS:
                         activation = -activation
-            logits.register_hook(Hook(self.measure_gradient, activation, every, every._version, sample))
+            logits.register_hook(Hook(self.measure_gradient, self._seen, activation, every, every._version, sample))
 
     def measure_gradient(
-        self, activation: Tensor, outputs: Tensor, version: int, sample: Any, gradient: Tensor
+        self, seen: dict[str, Tensor], activation: Tensor, outputs: Tensor, version: int, sample: Any, gradient: Tensor
     ) -> None:
-        is_late = not self._hooks[0].on or not self._seen  # the step was measured before its backward pass
+        # Of several forward passes before a backward pass the last counts, and none if the step was measured before.
+        is_late = not self._hooks[0].on or seen is not self._seen
         if is_late or not is_plain(gradient) or outputs._version != version:
             return
         with torch.no_grad():

@@ -17,8 +17,8 @@ from gradstat.rules.rows import Rows, Window
 
 # Losses of the first steps that are compared with chance, and values per median of later ones.
 _SOON, _HALF, _SPAN = 16, 32, 64
-# Weights have grown large in the first so many steps if the median of their sizes, as in `NoLearning`, exceeds this.
-_EARLY, _GROWN = 128, 2.0
+# Weights have grown large if the median of their sizes, as in `NoLearning`, exceeds this; the first steps.
+_GROWN, _EARLY = 2.0, 128
 # A loss is that of guessing, up to its sign, between these shares of it.
 _CLOSE = 0.75, 1.25
 # By |sum| / (norm * sqrt(count)), up to which a gradient's elements cancel, even if it was computed in 16 bits.
@@ -32,6 +32,7 @@ _SCALES = (
     "inputs that are not normalised, or logits or weights with a factor too many",
     "weights initialised far too large",
 )
+_SMALL = ("an initialisation with a factor or a standard deviation far too small",)
 _RATES = ("a learning rate far too high", "updates that were never scaled down: no warm-up, no clipping")
 _LOWER = ("lower the learning rate, by a factor of ten at first, and warm it up",)
 _ACTIVATIONS = {
@@ -66,7 +67,8 @@ class NoLearning(Rule):
     """A model that learns nothing: its loss stays at chance or falls below 0 without end, or it begins badly.
 
     Of what is no classifier, the loss may stay at that of guessing among the samples of a batch, or of two classes; or
-    it has not fallen while the weights have grown or shrunk. A dropout that leaves less than a tenth is told as well.
+    it has not fallen while the weights have grown or shrunk, or where they began far too small. A dropout that leaves
+    less than a tenth is told as well.
 
     The gradients of the last layer tell whether the model is a classifier: their elements cancel, since the gradient of
     a softmax is a difference of distributions. The size C of that layer is the number of classes, and guessing has a
@@ -84,10 +86,9 @@ class NoLearning(Rule):
         fallen: Unless it is below this share of the first loss, which has other terms, then.
         flat, flat_share: If there are 8 classes or more, ``flat_share`` suffices if the loss has fallen by no more than
             the fraction ``flat`` since the first 64 steps; and before ``steps`` if weights have grown to three times
-            their norm, or shrunk to 0.3 of it.
-        early_share: This share suffices in the first 128 steps if weights have also grown to a median of more than 2,
-            as ``large``. Of public programs one has such weights then, at a share of 0.66: an LSTM with a learning rate
-            of 20.
+            their norm and a median of more than 2, as ``large``, or shrunk to 0.3 of it.
+        early_share: This share suffices in the first 128 steps if they have grown so. Of public programs one has such
+            weights then, at a share of 0.66: an LSTM with a learning rate of 20.
         far: Losses of this many times chance in the first steps are wrong if outputs or weights are too large as well,
             all of the latter, or one with a bias by ten times the median. Embeddings and centres of classes have none,
             and may begin in a scale of their own.
@@ -98,10 +99,9 @@ class NoLearning(Rule):
             gradient of the outputs, for cross-entropies of one prediction per sample and for squared errors.
         spread, apart: The standard deviation of targets above which, and its ratio to that of the first outputs from
             which on, they are in a raw scale.
-        measurements, lasts, soon: In so many measurements in a row, over ``lasts`` steps, outputs of which the loss
-            takes the softmax are not negative, as after an activation. If autograd names it, it is told at once, and
-            probabilities are told in the first step or after outputs that were none, or not at all. In at least so
-            many, the first ones, over ``soon`` steps, all labels are of one class.
+        measurements, soon: In at least so many measurements, the first ones, over ``soon`` steps, all labels are of one
+            class. Outputs after an activation, of which the loss takes the softmax, are told at once: if autograd names
+            it, or if they are probabilities in the first step, or after outputs that were none.
     """
 
     name = "no-learning"
@@ -127,7 +127,6 @@ class NoLearning(Rule):
         small: float = 0.02,
         large: float = 5.0,
         measurements: int = 3,
-        lasts: int = 100,
         soon: int = 32,
         batches: int = 8,
         related: float = 0.1,
@@ -137,7 +136,7 @@ class NoLearning(Rule):
         self.steps, self.share, self.fallen = steps, share, fallen
         self.flat, self.flat_share = flat, flat_share
         self.early_share, self.far, self.small, self.large = early_share, far, small, large
-        self.measurements, self.lasts, self.soon = measurements, lasts, soon
+        self.measurements, self.soon = measurements, soon
         self.batches, self.related, self.spread, self.apart = batches, related, spread, apart
         # Of outputs measured: squared gradients over the loss, per sum and per mean; the last correlations; samples.
         self._ratios: list[float] = []
@@ -145,10 +144,9 @@ class NoLearning(Rule):
         self._samples = 0.0
         self._apart = math.nan  # the deviation of the first outputs, 0 if that of targets is not large
         self._reported: dict[str, int] = {}  # what was found, and when
-        self._odd = ""  # a weight that begins far larger than others
+        self._odd = self._tiny = ""  # a weight that begins far larger than others; the first, if most begin too small
         self._classes = self._count = 0  # 0 classes if it is no classifier; the number of losses
-        self._activated_for = self._askew_for = 0  # measurements in a row
-        self._activated_since = self._labels_since = 0
+        self._askew_for = self._labels_since = 0  # measurements in a row; a step
         self._were_logits = False  # whether the loss has taken the softmax of outputs without activation
         self._labels: list[float] = []  # for each batch looked at: its only label or 0, and the number of labels
         self._chance = self._gradient = math.nan  # the gradient norm of the first step
@@ -202,6 +200,14 @@ class NoLearning(Rule):
                 row = int(np.searchsorted(window.steps, steps[at - 1]))
                 rate = window.value("lr", row)
                 self._is_warm_up, self._rate = rate > 1.001 * self._rate, rate
+                now = median(self._recent[-_HALF:])
+                is_small = self._tiny and self._count == _SOON + _HALF and not window.run.has_rival
+                if is_small and now > self.share * self._chance > 0.01 * now:
+                    text = (
+                        f"the median weight begins {self._scale:.2g} times as large as keeps signals their size, and "
+                    )
+                    text += f"the loss is {now:.4g} after {self._count} steps; it began at {self._first[0]:.4g}"
+                    yield self._once("weights", 0, self._tiny, text, "parameter", _SMALL, size=self._scale)
                 is_due = self._count % _SPAN == 0 and self._count >= self.steps and not self._is_warm_up
                 if is_due:
                     yield from self._stalls(window, row)
@@ -230,15 +236,11 @@ class NoLearning(Rule):
         if all(map(math.isfinite, (*sums, window.value("loss", at)))):
             yield from self._fit(window, at, sums, window.value("loss", at))
         is_known, activation = activation < 0, abs(activation)  # by the function that made the outputs
-        self._activated_for = self._activated_for + 1 if activation in (2, 3) else 0
         self._askew_for = self._askew_for + 1 if activation == _ASKEW or over == 1 else 0
-        if self._activated_for == 1:
-            self._activated_since = step
         # The gradient of a squared error of probabilities sums to 0 as well, but its first loss is far from chance.
         is_one = activation == 1 and (self._were_logits or 0.9 < first / math.log(classes) < 1.1)
         self._were_logits |= activation == 0 and classes > 0
-        lasts = self._activated_for >= self.measurements and step - self._activated_since >= self.lasts
-        if (is_one or lasts or (is_known and activation > 1)) and "activation" not in self._reported:
+        if (is_one or (is_known and activation > 1)) and "activation" not in self._reported:
             least = math.log1p((classes - 1) / math.e)
             text = f"the outputs of the model {_ACTIVATIONS[activation]}, and the loss takes their softmax"
             text += f": it cannot fall below {least:.4g}" * (activation != 3)
@@ -318,9 +320,10 @@ class NoLearning(Rule):
             is_judged = is_soon and not {"rate", "chance"} & {*self._reported} and not window.run.has_rival
             if change is not None and is_judged:
                 loss, sizes = median(self._recent[-_HALF:]), sizes_of_weights(parameters, row)[1]
-                is_large = self._grown > 1 and self._count <= _EARLY and len(sizes) > 0 and median(sizes) > _GROWN
-                share = self.early_share if is_large and self._classes else self.flat_share
-                if loss > share * self._chance > 0.01 * loss:  # a loss may also begin at 0, and rise
+                is_large = self._grown > 1 and len(sizes) > 0 and median(sizes) > _GROWN
+                share = self.early_share if is_large and self._classes and self._count <= _EARLY else self.flat_share
+                # Weights that began small have to grow. A loss may also begin at 0, and rise.
+                if (is_large or self._grown < 1) and loss > share * self._chance > 0.01 * loss:
                     name, causes, text = change
                     text += f" in {self._count} steps, the loss is {loss:.4g}, and "
                     text += f"{'guessing has' if self._classes else 'it began at'} {self._chance:.4g}"
@@ -330,21 +333,20 @@ class NoLearning(Rule):
         judged, scales = sizes_of_weights(parameters, row)
         if len(judged) < 2:
             return
+        name, equal = parameters.names[judged[0]], (parameters.field("min") == parameters.field("max"))[row, judged]
+        if equal.all():
+            text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
+            text += "begin alike stay alike"
+            causes = ("an initialisation that is constant or zero, or was never called",)
+            yield self._once("weights", step, name, text, "parameter", causes, weights=len(judged))
+            return
+        judged, scales = np.array(judged)[~equal].tolist(), scales[~equal]  # gains may have two dimensions, too
         self._scale = median(scales)
         largest = parameters.names[judged[int(scales.argmax())]]
         has_bias = f"{largest.rpartition('.')[0]}.bias" in parameters.names
         if has_bias and scales.max() > max(self.large, 10 * np.sort(scales)[(len(scales) - 1) // 2]):
             self._odd = largest
-        name = parameters.names[judged[0]]
-        if (parameters.field("min")[row, judged] == parameters.field("max")[row, judged]).all():
-            text = f"all elements of {name} are equal at the start, and so are those of each other weight: units that "
-            text += "begin alike stay alike"
-            causes = ("an initialisation that is constant or zero, or was never called",)
-            yield self._once("weights", step, name, text, "parameter", causes, weights=len(judged))
-        elif self._scale < self.small:
-            text = f"weights begin {self._scale:.2g} times as large as keeps signals their size, by the median"
-            causes = ("an initialisation with a factor or a standard deviation far too small",)
-            yield self._once("weights", step, name, text, "parameter", causes, size=self._scale)
+        self._tiny = parameters.names[judged[0]] if self._scale < self.small else ""
 
     def _once(
         self, what: str, step: int, name: str, text: str, about: str, causes: Any, advice: Any = None, **more: Any

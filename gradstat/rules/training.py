@@ -70,8 +70,7 @@ class LossSpike(SpikeRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._lowest = math.inf
-        self._error = 0.0
+        self._lowest, self._error = math.inf, 0.0
 
     def set_limits(self) -> None:
         super().set_limits()

@@ -19,8 +19,8 @@ from gradstat.rules.rows import Bools, Rows, Window
 class ParameterJump(Rule):
     """A parameter whose size jumped since its last measurement: overwritten, or hit by a wrong update.
 
-    If its largest magnitude grew, it must also exceed all earlier weights, since one that begins near zero may grow by
-    any factor. Parameters with a gradient that are out of place when first measured are reported, too.
+    If its largest magnitude grew, it must also exceed 1 and all earlier weights, since one that begins near zero may
+    grow by any factor. Parameters with a gradient that are out of place when first measured are reported, too.
 
     Args:
         factor: Factor by which the largest magnitude grew.
@@ -88,7 +88,7 @@ class ParameterJump(Rule):
             largest = rows.max_abs[row]
             jumped = judged & (earlier > 0) & (largest > self.factor * earlier)
             if jumped.any():
-                jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=0.0)
+                jumped &= largest > np.fmax.reduce(earlier, where=judged, initial=1.0)
             if jumped.any():
                 i = int(np.nanargmax(np.where(jumped, largest / earlier, np.nan)))
                 if self._episodes.record(rows.names[i], step):

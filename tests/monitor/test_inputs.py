@@ -1062,6 +1062,30 @@ class Embedded(nn.Embedding):
         return super().forward(((x[:, :6] > 0) * 2 ** torch.arange(6)).sum(1))
 
 
+def small(*layers: nn.Linear) -> tuple[nn.Linear, ...]:
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=1e-4)
+    return layers
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_of_two_forward_passes_before_a_backward_pass_the_last_is_measured(
+    width: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Narrow(nn.Linear):
+        def forward(self, x: Tensor, width: int) -> Tensor:
+            return super().forward(x)[:, :width]
+
+    model, x = Narrow(4, 8), torch.randn(16, 4)
+    monitor = gradstat.Monitor(model, torch.optim.SGD(model.parameters(), 0.1), on_anomaly=RECORD)
+    (cross_entropy(model(x, 8), torch.arange(16) % 8) + model(x, width).mean()).backward()
+    monitor.step()
+    rows = monitor.recording().tables["output"]
+    monitor.detach()
+    assert "labels" not in rows.names or rows.column("mean")[0, rows.names.index("labels")] == 0
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
@@ -1070,10 +1094,12 @@ class Embedded(nn.Embedding):
         lambda: [Drawn(16, 64), nn.ReLU(), Drawn(64, 10)],
         lambda: [Embedded(64, 64), nn.Linear(64, 10)],
         lambda: [nn.Linear(16, 64, bias=False), nn.ReLU(), nn.Linear(64, 10, bias=False)],
+        lambda: [nn.Flatten(), *small(nn.Linear(16, 64), nn.Linear(64, 10))],
+        lambda: [nn.Unflatten(1, (4, 4)), nn.LayerNorm((4, 4)), nn.LayerNorm((4, 4)), nn.Flatten(), nn.Linear(16, 10)],
     ],
 )
 def test_what_begins_or_moves_in_an_unusual_way_is_not_told(layers: Any, seed: int, reduction: str) -> None:
-    """Summed losses, deviations in disguise, and weights that are centred and normalised after each step."""
+    """Summed losses, deviations in disguise, centred and normalised weights, tiny ones, and gains of two dimensions."""
     torch.manual_seed(seed)
     model, targets = nn.Sequential(*layers()), torch.randn(16, 10)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
