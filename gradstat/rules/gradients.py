@@ -21,7 +21,8 @@ from gradstat.rules.spikes import NormLevelRule, SpikeRule
 class ExplodingGradient(SpikeRule, NormLevelRule):
     """A total norm that is too large compared to those of earlier steps, or whose level rises at once.
 
-    That of a single step is an info: healthy programs have such steps, and the loss tells if it did harm.
+    An info if it is that of a single step, or, if the loss is known, which tells whether it does harm, less than a
+    hundred times as large.
 
     Args:
         sigmas, log_sigmas, factor, lost_progress, min_count, within_steps: As for `SpikeRule`. Norms have heavy tails,
@@ -32,7 +33,6 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
 
     name = "exploding-gradient"
     quiet = 20
-    alone = "alone"
     causes = (
         "a learning rate too high for this stage, or raised too soon",
         "an unusual batch, or a loss summed over a batch instead of averaged",
@@ -54,6 +54,7 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
         return {"norm": (-math.inf, min(self._high, self._beyond))}
 
     def review(self, window: Window) -> Iterable[Finding]:
+        self._least = 1.0 if window.scalar("loss") is None else 100.0  # the factor from which on it counts
         for row, step, norm, shift in self.in_order(window, "norm", self.norm_shifts(window, 1)):
             if shift is not None:
                 # One that has converged may rise, like a loss.
@@ -61,7 +62,9 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
                 if shift.after - shift.before > relapse and self._episodes.record("level", shift.step):
                     text = f"the gradient norm rises to a level of {shift.after:.4g} from {shift.before:.4g}"
                     text += ", and stays there"
-                    yield self.found(shift.began, "norm", text, causes=(*CHANGED, *self.causes), norm=shift.after)
+                    severity: Severity = self.severity if shift.after > self._least * shift.before else "info"
+                    causes = *CHANGED, *self.causes
+                    yield self.found(shift.began, "norm", text, "series", severity, causes, norm=shift.after)
                 continue
             if not math.isfinite(norm):
                 continue
@@ -81,7 +84,7 @@ class ExplodingGradient(SpikeRule, NormLevelRule):
         text = f"the gradient norm is {norm:.4g}{beside}" + f"; {name} contributes most" * (name != "norm")
         about = "gradient" if name != "norm" else "series"
         finite_median = None if math.isnan(median) else median
-        severity: Severity = self.severity if self._lasts else "info"
+        severity: Severity = "info" if not self._lasts or norm <= self._least * median else self.severity
         return self.found(began, name, text, about, severity, norm=norm, median=finite_median, limit=limit, share=share)
 
 
@@ -277,15 +280,14 @@ class DeadGradient(_AbsentGradientRule):
             is_blank = weights & (zeros == rows.tensors.numel) & (since == 0)
             blank = [rows.names[i] for i in fresh if is_blank[i]]
             name = window.run.first_in_backward(blank or whole or names)
-            # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
-            # slope for negative inputs.
-            is_serious = bool(weights[fresh].any())
             text = f"all elements of the gradient of {name} have been zero for {self.in_a_row} steps"
             text += ", and so are its own: it cannot change" * bool(blank)
             more = {} if whole else {"causes": _NO_INPUT}
             if blank:
                 more = {**NEVER_INITIALISED, "causes": (*NEVER_INITIALISED["causes"], *_CONSECUTIVE)}
-            yield self._finding(rows, lengths, since, name, text, is_serious, **more)
+            # The loss may not depend on a bias, for example that of a critic of which only differences count, nor on a
+            # slope for negative inputs.
+            yield self._finding(rows, lengths, since, name, text, bool(weights[fresh].any()), **more)
 
 
 class MissingGradient(_AbsentGradientRule):

@@ -45,9 +45,8 @@ _ACTIVATED = (
     "a softmax, sigmoid or ReLU at the end of the model, and a loss that takes logits, as cross_entropy does",
 )
 _ASKEW, _DIM = 4.0, ("a softmax or log_softmax whose dim= is that of the samples, or is not given",)
-# The fit of outputs is judged after so many steps.
-_FITS = 240
-_UNKNOWN = 2.0  # in place of a correlation
+# The fit of outputs is judged after so many steps. What stands in place of a correlation that is not known.
+_FITS, _UNKNOWN = 240, 2.0
 _UNSCALED = (
     ("targets that are not normalised, or in another unit than the model was made for",),
     ("normalise targets in the data loader, and scale predictions back",),
@@ -249,7 +248,8 @@ class NoLearning(Rule):
             what = "outputs of the model are a softmax" if over == 1 else "loss takes the softmax of the outputs"
             text = f"the {what} over samples or places in a sequence, not over the classes"
             yield self._once("askew", step, LOGITS, text, "output", _DIM)
-        if not self._classes or "label" in self._reported or math.isnan(count):
+        # A discriminator may get real and made samples in passes of their own.
+        if not self._classes or window.run.has_rival or "label" in self._reported or math.isnan(count):
             return
         if not self._labels:
             self._labels_since = step
@@ -382,17 +382,15 @@ class NoLearning(Rule):
             text = f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
             self._reported["chance"] = step
             yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=self._recent[-1])
-        if {"chance", "rate", "learned"} & {*self._reported}:
+        if {"chance", "rate", "learned", "follows"} & {*self._reported}:
             return
         now, chance = median(self._recent), self._chance
         if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
             self._reported["learned"] = step  # in the latter case its loss has other terms as well
             return
-        if not is_due:
-            return
         is_flat = self._classes >= 8 and median(self._first) - now < self.flat * now
         # A loss with other terms may end above chance, though it has learned.
-        if (now >= self.share * chance or is_flat) and now > self.fallen * abs(self._first[0]):
+        if is_due and (now >= self.share * chance or is_flat) and now > self.fallen * abs(self._first[0]):
             text = f"the loss is {now:.4g} after {self._count} steps; guessing among {self._classes} classes has "
             name, causes, more = self._likely(window, row)
             text += f"{chance:.4g}{more}"

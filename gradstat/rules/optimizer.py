@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -147,8 +146,8 @@ class MomentumDrift(Rule):
                 if is_small and self._episodes.record("small", step):
                     text = f"the optimizer's {kind} has a norm of {norm:.3g} over all parameters, and the gradients of "
                     text += f"the last {count} steps had at least {lowest:.3g}: it gets smaller ones than are measured"
-                    more: dict[str, Any] = {"causes": _SMALLER, "advice": (), "norm": norm, "gradients": lowest}
-                    yield self.found(step - count, "optimizer", text, about=kind, **more)
+                    evidence = {"norm": norm, "gradients": lowest}
+                    yield self.found(step - count, "optimizer", text, kind, None, _SMALLER, (), **evidence)
                 self._ratio, self._norm = min(self._ratio or 1.0, ratio), min(self._norm or norm, norm)
         self._lowest, self._count = min([self._lowest, *norms[at:].tolist()]), self._count + len(norms) - at
 

@@ -177,7 +177,7 @@ class SpikeRule(LevelRule):
 
     A jump of one step means little: the better a model has learned, the more a single hard sample stands out, at any
     ratio to the median, up to the values with which training began. So a finding takes several values above the limit
-    within few steps, or one that is beyond the initial level.
+    within few steps; one that is beyond the initial level is an info.
 
     Args:
         sigmas: The limit is so many spreads above the median, both as a `gradstat.SpikeGuard` defines them, of the
@@ -188,15 +188,13 @@ class SpikeRule(LevelRule):
         lost_progress: It is also at least this fraction of the way from the median back to the initial level, the third
             quartile of the first 20 values.
         min_count, within_steps: A jump is so many values above the limit in so many steps. It began with the first.
-        single_factor: A single value is a jump if it is above this many times the initial level and the largest in the
+        single_factor: A single value is told if it is above this many times the initial level and the largest in the
             window.
         warmup_factor: Until half a window is known, the limit is this many times the largest of at least five values.
         errors, moves: As for `LevelRule`.
         factor: The limit is also at least this many times the median.
         window: Number of steps in the window.
     """
-
-    alone: ClassVar[str] = "leap"  # what a single value is recorded as
 
     sigmas: float
     log_sigmas: float
@@ -232,7 +230,7 @@ class SpikeRule(LevelRule):
         if is_high:
             self._leaps = [*(leap for leap in self._leaps if step - leap < self.within_steps), step]
         self._lasts = is_high and len(self._leaps) >= self.min_count
-        if (is_alone or self._lasts) and self._episodes.record("leap" if self._lasts else self.alone, step):
+        if (is_alone or self._lasts) and self._episodes.record("leap" if self._lasts else "alone", step):
             began = self._leaps[0] if is_high else step
         if self.single_factor * value > self._beyond and value <= max(2.0, self.factor) * max(
             self._values[-self.within_steps :], default=math.inf

@@ -102,7 +102,8 @@ class LossSpike(SpikeRule):
             began = self.detect_jump(step, loss)
             if began is not None:
                 text = f"the {self.series} jumps to {loss:.4g} from about {median:.4g}"
-                yield self.found(began, self.series, text, loss=loss, median=median, limit=limit)
+                severity: Severity = self.severity if self._lasts else "info"
+                yield self.found(began, self.series, text, "series", severity, loss=loss, median=median, limit=limit)
             if not 0 < self._lowest < math.inf:
                 continue
             recent = self._values[-20:]
@@ -120,7 +121,7 @@ class LossSpike(SpikeRule):
             if mean > self._lowest + least and self._episodes.record("climb", step):
                 text = f"the mean {self.series} of 20 steps has climbed to {mean:.4g}; the lowest was "
                 text += f"{self._lowest:.4g}" + f", and it began at {start:.4g}" * is_above
-                severity: Severity | None = "info" if window.run.has_rival else None  # it may catch up
+                severity = "info" if window.run.has_rival else self.severity  # it may catch up
                 causes = (*(_MAXIMIZES if window.run.maximizes else WRONG_SIGN[:1] * is_above), *self.causes)
                 yield self.found(step, self.series, text, "series", severity, causes, mean=mean, lowest=self._lowest)
 

@@ -236,9 +236,9 @@ class UnchangedParameter(Rule):
         if moved < self.least and (math.isnan(usual) or has_stopped) and self._episodes.record("hardly", step):
             text = f"no weight has moved by more than {moved:.2g} of its norm in {steps} steps"
             text += f"; up to {usual:.2g} was usual before" * (usual > 0)
-            more: dict[str, Any] = {"causes": _HARDLY, "advice": _LARGER, "moved": moved, "steps": steps}
             name = rows.names[int((moves == moved).argmax())]
-            yield self.found(step - steps, name, text, "parameter", **more)
+            more = {"moved": moved, "steps": steps}
+            yield self.found(step - steps, name, text, "parameter", None, _HARDLY, _LARGER, **more)
         if rate > 0 and not moved < usual:
             self._usual, self._strength = moved / steps / rate, strength
 

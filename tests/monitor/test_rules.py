@@ -876,6 +876,16 @@ TOLD: dict[str, tuple[str, Story, list[tuple[str, int, str]]]] = {
         "exploding-gradient", series("norm", [*NORMS, 20.1, *NORMS[-9:]]), [("info", 96, "norm")]),
     "gradients that stay large": (
         "exploding-gradient", series("norm", [*NORMS, *[20.1] * 4]), [("info", 96, "norm"), ("warning", 96, "norm")]),
+    "large gradients that do the loss no harm": (
+        "exploding-gradient", series("norm", [*NORMS, *[9.0] * 60], scalars={"loss": [1.0] * 156}),
+        [("info", 96, "norm")] * 2),
+    "far too large ones": (
+        "exploding-gradient", series("norm", [*NORMS, *[11.0] * 4], scalars={"loss": [1.0] * 100}),
+        [("warning", 96, "norm")]),
+    "one large loss": ("loss-spike", series("loss", [*LOSSES, 12.1, *LOSSES[-9:]]), [("info", 96, "loss")]),
+    "losses that stay large": (
+        "loss-spike", series("loss", [*LOSSES, *[12.1] * 4]),
+        [("info", 96, "loss"), ("warning", 96, "loss"), ("warning", 99, "loss")]),
 }  # fmt: skip
 
 
