@@ -485,7 +485,8 @@ def test_given_scalars_are_recorded_compared_and_judged_if_asked() -> None:
             model(torch.randn(8, 4)).square().mean().backward()
             entropy = torch.tensor(1.0 + step % 3 / 100 if step < 120 else 9.0)
             monitor.step(1.0, scalars={"entropy": entropy, "kl": kl - step % 5 / 100})
-        assert [(found.step, found.name) for found in monitor.findings] == [(120, "entropy")]
+        told = [(found.severity, found.step, found.name) for found in monitor.findings]
+        assert told == [("info", 120, "entropy"), ("warning", 120, "entropy")]
         return monitor.recording()
 
     golden = Golden.of([recorded(kl) for kl in (-1.0, -1.01, -1.02)])
