@@ -382,7 +382,7 @@ class NoLearning(Rule):
             text = f"the loss has fallen to {last[-1]:.4g}; that of a classifier has a lowest value, usually 0"
             self._reported["chance"] = step
             yield self._once("negative", step, "loss", text, "series", WRONG_SIGN, loss=self._recent[-1])
-        if {"chance", "rate", "learned", "follows"} & {*self._reported}:
+        if {"chance", "rate", "learned"} & {*self._reported}:
             return
         now, chance = median(self._recent), self._chance
         if now < self.flat_share * chance or _last_output(window, "right") > (1 + 1 / self._classes) / 2:
